@@ -1,0 +1,1 @@
+"""The control plane: REST, store, stage queues with leases, backend router."""

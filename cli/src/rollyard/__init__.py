@@ -1,0 +1,1 @@
+"""The rollyard command line and the local driver."""

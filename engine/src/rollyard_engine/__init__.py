@@ -1,0 +1,1 @@
+"""The embedded inference backend, speaking vLLM's calls."""

@@ -1,0 +1,1 @@
+"""Reconcile: from a job and what was observed to a plan."""

@@ -1,0 +1,1 @@
+"""Stage workers: Init, Run, Eval, agents, token trajectories, handlers, sandbox providers."""

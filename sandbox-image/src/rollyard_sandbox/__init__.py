@@ -1,0 +1,1 @@
+"""The exec server inside every sandbox, and its client."""

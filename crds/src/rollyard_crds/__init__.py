@@ -1,1 +1,64 @@
 """RolloutJob and BackendPool as pydantic models, and the CRD YAML generated from them."""
+
+from rollyard_crds.backendpool import (
+    BackendPool,
+    BackendPoolSpec,
+    BackendPoolStatus,
+    BackendStatus,
+    EngineSpec,
+)
+from rollyard_crds.base import API_VERSION, GROUP, VERSION, Condition, Model, ObjectMeta
+from rollyard_crds.manifest import Manifest, ManifestError, load, parse
+from rollyard_crds.rolloutjob import (
+    STAGES,
+    AgentSpec,
+    RolloutCounts,
+    RolloutJob,
+    RolloutJobSpec,
+    RolloutJobStatus,
+    SamplingSpec,
+    SandboxResources,
+    SandboxSpec,
+    StageCounts,
+    StageName,
+    StageSpec,
+)
+from rollyard_crds.task import FunctionCall, Message, Task, TaskSandbox, ToolCall
+from rollyard_crds.tasklist import TaskListError, parse_lines
+
+__all__ = [
+    "API_VERSION",
+    "GROUP",
+    "STAGES",
+    "VERSION",
+    "AgentSpec",
+    "BackendPool",
+    "BackendPoolSpec",
+    "BackendPoolStatus",
+    "BackendStatus",
+    "Condition",
+    "EngineSpec",
+    "FunctionCall",
+    "Manifest",
+    "ManifestError",
+    "Message",
+    "Model",
+    "ObjectMeta",
+    "RolloutCounts",
+    "RolloutJob",
+    "RolloutJobSpec",
+    "RolloutJobStatus",
+    "SamplingSpec",
+    "SandboxResources",
+    "SandboxSpec",
+    "StageCounts",
+    "StageName",
+    "StageSpec",
+    "Task",
+    "TaskListError",
+    "TaskSandbox",
+    "ToolCall",
+    "load",
+    "parse",
+    "parse_lines",
+]

@@ -1,0 +1,187 @@
+"""The wire between stage workers and the control plane: lease, heartbeat, complete, fail.
+
+Every lease raises the rollout's fencing token; only the holder of the current token may
+complete or fail it. All calls are batched, at most MAX_BATCH rollouts each.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rollyard_crds.rolloutjob import StageName
+from rollyard_crds.task import Task
+from rollyard_crds.trajectory import Record, Trajectory
+
+MAX_BATCH = 64
+
+
+class SandboxHandle(Record):
+    """Where a rollout's sandbox is; Run and Eval leases go only to workers of that `node`."""
+
+    provider: str
+    id: str
+    node: str
+    address: str
+    """As ExecClient.connect takes it: `unix:/path` or `tcp://host:port`."""
+    token: str | None = None
+
+
+class BackendAssignment(Record):
+    """The backend that the router chose for this rollout."""
+
+    pool: str
+    url: str
+    model: str
+    tokenizer: str
+    policy_version: str = ""
+
+
+class LeaseRequest(Record):
+    """A worker asks for up to `capacity` rollouts of `stages`; waits up to `wait` seconds for the first."""
+
+    worker: Annotated[str, Field(min_length=1, max_length=253)]
+    node: Annotated[str, Field(min_length=1, max_length=253)]
+    capacity: dict[StageName, Annotated[int, Field(ge=0, le=4096)]]
+    """Free places per stage; at most MAX_BATCH rollouts come back in all."""
+    job: str | None = None
+    """Only rollouts of this job."""
+    namespace: str | None = None
+    wait: Annotated[float, Field(ge=0, le=60)] = 0.0
+
+
+class Lease(Record):
+    """One rollout in the hands of one worker."""
+
+    rollout: str
+    token: Annotated[int, Field(ge=1)]
+    """Fencing token."""
+    stage: StageName
+    job: str
+    namespace: str
+    job_uid: str
+    """Changes when a job of the same name is made anew: the key for caching the spec."""
+    group_id: str
+    sample_index: int
+    attempt: int
+    """Failures so far in this stage."""
+    queued_seconds: float
+    lease_seconds: float
+    """Heartbeat well within this time, or the rollout goes back to its queue."""
+    task: Task
+    sandbox: SandboxHandle | None = None
+    backend: BackendAssignment | None = None
+    carry: dict[str, Any] = Field(default_factory=dict)
+    """What the stage before left for this one (a handler's state; JSON, at most 1 MiB)."""
+    trajectory: Trajectory | None = None
+    """Eval only: what Run recorded."""
+
+
+class LeaseResponse(Record):
+    leases: list[Lease]
+    draining: bool = False
+    """The job has ended: this worker may stop once its leases are done."""
+
+
+class LeaseRef(Record):
+    rollout: str
+    token: int
+
+
+class HeartbeatRequest(Record):
+    """Renews leases; also tells which sandboxes this node holds, so that orphans are found."""
+
+    worker: Annotated[str, Field(min_length=1, max_length=253)]
+    node: Annotated[str, Field(min_length=1, max_length=253)]
+    leases: Annotated[list[LeaseRef], Field(max_length=4096)]
+    sandboxes: Annotated[list[str], Field(max_length=65_536)] = Field(default_factory=list)
+    """Ids of claimed sandboxes present on the node."""
+
+
+class HeartbeatResponse(Record):
+    lost: list[LeaseRef]
+    """Not yours any more (expired, or fenced off): stop and clean up."""
+    cancelled: list[LeaseRef]
+    """Cancelled: stop at once, release the sandbox."""
+    orphans: list[str]
+    """Of `sandboxes`: those that belong to no unfinished rollout; remove them."""
+
+
+class StageTimes(Record):
+    """What the worker measured in this stage, in seconds."""
+
+    active_seconds: float = 0.0
+    model_seconds: float = 0.0
+    tool_seconds: float = 0.0
+    own_seconds: float = 0.0
+
+
+class StageResult(Record):
+    """A stage done. Init gives `sandbox` and `carry`; Run `trajectory` (and `carry`); Eval the reward."""
+
+    rollout: str
+    token: int
+    stage: StageName
+    sandbox: SandboxHandle | None = None
+    carry: dict[str, Any] = Field(default_factory=dict)
+    trajectory: Trajectory | None = None
+    reward: float | None = None
+    reward_components: dict[str, float] = Field(default_factory=dict)
+    times: StageTimes = Field(default_factory=StageTimes)
+
+
+class CompleteRequest(Record):
+    worker: Annotated[str, Field(min_length=1, max_length=253)]
+    results: Annotated[list[StageResult], Field(min_length=1, max_length=MAX_BATCH)]
+
+
+class StageFailure(Record):
+    """A stage that did not come to a result for infrastructure reasons."""
+
+    rollout: str
+    token: int
+    stage: StageName
+    reason: Annotated[str, Field(max_length=128)]
+    message: Annotated[str, Field(max_length=4096)] = ""
+    retryable: bool = True
+    """False: never worth another attempt (a malformed task, an unknown image)."""
+    return_to: StageName | None = None
+    """`init` where the sandbox was lost or is dirty; default: the same stage."""
+    counts: bool = True
+    """False for hand-overs (drain, preemption): does not raise `attempt`."""
+    times: StageTimes = Field(default_factory=StageTimes)
+
+
+class FailRequest(Record):
+    worker: Annotated[str, Field(min_length=1, max_length=253)]
+    failures: Annotated[list[StageFailure], Field(min_length=1, max_length=MAX_BATCH)]
+
+
+Outcome = Literal["accepted", "repeated", "stale", "cancelled", "unknown"]
+
+
+class OutcomeItem(Record):
+    """`accepted`; `repeated`: the same completion came before, nothing changed; `stale`: fenced off."""
+
+    rollout: str
+    outcome: Outcome
+
+
+class OutcomeResponse(Record):
+    outcomes: list[OutcomeItem]
+
+
+class RouteRequest(Record):
+    """A rollout's backend failed: ask for another (or the same, if it is the only one)."""
+
+    rollout: str
+    token: int
+    failed_url: str
+    error: Annotated[str, Field(max_length=1024)] = ""
+
+
+class RouteResponse(Record):
+    backend: BackendAssignment | None
+    """None: no backend is ready; ask again after `retry_after` seconds."""
+    retry_after: float = 1.0

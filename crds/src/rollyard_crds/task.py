@@ -1,0 +1,86 @@
+"""A task: one JSON object of a task list, as a file, inline or pushed to a stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from rollyard_crds.base import Model, Path
+
+TaskId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
+
+
+class FunctionCall(Model):
+    """Name and arguments of a tool call, as chat templates expect them."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class ToolCall(Model):
+    """A tool call inside an assistant message of a task's own history."""
+
+    id: Annotated[str, Field(max_length=128)] | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Model):
+    """One turn of the conversation that a task starts from."""
+
+    # Chat messages are snake_case everywhere in the field, unlike Kubernetes objects.
+    model_config = ConfigDict(alias_generator=None, extra="forbid")
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Annotated[str, Field(max_length=1 << 20)] = ""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=64)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=128)] | None = None
+    name: Annotated[str, Field(max_length=128)] | None = None
+
+
+class TaskSandbox(Model):
+    """What this task adds to the job's sandbox; applied when the sandbox is handed out."""
+
+    image: Annotated[str, Field(max_length=1024)] | None = None
+    env: Annotated[dict[str, str], Field(max_length=256)] = Field(default_factory=dict)
+    files: Annotated[dict[Path, Annotated[str, Field(max_length=1 << 20)]], Field(max_length=1024)] = Field(
+        default_factory=dict
+    )
+    """Path (relative to the work folder, or absolute) to text content."""
+    setup: Annotated[str, Field(max_length=1 << 16)] | None = None
+    """A bash script that Init runs after the files are there; must exit with 0."""
+
+
+class Task(Model):
+    """One task. Fields that only some handlers read are optional here and checked by the handler.
+
+    Raises:
+        pydantic.ValidationError: neither or both of `prompt` and `messages` are given.
+    """
+
+    model_config = ConfigDict(alias_generator=None, extra="forbid")
+
+    id: TaskId
+    prompt: Annotated[str, Field(min_length=1, max_length=1 << 20)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    answer: Annotated[str, Field(max_length=1 << 16)] | None = None
+    """Gold answer (handler `math`)."""
+    test_script: Annotated[str, Field(max_length=1 << 20)] | None = None
+    """Bash script that decides (handler `shell`): exit status 0 means solved."""
+    solution: Annotated[list[FunctionCall], Field(max_length=256)] | None = None
+    """Reference solution for the `oracle` agent: tool calls, one a turn."""
+    sandbox: TaskSandbox = Field(default_factory=TaskSandbox)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Task:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give exactly one of 'prompt' and 'messages'")
+        return self
+
+    def chat(self) -> list[Message]:
+        """The conversation that the rollout starts from."""
+        if self.messages is not None:
+            return list(self.messages)
+        return [Message(role="user", content=self.prompt or "")]

@@ -1,0 +1,141 @@
+"""The trajectory record: what one rollout hands to a trainer.
+
+Wire and storage form, in snake_case, because trainers read it as columns. Token ids
+are canonical: `prompt_ids + response_ids` of a segment are, id for id, what the backend
+read and sampled.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollyard_crds.task import Message
+
+TrajectoryStatus = Literal["succeeded", "failed", "cancelled"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "replayed"]
+
+
+class Record(BaseModel):
+    """Strict snake_case record."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Segment(Record):
+    """One stretch of tokens that a trainer may train on as a sequence.
+
+    `response_ids`, `loss_mask`, `logprobs` and `policy_versions` are parallel (length n):
+    mask 1 exactly on sampled tokens; logprobs in nats as the backend returned them, 0.0
+    where the mask is 0; policy version the label under which the token was sampled, ""
+    where the mask is 0.
+
+    Raises:
+        pydantic.ValidationError: lengths differ, or a masked-out token has a log-probability.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    policy_versions: list[str]
+
+    @model_validator(mode="after")
+    def _parallel(self) -> Segment:
+        n = len(self.response_ids)
+        for name in ("loss_mask", "logprobs", "policy_versions"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries, response_ids has {n}")
+        for place, (mask, logprob) in enumerate(zip(self.loss_mask, self.logprobs, strict=True)):
+            if mask not in (0, 1):
+                raise ValueError(f"loss_mask[{place}] is {mask}, must be 0 or 1")
+            if mask == 0 and logprob != 0.0:
+                raise ValueError(f"logprobs[{place}] is {logprob} where loss_mask is 0, must be 0.0")
+        return self
+
+
+class TurnToolCall(Record):
+    """One tool call of a turn, as parsed, and how it went."""
+
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    error: str | None = None
+    """Why it could not run (malformed, unknown tool, timeout); the model sees it as an observation."""
+    seconds: float = 0.0
+
+
+class Turn(Record):
+    """One assistant turn: where its tokens lie, how it ended, what it called."""
+
+    segment: int
+    start: int
+    """First sampled token, as an index into the segment's response_ids."""
+    end: int
+    """One past the last sampled token."""
+    finish_reason: FinishReason
+    tool_calls: list[TurnToolCall] = Field(default_factory=list)
+    model_seconds: float = 0.0
+    tool_seconds: float = 0.0
+
+
+class StageTiming(Record):
+    """How long a rollout waited for and worked in one stage, in seconds, over all attempts."""
+
+    queued_seconds: float = 0.0
+    active_seconds: float = 0.0
+    attempts: int = 0
+
+
+class Timings(Record):
+    init: StageTiming = Field(default_factory=StageTiming)
+    run: StageTiming = Field(default_factory=StageTiming)
+    eval: StageTiming = Field(default_factory=StageTiming)
+    model_seconds: float = 0.0
+    tool_seconds: float = 0.0
+    own_seconds: float = 0.0
+    """The rest of the Run stage: our own code."""
+
+
+class SamplingRecord(Record):
+    temperature: float
+    top_p: float
+    top_k: int = -1
+    max_tokens: int
+    seed: int
+    logprobs_mode: str = "processed_logprobs"
+
+
+class Trajectory(Record):
+    """One rollout, ended. `reward` is null unless an evaluation gave it."""
+
+    id: str
+    job: str
+    namespace: str = "default"
+    task_id: str
+    group_id: str
+    sample_index: Annotated[int, Field(ge=0)]
+    attempt: Annotated[int, Field(ge=0)] = 0
+    """Failures before this result (hand-overs and preemptions do not count)."""
+    status: TrajectoryStatus = "succeeded"
+    reason: str = ""
+    """Why, where status is not succeeded: CamelCase."""
+    message: str = ""
+    reward: float | None = None
+    reward_components: dict[str, float] = Field(default_factory=dict)
+    segments: list[Segment] = Field(default_factory=list)
+    messages: list[Message] = Field(default_factory=list)
+    turns: list[Turn] = Field(default_factory=list)
+    sampling: SamplingRecord | None = None
+    timings: Timings = Field(default_factory=Timings)
+    backend: str = ""
+    truncated: bool = False
+    truncated_reason: str = ""
+    """MaxTurns, MaxContext, MaxTokens, RunTimeout or SandboxOutOfMemory."""
+    template_breaks: int = 0
+    """Segments begun because the chat template would have rewritten history."""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(sum(segment.loss_mask) for segment in self.segments)

@@ -1,0 +1,51 @@
+# Rollyard's targets. `make help` explains each of them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+DEV_STAMP := $(VENV)/.stamp-dev
+TASKS ?= 64
+SAMPLES ?= 8
+
+.PHONY: help run test bench lint format typecheck crds docs clean
+
+help: ## What each target does
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml scripts/setup
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup run
+	@touch $@
+
+$(DEV_STAMP): $(STAMP) pyproject.toml scripts/setup
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup dev
+	@touch $@
+
+run: $(STAMP) ## Set up, start everything on this machine, and run the quickstart job (TASKS, SAMPLES)
+	@$(BIN)/rollyard quickstart --tasks $(TASKS) --samples $(SAMPLES) --out runs/quickstart
+
+test: $(DEV_STAMP) ## Set up and run every check and every test, real components included
+	@VENV="$(VENV)" scripts/test
+
+bench: $(DEV_STAMP) ## Measure speed and memory beside the baselines, into bench/results.json
+	@$(BIN)/python bench/run.py --out bench/results.json
+
+lint: $(DEV_STAMP) ## Ruff and the import contracts
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+
+format: $(DEV_STAMP) ## Let ruff format and mend what it can
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+typecheck: $(DEV_STAMP) ## mypy, strict
+	@$(BIN)/mypy
+
+crds: $(DEV_STAMP) ## Write the CRD YAML anew from the pydantic models
+	@$(BIN)/python -m rollyard_crds
+
+docs: $(DEV_STAMP) ## Check that the documentation's links and commands are true
+	@$(BIN)/python -m pytest -q tests/docs
+
+clean: ## Remove what was built here (caches outside the tree stay)
+	@rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

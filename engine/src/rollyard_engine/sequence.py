@@ -15,7 +15,7 @@ from rollyard_engine.sampling import SampledToken, Sampler, SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
-MIN_CAPACITY = 256
+MIN_CAPACITY = 512
 """Smallest KV cache opened, in tokens."""
 
 
@@ -121,10 +121,10 @@ class Sequence:
 def cache_capacity(tokens: int, max_model_len: int) -> int:
     """The cache size to open for a sequence of at most ``tokens``.
 
-    A power of two, so that a conversation that grows over many turns outgrows its cache, and is computed
-    anew, only a logarithmic number of times.
+    A power of two with room for as much again, so that a conversation that grows over many turns outgrows
+    its cache, and is computed anew, only a logarithmic number of times.
     """
     capacity = MIN_CAPACITY
-    while capacity < tokens:
+    while capacity < 2 * tokens:
         capacity *= 2
     return max(min(capacity, max_model_len), tokens)

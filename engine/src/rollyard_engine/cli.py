@@ -69,7 +69,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Settings:
         help="threads of one matrix product; 0 chooses by model size",
     )
     args = parser.parse_args(argv)
-    model = args.model.resolve()
+    model = args.model.absolute()
     return Settings(
         model=model,
         host=args.host,

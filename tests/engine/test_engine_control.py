@@ -1,0 +1,184 @@
+"""Pausing, weight versions, aborts, disconnects and bounds of a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+LONG = {"max_tokens": 4000, "ignore_eos": True, "logprobs": 0, "seed": 1}
+
+
+def generate_body(first: int, **sampling: Any) -> dict[str, Any]:
+    return {"token_ids": [first, 5, 6], "sampling_params": {**LONG, **sampling}}
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(20):
+        while not await holds():  # noqa: ASYNC110  (the state is another process's)
+            await asyncio.sleep(0.01)
+
+
+async def metric(client: httpx.AsyncClient, name: str) -> float:
+    for line in (await client.get("/metrics")).text.splitlines():
+        if line.startswith(name + "{"):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no metric {name}")
+
+
+async def running(client: httpx.AsyncClient, number: int) -> None:
+    async def holds() -> bool:
+        return await metric(client, "vllm:num_requests_running") == number
+
+    await eventually(holds)
+
+
+async def sampled_more_than(client: httpx.AsyncClient, number: float) -> None:
+    async def holds() -> bool:
+        return await metric(client, "vllm:generation_tokens_total") > number
+
+    await eventually(holds)
+
+
+async def test_a_disconnected_client_frees_its_slot(own_server: Any) -> None:
+    async with own_server.client() as client:
+        for stream in (False, True):
+            before = await metric(client, "vllm:num_requests_running")
+            body = generate_body(3) | {"stream": stream}
+            request = asyncio.create_task(client.post("/inference/v1/generate", json=body))
+            await running(client, 1)
+            request.cancel()
+            await running(client, 0)
+            assert before == 0
+        assert await metric(client, "vllm:generation_tokens_total") < 2 * LONG["max_tokens"]
+
+
+async def test_abort_by_the_prefixed_id_returns_the_partial_output(own_server: Any) -> None:
+    async with own_server.client() as client:
+        body = generate_body(3) | {"request_id": "mine"}
+        request = asyncio.create_task(client.post("/inference/v1/generate", json=body))
+        await sampled_more_than(client, 0)
+        raw = await client.post("/inference/v1/abort_requests", json={"request_ids": ["mine"]})
+        assert raw.status_code == 200
+        await running(client, 1)
+        await client.post("/inference/v1/abort_requests", json={"request_ids": ["generate-tokens-mine"]})
+        choice = (await request).json()["choices"][0]
+    assert choice["finish_reason"] == "abort"
+    assert 0 < len(choice["token_ids"]) < LONG["max_tokens"]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+
+
+async def test_pause_abort_returns_partials_and_later_requests_wait(own_server: Any) -> None:
+    async with own_server.client() as client:
+        first = asyncio.create_task(client.post("/inference/v1/generate", json=generate_body(3)))
+        await sampled_more_than(client, 0)
+        assert (await client.post("/pause?mode=abort")).json() == {"status": "paused"}
+        assert (await first).json()["choices"][0]["finish_reason"] == "abort"
+        assert (await client.get("/is_paused")).json() == {"is_paused": True}
+        later = asyncio.create_task(
+            client.post("/inference/v1/generate", json=generate_body(4, max_tokens=3))
+        )
+        await eventually(lambda: _equals(metric(client, "vllm:num_requests_waiting"), 1))
+        assert (await client.get("/health")).status_code == 200
+        assert not later.done()
+        assert (await client.post("/resume")).json() == {"status": "resumed"}
+        assert len((await later).json()["choices"][0]["token_ids"]) == 3
+
+
+async def _equals(value: Awaitable[float], wanted: float) -> bool:
+    return await value == wanted
+
+
+async def test_pause_wait_returns_after_the_running_ones(own_server: Any) -> None:
+    async with own_server.client() as client:
+        first = asyncio.create_task(
+            client.post("/inference/v1/generate", json=generate_body(3, max_tokens=300))
+        )
+        await running(client, 1)
+        await client.post("/pause?mode=wait")
+        assert await metric(client, "vllm:num_requests_running") == 0
+        choice = (await first).json()["choices"][0]
+        assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 300)
+
+
+async def test_keep_resumes_under_new_weights_and_every_token_knows_its_version(
+    own_server: Any, other_weights: Path
+) -> None:
+    async with own_server.client() as client:
+        request = asyncio.create_task(
+            client.post("/inference/v1/generate", json=generate_body(3, max_tokens=600))
+        )
+        await sampled_more_than(client, 20)
+        await client.post("/pause?mode=keep")
+        frozen = await metric(client, "vllm:generation_tokens_total")
+        rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(other_weights)}}
+        assert (await client.post("/collective_rpc", json=rpc)).status_code == 200
+        labelled = await client.post("/update_weight_version", json={"new_version": "v2"})
+        assert labelled.json() == {"success": True, "new_version": "v2"}
+        assert (await client.get("/weight_info")).json() == {"weight_version": "v2"}
+        assert await metric(client, "vllm:generation_tokens_total") == frozen
+        await client.post("/resume")
+        choice = (await request).json()["choices"][0]
+    cut = int(frozen)
+    assert choice["weight_versions"] == [
+        {"version": "v1", "start": 0, "end": cut},
+        {"version": "v2", "start": cut, "end": 600},
+    ]
+    assert 20 < cut < 600
+
+
+def test_a_folder_that_does_not_load_leaves_the_old_weights_serving(
+    own_server: Any, model_dir: Path, tmp_path: Path
+) -> None:
+    before = own_server.complete([5, 6, 7], max_tokens=5, seed=1)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir, broken)
+    (broken / "model.onnx").write_bytes(b"not a model")
+    for folder, said in (
+        (tmp_path / "missing", "does not exist"),
+        (empty, "has no genai_config.json"),
+        (broken, "does not load"),
+    ):
+        rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        answer = own_server.post("/collective_rpc", rpc)
+        assert answer.status_code == 400
+        assert said in answer.json()["error"]["message"]
+        assert str(folder) in answer.json()["error"]["message"]
+    own_server.post("/reset_prefix_cache")
+    assert own_server.complete([5, 6, 7], max_tokens=5, seed=1)["token_ids"] == before["token_ids"]
+
+
+async def test_a_full_queue_refuses_with_a_time_to_come_back(own_server: Any) -> None:
+    async with own_server.client() as client:
+        held = [
+            asyncio.create_task(client.post("/inference/v1/generate", json=generate_body(3 + index)))
+            for index in range(4)  # two slots and two places in the queue
+        ]
+        await running(client, 2)
+        await eventually(lambda: _equals(metric(client, "vllm:num_requests_waiting"), 2))
+        refused = await client.post("/inference/v1/generate", json=generate_body(9))
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+        assert refused.json()["error"]["code"] == 503
+        aborted = await client.post("/abort_requests", json={})
+        assert aborted.json() == {"status": "aborted", "aborted": 4}
+        for request in held:
+            assert (await request).json()["choices"][0]["finish_reason"] == "abort"
+        accepted = await client.post("/inference/v1/generate", json=generate_body(9, max_tokens=2))
+        assert accepted.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/pause?mode=later", "/pause?clear_cache=perhaps"])
+def test_a_wrong_pause_is_refused_by_name(server: Any, path: str) -> None:
+    answer = server.post(path)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in path
+    assert server.get("/is_paused").json() == {"is_paused": False}

@@ -21,7 +21,8 @@ def processed(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np
     kept = order[: params.top_k] if params.top_k else order
     weights = {i: np.exp(scores[i] - scores[order[0]]) for i in kept}
     total = sum(weights.values())
-    nucleus, mass = [], 0.0
+    nucleus: list[int] = []
+    mass = 0.0
     for index in kept:
         if mass >= params.top_p and nucleus:
             break

@@ -51,10 +51,9 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        gone.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait({working})
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.wait({working, gone})
 
 
 async def _disconnected(request: Request) -> None:

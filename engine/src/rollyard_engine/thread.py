@@ -153,7 +153,9 @@ class EngineThread:
             self._inbox.clear()
             self._commands.clear()
         for command in commands:
-            command.outcome.set_exception(failure)
+            if command.outcome.set_running_or_notify_cancel():
+                command.outcome.set_exception(failure)
+        self._scheduler.resume()  # answers those who wait for a pause to be complete
         for sequence in left:
             sequence.error = failure
         if left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-LONG = {"max_tokens": 4000, "ignore_eos": True, "logprobs": 0, "seed": 1}
+# Without max_tokens a request goes on until the context is full: long enough to act on it meanwhile.
+LONG = {"ignore_eos": True, "logprobs": 0, "seed": 1}
 
 
 def generate_body(first: int, **sampling: Any) -> dict[str, Any]:
+    """A request of three prompt tokens; the first one tells requests apart."""
     return {"token_ids": [first, 5, 6], "sampling_params": {**LONG, **sampling}}
 
 
@@ -26,7 +29,7 @@ async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
 
 async def metric(client: httpx.AsyncClient, name: str) -> float:
     for line in (await client.get("/metrics")).text.splitlines():
-        if line.startswith(name + "{"):
+        if line.startswith(name if "{" in name else name + "{"):
             return float(line.rsplit(" ", 1)[1])
     raise AssertionError(f"no metric {name}")
 
@@ -55,7 +58,7 @@ async def test_a_disconnected_client_frees_its_slot(own_server: Any) -> None:
             request.cancel()
             await running(client, 0)
             assert before == 0
-        assert await metric(client, "vllm:generation_tokens_total") < 2 * LONG["max_tokens"]
+        assert await metric(client, 'vllm:request_success_total{engine="0",finished_reason="abort"') == 2
 
 
 async def test_abort_by_the_prefixed_id_returns_the_partial_output(own_server: Any) -> None:
@@ -69,7 +72,7 @@ async def test_abort_by_the_prefixed_id_returns_the_partial_output(own_server: A
         await client.post("/inference/v1/abort_requests", json={"request_ids": ["generate-tokens-mine"]})
         choice = (await request).json()["choices"][0]
     assert choice["finish_reason"] == "abort"
-    assert 0 < len(choice["token_ids"]) < LONG["max_tokens"]
+    assert len(choice["token_ids"]) > 0
     assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
 
 
@@ -96,23 +99,28 @@ async def _equals(value: Awaitable[float], wanted: float) -> bool:
 
 async def test_pause_wait_returns_after_the_running_ones(own_server: Any) -> None:
     async with own_server.client() as client:
-        first = asyncio.create_task(
-            client.post("/inference/v1/generate", json=generate_body(3, max_tokens=300))
-        )
-        await running(client, 1)
-        await client.post("/pause?mode=wait")
-        assert await metric(client, "vllm:num_requests_running") == 0
-        choice = (await first).json()["choices"][0]
-        assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 300)
+        body = generate_body(3, max_tokens=400) | {"stream": True}
+        async with client.stream("POST", "/inference/v1/generate", json=body) as stream:
+            lines = stream.aiter_lines()
+            events = [await anext(lines)]
+            await client.post("/pause?mode=wait")
+            assert await metric(client, "vllm:num_requests_running") == 0
+            events += [line async for line in lines]
+        choices = [
+            json.loads(event.removeprefix("data: "))["choices"][0]
+            for event in events
+            if event.startswith("data: {")
+        ]
+        assert sum(len(choice["token_ids"]) for choice in choices) == 400
+        assert choices[-1]["finish_reason"] == "length"
+        assert (await client.get("/is_paused")).json() == {"is_paused": True}
 
 
 async def test_keep_resumes_under_new_weights_and_every_token_knows_its_version(
     own_server: Any, other_weights: Path
 ) -> None:
     async with own_server.client() as client:
-        request = asyncio.create_task(
-            client.post("/inference/v1/generate", json=generate_body(3, max_tokens=600))
-        )
+        request = asyncio.create_task(client.post("/inference/v1/generate", json=generate_body(3)))
         await sampled_more_than(client, 20)
         await client.post("/pause?mode=keep")
         frozen = await metric(client, "vllm:generation_tokens_total")
@@ -123,13 +131,15 @@ async def test_keep_resumes_under_new_weights_and_every_token_knows_its_version(
         assert (await client.get("/weight_info")).json() == {"weight_version": "v2"}
         assert await metric(client, "vllm:generation_tokens_total") == frozen
         await client.post("/resume")
+        await sampled_more_than(client, frozen + 20)
+        await client.post("/abort_requests", json={})
         choice = (await request).json()["choices"][0]
-    cut = int(frozen)
+    cut, end = int(frozen), len(choice["token_ids"])
     assert choice["weight_versions"] == [
         {"version": "v1", "start": 0, "end": cut},
-        {"version": "v2", "start": cut, "end": 600},
+        {"version": "v2", "start": cut, "end": end},
     ]
-    assert 20 < cut < 600
+    assert 20 < cut < cut + 20 < end
 
 
 def test_a_folder_that_does_not_load_leaves_the_old_weights_serving(
@@ -157,12 +167,12 @@ def test_a_folder_that_does_not_load_leaves_the_old_weights_serving(
 
 async def test_a_full_queue_refuses_with_a_time_to_come_back(own_server: Any) -> None:
     async with own_server.client() as client:
+        await client.post("/pause?mode=keep")
         held = [
             asyncio.create_task(client.post("/inference/v1/generate", json=generate_body(3 + index)))
             for index in range(4)  # two slots and two places in the queue
         ]
-        await running(client, 2)
-        await eventually(lambda: _equals(metric(client, "vllm:num_requests_waiting"), 2))
+        await eventually(lambda: _equals(metric(client, "vllm:num_requests_waiting"), 4))
         refused = await client.post("/inference/v1/generate", json=generate_body(9))
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
@@ -172,6 +182,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back(own_server: Any) ->
         assert aborted.json() == {"status": "aborted", "aborted": 4}
         for request in held:
             assert (await request).json()["choices"][0]["finish_reason"] == "abort"
+        await client.post("/resume")
         accepted = await client.post("/inference/v1/generate", json=generate_body(9, max_tokens=2))
         assert accepted.status_code == 200
 

@@ -61,7 +61,7 @@ async def test_a_signal_ends_it_with_partial_answers(own_server: Any, number: si
     async with own_server.client() as client:
         body = {
             "token_ids": [5, 6],
-            "sampling_params": {"max_tokens": 4000, "ignore_eos": True},
+            "sampling_params": {"ignore_eos": True},
             "stream": True,
         }
         async with client.stream("POST", "/inference/v1/generate", json=body) as stream:
@@ -69,7 +69,7 @@ async def test_a_signal_ends_it_with_partial_answers(own_server: Any, number: si
             await anext(lines)
             own_server.process.send_signal(number)
             rest = [line async for line in lines]
-    assert rest[-2:] == ["data: [DONE]", ""] or rest[-1] == "data: [DONE]"
+    assert [line for line in rest if line][-1] == "data: [DONE]"
     assert any('"finish_reason":"abort"' in line for line in rest)
     assert own_server.process.wait(10) == 0
     with pytest.raises(httpx.ConnectError):

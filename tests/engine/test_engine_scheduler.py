@@ -59,23 +59,26 @@ class FakeModel:
         return FakeCache(self, capacity)
 
 
-def make_scheduler(model: FakeModel, **limits: int) -> Scheduler:
+def make_scheduler(model: FakeModel, eos: int = EOS, **limits: int) -> Scheduler:
     bounds = {"max_model_len": 4096, "max_num_seqs": 4, "max_kept": 8, "cache_bytes": 1 << 20} | limits
-    return Scheduler(model, "v1", (EOS,), Limits(**bounds))
+    return Scheduler(model, "v1", (eos,), Limits(**bounds))
 
 
 def make_sequence(
-    prompt: list[int], max_tokens: int = 5, *, stop: int | None = None, stream: bool = False
+    prompt: list[int], max_tokens: int = 5, *, stop: int | None = None, ignore_eos: bool = False
 ) -> Sequence:
     params = SamplingParams(
-        max_tokens, temperature=0.0, stop_token_ids=frozenset() if stop is None else frozenset({stop})
+        max_tokens,
+        temperature=0.0,
+        stop_token_ids=frozenset() if stop is None else frozenset({stop}),
+        ignore_eos=ignore_eos,
     )
     return Sequence(
         "id",
         np.array(prompt, dtype=np.int32),
         params,
         max_model_len=4096,
-        stream=stream,
+        stream=False,
         on_progress=lambda: None,
     )
 
@@ -86,6 +89,10 @@ def run_until(scheduler: Scheduler, done: Callable[[], bool], most: int = 1000) 
             return
         scheduler.step()
     raise AssertionError("the scheduler did not get there")
+
+
+def run_until_idle(scheduler: Scheduler) -> None:
+    run_until(scheduler, lambda: not scheduler.has_work)
 
 
 def ids(sequence: Sequence) -> list[int]:
@@ -133,6 +140,19 @@ def test_stop_tokens_end_a_sequence_and_are_part_of_it() -> None:
     scheduler.add(sequence)
     run_until(scheduler, lambda: sequence.finished)
     assert (ids(sequence), sequence.finish_reason, sequence.stop_reason) == (tokens, "stop", tokens[2])
+
+
+def test_end_of_sequence_ends_it_unless_ignored() -> None:
+    model = FakeModel()
+    tokens = expected(model, [5, 6, 7], 8)
+    end = tokens.index(tokens[3])
+    for ignore in (False, True):
+        scheduler = make_scheduler(model, eos=tokens[3])
+        sequence = make_sequence([5, 6, 7], max_tokens=8, ignore_eos=ignore)
+        scheduler.add(sequence)
+        run_until_idle(scheduler)
+        assert ids(sequence) == (tokens if ignore else tokens[: end + 1])
+        assert (sequence.finish_reason, sequence.stop_reason) == ("length" if ignore else "stop", None)
 
 
 def test_no_more_run_than_there_are_slots_and_all_get_their_turn() -> None:

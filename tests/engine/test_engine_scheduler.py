@@ -132,6 +132,23 @@ def test_decoding_goes_on_while_long_prompts_are_computed() -> None:
         assert len(short.output) == before + 1
 
 
+def test_with_a_slow_model_a_step_is_short_and_still_all_get_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollyard_engine.scheduler.SLICE_SECONDS", 0.0)
+    model = FakeModel()
+    scheduler = make_scheduler(model)
+    sequences = [make_sequence([5, index + 3]) for index in range(4)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    for turn in range(1, 4):
+        for _ in sequences:
+            calls = len(model.appended)
+            scheduler.step()
+            assert len(model.appended) == calls + 1
+        assert [len(sequence.output) for sequence in sequences] == [turn] * 4
+
+
 def test_stop_tokens_end_a_sequence_and_are_part_of_it() -> None:
     model = FakeModel()
     tokens = expected(model, [5, 6, 7], 3)

@@ -24,6 +24,9 @@ PREFILL_CHUNK = 128
 PREFILL_BUDGET = 512
 """Prompt tokens computed between two decoding steps of the running sequences."""
 
+SLICE_SECONDS = 0.02
+"""How long a step may take, up to one call of the model more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -65,6 +68,8 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._kept = PrefixCache(limits.max_kept)
         self._progressed: list[Sequence] = []
+        self._sweep: deque[Sequence] = deque()
+        self._budget = PREFILL_BUDGET
 
     # -- state ---------------------------------------------------------------------------------------
 
@@ -115,17 +120,29 @@ class Scheduler:
         return len(chosen)
 
     def step(self) -> None:
-        """Admit what fits, then advance every running sequence by one token or one piece of its prompt."""
-        if not self.paused:
-            self._admit()
-        budget = PREFILL_BUDGET
-        for sequence in tuple(self.running):
+        """Advance running sequences by one token, or one piece of a prompt, each.
+
+        All of them, or as many as ``SLICE_SECONDS`` allow: the next call then goes on with the others, so
+        that with a slow model commands need not wait for everybody's token. What fits is admitted first.
+        """
+        if not self._sweep:
+            if not self.paused:
+                self._admit()
+            self._sweep.extend(self.running)
+            self._budget = PREFILL_BUDGET
+        until = time.monotonic() + SLICE_SECONDS
+        while self._sweep:
+            sequence = self._sweep.popleft()
+            if sequence.finished:
+                continue
             try:
-                budget -= self._advance(sequence, budget)
+                self._budget -= self._advance(sequence, self._budget)
             except (RuntimeError, GenerationFailed) as error:  # RuntimeError is what onnxruntime raises
                 sequence.error = GenerationFailed(f"the model failed on this request: {error}")
                 sequence.kv = None
                 self._remove(sequence, "error")
+            if time.monotonic() >= until:
+                break
         self._finish_drain()
 
     # -- control -------------------------------------------------------------------------------------

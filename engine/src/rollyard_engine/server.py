@@ -86,7 +86,7 @@ def run(settings: Settings) -> None:
 def build_service(
     settings: Settings, max_model_len: int, notify: Callable[[list[Sequence]], None]
 ) -> EngineService:
-    """Load the model and its tokenizer; the engine thread is not started yet. Raises ``ModelFolderInvalid``."""
+    """Load the model and its tokenizer; nothing runs yet. Raises ``ModelFolderInvalid``."""
     model = load_model(settings.model, settings.threads)
     tokenizer = load_tokenizer(settings.model)
     eos = {*model.folder.eos_token_ids}

@@ -9,6 +9,7 @@ record until it is claimed, and nobody writes it after that.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -140,13 +141,13 @@ class SandboxFolder:
         except FileNotFoundError:
             return []
 
-    def abandoned(self) -> list[Path]:
-        """Folders of starts that died before their record was written."""
-        try:
-            names = os.listdir(self.path)
-        except FileNotFoundError:
-            return []
-        return [self.path / name for name in names if name.startswith(".new-")]
+    def remove_abandoned(self, now: float) -> None:
+        """Removes folders of starts that died before their record was written (older than a minute)."""
+        for name in os.listdir(self.path):
+            if name.startswith(".new-"):
+                with contextlib.suppress(FileNotFoundError):
+                    if now - (self.path / name).stat().st_mtime > 60:
+                        shutil.rmtree(self.path / name, ignore_errors=True)
 
     def remove(self, sandbox_id: str) -> None:
         """Removes the folder with all that is in it; harmless when it is gone."""

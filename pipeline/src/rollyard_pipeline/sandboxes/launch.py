@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxStartFailed
 from rollyard_pipeline.sandboxes.processes import ProcessRef, Reaper, kill_and_wait, process_ref
+from rollyard_pipeline.sandboxes.threads import in_thread
 
 LISTEN_FD, READY_FD, INFO_FD, ARGS_FD = 3, 4, 5, 6
 LOG_BYTES = 64 << 10
@@ -127,7 +128,7 @@ def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO,
 async def _kill(child: ProcessRef | None, inner: ProcessRef | None) -> None:
     for ref in (inner, child):
         if ref is not None:
-            await asyncio.to_thread(kill_and_wait, ref, 10.0)
+            await in_thread(kill_and_wait, ref, 10.0)
 
 
 def _inner(text: bytes) -> ProcessRef | None:

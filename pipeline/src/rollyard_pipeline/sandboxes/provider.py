@@ -17,6 +17,7 @@ from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRe
 from rollyard_pipeline.sandboxes.processes import this_process
 from rollyard_pipeline.sandboxes.records import Process, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.starters import LEASE_SECONDS, Starter, limits_of
+from rollyard_pipeline.sandboxes.threads import in_thread
 from rollyard_pipeline.sandboxes.warmpool import WarmPool, WarmSandbox
 from rollyard_sandbox.errors import SandboxError as ExecError
 
@@ -60,7 +61,7 @@ class NodeProvider:
         return self._starter.name
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._folder.prepare)
+        await in_thread(self._folder.prepare)
         await self._starter.probe()
         await self.sweep()
         self._tasks.add(asyncio.create_task(self._housekeeping(), name="sandbox-housekeeping"))
@@ -72,7 +73,7 @@ class NodeProvider:
         self._tasks.clear()
         await self._warm.aclose()
         self._starter.close()
-        await asyncio.to_thread(cgroups.remove_places, self._places)
+        await in_thread(cgroups.remove_places, self._places)
 
     async def acquire(self, request: SandboxRequest, owner: str) -> Sandbox:
         self._starter.check(request.key)
@@ -97,10 +98,10 @@ class NodeProvider:
 
     async def release(self, handle: SandboxHandle | str) -> None:
         sandbox_id = handle if isinstance(handle, str) else handle.id
-        await asyncio.to_thread(self._remove, sandbox_id)
+        await in_thread(self._remove, sandbox_id)
 
     async def sweep(self) -> list[str]:
-        return await asyncio.to_thread(self._sweep)
+        return await in_thread(self._sweep)
 
     def claimed(self) -> list[str]:
         found = []
@@ -139,12 +140,12 @@ class NodeProvider:
         record = self._folder.load(handle if isinstance(handle, str) else handle.id)
         if record is None:
             return False
-        return await asyncio.to_thread(cgroups.oom_kills, [Path(path) for path in record.cgroups]) > 0
+        return await in_thread(cgroups.oom_kills, [Path(path) for path in record.cgroups]) > 0
 
     async def _start_warm(self, key: SandboxKey) -> WarmSandbox:
         """Starts a sandbox and connects to it; on any failure nothing of it is left."""
         async with self._starts:
-            sandbox_id = await asyncio.to_thread(self._folder.create)
+            sandbox_id = await in_thread(self._folder.create)
             groups = cgroups.group_paths(self._places, sandbox_id)
             record = SandboxRecord(
                 id=sandbox_id,
@@ -156,8 +157,8 @@ class NodeProvider:
                 workdir=self._starter.workdir(self._folder.folder(sandbox_id)),
             )
             try:
-                await asyncio.to_thread(self._folder.publish, record)
-                await asyncio.to_thread(self._make_groups, sandbox_id, key)
+                await in_thread(self._folder.publish, record)
+                await in_thread(self._make_groups, sandbox_id, key)
                 started = await self._starter.start(key, self._folder.folder(sandbox_id), groups)
                 record = record.model_copy(
                     update={
@@ -173,7 +174,7 @@ class NodeProvider:
                 if record.root is not None:
                     with contextlib.suppress(FileNotFoundError):
                         self._folder.save(record)
-                await asyncio.to_thread(self._remove, sandbox_id)
+                await in_thread(self._remove, sandbox_id)
                 if isinstance(error, SandboxLost):
                     raise SandboxStartFailed(f"the exec server ended at once: {error}") from error
                 raise
@@ -210,7 +211,7 @@ class NodeProvider:
     async def _remove_warm(self, warm: WarmSandbox) -> None:
         with contextlib.suppress(ExecError):
             await warm.client.close()
-        await asyncio.to_thread(self._remove, warm.record.id)
+        await in_thread(self._remove, warm.record.id)
 
     def _remove(self, sandbox_id: str) -> None:
         """Kills and removes; blocking, bounded, harmless when there is nothing."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable
 from rollyard_pipeline.sandboxes.interface import SandboxKey
-from rollyard_pipeline.sandboxes.runtime import SANDBOX_UID, Runtime
+from rollyard_pipeline.sandboxes.runtime import INSIDE, SANDBOX_UID, Runtime
 
 WORKDIR = "/work"
 SHM_BYTES = 64 << 20
@@ -66,6 +66,8 @@ def bwrap_arguments(
     for name, value in env.items():
         arguments += ["--setenv", name, value]
     arguments += host_system(runtime) if key.image is None else image_system(check_image(key.image))
+    for folder in ("", "/lib", "/libs", "/site"):
+        arguments += ["--perms", "0755", "--dir", f"{INSIDE}{folder}"]
     for source, target in runtime.binds:
         arguments += ["--ro-bind", source, target]
     arguments += ["--proc", "/proc", *_proc_masks(), "--dev", "/dev"]
@@ -88,6 +90,7 @@ def host_system(runtime: Runtime) -> list[str]:
             arguments += ["--ro-bind", name, name]
     if Path("/nix/store").is_dir():
         arguments += ["--ro-bind", "/nix/store", "/nix/store"]
+    arguments += ["--perms", "0755", "--dir", "/etc"]
     for name in _ETC:
         if os.access(f"/etc/{name}", os.R_OK):
             arguments += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]

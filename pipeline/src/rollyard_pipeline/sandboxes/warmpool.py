@@ -110,7 +110,7 @@ class WarmPool:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(missing):
                         group.create_task(self._add(key, ready))
-            except* SandboxError as errors:
+            except* (SandboxError, ExecError, OSError) as errors:
                 first = errors.exceptions[0]
                 delay = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
                 failures += 1

@@ -64,6 +64,10 @@ class Server:
             finally:
                 os.umask(before)
             self._unix_paths.append(rest)
+        elif scheme == "fd" and rest.isdigit():
+            # Bound by whoever started the server: its path need not be visible in here.
+            listener = socket.socket(fileno=int(rest))
+            listener.set_inheritable(False)
         else:
             host, port = _split_tcp(address)
             listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -161,7 +165,7 @@ class Server:
 def _split_tcp(address: str) -> tuple[str, int]:
     host, separator, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not separator or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"--listen: {address!r} is neither unix:/path nor tcp://host:port")
+        raise ValueError(f"--listen: {address!r} is none of unix:/path, tcp://host:port and fd:N")
     return host.strip("[]"), int(port)
 
 
@@ -173,7 +177,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         action="append",
         required=True,
         metavar="ADDRESS",
-        help="unix:/path or tcp://host:port (port 0: any free one); may be repeated",
+        help="unix:/path, tcp://host:port (port 0: any free one) or fd:N (a bound socket); may be repeated",
     )
     add("--workdir", default="/", help="where sessions start")
     add(

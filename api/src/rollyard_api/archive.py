@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -137,12 +138,12 @@ class Archive:
             self._left = await self._database.write(begin_parts)
         stored = 0
         while self._left:
-            content = await self._database.read(lambda conn, part=self._left[0]: _content(conn, part))
+            content = await self._database.read(partial(_content, part=self._left[0]))
             if content is not None and content[1]:
                 path, lines = content
                 await asyncio.to_thread(self._store.write, path, b"".join(line for _, line in lines))
                 sizes = [(rollout, len(line)) for rollout, line in lines]
-                await self._database.write(lambda tx, sizes=sizes: _place(tx, sizes))
+                await self._database.write(partial(_place, lines=sizes))
                 stored += len(lines)
             self._left.pop(0)
         self.full = False

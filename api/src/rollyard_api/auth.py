@@ -104,9 +104,9 @@ def authorize(role: Role, method: str, path: str) -> None:
     if role == "admin" or path.startswith(_WORKER):
         return
     if role == "driver" and (
-        method == "GET"
-        or (method == "PUT" and path.startswith(("/v1/rolloutjobs/", "/v1/backendpools/")))
+        method in ("GET", "PUT")
         or (method in ("POST", "DELETE") and path.startswith("/v1/backendpools"))
+        or (method == "POST" and path.startswith("/v1/rolloutjobs/") and path.endswith("/cancel"))
     ):
         return
     raise Forbidden(f"the role '{role}' may not {method} {path}")

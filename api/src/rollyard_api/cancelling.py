@@ -141,10 +141,10 @@ def enforce(tx: Transaction) -> None:
             jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None), jobs.c.delete_at.is_(None)
         )
     )
-    for row in list(finished):
-        ttl = loads(row.spec).get("ttlSecondsAfterFinished")
-        at = float("inf") if ttl is None else row.finished_at + ttl
-        tx.conn.execute(sa.update(jobs).where(jobs.c.id == row.id).values(delete_at=at))
+    for job in list(finished):
+        ttl = loads(job.spec).get("ttlSecondsAfterFinished")
+        at = float("inf") if ttl is None else job.finished_at + ttl
+        tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(delete_at=at))
     tx.conn.execute(
         sa.update(jobs)
         .where(jobs.c.deleted_at.is_(None), jobs.c.finished_at.is_not(None), jobs.c.delete_at < tx.now)

@@ -40,7 +40,7 @@ class _Stream:
 
 
 class EventHub:
-    """All jobs' events in this process. Ids are `<process>-<number>`: another process's are not resumed from."""
+    """All jobs' events in this process. Ids are `<process>-<number>`; only its own are resumed from."""
 
     def __init__(self, buffer: int) -> None:
         self._buffer = buffer

@@ -105,15 +105,17 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
     if same(tx.conn, new):
         return False
     spec = new.spec
+    deadline = spec.active_deadline_seconds
     limits = {
         "attempts": {stage: getattr(spec.stages, stage).max_attempts for stage in ("init", "run", "eval")},
         "samples": spec.samples_per_task,
         "min_group": spec.min_group_size,
-        "deadline": spec.active_deadline_seconds,
+        "deadline": deadline,
     }
     started = None if spec.suspend else tx.now
-    result = tx.conn.execute(
-        sa.insert(jobs).values(
+    job_id: int = tx.conn.execute(
+        sa.insert(jobs)
+        .values(
             uid=str(uuid.uuid4()),
             namespace=new.namespace,
             name=new.name,
@@ -129,7 +131,7 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
             closed=not spec.tasks.stream,
             created_at=tx.now,
             started_at=started,
-            deadline_at=_deadline(started, limits["deadline"]),
+            deadline_at=_deadline(started, deadline),
             total=0,
             ended=0,
             succeeded=0,
@@ -140,8 +142,8 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
             groups_ended=0,
             parts=0,
         )
-    )
-    job_id = result.inserted_primary_key[0]
+        .returning(jobs.c.id)
+    ).scalar_one()
     if new.tasks:
         row = tx.conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()
         _enqueue(tx, row, new.tasks, max_queued)

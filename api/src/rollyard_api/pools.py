@@ -57,8 +57,9 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
             )
         return False
     external = spec.engine.external
-    result = tx.conn.execute(
-        sa.insert(pools).values(
+    pool_id: int = tx.conn.execute(
+        sa.insert(pools)
+        .values(
             uid=str(uuid.uuid4()),
             namespace=meta.namespace,
             name=meta.name,
@@ -72,10 +73,11 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
             external=external is not None,
             created_at=tx.now,
         )
-    )
+        .returning(pools.c.id)
+    ).scalar_one()
     if external is not None:
         unknown = [BackendStatus(url=url, message="not checked yet") for url in external.urls]
-        _replace(tx, result.inserted_primary_key[0], unknown)
+        _replace(tx, pool_id, unknown)
     return True
 
 

@@ -172,8 +172,8 @@ async def get_rollout(plane: Plane, name: str, rollout: str, namespace: Namespac
             raise NotFound(f"RolloutJob {name!r} has no rollout {rollout!r}", reason="RolloutNotFound")
         if row.end_seq is None:
             raise Conflict(
-                f"rollout {rollout!r} is {states.status_of(row.state)} in stage {states.stage_of(row.state)}; "
-                "its trajectory is there once it has ended",
+                f"rollout {rollout!r} has not ended: {states.status_of(row.state)} in stage "
+                f"{states.stage_of(row.state)}; its trajectory is there once it has",
                 reason="RolloutNotEnded",
             )
         return plane.archive.fetch(row, namespace, name, job.uid)

@@ -21,7 +21,7 @@ def clean_text(text: str, limit: int | None = None) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text if limit is None or len(text) <= limit else text[:limit]
 
 

@@ -150,3 +150,9 @@ class HandlerStateInvalid(PipelineError):
 
     reason = "HandlerStateInvalid"
     retryable = False
+
+
+class VerifierFailed(PipelineError):
+    """The process that compares answers could not be started, or died."""
+
+    reason = "VerifierFailed"

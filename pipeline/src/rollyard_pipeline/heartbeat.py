@@ -27,13 +27,8 @@ _SCAN_EVERY: Final = 4.0  # seconds between readings of the run folder
 class Heartbeat:
     """One loop for all leases of the process and all sandboxes of the node.
 
-    A sandbox that belongs to no unfinished rollout is removed if this process started it.
-    One that another worker started may be in the middle of its Init, which the control
-    plane does not know yet: it is only not renewed, and ends by itself unless its own
-    worker renews it.
-
-    Args:
-        lease_seconds: tells the shortest lease held, in seconds.
+    The control plane knows which sandboxes belong to no unfinished rollout, and to no Init
+    that is still going on: those are removed, whichever worker started them.
     """
 
     def __init__(
@@ -50,15 +45,10 @@ class Heartbeat:
         self._provider = provider
         self._worker = worker
         self._node = node
-        self._started_here: set[str] = set()
         self._claimed: list[str] = []
         self._orphans: set[str] = set()
         self._scanned = 0.0
         self._renewed = 0.0
-
-    def started(self, sandbox_id: str) -> None:
-        """Note that this process started a sandbox."""
-        self._started_here.add(sandbox_id)
 
     async def run(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Beat until cancelled."""
@@ -96,21 +86,19 @@ class Heartbeat:
         if self._provider is not None and now - self._scanned >= _SCAN_EVERY:
             self._scanned = now
             self._claimed = await asyncio.to_thread(self._provider.claimed)
-            self._started_here &= set(self._claimed) | self._table.unreported_sandboxes()
-            self._orphans &= set(self._claimed)
         return self._claimed
 
     async def _drop(self, orphans: set[str]) -> None:
         self._orphans = orphans
-        if self._provider is None:
-            return
-        for name in orphans & self._started_here:
+        for name in sorted(orphans):
+            if self._provider is None:
+                return
             try:
                 await self._provider.release(name)
             except SandboxError as error:
                 log.warning("orphaned sandbox %s: %s", name, error)
             else:
-                self._started_here.discard(name)
+                log.info("removed the orphaned sandbox %s", name)
 
     async def _renew(self, now: float) -> None:
         if self._provider is None or now - self._renewed < _RENEW_EVERY:

@@ -235,8 +235,6 @@ class Worker:
 
     async def _reported(self, held: HeldLease, outcome: str) -> None:
         lease = held.lease
-        if held.sandbox is not None and lease.stage == "init":
-            self._heartbeat.started(held.sandbox.id)
         if outcome in ("stale", "cancelled", "unknown"):
             log.info("%s of %s: the outcome is %s", lease.stage, lease.rollout, outcome)
         await self._table.remove(held)

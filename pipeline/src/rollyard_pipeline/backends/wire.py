@@ -44,7 +44,13 @@ class Sampling:
 
 
 def generate_body(model: str, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    return {"model": model, "token_ids": list(prompt), "sampling_params": sampling.params(), "stream": False}
+    return {
+        "model": model,
+        "token_ids": list(prompt),
+        "sampling_params": sampling.params(),
+        "return_token_ids": True,
+        "stream": False,
+    }
 
 
 def completions_body(model: str, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:

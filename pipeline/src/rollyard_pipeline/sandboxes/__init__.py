@@ -1,0 +1,5 @@
+"""Sandbox providers: bubblewrap, and bare processes where asked for by name."""
+
+from rollyard_pipeline.sandboxes.factory import PROVIDERS, open_provider
+
+__all__ = ["PROVIDERS", "open_provider"]

@@ -1,0 +1,195 @@
+"""bubblewrap sandboxes: rootless, in namespaces of their own, over a read-only system."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollyard_pipeline.sandboxes.cgroups import CgroupPlace
+from rollyard_pipeline.sandboxes.errors import (
+    BubblewrapMissing,
+    ImageNotUsable,
+    SandboxStartFailed,
+    UserNamespacesForbidden,
+)
+from rollyard_pipeline.sandboxes.interface import SandboxKey
+from rollyard_pipeline.sandboxes.launch import ARGS_FD, INFO_FD, Launch, start
+from rollyard_pipeline.sandboxes.processes import Reaper, kill_and_wait
+from rollyard_pipeline.sandboxes.records import SOCKET_NAME, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.rootfs import NAMESPACES, WORKDIR, bwrap_arguments, check_image
+from rollyard_pipeline.sandboxes.runtime import Runtime, make_runtime
+from rollyard_pipeline.sandboxes.starters import START_SECONDS, StartedSandbox, server_code
+
+INSTALL_HINT = (
+    "install it (Debian, Ubuntu: `apt-get install bubblewrap`; Fedora, RHEL: `dnf install bubblewrap`), "
+    "or ask for bare processes without isolation by name: `--sandbox process`"
+)
+_DISABLE_USERNS_SINCE = (0, 8, 0)
+_SYSCTLS = (
+    ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+    (
+        "kernel/apparmor_restrict_unprivileged_userns",
+        "1",
+        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (or an AppArmor profile that lets bwrap use "
+        "user namespaces)",
+    ),
+    ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
+)
+_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": WORKDIR,
+    "USER": "sandbox",
+    "LOGNAME": "sandbox",
+    "SHELL": "/bin/bash",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "TMPDIR": "/tmp",
+}
+
+
+def bwrap_version(text: str) -> tuple[int, ...]:
+    """The numbers of `bwrap --version`'s answer (`bubblewrap 0.8.0`)."""
+    match = re.search(r"(\d+(?:\.\d+)+)", text)
+    return tuple(int(part) for part in match[1].split(".")) if match else ()
+
+
+def userns_advice(sysctl: Path = Path("/proc/sys")) -> list[str]:
+    """What forbids user namespaces here, each with the command that allows them, as far as /proc tells."""
+    advice = []
+    for name, bad, remedy in _SYSCTLS:
+        try:
+            value = (sysctl / name).read_text().strip()
+        except OSError:
+            continue
+        if value == bad:
+            advice.append(f"{name.replace('/', '.')} is {value}: as root, {remedy}")
+    return advice
+
+
+async def probe_bwrap(bwrap: str | None = None) -> tuple[int, ...]:
+    """Runs `bwrap` once with all the namespaces of a sandbox; returns its version.
+
+    Raises:
+        BubblewrapMissing: no such program, or it does not run.
+        UserNamespacesForbidden: the namespaces are refused; the message says what to do.
+    """
+    program = bwrap or shutil.which("bwrap")
+    if program is None or not os.access(program, os.X_OK):
+        raise BubblewrapMissing(f"there is no bubblewrap (bwrap) on this machine's PATH: {INSTALL_HINT}")
+    code, text = await _run(program, "--version")
+    version = bwrap_version(text)
+    if code != 0 or not version:
+        raise BubblewrapMissing(f"{program} does not run ({text.strip()[:300]}): {INSTALL_HINT}")
+    code, text = await _run(
+        program, *NAMESPACES, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "/bin/true"
+    )
+    if code != 0:
+        raise UserNamespacesForbidden(forbidden_text(text))
+    return version
+
+
+def forbidden_text(answer: str, sysctl: Path = Path("/proc/sys")) -> str:
+    """The message for a refused namespace: what bwrap answered and what can be done."""
+    advice = userns_advice(sysctl) or [
+        "in a container: run it with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+        "--security-opt systempaths=unconfined` (Docker, Podman) or with a seccomp profile that allows "
+        "unshare, clone and mount"
+    ]
+    return (
+        f"bubblewrap cannot make a sandbox here ({answer.strip()[:300]}). What to do: {'; '.join(advice)}; "
+        "or ask for bare processes without isolation by name: `--sandbox process`"
+    )
+
+
+async def _run(*argv: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(10):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        output, _ = await process.communicate()
+        return 1, "no answer within 10 s"
+    return process.returncode or 0, output.decode(errors="replace")
+
+
+class BubblewrapStarter:
+    """Starts the exec server under bwrap, which stays outside as its monitor."""
+
+    name = "bubblewrap"
+
+    def __init__(self, folder: SandboxFolder, places: Sequence[CgroupPlace], bwrap: str | None = None) -> None:
+        self._folder = folder
+        self._places = places
+        self._bwrap = bwrap or shutil.which("bwrap") or "bwrap"
+        self._version: tuple[int, ...] = ()
+        self._runtime: Runtime | None = None
+        self._reaper = Reaper()
+
+    def workdir(self, folder: Path) -> str:
+        return WORKDIR
+
+    async def probe(self) -> None:
+        self._version = await probe_bwrap(self._bwrap if os.path.isabs(self._bwrap) else None)
+        self._runtime = await asyncio.to_thread(make_runtime, self._folder.run_dir)
+
+    def check(self, key: SandboxKey) -> None:
+        if key.image is not None:
+            check_image(key.image, private=[self._folder.run_dir])
+
+    async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
+        if self._runtime is None:
+            raise SandboxStartFailed("the provider has not been started: await its start() first")
+        self.check(key)
+        arguments = bwrap_arguments(
+            key, self._runtime, _ENV, disable_userns=self._version >= _DISABLE_USERNS_SINCE
+        )
+        launch = Launch(
+            argv=[
+                self._bwrap, "--args", str(ARGS_FD), "--info-fd", str(INFO_FD), "--",
+                *self._runtime.argv, *server_code(key, self._places, WORKDIR, reaper=False),
+            ],
+            env={"PATH": _ENV["PATH"], "LANG": "C.UTF-8"},
+            socket_path=folder / SOCKET_NAME,
+            cgroups=cgroups,
+            arguments=arguments,
+            info=True,
+        )  # fmt: skip
+        try:
+            started = await start(launch, self._reaper, START_SECONDS)
+        except SandboxStartFailed as error:
+            raise self._explained(error, key) from error
+        if started.inner is None:
+            raise SandboxStartFailed("bwrap named no process 1 of the sandbox on its --info-fd")
+        return StartedSandbox(started.inner, started.child)
+
+    def kill(self, record: SandboxRecord, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        gone = True
+        # Process 1 first: the kernel then kills all of its namespace, and the monitor ends by itself.
+        for process in (record.root, record.monitor):
+            if process is not None:
+                gone = kill_and_wait(process.ref(), deadline - time.monotonic()) and gone
+        return gone
+
+    def close(self) -> None:
+        self._reaper.close()
+
+    def _explained(self, error: SandboxStartFailed, key: SandboxKey) -> Exception:
+        text = str(error)
+        if re.search(r"creat\w* new (user )?namespace|setting up uid map|No permissions", text, re.IGNORECASE):
+            return UserNamespacesForbidden(forbidden_text(text))
+        if key.image is not None and "not ready within" not in text:
+            return ImageNotUsable(f"sandbox.image {key.image!r}: {text}")
+        return error

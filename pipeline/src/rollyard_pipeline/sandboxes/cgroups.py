@@ -1,0 +1,244 @@
+"""Limits through control groups, version 1 (one hierarchy per controller) and version 2.
+
+A sandbox's groups are made below the first place where this process may make them; the
+processes join before they become bubblewrap. Where there is no such place the caller falls
+back to resource limits, which bind per process (`getrlimit(2)`).
+
+Files: Documentation/admin-guide/cgroup-v1/memory.rst, pids.rst, and cgroup-v2.rst of Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+CPU_PERIOD_US = 100_000
+_WANTED = ("memory", "pids", "cpu")
+_GROUP = "rollyard"
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupPlace:
+    """A folder in which this process may make groups, for some of the controllers."""
+
+    version: Literal[1, 2]
+    path: Path
+    controllers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    cpu: float
+    """Cores."""
+    memory_bytes: int
+    processes: int
+
+
+def find_places(proc: Path = Path("/proc/self")) -> list[CgroupPlace]:
+    """Where groups can be made now; tries it, so that the answer holds. Empty: nowhere."""
+    try:
+        mounts = (proc / "mountinfo").read_text().splitlines()
+        own = dict(_own_groups((proc / "cgroup").read_text()))
+    except OSError:
+        return []
+    places: list[CgroupPlace] = []
+    for line in mounts:
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        fields = left.split()
+        mount = Path(fields[4].encode().decode("unicode_escape"))
+        if kind == "cgroup":
+            for name in set(options.split()[-1].split(",")) & set(_WANTED):
+                base = _below(mount, fields[3], own.get(name, "/"))
+                if (place := _usable_v1(base, mount, name)) is not None:
+                    places.append(place)
+        elif kind == "cgroup2":
+            if (place := _usable_v2(mount, _below(mount, fields[3], own.get("", "/")))) is not None:
+                places.append(place)
+    return places
+
+
+def enforced(places: Sequence[CgroupPlace]) -> frozenset[str]:
+    """Which of memory, pids and cpu these places can limit."""
+    return frozenset().union(*(place.controllers for place in places))
+
+
+def group_paths(places: Sequence[CgroupPlace], sandbox_id: str) -> list[Path]:
+    """Where the groups of one sandbox go."""
+    return [place.path / sandbox_id for place in places]
+
+
+def create(places: Sequence[CgroupPlace], sandbox_id: str, limits: Limits) -> list[Path]:
+    """Makes the groups of one sandbox and sets its limits; returns their folders.
+
+    Raises:
+        OSError: a group could not be made or a limit not be set; what was made is removed.
+    """
+    made: list[Path] = []
+    try:
+        for place in places:
+            path = place.path / sandbox_id
+            if not place.path.exists():
+                place.path.mkdir(exist_ok=True)
+                if place.version == 2:
+                    _switch_on(place.path)
+            path.mkdir()
+            made.append(path)
+            for file, value in _settings(place, limits):
+                if file.startswith("?"):
+                    with contextlib.suppress(OSError):
+                        (path / file[1:]).write_text(value)
+                else:
+                    (path / file).write_text(value)
+    except OSError:
+        remove(made, seconds=1.0)
+        raise
+    return made
+
+
+def remove(paths: Sequence[Path], seconds: float) -> bool:
+    """Kills what is left in these groups and removes them. Blocking; returns whether they are gone.
+
+    The kernel refuses to remove a group for a moment after its last process ended, and gives
+    no event for it: hence the retries.
+    """
+    deadline = time.monotonic() + seconds
+    left = list(paths)
+    while True:
+        left = [path for path in left if not _remove_one(path)]
+        if not left:
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.005)
+
+
+def remove_places(places: Sequence[CgroupPlace]) -> None:
+    """Removes the places themselves where no sandbox of any worker uses them any more."""
+    for place in places:
+        with contextlib.suppress(OSError):
+            place.path.rmdir()
+
+
+def oom_kills(paths: Sequence[Path]) -> int:
+    """How many processes of these groups the kernel has killed for want of memory."""
+    total = 0
+    for path in paths:
+        for name in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(OSError):
+                for line in (path / name).read_text().splitlines():
+                    key, _, value = line.partition(" ")
+                    total += int(value) if key == "oom_kill" else 0
+    return total
+
+
+def _settings(place: CgroupPlace, limits: Limits) -> list[tuple[str, str]]:
+    """Files and values; a leading `?` marks one that may be missing (swap accounting)."""
+    memory, pids = str(limits.memory_bytes), str(limits.processes)
+    quota = str(max(1000, int(limits.cpu * CPU_PERIOD_US)))
+    settings: list[tuple[str, str]] = []
+    if place.version == 1:
+        if "memory" in place.controllers:
+            settings += [("memory.limit_in_bytes", memory), ("?memory.memsw.limit_in_bytes", memory)]
+        if "pids" in place.controllers:
+            settings += [("pids.max", pids)]
+        if "cpu" in place.controllers:
+            settings += [("cpu.cfs_period_us", str(CPU_PERIOD_US)), ("cpu.cfs_quota_us", quota)]
+        return settings
+    if "memory" in place.controllers:
+        settings += [("memory.max", memory), ("?memory.swap.max", "0"), ("?memory.oom.group", "0")]
+    if "pids" in place.controllers:
+        settings += [("pids.max", pids)]
+    if "cpu" in place.controllers:
+        settings += [("cpu.max", f"{quota} {CPU_PERIOD_US}")]
+    return settings
+
+
+def _own_groups(text: str) -> list[tuple[str, str]]:
+    """(`controller`, path) pairs of /proc/<pid>/cgroup; the controller of version 2 is ''."""
+    pairs = []
+    for line in text.splitlines():
+        _, names, path = line.split(":", 2)
+        pairs += [(name, path) for name in names.split(",")]
+    return pairs
+
+
+def _below(mount: Path, mounted: str, own: str) -> Path:
+    """The folder of group `own` in a mount whose root is the group `mounted`."""
+    if own == mounted or not own.startswith(mounted.rstrip("/") + "/"):
+        return mount
+    return mount / own[len(mounted.rstrip("/")) :].lstrip("/")
+
+
+def _usable_v1(base: Path, mount: Path, controller: str) -> CgroupPlace | None:
+    for parent in dict.fromkeys((base, mount)):
+        path = parent / _GROUP
+        if _can_make(path) and os.access(path / "cgroup.procs", os.W_OK):
+            return CgroupPlace(1, path, frozenset({controller}))
+    return None
+
+
+def _usable_v2(mount: Path, own: Path) -> CgroupPlace | None:
+    """The nearest ancestor that may hold groups beside processes that are not in leaves.
+
+    A version 2 group with processes of its own cannot hand controllers to children, so the
+    worker's own group is no place; an ancestor that hands them on already is (a systemd
+    user's slice), and so is the root group, where root may switch them on.
+    """
+    candidate = own
+    while True:
+        path = candidate / _GROUP
+        with contextlib.suppress(OSError):
+            if candidate == mount and os.access(candidate / "cgroup.subtree_control", os.W_OK):
+                _switch_on(candidate)
+            given = set((candidate / "cgroup.subtree_control").read_text().split())
+            # Moving a process needs write access to the common ancestor's cgroup.procs.
+            if {"memory", "pids"} <= given and os.access(candidate / "cgroup.procs", os.W_OK):
+                if not _can_make(path):
+                    raise PermissionError(path)
+                _switch_on(path)
+                on = set((path / "cgroup.subtree_control").read_text().split()) & set(_WANTED)
+                if on:
+                    return CgroupPlace(2, path, frozenset(on))
+        if candidate == mount or mount not in candidate.parents:
+            return None
+        candidate = candidate.parent
+
+
+def _switch_on(group: Path) -> None:
+    available = set((group / "cgroup.controllers").read_text().split())
+    for controller in _WANTED:
+        if controller in available:
+            with contextlib.suppress(OSError):
+                (group / "cgroup.subtree_control").write_text(f"+{controller}")
+
+
+def _can_make(path: Path) -> bool:
+    try:
+        path.mkdir(exist_ok=True)
+        probe = path / f"probe-{os.getpid()}"
+        probe.mkdir()
+        probe.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def _remove_one(path: Path) -> bool:
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            for pid in map(int, (path / "cgroup.procs").read_text().split()):
+                if pid > 1:  # 0 stands for a process that this pid namespace does not show
+                    os.kill(pid, signal.SIGKILL)
+        return False
+    return True

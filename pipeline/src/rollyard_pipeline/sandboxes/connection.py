@@ -1,0 +1,53 @@
+"""Connecting to an exec server, and giving a sandbox what its rollout asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxFileRefused, SandboxLost
+from rollyard_pipeline.sandboxes.interface import SandboxRequest
+from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.errors import ConnectionLost, FileError
+from rollyard_sandbox.errors import SandboxError as ExecError
+
+_APPLY_SECONDS = 60.0
+
+
+async def connect(socket_path: Path, seconds: float) -> ExecClient:
+    """A connection to the exec server that listens on `socket_path`.
+
+    Raises:
+        SandboxLost: nobody listens there, or there is no answer within `seconds`.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await ExecClient.connect(f"unix:{socket_path}")
+    except (ExecError, OSError) as error:
+        raise SandboxLost(f"the exec server at {socket_path} does not answer: {error}") from error
+
+
+async def apply(client: ExecClient, workdir: str, request: SandboxRequest, lease_seconds: float) -> None:
+    """Renews the lease, sets the request's variables for all later sessions and writes its files.
+
+    Raises:
+        SandboxLost: the connection broke.
+        DiskFull: the files exceed the sandbox's disk limit.
+        SandboxFileRefused: a file cannot be written there.
+    """
+    path = ""
+    try:
+        async with asyncio.timeout(_APPLY_SECONDS):
+            await client.renew(lease_seconds)
+            if request.env:
+                await client.set_env(dict(request.env))
+            for path, text in request.files.items():
+                await client.write_file(path if path.startswith("/") else f"{workdir}/{path}", text.encode())
+    except FileError as error:
+        if error.reason == "DiskFull":
+            raise DiskFull(
+                f"sandbox.files[{path!r}] does not fit: {error}; raise sandbox.resources.disk (or memory)"
+            ) from error
+        raise SandboxFileRefused(f"sandbox.files[{path!r}]: {error}") from error
+    except (ConnectionLost, TimeoutError) as error:
+        raise SandboxLost(f"the exec server is gone: {error}") from error

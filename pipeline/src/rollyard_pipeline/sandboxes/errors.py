@@ -1,0 +1,76 @@
+"""The exceptions of the sandbox providers: one tree, each with a stable `reason`.
+
+All of them are infrastructure failures: none of them is ever a reward.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+
+class SandboxError(Exception):
+    """Base: `reason` is stable; `retryable` and `return_to` say what the queue does next."""
+
+    reason: ClassVar[str] = "SandboxError"
+    retryable: ClassVar[bool] = True
+    return_to: ClassVar[Literal["init", "run", "eval"] | None] = "init"
+
+
+class ImageNotUsable(SandboxError):
+    """The image is of a kind that this provider cannot start, or lacks what a sandbox needs."""
+
+    reason = "ImageNotUsable"
+    retryable = False
+
+
+class UserNamespacesForbidden(SandboxError):
+    """The kernel or a container's policy forbids the namespaces that bubblewrap needs."""
+
+    reason = "UserNamespacesForbidden"
+    retryable = False
+
+
+class BubblewrapMissing(SandboxError):
+    """There is no usable `bwrap` program on this machine."""
+
+    reason = "BubblewrapMissing"
+    retryable = False
+
+
+class RunDirUnusable(SandboxError):
+    """The run folder's path is too long for a socket, or the folder cannot be made private."""
+
+    reason = "RunDirUnusable"
+    retryable = False
+
+
+class SandboxLost(SandboxError):
+    """The sandbox is gone, on another node, or does not answer."""
+
+    reason = "SandboxLost"
+
+
+class SandboxStartFailed(SandboxError):
+    """The sandbox's exec server did not become ready; the message ends with what it wrote."""
+
+    reason = "SandboxStartFailed"
+
+
+class ResourceLimitsUnavailable(SandboxError):
+    """A limit that was asked for cannot be enforced here."""
+
+    reason = "ResourceLimitsUnavailable"
+    retryable = False
+
+
+class SandboxFileRefused(SandboxError):
+    """A file of the request cannot be written inside the sandbox (its path is read-only or impossible)."""
+
+    reason = "SandboxFileRefused"
+    retryable = False
+
+
+class DiskFull(SandboxError):
+    """The disk of the run folder, or the sandbox's own disk limit, is used up."""
+
+    reason = "DiskFull"

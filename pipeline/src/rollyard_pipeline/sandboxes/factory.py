@@ -1,0 +1,58 @@
+"""A provider by name."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from rollyard_pipeline.sandboxes import cgroups
+from rollyard_pipeline.sandboxes.bubblewrap import BubblewrapStarter
+from rollyard_pipeline.sandboxes.process import WARNING, ProcessStarter
+from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_pipeline.sandboxes.records import SandboxFolder
+
+log = logging.getLogger(__name__)
+
+PROVIDERS: Final = ("bubblewrap", "process")
+
+
+def open_provider(
+    name: str,
+    *,
+    run_dir: Path | str,
+    node: str,
+    starts_at_once: int | None = None,
+    bwrap: str | None = None,
+    find_places: Callable[[], Sequence[cgroups.CgroupPlace]] = cgroups.find_places,
+) -> NodeProvider:
+    """The provider `name`; await its `start()` before anything else.
+
+    Args:
+        run_dir: shared by all workers of the node.
+        node: name of the node, as handles carry it.
+        starts_at_once: default: the number of CPU cores, at least 2.
+        bwrap: path of the bubblewrap program; default: from PATH.
+        find_places: where control groups can be made.
+
+    Raises:
+        ValueError: no provider has that name.
+    """
+    if name not in PROVIDERS:
+        raise ValueError(f"--sandbox {name}: there is no such provider; choose one of {', '.join(PROVIDERS)}")
+    folder = SandboxFolder(Path(run_dir))
+    places = list(find_places())
+    missing = {"memory", "pids"} - cgroups.enforced(places)
+    if missing and os.geteuid() == 0:
+        log.warning(
+            "no writable control groups for %s: as root the limit on processes does not bind, and memory is "
+            "limited per process only; give this container its own writable cgroups, or run as another user",
+            " and ".join(sorted(missing)),
+        )
+    starts = starts_at_once or max(2, os.cpu_count() or 2)
+    if name == "process":
+        log.warning(WARNING, os.geteuid())
+        return NodeProvider(folder, node, ProcessStarter(places), places, starts)
+    return NodeProvider(folder, node, BubblewrapStarter(folder, places, bwrap), places, starts)

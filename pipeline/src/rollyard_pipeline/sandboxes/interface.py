@@ -1,0 +1,180 @@
+"""What every sandbox provider offers, and what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from rollyard_crds.lease import SandboxHandle
+from rollyard_crds.rolloutjob import SandboxSpec
+from rollyard_crds.task import TaskSandbox
+from rollyard_sandbox.client import ExecClient
+
+_UNITS = {
+    "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40,
+}  # fmt: skip
+
+
+def parse_quantity(quantity: str) -> float:
+    """A Kubernetes quantity (`500m`, `2Gi`) as a plain number.
+
+    Raises:
+        ValueError: not a quantity; the message says what would be one.
+    """
+    digits = quantity.rstrip("mkMGTi")
+    unit = quantity[len(digits) :]
+    if unit not in _UNITS:
+        raise ValueError(f"{quantity!r} is no quantity; write for example '1', '500m', '512Mi' or '2Gi'")
+    try:
+        return float(digits) * _UNITS[unit]
+    except ValueError:
+        raise ValueError(
+            f"{quantity!r} is no quantity; write for example '1', '500m', '512Mi' or '2Gi'"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxKey:
+    """What a sandbox must be started with: two requests of one key can share warm sandboxes."""
+
+    image: str | None
+    cpu: float
+    """Cores."""
+    memory_bytes: int
+    """All memory of the sandbox, the files in its work folder and /tmp included."""
+    disk_bytes: int
+    """Of the work folder; /tmp has as much again. At most a third of the memory each."""
+    processes: int
+    """Processes and threads at once."""
+    network: Literal["none"] = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxRequest:
+    """A sandbox as one rollout wants it: `env` and `files` are applied when it is handed out."""
+
+    image: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path (relative to the work folder, or absolute) to text."""
+    cpu: float = 1.0
+    memory_bytes: int = 1 << 30
+    disk_bytes: int = 1 << 28
+    processes: int = 512
+    network: Literal["none"] = "none"
+
+    @property
+    def key(self) -> SandboxKey:
+        """What the warm pool is keyed by."""
+        return SandboxKey(
+            self.image, self.cpu, self.memory_bytes, self.disk_bytes, self.processes, self.network
+        )
+
+    @classmethod
+    def of(cls, spec: SandboxSpec, task: TaskSandbox | None = None) -> SandboxRequest:
+        """The request of a job's sandbox with what one task adds to it.
+
+        Raises:
+            ValueError: a quantity of the spec is malformed.
+        """
+        added = task or TaskSandbox()
+        return cls(
+            image=added.image if added.image is not None else spec.image,
+            env={**spec.env, **added.env},
+            files=dict(added.files),
+            cpu=parse_quantity(spec.resources.cpu),
+            memory_bytes=int(parse_quantity(spec.resources.memory)),
+            disk_bytes=int(parse_quantity(spec.resources.disk)),
+            processes=spec.resources.processes,
+            network=spec.network,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """A claimed sandbox and an open connection to its exec server."""
+
+    handle: SandboxHandle
+    client: ExecClient
+    workdir: str
+    """The work folder as programs inside see it."""
+    env: Mapping[str, str]
+    """The request's variables; those of `acquire` are already in force for every new session."""
+
+    async def close(self) -> None:
+        """Closes the connection; the sandbox lives on."""
+        await self.client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class SandboxProvider(Protocol):
+    """Starts, hands out, finds again and removes the sandboxes of one node.
+
+    Several worker processes may share one run folder; each has a provider of its own. A
+    claimed sandbox outlives the worker that started it: any other attaches to it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    async def start(self) -> None:
+        """Checks that sandboxes can be started here, then sweeps.
+
+        Raises:
+            BubblewrapMissing, UserNamespacesForbidden, RunDirUnusable: with what to do.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Removes this provider's unclaimed sandboxes; claimed ones stay."""
+        ...
+
+    async def acquire(self, request: SandboxRequest, owner: str) -> Sandbox:
+        """A fresh sandbox for the rollout `owner`; from the warm pool at once where one is ready.
+
+        Raises:
+            ImageNotUsable, SandboxStartFailed, DiskFull, SandboxFileRefused.
+        """
+        ...
+
+    async def attach(self, handle: SandboxHandle) -> Sandbox:
+        """A connection to a sandbox that any worker of this node claimed.
+
+        Raises:
+            SandboxLost: it is gone, on another node, or does not answer.
+        """
+        ...
+
+    async def release(self, handle: SandboxHandle | str) -> None:
+        """Kills everything inside and removes its folder and limits; harmless when it is gone."""
+        ...
+
+    async def sweep(self) -> list[str]:
+        """Removes dead sandboxes and unclaimed ones of dead workers; returns their ids."""
+        ...
+
+    def claimed(self) -> list[str]:
+        """Ids of the claimed sandboxes on this node, whichever worker claimed them."""
+        ...
+
+    async def renew(self, ids: Collection[str], seconds: float) -> None:
+        """Lets these sandboxes live for another `seconds`; those that are gone are passed over."""
+        ...
+
+    async def warm(self, request: SandboxRequest, count: int) -> None:
+        """Keeps `count` unclaimed sandboxes of this request's key ready (0: none)."""
+        ...
+
+    async def oom_killed(self, handle: SandboxHandle | str) -> bool:
+        """Whether the kernel has killed a process inside for want of memory."""
+        ...

@@ -1,0 +1,194 @@
+"""Starting an exec server: descriptors handed over, readiness told on a pipe, no polling.
+
+The server gets a listening socket that the worker has bound: nothing of the run dir needs to
+be visible inside. It runs in a session of its own and is nobody's terminal's child, so that
+neither Ctrl-C nor the death of the worker ends it; its own lease does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxStartFailed
+from rollyard_pipeline.sandboxes.processes import ProcessRef, Reaper, kill_and_wait, process_ref
+from rollyard_pipeline.sandboxes.threads import in_thread
+
+LISTEN_FD, READY_FD, INFO_FD, ARGS_FD = 3, 4, 5, 6
+LOG_BYTES = 64 << 10
+_SPARE = 64
+# Joins the groups first and then becomes the program, so that no instruction of it runs unlimited.
+_JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 125; shift; n=$((n-1)); done; exec "$@"'
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One program to start."""
+
+    argv: Sequence[str]
+    env: dict[str, str]
+    socket_path: Path
+    """Bound and listened on here; the program inherits it as LISTEN_FD."""
+    cgroups: Sequence[Path] = ()
+    arguments: Sequence[str] | None = None
+    """Given as bwrap's `--args ARGS_FD`: kept out of the command line that the sandbox can read."""
+    info: bool = False
+    """The program writes bwrap's `--info-fd` JSON on INFO_FD."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A program that reported ready."""
+
+    child: ProcessRef
+    """The process that was started."""
+    inner: ProcessRef | None
+    """bwrap's `child-pid`: process 1 of the sandbox, seen from here."""
+
+
+async def start(launch: Launch, reaper: Reaper, seconds: float) -> Started:
+    """Starts the program and waits until it reports ready.
+
+    Raises:
+        SandboxStartFailed: it ended, or was not ready within `seconds`; it is killed then, and
+            the message ends with what it wrote on its standard error.
+        DiskFull: no room for the socket.
+    """
+    with contextlib.ExitStack() as stack:
+        log = _log_memfd(stack)
+        ready_read, ready_write = _pipe(stack)
+        info_read, info_write = _pipe(stack)
+        pid = _spawn(launch, stack, log, ready_write, info_write)
+        ready_write.close()
+        info_write.close()
+        child = process_ref(pid)
+        reaper.watch(pid)
+        inner: ProcessRef | None = None
+        ready, failure = b"", "ended before it was ready"
+        try:
+            async with asyncio.timeout(seconds):
+                if launch.info:
+                    # bwrap may leave the descriptor open: the end of the object is the end.
+                    inner = _inner(await _read(info_read, lambda data: data.rstrip().endswith(b"}")))
+                ready = await _read(ready_read, bool)
+        except TimeoutError:
+            failure = f"was not ready within {seconds:g} s"
+        except BaseException:
+            await _kill(child, inner)
+            raise
+        if not ready or child is None or (launch.info and inner is None):
+            await _kill(child, inner)
+            raise SandboxStartFailed(f"the exec server {failure}: {_log_text(log) or 'it wrote nothing'}")
+        return Started(child, inner)
+
+
+def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO, info: FileIO) -> int:
+    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    try:
+        listener.bind(str(launch.socket_path))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(f"no room left on the disk of {launch.socket_path.parent}") from error
+        raise
+    listener.listen(64)
+    null = _owned(stack, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+    wanted = {0: null, 1: log, 2: log, LISTEN_FD: listener.fileno(), READY_FD: ready.fileno()}
+    if launch.info:
+        wanted[INFO_FD] = info.fileno()
+    argv = list(launch.argv)
+    if launch.arguments is not None:
+        wanted[ARGS_FD] = _arguments_memfd(stack, launch.arguments)
+    if launch.cgroups:
+        joins = [str(path / "cgroup.procs") for path in launch.cgroups]
+        argv = ["/bin/sh", "-c", _JOIN, "sh", str(len(joins)), *joins, *argv]
+    actions = []
+    for target, source in wanted.items():
+        # Out of the way first: a source must not be overwritten by an earlier target.
+        spare = _owned(stack, fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _SPARE))
+        actions.append((os.POSIX_SPAWN_DUP2, spare, target))
+    try:
+        return os.posix_spawn(
+            argv[0], argv, launch.env, file_actions=actions, setsid=True, setsigmask=[],
+            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD],
+        )  # fmt: skip
+    except OSError as error:
+        raise SandboxStartFailed(f"{argv[0]} cannot be started: {error}") from error
+
+
+async def _kill(child: ProcessRef | None, inner: ProcessRef | None) -> None:
+    for ref in (inner, child):
+        if ref is not None:
+            await in_thread(kill_and_wait, ref, 10.0)
+
+
+def _inner(text: bytes) -> ProcessRef | None:
+    try:
+        return process_ref(int(json.loads(text)["child-pid"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+async def _read(file: FileIO, enough: Callable[[bytes], bool]) -> bytes:
+    """Reads the pipe until `enough` or its end, at most 64 KiB."""
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < 65_536:
+        readable: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(file.fileno(), _wake, readable)
+        try:
+            await readable
+        finally:
+            loop.remove_reader(file.fileno())
+        chunk = file.read(4096)
+        if not chunk:
+            break
+        data += chunk
+        if enough(data):
+            break
+    return data
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    return stack.enter_context(FileIO(read, "r")), stack.enter_context(FileIO(write, "w"))
+
+
+def _owned(stack: contextlib.ExitStack, fd: int) -> int:
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _log_memfd(stack: contextlib.ExitStack) -> int:
+    """Standard error of fixed size: a program inside that writes on and on gets EPERM, not our disk."""
+    fd = _owned(stack, os.memfd_create("rollyard-log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    os.ftruncate(fd, LOG_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def _log_text(fd: int) -> str:
+    lines = os.pread(fd, LOG_BYTES, 0).rstrip(b"\0").decode(errors="replace").strip().splitlines()
+    return " | ".join(lines[-12:])[-2000:]
+
+
+def _arguments_memfd(stack: contextlib.ExitStack, arguments: Sequence[str]) -> int:
+    fd = _owned(stack, os.memfd_create("rollyard-args", os.MFD_CLOEXEC))
+    os.write(fd, b"".join(os.fsencode(argument) + b"\0" for argument in arguments))
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd

@@ -1,0 +1,76 @@
+"""Bare processes in place of sandboxes: no isolation; only where a user asks for them by name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollyard_pipeline.sandboxes.cgroups import CgroupPlace
+from rollyard_pipeline.sandboxes.errors import ImageNotUsable
+from rollyard_pipeline.sandboxes.interface import SandboxKey
+from rollyard_pipeline.sandboxes.launch import Launch, start
+from rollyard_pipeline.sandboxes.processes import Reaper, kill_tree
+from rollyard_pipeline.sandboxes.records import SOCKET_NAME, SandboxRecord
+from rollyard_pipeline.sandboxes.starters import START_SECONDS, StartedSandbox, server_code
+
+WARNING = (
+    "--sandbox process: commands of the model run as bare processes of user %d on this machine. They see its "
+    "files, its network and each other. Use it only with models and tasks that you trust."
+)
+
+
+class ProcessStarter:
+    """Starts the exec server as an ordinary process with a private work folder."""
+
+    name = "process"
+
+    def __init__(self, places: Sequence[CgroupPlace]) -> None:
+        self._places = places
+        self._reaper = Reaper()
+
+    def workdir(self, folder: Path) -> str:
+        return str(folder / "work")
+
+    async def probe(self) -> None:
+        """Bare processes run everywhere."""
+
+    def check(self, key: SandboxKey) -> None:
+        if key.image is not None:
+            raise ImageNotUsable(
+                f"sandbox.image {key.image!r}: bare processes use this machine's own system; leave image out, or "
+                "use --sandbox bubblewrap"
+            )
+
+    async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
+        self.check(key)
+        work = Path(self.workdir(folder))
+        work.mkdir(mode=0o700)
+        env = {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": str(work),
+            "LANG": "C.UTF-8",
+            "TERM": "dumb",
+            "SHELL": "/bin/bash",
+        }
+        launch = Launch(
+            argv=[sys.executable, *_with_path(server_code(key, self._places, str(work), reaper=True))],
+            env=env,
+            socket_path=folder / SOCKET_NAME,
+            cgroups=cgroups,
+        )
+        started = await start(launch, self._reaper, START_SECONDS)
+        return StartedSandbox(started.child, None)
+
+    def kill(self, record: SandboxRecord, seconds: float) -> bool:
+        return record.root is None or kill_tree(record.root.ref(), seconds)
+
+    def close(self) -> None:
+        self._reaper.close()
+
+
+def _with_path(arguments: list[str]) -> list[str]:
+    """Gives the server this worker's sys.path: it may come from PYTHONPATH, which -I ignores."""
+    path = [entry for entry in sys.path if entry]
+    return [*arguments[:-1], f"import sys; sys.path[:] = {path!r}\n{arguments[-1]}"]

@@ -1,0 +1,253 @@
+"""The provider of one node: claims, attaches, releases and sweeps sandboxes of one kind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from rollyard_crds.lease import SandboxHandle
+from rollyard_pipeline.sandboxes import cgroups
+from rollyard_pipeline.sandboxes.connection import apply, connect
+from rollyard_pipeline.sandboxes.errors import ResourceLimitsUnavailable, SandboxLost, SandboxStartFailed
+from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRequest
+from rollyard_pipeline.sandboxes.processes import this_process
+from rollyard_pipeline.sandboxes.records import Process, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.starters import LEASE_SECONDS, Starter, limits_of
+from rollyard_pipeline.sandboxes.threads import in_thread
+from rollyard_pipeline.sandboxes.warmpool import WarmPool, WarmSandbox
+from rollyard_sandbox.errors import SandboxError as ExecError
+
+log = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 30.0
+RELEASE_SECONDS = 15.0
+CONNECT_SECONDS = 5.0
+_RENEW_AT_ONCE = 16
+
+
+class NodeProvider:
+    """A SandboxProvider over one kind of sandbox (see `interface.SandboxProvider`).
+
+    Args:
+        folder: the run folder's sandboxes, shared with the other workers of the node.
+        starter: how this kind is started and killed.
+        places: where control groups can be made; empty where they cannot.
+        starts_at_once: sandboxes started at the same time, refills of the warm pool included.
+    """
+
+    def __init__(
+        self,
+        folder: SandboxFolder,
+        node: str,
+        starter: Starter,
+        places: Sequence[cgroups.CgroupPlace],
+        starts_at_once: int,
+    ) -> None:
+        self._folder = folder
+        self._node = node
+        self._starter = starter
+        self._places = tuple(places)
+        self._starts = asyncio.Semaphore(starts_at_once)
+        self._worker = Process.of(this_process())
+        self._warm = WarmPool(self._start_warm, self._remove_warm)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def name(self) -> str:
+        return self._starter.name
+
+    async def start(self) -> None:
+        await in_thread(self._folder.prepare)
+        await self._starter.probe()
+        await self.sweep()
+        self._tasks.add(asyncio.create_task(self._housekeeping(), name="sandbox-housekeeping"))
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        await self._warm.aclose()
+        self._starter.close()
+        await in_thread(cgroups.remove_places, self._places)
+
+    async def acquire(self, request: SandboxRequest, owner: str) -> Sandbox:
+        self._starter.check(request.key)
+        while (warm := self._warm.take(request.key)) is not None:
+            try:
+                return await self._claim(warm, request, owner)
+            except SandboxLost as error:
+                log.warning("a warm sandbox was lost: %s", error)
+        return await self._claim(await self._start_warm(request.key), request, owner)
+
+    async def attach(self, handle: SandboxHandle) -> Sandbox:
+        if handle.node != self._node or handle.provider != self.name:
+            raise SandboxLost(
+                f"sandbox {handle.id} is a {handle.provider} sandbox of node {handle.node!r}; "
+                f"this worker has {self.name} sandboxes on {self._node!r}"
+            )
+        record = self._folder.load(handle.id)
+        if record is None or not record.alive():
+            raise SandboxLost(f"sandbox {handle.id} is gone from node {self._node!r}")
+        client = await connect(self._folder.socket_path(record.id), CONNECT_SECONDS)
+        return Sandbox(handle, client, record.workdir, record.env)
+
+    async def release(self, handle: SandboxHandle | str) -> None:
+        sandbox_id = handle if isinstance(handle, str) else handle.id
+        await in_thread(self._remove, sandbox_id)
+
+    async def sweep(self) -> list[str]:
+        return await in_thread(self._sweep)
+
+    def claimed(self) -> list[str]:
+        found = []
+        for sandbox_id in self._folder.ids():
+            record = self._folder.load(sandbox_id)
+            if record is not None and record.state == "claimed" and record.alive():
+                found.append(sandbox_id)
+        return found
+
+    async def renew(self, ids: Collection[str], seconds: float) -> None:
+        at_once = asyncio.Semaphore(_RENEW_AT_ONCE)
+
+        async def one(sandbox_id: str) -> None:
+            async with at_once:
+                if self._folder.load(sandbox_id) is None:
+                    return
+                try:
+                    client = await connect(self._folder.socket_path(sandbox_id), CONNECT_SECONDS)
+                    try:
+                        async with asyncio.timeout(CONNECT_SECONDS):
+                            await client.renew(seconds)
+                    finally:
+                        await client.close()
+                except (SandboxLost, ExecError, TimeoutError) as error:
+                    log.warning("sandbox %s could not be renewed: %s", sandbox_id, error)
+
+        async with asyncio.TaskGroup() as group:
+            for sandbox_id in ids:
+                group.create_task(one(sandbox_id))
+
+    async def warm(self, request: SandboxRequest, count: int) -> None:
+        self._starter.check(request.key)
+        self._warm.want(request.key, count)
+
+    async def oom_killed(self, handle: SandboxHandle | str) -> bool:
+        record = self._folder.load(handle if isinstance(handle, str) else handle.id)
+        if record is None:
+            return False
+        return await in_thread(cgroups.oom_kills, [Path(path) for path in record.cgroups]) > 0
+
+    async def _start_warm(self, key: SandboxKey) -> WarmSandbox:
+        """Starts a sandbox and connects to it; on any failure nothing of it is left."""
+        async with self._starts:
+            sandbox_id = await in_thread(self._folder.create)
+            groups = cgroups.group_paths(self._places, sandbox_id)
+            record = SandboxRecord(
+                id=sandbox_id,
+                provider=self.name,
+                state="starting",
+                worker=self._worker,
+                created=time.time(),
+                cgroups=[str(path) for path in groups],
+                workdir=self._starter.workdir(self._folder.folder(sandbox_id)),
+            )
+            try:
+                await in_thread(self._folder.publish, record)
+                await in_thread(self._make_groups, sandbox_id, key)
+                started = await self._starter.start(key, self._folder.folder(sandbox_id), groups)
+                record = record.model_copy(
+                    update={
+                        "state": "warm",
+                        "root": Process.of(started.root),
+                        "monitor": Process.of(started.monitor) if started.monitor else None,
+                    }
+                )
+                self._folder.save(record)
+                client = await connect(self._folder.socket_path(sandbox_id), CONNECT_SECONDS)
+            except BaseException as error:
+                # Shielded by being a thread: a cancelled start leaves nothing behind either.
+                if record.root is not None:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._folder.save(record)
+                await in_thread(self._remove, sandbox_id)
+                if isinstance(error, SandboxLost):
+                    raise SandboxStartFailed(f"the exec server ended at once: {error}") from error
+                raise
+            return WarmSandbox(record, client)
+
+    def _make_groups(self, sandbox_id: str, key: SandboxKey) -> None:
+        try:
+            cgroups.create(self._places, sandbox_id, limits_of(key))
+        except OSError as error:
+            raise ResourceLimitsUnavailable(
+                f"limits cpu={key.cpu:g}, memory={key.memory_bytes} bytes, processes={key.processes} cannot be set "
+                f"by control groups: {error}"
+            ) from error
+
+    async def _claim(self, warm: WarmSandbox, request: SandboxRequest, owner: str) -> Sandbox:
+        record = warm.record.model_copy(update={"state": "claimed", "owner": owner, "env": dict(request.env)})
+        try:
+            await apply(warm.client, record.workdir, request, LEASE_SECONDS)
+            self._folder.save(record)
+        except FileNotFoundError as error:
+            await self._remove_warm(warm)
+            raise SandboxLost(f"sandbox {record.id} was removed by another process") from error
+        except BaseException:
+            await self._remove_warm(warm)
+            raise
+        handle = SandboxHandle(
+            provider=self.name,
+            id=record.id,
+            node=self._node,
+            address=f"unix:{self._folder.socket_path(record.id)}",
+        )
+        return Sandbox(handle, warm.client, record.workdir, dict(request.env))
+
+    async def _remove_warm(self, warm: WarmSandbox) -> None:
+        with contextlib.suppress(ExecError):
+            await warm.client.close()
+        await in_thread(self._remove, warm.record.id)
+
+    def _remove(self, sandbox_id: str) -> None:
+        """Kills and removes; blocking, bounded, harmless when there is nothing."""
+        record = self._folder.load(sandbox_id)
+        if record is not None:
+            if not self._starter.kill(record, RELEASE_SECONDS):
+                log.error("sandbox %s: processes survive SIGKILL (in uninterruptible sleep?)", sandbox_id)
+            if not cgroups.remove([Path(path) for path in record.cgroups], RELEASE_SECONDS):
+                log.error("sandbox %s: its control groups cannot be removed", sandbox_id)
+        self._folder.remove(sandbox_id)
+
+    def _sweep(self) -> list[str]:
+        removed: list[str] = []
+        with self._folder.sweeping() as mine:
+            if not mine:
+                return removed
+            for sandbox_id in self._folder.ids():
+                record = self._folder.load(sandbox_id)
+                if record is not None:
+                    if record.provider != self.name:
+                        continue
+                    if record.alive() and (record.state == "claimed" or record.worker.ref().alive()):
+                        continue
+                self._remove(sandbox_id)
+                removed.append(sandbox_id)
+            self._folder.remove_abandoned(time.time())
+        if removed:
+            log.info("removed %d sandboxes that nobody uses: %s", len(removed), ", ".join(removed[:20]))
+        return removed
+
+    async def _housekeeping(self) -> None:
+        """Keeps this worker's warm sandboxes alive, and clears away what died."""
+        while True:
+            await asyncio.sleep(LEASE_SECONDS / 3)
+            try:
+                await self._warm.renew(LEASE_SECONDS)
+                await self.sweep()
+            except OSError as error:
+                log.warning("sandbox housekeeping: %s", error)

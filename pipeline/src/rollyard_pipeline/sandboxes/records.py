@@ -1,0 +1,201 @@
+"""The sandboxes of a node as its run folder holds them: one private folder each.
+
+    <run dir>/sandboxes/<id>/sandbox.json   the record below, replaced atomically
+    <run dir>/sandboxes/<id>/exec.sock      the control socket of that sandbox
+
+Every worker of the node reads all records; the worker that started a sandbox writes its
+record until it is claimed, and nobody writes it after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollyard_pipeline.sandboxes.errors import DiskFull, RunDirUnusable
+from rollyard_pipeline.sandboxes.processes import ProcessRef
+
+SOCKET_NAME = "exec.sock"
+# sockaddr_un.sun_path holds 108 bytes, the last of them 0 (unix(7)).
+SOCKET_PATH_MAX = 107
+ID_LENGTH = 12
+
+
+class Process(BaseModel):
+    """A ProcessRef on disk."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    pid: int
+    started: int
+
+    def ref(self) -> ProcessRef:
+        return ProcessRef(self.pid, self.started)
+
+    @classmethod
+    def of(cls, ref: ProcessRef) -> Process:
+        return cls(pid=ref.pid, started=ref.started)
+
+
+class SandboxRecord(BaseModel):
+    """What is known of one sandbox: enough for any process of the node to use or remove it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    id: str
+    provider: str
+    state: Literal["starting", "warm", "claimed"]
+    owner: str | None = None
+    """The rollout that claimed it."""
+    worker: Process
+    """Who started it."""
+    root: Process | None = None
+    """Killing this one kills everything inside."""
+    monitor: Process | None = None
+    """bubblewrap's outer process, which ends by itself after `root`."""
+    created: float
+    """Unix time, seconds."""
+    cgroups: list[str] = []
+    workdir: str = "/work"
+    env: dict[str, str] = {}
+
+    def alive(self) -> bool:
+        """Whether its processes run; a starting sandbox lives as long as its worker."""
+        if self.root is None:
+            return self.worker.ref().alive()
+        return self.root.ref().alive()
+
+
+class SandboxFolder:
+    """The `sandboxes` folder of a run folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir.absolute()
+        self.path = self.run_dir / "sandboxes"
+
+    def prepare(self) -> None:
+        """Makes the folder, private to this user.
+
+        Raises:
+            RunDirUnusable: too long a path for a socket, not ours, or not writable.
+        """
+        length = len(os.fsencode(self.socket_path("0" * ID_LENGTH)))
+        if length > SOCKET_PATH_MAX:
+            room = SOCKET_PATH_MAX - (length - len(os.fsencode(self.run_dir)))
+            raise RunDirUnusable(
+                f"run dir {self.run_dir} is too long for Unix sockets: "
+                f"{len(os.fsencode(self.run_dir))} bytes, at most {room}; choose a shorter --run-dir"
+            )
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.chmod(0o700)
+        except OSError as error:
+            raise RunDirUnusable(f"run dir {self.run_dir} cannot be used: {error}") from error
+
+    def create(self) -> str:
+        """A new sandbox's empty private folder; returns its id.
+
+        The id appears under `path` only with `publish`, so that no sweep ever sees a
+        folder without a record.
+
+        Raises:
+            DiskFull: no room on the run folder's disk.
+        """
+        sandbox_id = secrets.token_hex(ID_LENGTH // 2)
+        with self._disk():
+            self._hidden(sandbox_id).mkdir(mode=0o700)
+        return sandbox_id
+
+    def publish(self, record: SandboxRecord) -> None:
+        """Writes the first record of a folder made by `create`, and lets others see it."""
+        with self._disk():
+            self._write(self._hidden(record.id), record)
+            self._hidden(record.id).rename(self.folder(record.id))
+
+    def save(self, record: SandboxRecord) -> None:
+        """Replaces the record. Raises FileNotFoundError if the sandbox was removed meanwhile."""
+        with self._disk():
+            self._write(self.folder(record.id), record)
+
+    def load(self, sandbox_id: str) -> SandboxRecord | None:
+        """The record, or None where there is no such sandbox (or its record is unreadable)."""
+        if not _is_id(sandbox_id):
+            return None
+        try:
+            return SandboxRecord.model_validate_json((self.folder(sandbox_id) / "sandbox.json").read_bytes())
+        except (FileNotFoundError, NotADirectoryError, ValidationError):
+            return None
+
+    def ids(self) -> list[str]:
+        """Every sandbox folder on this node, sorted."""
+        try:
+            return sorted(name for name in os.listdir(self.path) if _is_id(name))
+        except FileNotFoundError:
+            return []
+
+    def remove_abandoned(self, now: float) -> None:
+        """Removes folders of starts that died before their record was written (older than a minute)."""
+        for name in os.listdir(self.path):
+            if name.startswith(".new-"):
+                with contextlib.suppress(FileNotFoundError):
+                    if now - (self.path / name).stat().st_mtime > 60:
+                        shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def remove(self, sandbox_id: str) -> None:
+        """Removes the folder with all that is in it; harmless when it is gone."""
+        if _is_id(sandbox_id):
+            shutil.rmtree(self.folder(sandbox_id), ignore_errors=True)
+            shutil.rmtree(self._hidden(sandbox_id), ignore_errors=True)
+
+    def folder(self, sandbox_id: str) -> Path:
+        return self.path / sandbox_id
+
+    def socket_path(self, sandbox_id: str) -> Path:
+        return self.folder(sandbox_id) / SOCKET_NAME
+
+    @contextmanager
+    def sweeping(self) -> Iterator[bool]:
+        """Holds the node's sweep lock; gives False where another process sweeps right now."""
+        fd = os.open(self.path / ".sweep", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+        finally:
+            os.close(fd)
+
+    def _hidden(self, sandbox_id: str) -> Path:
+        return self.path / f".new-{sandbox_id}"
+
+    def _write(self, folder: Path, record: SandboxRecord) -> None:
+        temporary = folder / f".{secrets.token_hex(4)}"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, record.model_dump_json().encode())
+        finally:
+            os.close(fd)
+        temporary.rename(folder / "sandbox.json")
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(f"no room left on the disk of run dir {self.run_dir}; free some") from error
+            raise
+
+
+def _is_id(name: str) -> bool:
+    return len(name) == ID_LENGTH and all(letter in "0123456789abcdef" for letter in name)

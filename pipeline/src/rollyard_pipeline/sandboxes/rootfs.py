@@ -1,0 +1,200 @@
+"""bubblewrap's arguments: what a sandbox sees, built as a plain list (bwrap(1)).
+
+The system is bound piece by piece, read-only. The root, /dev and all that is not listed are
+read-only too; only /work, /tmp and /dev/shm can be written, each a memory file system of a
+fixed size that vanishes with the sandbox. No folder of the run dir is bound.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from rollyard_pipeline.sandboxes.errors import ImageNotUsable
+from rollyard_pipeline.sandboxes.interface import SandboxKey
+from rollyard_pipeline.sandboxes.runtime import INSIDE, SANDBOX_UID, Runtime
+
+WORKDIR = "/work"
+SHM_BYTES = 64 << 20
+# Harmless configuration that programs expect; nothing that holds accounts, keys or tokens.
+_ETC = (
+    "alternatives", "bash.bashrc", "ca-certificates", "crypto-policies", "debian_version", "fonts",
+    "inputrc", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "locale.conf", "localtime",
+    "lsb-release", "magic", "mime.types", "nsswitch.conf", "os-release", "perl", "pki/ca-trust",
+    "pki/tls/cert.pem", "pki/tls/certs", "profile", "profile.d", "protocols", "python3", "services",
+    "shells", "ssl/certs", "ssl/openssl.cnf", "terminfo", "timezone",
+)  # fmt: skip
+_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_OWN = {"proc", "dev", "sys", "tmp", "run", "work", ".rollyard"}
+# Names of /proc that tell about the whole machine or act on it.
+_PROC_HIDDEN = (
+    "acpi", "asound", "cmdline", "config.gz", "driver", "fs", "iomem", "ioports", "kallsyms", "kcore",
+    "key-users", "keys", "kmsg", "latency_stats", "modules", "mtrr", "sched_debug", "scsi", "slabinfo",
+    "timer_list", "vmallocinfo",
+)  # fmt: skip
+NAMESPACES = (
+    "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts",
+    "--unshare-cgroup-try",
+)  # fmt: skip
+
+
+def disk_sizes(key: SandboxKey) -> tuple[int, int]:
+    """Bytes of (/work, /tmp). They are memory: together they leave a third of it to processes."""
+    size = max(1 << 20, min(key.disk_bytes, key.memory_bytes // 3))
+    return size, size
+
+
+def bwrap_arguments(
+    key: SandboxKey, runtime: Runtime, env: Mapping[str, str], *, disable_userns: bool
+) -> list[str]:
+    """Everything between `bwrap` and the command.
+
+    Raises:
+        ImageNotUsable: see `check_image`.
+    """
+    work, tmp = disk_sizes(key)
+    arguments = [*NAMESPACES]
+    if disable_userns:
+        # No user namespaces inside: they give unprivileged programs most of the kernel's attack surface.
+        arguments.append("--disable-userns")
+    arguments += [
+        "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv",
+        "--uid", str(SANDBOX_UID), "--gid", str(SANDBOX_UID),
+    ]  # fmt: skip
+    for name, value in env.items():
+        arguments += ["--setenv", name, value]
+    arguments += host_system(runtime) if key.image is None else image_system(check_image(key.image))
+    for folder in ("", "/lib", "/libs", "/site"):
+        arguments += ["--perms", "0755", "--dir", f"{INSIDE}{folder}"]
+    for source, target in runtime.binds:
+        arguments += ["--ro-bind", source, target]
+    arguments += ["--proc", "/proc", *_proc_masks(), "--dev", "/dev"]
+    arguments += ["--perms", "1777", "--size", str(min(SHM_BYTES, key.memory_bytes // 8)), "--tmpfs", "/dev/shm"]
+    arguments += ["--remount-ro", "/dev"]
+    arguments += ["--perms", "1777", "--size", str(tmp), "--tmpfs", "/tmp"]
+    arguments += ["--perms", "0755", "--size", str(work), "--tmpfs", WORKDIR]
+    arguments += ["--dir", "/run", "--remount-ro", "/", "--chdir", WORKDIR]
+    return arguments
+
+
+def host_system(runtime: Runtime) -> list[str]:
+    """The host's read-only system: programs and libraries, no home, no state, no secrets."""
+    arguments = ["--ro-bind", "/usr", "/usr"]
+    for name in _SYSTEM:
+        path = Path(name)
+        if path.is_symlink():
+            arguments += ["--symlink", os.readlink(path), name]
+        elif path.is_dir():
+            arguments += ["--ro-bind", name, name]
+    if Path("/nix/store").is_dir():
+        arguments += ["--ro-bind", "/nix/store", "/nix/store"]
+    arguments += ["--perms", "0755", "--dir", "/etc"]
+    for name in _ETC:
+        if os.access(f"/etc/{name}", os.R_OK):
+            arguments += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
+    for source, target in runtime.etc:
+        arguments += ["--ro-bind", source, target]
+    arguments += ["--symlink", "/proc/self/mounts", "/etc/mtab"]
+    for name in ("/home", "/root", "/opt", "/srv", "/mnt", "/var/lib", "/var/log"):
+        arguments += ["--dir", name]
+    return [*arguments, "--symlink", "/tmp", "/var/tmp"]
+
+
+def image_system(root: Path) -> list[str]:
+    """The root folder, entry by entry, so that our own mount points can be made beside them."""
+    arguments: list[str] = []
+    for name in sorted(os.listdir(root)):
+        path = root / name
+        if name in _OWN:
+            continue
+        if path.is_symlink():
+            arguments += ["--symlink", os.readlink(path), f"/{name}"]
+        elif path.is_dir() or path.is_file():
+            arguments += ["--ro-bind", str(path), f"/{name}"]
+    return arguments
+
+
+def check_image(image: str, private: Iterable[Path] = ()) -> Path:
+    """The root folder that `image` names.
+
+    Raises:
+        ImageNotUsable: not a root folder, without a bash, or one that would show a folder of
+            `private` (this machine's run dir) inside.
+    """
+    if "://" in image or image.endswith((".sif", ".tar", ".img", ".squashfs")):
+        raise ImageNotUsable(
+            f"sandbox.image {image!r}: bubblewrap starts no container or SIF images; name a folder that holds "
+            "an unpacked root file system (for example from `docker export`), or leave image out to use this "
+            "machine's read-only system"
+        )
+    root = Path(image)
+    if not root.is_absolute():
+        raise ImageNotUsable(
+            f"sandbox.image {image!r}: not an absolute path; under bubblewrap an image is the absolute path of "
+            "a root folder on the worker's machine, or nothing"
+        )
+    if not root.is_dir():
+        raise ImageNotUsable(f"sandbox.image {image!r}: no such folder on this machine")
+    root = root.resolve()
+    if root == Path("/"):
+        raise ImageNotUsable(
+            "sandbox.image '/': would show this machine's secrets inside; leave image out to use its "
+            "read-only system"
+        )
+    for folder in private:
+        if root == folder or root in folder.parents or folder in root.parents:
+            raise ImageNotUsable(
+                f"sandbox.image {image!r}: holds, or lies within, the run dir {folder}; use another folder"
+            )
+    if not any(in_root(root, name) for name in ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash")):
+        raise ImageNotUsable(f"sandbox.image {image!r}: has no bash (looked for bin/bash and usr/bin/bash)")
+    if in_root(root, "/bin/sh") is None:
+        raise ImageNotUsable(f"sandbox.image {image!r}: has no bin/sh; link it to bash")
+    return root
+
+
+def in_root(root: Path, name: str) -> Path | None:
+    """The file that `name` is once `root` is the root folder, symbolic links followed inside it."""
+    parts = [part for part in name.split("/") if part]
+    at = root
+    for _ in range(256):
+        if not parts:
+            return at
+        part = parts.pop(0)
+        if part == "..":
+            at = at if at == root else at.parent
+            continue
+        path = at / part
+        if path.is_symlink():
+            target = os.readlink(path)
+            parts = [piece for piece in target.split("/") if piece and piece != "."] + parts
+            at = root if target.startswith("/") else at
+        elif path.exists():
+            at = path
+        else:
+            return None
+    return None
+
+
+def _proc_masks() -> list[str]:
+    """Makes /proc harmless even where we are the host's uid 0, whose files in it we would own.
+
+    bubblewrap covers /proc/sys only where the folder itself can be written, which it never
+    can, while files in it (kernel/core_pattern) can be by their owner.
+    """
+    arguments = ["--ro-bind", "/proc/sys", "/proc/sys"]
+    for name in ("irq", "bus", "sysrq-trigger", "pressure"):
+        if os.access(f"/proc/{name}", os.R_OK):
+            arguments += ["--ro-bind", f"/proc/{name}", f"/proc/{name}"]
+    for name in _PROC_HIDDEN:
+        try:
+            mode = os.stat(f"/proc/{name}").st_mode
+        except OSError:
+            continue
+        if stat.S_ISDIR(mode):
+            arguments += ["--size", "4096", "--tmpfs", f"/proc/{name}", "--remount-ro", f"/proc/{name}"]
+        else:
+            arguments += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    return arguments

@@ -1,0 +1,173 @@
+"""The injected Python: what of this machine the exec server needs inside a sandbox.
+
+Everything appears below `/.rollyard`, read-only, and nothing of it at its own path, so that
+neither a home folder nor a checkout shows through:
+
+    /.rollyard/python       the base installation of the Python that runs this worker
+    /.rollyard/libs/<n>     folders with the shared libraries of this machine
+    /.rollyard/site/<n>     the site-packages folders that hold the exec server's dependencies
+    /.rollyard/lib/rollyard_sandbox
+    /.rollyard/venv         a virtual environment over all that, whose bin/python is a script
+
+Python starts through this machine's own dynamic loader with `--library-path` (ld.so(8)), so
+that it runs in a root folder of another libc too. Its children do not inherit that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import secrets
+import shutil
+import struct
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
+
+INSIDE = "/.rollyard"
+PYTHON = f"{INSIDE}/venv/bin/python"
+_PACKAGES = ("ptyprocess", "jupyter_client", "ipykernel", "IPython", "zmq", "traitlets", "tornado")
+_PASSWD = """root:x:0:0:root:/root:/bin/bash
+sandbox:x:{uid}:{uid}:sandbox:/work:/bin/bash
+nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin
+"""
+_GROUP = "root:x:0:\ntty:x:5:\nsandbox:x:{uid}:\nnogroup:x:65534:\n"
+_HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
+SANDBOX_UID = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Host folders and where they go inside, and the files that were written for it."""
+
+    binds: tuple[tuple[str, str], ...]
+    """(path on this machine, path inside), read-only."""
+    etc: tuple[tuple[str, str], ...]
+    """Made-up /etc files, for sandboxes that use this machine's system."""
+    argv: tuple[str, ...]
+    """Starts Python inside, without a shell."""
+
+
+def make_runtime(cache: Path) -> Runtime:
+    """Collects what the running interpreter needs, and writes the small files below `cache`.
+
+    The files' folder is named by a hash of their content: several workers share it.
+
+    Raises:
+        SandboxStartFailed: the exec server or one of its dependencies is not installed here.
+    """
+    executable = Path(sys._base_executable).resolve()  # type: ignore[attr-defined]
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    python = f"{INSIDE}/python/{executable.relative_to(_prefix(executable))}"
+    libs = _library_folders()
+    site = _package_folders()
+    inside_libs = [f"{INSIDE}/libs/{n}" for n in range(len(libs))]
+    inside_site = [f"{INSIDE}/site/{n}" for n in range(len(site))]
+    loader = _loader(executable)
+    command = [python]
+    binds = [(str(_prefix(executable)), f"{INSIDE}/python")]
+    binds += zip(map(str, libs), inside_libs, strict=True)
+    binds += zip(map(str, site), inside_site, strict=True)
+    binds.append((str(_find("rollyard_sandbox")), f"{INSIDE}/lib/rollyard_sandbox"))
+    if loader is not None:
+        binds.append((str(Path(loader).resolve()), f"{INSIDE}/loader"))
+        paths = ":".join([f"{INSIDE}/python/lib", *inside_libs])
+        command = [f"{INSIDE}/loader", "--library-path", paths, "--argv0", PYTHON, python]
+    files = {
+        "venv/pyvenv.cfg": f"home = {Path(python).parent}\ninclude-system-site-packages = false\n",
+        "venv/bin/python": f'#!/bin/sh\nexec {" ".join(command)} "$@"\n',
+        f"venv/lib/{version}/site-packages/rollyard.pth": "\n".join([f"{INSIDE}/lib", *inside_site, ""]),
+        "etc/passwd": _PASSWD.format(uid=SANDBOX_UID),
+        "etc/group": _GROUP.format(uid=SANDBOX_UID),
+        "etc/hosts": _HOSTS,
+        "etc/hostname": "sandbox\n",
+    }
+    folder = _write(cache, files)
+    binds.append((str(folder / "venv"), f"{INSIDE}/venv"))
+    etc = tuple((str(folder / "etc" / name), f"/etc/{name}") for name in os.listdir(folder / "etc"))
+    return Runtime(tuple(binds), etc, tuple(command))
+
+
+def _prefix(executable: Path) -> Path:
+    base = Path(sys.base_prefix).resolve()
+    return base if base in executable.parents else executable.parent.parent
+
+
+def _find(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise SandboxStartFailed(
+            f"the Python package {package} is not installed beside this worker; the exec server needs it: "
+            "install rollyard with its dependencies"
+        )
+    return Path(next(iter(spec.submodule_search_locations))).resolve()
+
+
+def _package_folders() -> list[Path]:
+    folders: list[Path] = []
+    for package in _PACKAGES:
+        parent = _find(package).parent
+        if parent not in folders:
+            folders.append(parent)
+    return folders
+
+
+def _library_folders() -> list[Path]:
+    triplet = sysconfig.get_config_var("MULTIARCH") or ""
+    names = [f"/lib/{triplet}", f"/usr/lib/{triplet}", "/lib64", "/usr/lib64", "/lib", "/usr/lib"]
+    prefix = Path(sys.base_prefix).resolve()
+    folders: list[Path] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if ".so" in path and path.startswith("/") and prefix not in Path(path).parents:
+            names.append(str(Path(path).parent))
+    site = _package_folders()
+    for name in names:
+        folder = Path(name).resolve()
+        if folder.is_dir() and folder not in folders and not any(s in folder.parents for s in site):
+            if any(entry.name.startswith("lib") and ".so" in entry.name for entry in folder.iterdir()):
+                folders.append(folder)
+    return folders
+
+
+def _loader(executable: Path) -> str | None:
+    """The program interpreter of an ELF file (PT_INTERP, elf(5)); None for a static one."""
+    with executable.open("rb") as file:
+        head = file.read(64)
+        if head[:4] != b"\x7fELF" or head[4] != 2:
+            return None
+        order = "<" if head[5] == 1 else ">"
+        offset, = struct.unpack_from(order + "Q", head, 32)
+        size, count = struct.unpack_from(order + "HH", head, 54)
+        for n in range(count):
+            file.seek(offset + n * size)
+            entry = file.read(size)
+            kind, = struct.unpack_from(order + "I", entry, 0)
+            if kind == 3:
+                start, _, _, length = struct.unpack_from(order + "QQQQ", entry, 8)
+                file.seek(start)
+                return file.read(length).rstrip(b"\0").decode()
+    return None
+
+
+def _write(cache: Path, files: dict[str, str]) -> Path:
+    digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
+    folder = cache / f"runtime-{digest}"
+    if folder.is_dir():
+        return folder
+    temporary = cache / f".runtime-{secrets.token_hex(6)}"
+    for name, text in files.items():
+        path = temporary / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755 if name.endswith("bin/python") else 0o644)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        # Another worker was first: the content is the same.
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder

@@ -1,0 +1,90 @@
+"""How one kind of sandbox is started and killed; the provider around it is common to all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rollyard_pipeline.sandboxes.cgroups import CgroupPlace, Limits, enforced
+from rollyard_pipeline.sandboxes.interface import SandboxKey
+from rollyard_pipeline.sandboxes.launch import LISTEN_FD, READY_FD
+from rollyard_pipeline.sandboxes.processes import ProcessRef
+from rollyard_pipeline.sandboxes.records import SandboxRecord
+
+LEASE_SECONDS = 60.0
+"""Life of a sandbox that nobody renews."""
+START_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartedSandbox:
+    """The processes of a sandbox that is ready."""
+
+    root: ProcessRef
+    monitor: ProcessRef | None
+
+
+class Starter(Protocol):
+    """One kind of sandbox."""
+
+    name: str
+
+    def workdir(self, folder: Path) -> str:
+        """The work folder as programs inside see it, for a sandbox whose own folder is `folder`."""
+        ...
+
+    async def probe(self) -> None:
+        """Raises a SandboxError with what to do where this machine cannot run such sandboxes."""
+        ...
+
+    def check(self, key: SandboxKey) -> None:
+        """Raises ImageNotUsable for a key that can never be started here."""
+        ...
+
+    async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
+        """Starts a sandbox whose socket is `folder`/exec.sock and waits until it is ready."""
+        ...
+
+    def kill(self, record: SandboxRecord, seconds: float) -> bool:
+        """Kills all processes of a sandbox. Blocking; returns whether they are gone."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the starter holds; running sandboxes are left running."""
+        ...
+
+
+def limits_of(key: SandboxKey) -> Limits:
+    """The control-group limits of a key. bubblewrap's two processes and the exec server count too."""
+    return Limits(cpu=key.cpu, memory_bytes=key.memory_bytes, processes=key.processes + 4)
+
+
+def server_code(key: SandboxKey, places: Sequence[CgroupPlace], workdir: str, *, reaper: bool) -> list[str]:
+    """Python's arguments that run the exec server under resource limits.
+
+    Where control groups do not bind, resource limits do (getrlimit(2)): RLIMIT_NPROC is
+    counted per user namespace since Linux 5.14, so it must be set inside; RLIMIT_DATA is per
+    process. With `reaper` the server inherits the orphans below it (PR_SET_CHILD_SUBREAPER).
+    """
+    bound = enforced(places)
+    lines = [
+        "import resource as r, runpy, sys",
+        "r.setrlimit(r.RLIMIT_CORE, (0, 0))",
+    ]
+    if "pids" not in bound and not reaper:
+        # Without a user namespace of its own the count would be that of the whole account.
+        lines.append(f"r.setrlimit(r.RLIMIT_NPROC, ({key.processes}, {key.processes}))")
+    if "memory" not in bound:
+        lines.append(f"r.setrlimit(r.RLIMIT_DATA, ({key.memory_bytes}, {key.memory_bytes}))")
+    if reaper:
+        lines.append(f"r.setrlimit(r.RLIMIT_FSIZE, ({key.disk_bytes}, {key.disk_bytes}))")
+        lines.append("import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)")
+    arguments = [
+        "--listen", f"fd:{LISTEN_FD}", "--ready-fd", str(READY_FD), "--workdir", workdir,
+        "--lease", f"{LEASE_SECONDS:g}",
+    ]  # fmt: skip
+    lines.append(f"sys.argv[1:] = {arguments!r}")
+    lines.append("runpy.run_module('rollyard_sandbox.server', run_name='__main__', alter_sys=True)")
+    return ["-I", "-c", "\n".join(lines)]

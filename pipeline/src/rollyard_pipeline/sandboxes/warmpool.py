@@ -1,0 +1,126 @@
+"""Sandboxes started ahead of need, keyed by what they must be started with."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rollyard_pipeline.sandboxes.errors import SandboxError
+from rollyard_pipeline.sandboxes.interface import SandboxKey
+from rollyard_pipeline.sandboxes.records import SandboxRecord
+from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.errors import SandboxError as ExecError
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_SECONDS = (1.0, 2.0, 5.0, 15.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmSandbox:
+    """Started, connected, claimed by nobody."""
+
+    record: SandboxRecord
+    client: ExecClient
+
+
+class WarmPool:
+    """Keeps as many sandboxes of each key ready as `want` says; refills one key with one task.
+
+    Args:
+        start: starts one sandbox; the caller bounds how many starts run at once.
+        remove: removes one that will not be used.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[SandboxKey], Awaitable[WarmSandbox]],
+        remove: Callable[[WarmSandbox], Awaitable[None]],
+    ) -> None:
+        self._start = start
+        self._remove = remove
+        self._ready: dict[SandboxKey, deque[WarmSandbox]] = {}
+        self._wanted: dict[SandboxKey, int] = {}
+        self._refills: dict[SandboxKey, asyncio.Task[None]] = {}
+
+    def ready(self, key: SandboxKey) -> int:
+        """How many sandboxes of this key are ready now."""
+        return len(self._ready.get(key, ()))
+
+    def want(self, key: SandboxKey, count: int) -> None:
+        """Sets how many are kept ready; starts or removes in the background."""
+        self._wanted[key] = count
+        self._refill(key)
+
+    def take(self, key: SandboxKey) -> WarmSandbox | None:
+        """The oldest ready sandbox, or None; its place is refilled in the background."""
+        ready = self._ready.get(key)
+        while ready:
+            warm = ready.popleft()
+            self._refill(key)
+            if warm.record.alive():
+                return warm
+            log.warning("warm sandbox %s has died", warm.record.id)
+        return None
+
+    async def renew(self, seconds: float) -> None:
+        """Lets every ready sandbox live on; those that do not answer are removed."""
+        for key, ready in list(self._ready.items()):
+            for warm in list(ready):
+                try:
+                    async with asyncio.timeout(5):
+                        await warm.client.renew(seconds)
+                except (ExecError, TimeoutError) as error:
+                    # It may have been handed out while we asked: then it is no longer ours.
+                    if warm in ready:
+                        ready.remove(warm)
+                        log.warning("warm sandbox %s is lost: %s", warm.record.id, error)
+                        await self._remove(warm)
+                        self._refill(key)
+
+    async def aclose(self) -> None:
+        """Stops refilling and removes what is ready."""
+        self._wanted.clear()
+        refills = list(self._refills.values())
+        for task in refills:
+            task.cancel()
+        await asyncio.gather(*refills, return_exceptions=True)
+        left = [warm for ready in self._ready.values() for warm in ready]
+        self._ready.clear()
+        async with asyncio.TaskGroup() as group:
+            for warm in left:
+                group.create_task(self._removed(warm))
+
+    def _refill(self, key: SandboxKey) -> None:
+        task = self._refills.get(key)
+        if self._wanted.get(key, 0) != self.ready(key) and (task is None or task.done()):
+            self._refills[key] = asyncio.create_task(self._fill(key), name="sandbox-refill")
+
+    async def _fill(self, key: SandboxKey) -> None:
+        failures = 0
+        ready = self._ready.setdefault(key, deque())
+        while (missing := self._wanted.get(key, 0) - len(ready)) != 0:
+            if missing < 0:
+                await self._removed(ready.popleft())
+                continue
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(missing):
+                        group.create_task(self._add(key, ready))
+            except* (SandboxError, ExecError, OSError) as errors:
+                first = errors.exceptions[0]
+                delay = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
+                failures += 1
+                log.warning("the warm pool cannot start a sandbox, next try in %g s: %s", delay, first)
+                await asyncio.sleep(delay)
+            else:
+                failures = 0
+
+    async def _add(self, key: SandboxKey, ready: deque[WarmSandbox]) -> None:
+        ready.append(await self._start(key))
+
+    async def _removed(self, warm: WarmSandbox) -> None:
+        await self._remove(warm)

@@ -1,0 +1,14 @@
+"""`python -I /where/it/is/mounted/rollyard_sandbox …`: the server without an installed package."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if not __package__:
+    # A folder run by path: its parent holds this package and ptyprocess.
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from rollyard_sandbox.server import main
+
+sys.exit(main())

@@ -1,0 +1,47 @@
+"""Bounded capture of a stream: the first and the last bytes are kept, the middle is counted."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Capture:
+    """Keeps at most `limit` bytes of what is added: half from the head, half from the tail."""
+
+    __slots__ = ("_head", "_head_room", "_tail", "_tail_limit", "_tail_size", "total")
+
+    def __init__(self, limit: int) -> None:
+        self._head = bytearray()
+        self._head_room = limit - limit // 2
+        self._tail: deque[bytes] = deque()
+        self._tail_limit = limit // 2
+        self._tail_size = 0
+        self.total = 0
+
+    def add(self, data: bytes) -> None:
+        """Adds bytes in order."""
+        self.total += len(data)
+        if self._head_room:
+            part = data[: self._head_room]
+            self._head += part
+            self._head_room -= len(part)
+            data = data[len(part) :]
+            if not data:
+                return
+        tail = self._tail
+        tail.append(data)
+        self._tail_size += len(data)
+        while tail and self._tail_size - len(tail[0]) >= self._tail_limit:
+            self._tail_size -= len(tail.popleft())
+
+    def finish(self) -> tuple[bytes, int]:
+        """(what was kept, the number of bytes left out); a line in the middle says so where any were."""
+        if not self._tail:
+            return bytes(self._head), 0
+        tail = b"".join(self._tail)
+        if len(tail) > self._tail_limit:
+            tail = tail[len(tail) - self._tail_limit :]
+        omitted = self.total - len(self._head) - len(tail)
+        if not omitted:
+            return bytes(self._head) + tail, 0
+        return b"%b\n[... %d bytes omitted ...]\n%b" % (self._head, omitted, tail), omitted

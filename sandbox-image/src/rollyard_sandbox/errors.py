@@ -1,0 +1,151 @@
+"""The exceptions of the exec server and its client.
+
+Every exception has a stable `reason` (CamelCase), which also travels on the wire: the client raises the
+class that `from_wire` finds for it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BadRequest",
+    "CommandTooLarge",
+    "ConnectionLost",
+    "FileError",
+    "IPythonUnavailable",
+    "LaunchError",
+    "NoCommandRunning",
+    "ProtocolError",
+    "SandboxError",
+    "SessionBusy",
+    "TooManySessions",
+    "Unauthorized",
+    "from_wire",
+]
+
+
+class SandboxError(Exception):
+    """Anything that the exec server or its client reports; `reason` says which, stably."""
+
+    reason = "SandboxError"
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        if reason is not None:
+            self.reason = reason
+
+
+class ConnectionLost(SandboxError):
+    """The server is gone, does not answer, or was never there."""
+
+    reason = "SandboxLost"
+
+
+class ProtocolError(SandboxError):
+    """A frame that breaks the protocol: too large, not JSON, an unknown version."""
+
+    reason = "ProtocolError"
+
+
+class BadRequest(SandboxError):
+    """A well-formed frame that asks for something impossible; the message names the field."""
+
+    reason = "BadRequest"
+
+
+class Unauthorized(SandboxError):
+    """The token is missing or wrong."""
+
+    reason = "Unauthorized"
+
+
+class SessionBusy(SandboxError):
+    """The session is running another command."""
+
+    reason = "SessionBusy"
+
+
+class NoCommandRunning(SandboxError):
+    """Input or an interrupt for a session that runs nothing."""
+
+    reason = "NoCommandRunning"
+
+
+class TooManySessions(SandboxError):
+    """The server's limit of sessions is reached."""
+
+    reason = "TooManySessions"
+
+
+class CommandTooLarge(SandboxError):
+    """The request does not fit into a frame."""
+
+    reason = "CommandTooLarge"
+
+
+class LaunchError(SandboxError):
+    """A shell or a program could not be started."""
+
+    reason = "LaunchFailed"
+
+
+class IPythonUnavailable(SandboxError):
+    """ipykernel or jupyter_client cannot be imported in the sandbox, or the kernel does not start."""
+
+    reason = "IPythonUnavailable"
+
+
+class FileError(SandboxError):
+    """A file operation failed: FileNotFound, IsADirectory, PermissionDenied, DiskFull, …"""
+
+    reason = "FileError"
+
+
+_FILE_REASONS = {
+    "ENOENT": "FileNotFound",
+    "EISDIR": "IsADirectory",
+    "ENOTDIR": "NotADirectory",
+    "EACCES": "PermissionDenied",
+    "EPERM": "PermissionDenied",
+    "EROFS": "ReadOnly",
+    "ENOSPC": "DiskFull",
+    "EDQUOT": "DiskFull",
+    "EFBIG": "FileTooLarge",
+    "ENAMETOOLONG": "NameTooLong",
+    "ELOOP": "SymlinkLoop",
+    "ENOTEMPTY": "NotEmpty",
+    "EMFILE": "TooManyOpenFiles",
+    "ENFILE": "TooManyOpenFiles",
+    "EIO": "InputOutputError",
+}
+
+_CLASSES: dict[str, type[SandboxError]] = {
+    cls.reason: cls
+    for cls in (
+        ConnectionLost,
+        ProtocolError,
+        BadRequest,
+        Unauthorized,
+        SessionBusy,
+        NoCommandRunning,
+        TooManySessions,
+        CommandTooLarge,
+        LaunchError,
+        IPythonUnavailable,
+        FileError,
+    )
+}
+_CLASSES.update(dict.fromkeys(_FILE_REASONS.values(), FileError))
+
+
+def file_error(error: OSError, path: str) -> FileError:
+    """The FileError for an OSError on `path`."""
+    import errno
+
+    name = errno.errorcode.get(error.errno or 0, "")
+    return FileError(f"{path}: {error.strerror or error}", reason=_FILE_REASONS.get(name))
+
+
+def from_wire(reason: str, message: str) -> SandboxError:
+    """The exception that a server's error answer stands for."""
+    cls = _CLASSES.get(reason, SandboxError)
+    return cls(message, reason=reason)

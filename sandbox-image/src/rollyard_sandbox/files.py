@@ -1,0 +1,135 @@
+"""File operations. Paths are not restricted: the sandbox is the boundary."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from rollyard_sandbox.errors import BadRequest, FileError, file_error
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+MAX_ENTRIES = 100_000  # of one directory
+
+
+def read(path: str, offset: int, max_bytes: int) -> tuple[bytes, int, int]:
+    """(at most `max_bytes` from `offset`, the file's size, its permission bits).
+
+    Files without a size (in /proc) and pipes are read as far as they go without waiting.
+
+    Raises:
+        FileError: it does not exist, is a directory, may not be read, …
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            info = os.fstat(fd)
+            if stat.S_ISDIR(info.st_mode):
+                raise FileError(f"{path}: is a directory", reason="IsADirectory")
+            if offset:
+                os.lseek(fd, offset, os.SEEK_SET)
+            parts, left = [], max_bytes
+            while left > 0:
+                part = os.read(fd, min(left, 1 << 20))
+                if not part:
+                    break
+                parts.append(part)
+                left -= len(part)
+        finally:
+            os.close(fd)
+    except BlockingIOError:
+        raise FileError(f"{path}: has no data now", reason="WouldBlock") from None
+    except OSError as error:
+        raise file_error(error, path) from None
+    data = b"".join(parts)
+    return data, max(info.st_size, offset + len(data)), stat.S_IMODE(info.st_mode)
+
+
+def write(path: str, data: bytes, mode: int) -> None:
+    """Replaces or creates a file: a reader sees the old content or the new, never a part.
+
+    Missing parent directories are made. A symbolic link is followed, and what it points to is replaced.
+
+    Raises:
+        FileError: it is a directory, the disk is full, it may not be written, …
+    """
+    try:
+        target = os.path.realpath(path)
+        if os.path.isdir(target):
+            raise FileError(f"{path}: is a directory", reason="IsADirectory")
+        parent = os.path.dirname(target)
+        os.makedirs(parent, exist_ok=True)
+        temporary = os.path.join(parent, f".{os.urandom(8).hex()}.part")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+                os.fchmod(fd, mode)
+            finally:
+                os.close(fd)
+            os.rename(temporary, target)
+        except OSError:
+            os.unlink(temporary)
+            raise
+    except FileExistsError:
+        raise FileError(f"{path}: a parent is not a directory", reason="NotADirectory") from None
+    except OSError as error:
+        raise file_error(error, path) from None
+    except ValueError as error:
+        raise BadRequest(f"path: {error}") from None
+
+
+def entries(path: str) -> list[list[Any]]:
+    """[name, kind, size, mode] of each entry by name; kind is file, directory, symlink or other.
+
+    Raises:
+        FileError: it does not exist, is not a directory, or has more than MAX_ENTRIES entries.
+    """
+    found: list[list[Any]] = []
+    try:
+        with os.scandir(path) as iterator:
+            for entry in iterator:
+                if len(found) >= MAX_ENTRIES:
+                    raise FileError(f"{path}: more than {MAX_ENTRIES} entries", reason="TooManyEntries")
+                try:
+                    info = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # removed meanwhile
+                found.append([entry.name, _kind(info.st_mode), info.st_size, stat.S_IMODE(info.st_mode)])
+    except OSError as error:
+        raise file_error(error, path) from None
+    except ValueError as error:
+        raise BadRequest(f"path: {error}") from None
+    found.sort(key=lambda row: row[0])
+    return found
+
+
+def remove(path: str) -> None:
+    """Removes a file, a symbolic link, or a directory with all that is in it.
+
+    Raises:
+        FileError: it does not exist or may not be removed.
+    """
+    try:
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            from shutil import rmtree
+
+            rmtree(path)
+        else:
+            os.unlink(path)
+    except OSError as error:
+        raise file_error(error, path) from None
+    except ValueError as error:
+        raise BadRequest(f"path: {error}") from None
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "directory"
+    return "symlink" if stat.S_ISLNK(mode) else "other"

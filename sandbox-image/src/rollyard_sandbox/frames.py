@@ -1,0 +1,78 @@
+"""Frames: how client and server talk.
+
+A frame is an 8-byte prefix (header length, body length; unsigned 32-bit, big-endian), a JSON object (the
+header, UTF-8) and a binary body. Sizes are checked before anything is stored.
+"""
+
+from __future__ import annotations
+
+import json
+from struct import Struct
+
+from rollyard_sandbox.errors import CommandTooLarge, ProtocolError
+
+TYPE_CHECKING = False  # `typing` is slow to import, and the server must start fast
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+PROTOCOL_VERSION = 1
+MAX_HEADER = 256 * 1024  # bytes
+MAX_BODY = 64 * 1024 * 1024  # bytes
+
+_PREFIX = Struct("!II")
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
+_loads = json.JSONDecoder().decode
+
+
+def encode(header: dict[str, Any], body: bytes = b"") -> bytes:
+    """One frame.
+
+    Raises:
+        CommandTooLarge: header or body exceeds MAX_HEADER or MAX_BODY.
+    """
+    head = _dumps(header).encode()
+    if len(head) > MAX_HEADER:
+        raise CommandTooLarge(f"header of {len(head)} bytes; at most {MAX_HEADER} are allowed")
+    if len(body) > MAX_BODY:
+        raise CommandTooLarge(f"body of {len(body)} bytes; at most {MAX_BODY} are allowed")
+    return _PREFIX.pack(len(head), len(body)) + head + body
+
+
+class FrameReader:
+    """Cuts a byte stream into frames; holds at most one unfinished frame."""
+
+    __slots__ = ("_buffer", "_max_body")
+
+    def __init__(self, max_body: int = MAX_BODY) -> None:
+        self._buffer = bytearray()
+        self._max_body = max_body
+
+    def allow_body(self, max_body: int) -> None:
+        """Changes the largest body accepted from now on (a peer that has not shown its token gets little)."""
+        self._max_body = max_body
+
+    def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Yields the frames that `data` completes.
+
+        Raises:
+            ProtocolError: a frame is too large or its header is not a JSON object.
+        """
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= 8:
+            head_size, body_size = _PREFIX.unpack_from(buffer)
+            if head_size > MAX_HEADER or body_size > self._max_body:
+                raise ProtocolError(f"frame of {head_size} + {body_size} bytes is larger than allowed")
+            end = 8 + head_size + body_size
+            if len(buffer) < end:
+                return
+            try:
+                header = _loads(buffer[8 : 8 + head_size].decode())
+            except ValueError as error:
+                raise ProtocolError(f"frame header is not JSON: {error}") from None
+            if not isinstance(header, dict):
+                raise ProtocolError("frame header is not a JSON object")
+            body = bytes(buffer[8 + head_size : end]) if body_size else b""
+            del buffer[:end]
+            yield header, body

@@ -1,0 +1,296 @@
+"""What the server does for each kind of request."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rollyard_sandbox import files
+from rollyard_sandbox.errors import (
+    BadRequest,
+    CommandTooLarge,
+    NoCommandRunning,
+    ProtocolError,
+    SandboxError,
+    TooManySessions,
+)
+from rollyard_sandbox.frames import MAX_BODY, PROTOCOL_VERSION
+from rollyard_sandbox.session import BashSession, Outcome
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, Protocol
+
+    from rollyard_sandbox.connection import Connection
+    from rollyard_sandbox.eventloop import EventLoop
+    from rollyard_sandbox.programs import Program
+
+    class Control(Protocol):
+        """What operations need of the server."""
+
+        def renew(self, seconds: float) -> None: ...
+        def lease_left(self) -> float | None: ...
+        def kill_all(self) -> int: ...
+        def shutdown(self) -> None: ...
+
+
+_MAX_COMMAND = 32 * 1024 * 1024  # bytes
+_MAX_SECONDS = 7 * 24 * 3600.0
+_MAX_IN_FLIGHT = 1024  # requests of one connection
+_PAGERS = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "SYSTEMD_PAGER": "cat"}
+
+
+class Operations:
+    """Sessions, programs, files and the kernel of one sandbox."""
+
+    def __init__(
+        self, loop: EventLoop, *, workdir: str, max_sessions: int, max_output: int, control: Control
+    ) -> None:
+        self._loop = loop
+        self._workdir = workdir
+        self._max_sessions = max_sessions
+        self._max_output = max_output
+        self._control = control
+        self._sessions: dict[str, BashSession] = {}
+        self._programs: set[Program] = set()
+        self._handlers: dict[str, Callable[[Connection, int, dict[str, Any], bytes], None]] = {
+            "hello": self._hello,
+            "info": self._info,
+            "bash": self._bash,
+            "input": self._input,
+            "interrupt": self._interrupt,
+            "close_session": self._close_session,
+            "run": self._run,
+            "read": self._read,
+            "write": self._write,
+            "list": self._list,
+            "remove": self._remove,
+            "kill_all": self._kill_all,
+            "renew": self._renew,
+            "shutdown": self._shutdown,
+        }
+
+    def handle(self, connection: Connection, header: dict[str, Any], body: bytes) -> None:
+        """Answers one request, now or later."""
+        request = header.get("id")
+        if not isinstance(request, int) or isinstance(request, bool):
+            connection.refuse(0, ProtocolError("id: a whole number is needed"))
+            return
+        operation = header.get("op")
+        if operation == "cancel":
+            cancel = connection.in_flight.get(request)
+            if cancel is not None:
+                cancel()
+            return
+        handler = self._handlers.get(operation) if isinstance(operation, str) else None
+        try:
+            if handler is None:
+                raise BadRequest(f"op: {operation!r} is unknown")
+            if request in connection.in_flight:
+                raise BadRequest(f"id: {request} is in flight already")
+            if len(connection.in_flight) >= _MAX_IN_FLIGHT:
+                raise BadRequest(f"more than {_MAX_IN_FLIGHT} requests in flight")
+            handler(connection, request, header, body)
+        except SandboxError as error:
+            connection.refuse(request, error)
+
+    # The server itself
+
+    def _hello(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        if header.get("version") != PROTOCOL_VERSION:
+            raise ProtocolError(f"version: this server speaks {PROTOCOL_VERSION}")
+        connection.greet(MAX_BODY)
+        connection.answer(request, {"version": PROTOCOL_VERSION, "pid": os.getpid()})
+
+    def _info(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        from importlib.util import find_spec
+
+        connection.answer(
+            request,
+            {
+                "pid": os.getpid(),
+                "protocol": PROTOCOL_VERSION,
+                "sessions": sorted(self._sessions),
+                "python": f"{sys.executable} {sys.version.split()[0]}",
+                "ipython": all(find_spec(name) is not None for name in ("ipykernel", "jupyter_client")),
+                "lease": self._control.lease_left(),
+                "workdir": self._workdir,
+            },
+        )
+
+    def _renew(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        self._control.renew(_seconds(header, "seconds"))
+        connection.answer(request, {})
+
+    def _shutdown(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        connection.answer(request, {})
+        self._control.shutdown()
+
+    def _kill_all(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        for session in self._sessions.values():
+            session.expect_kill()
+        for program in self._programs:
+            program.expect_kill()
+        count = self._control.kill_all()  # reaps, which ends the commands and programs
+        for session in self._sessions.values():
+            session.kill()
+        self._sessions.clear()
+        connection.answer(request, {"count": count})
+
+    # bash
+
+    def _session(self, header: dict[str, Any]) -> BashSession:
+        name = _text(header, "session")
+        session = self._sessions.get(name)
+        if session is None:
+            if not 0 < len(name) <= 200:
+                raise BadRequest("session: a name of 1 to 200 characters is needed")
+            if len(self._sessions) >= self._max_sessions:
+                raise TooManySessions(f"{self._max_sessions} sessions are open; close one first")
+            environment = {**os.environ, **_PAGERS, "PS1": "", "PS2": ""}
+            session = BashSession(self._loop, name, self._workdir, environment)
+            self._sessions[name] = session
+        return session
+
+    def _existing(self, header: dict[str, Any]) -> BashSession:
+        session = self._sessions.get(_text(header, "session"))
+        if session is None:
+            raise NoCommandRunning(f"there is no session {header['session']!r}")
+        return session
+
+    def _bash(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        if b"\0" in body:
+            raise BadRequest("command: holds a NUL byte, which bash cannot run")
+        if len(body) > _MAX_COMMAND:
+            raise CommandTooLarge(f"command of {len(body)} bytes; at most {_MAX_COMMAND} are allowed")
+        timeout = _seconds(header, "timeout")
+        max_output = self._limit(header)
+        on_output = None
+        if header.get("stream"):
+            left = max_output
+
+            def on_output(data: bytes) -> None:
+                nonlocal left
+                if left > 0:
+                    connection.event(request, data[:left])
+                    left -= len(data)
+
+        session = self._session(header)
+        command = session.execute(
+            body, timeout, max_output, on_output, lambda outcome: _reply(connection, request, outcome)
+        )
+        connection.in_flight[request] = lambda: session.cancel(command)
+
+    def _input(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        self._existing(header).send_input(body)
+        connection.answer(request, {})
+
+    def _interrupt(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        self._existing(header).interrupt()
+        connection.answer(request, {})
+
+    def _close_session(
+        self, connection: Connection, request: int, header: dict[str, Any], body: bytes
+    ) -> None:
+        session = self._sessions.pop(_text(header, "session"), None)
+        if session is not None:
+            session.kill()
+        connection.answer(request, {})
+
+    # Programs and files
+
+    def _run(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        from rollyard_sandbox.programs import Program
+
+        argv = header.get("argv")
+        if not isinstance(argv, list) or not all(isinstance(word, str) for word in argv):
+            raise BadRequest("argv: a list of strings is needed")
+        extra = header.get("env") or {}
+        if not isinstance(extra, dict) or not all(isinstance(value, str) for value in extra.values()):
+            raise BadRequest("env: an object of strings is needed")
+        cwd = header.get("cwd") or self._workdir
+        if not isinstance(cwd, str):
+            raise BadRequest("cwd: a string is needed")
+        program: Program | None = None
+
+        def done(outcome: Outcome | SandboxError) -> None:
+            self._programs.discard(program)  # type: ignore[arg-type]
+            _reply(connection, request, outcome)
+
+        program = Program(
+            self._loop, argv, {**os.environ, **extra}, os.path.join(self._workdir, cwd), body,
+            _seconds(header, "timeout"), self._limit(header), done,
+        )  # fmt: skip
+        self._programs.add(program)
+        connection.in_flight[request] = program.cancel
+
+    def _read(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        data, size, mode = files.read(
+            self._path(header),
+            _whole(header, "offset", 0, 1 << 62),
+            min(_whole(header, "max_bytes", 0, 1 << 62), MAX_BODY),
+        )
+        connection.answer(request, {"size": size, "mode": mode}, data)
+
+    def _write(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        files.write(self._path(header), body, _whole(header, "mode", 0, 0o7777))
+        connection.answer(request, {})
+
+    def _list(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        from json import dumps
+
+        connection.answer(request, {}, dumps(files.entries(self._path(header))).encode())
+
+    def _remove(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        files.remove(self._path(header))
+        connection.answer(request, {})
+
+    def _path(self, header: dict[str, Any]) -> str:
+        path = _text(header, "path")
+        if not path or "\0" in path:
+            raise BadRequest("path: a path without NUL is needed")
+        return os.path.join(self._workdir, path)
+
+    def _limit(self, header: dict[str, Any]) -> int:
+        return min(_whole(header, "max_output", 0, 1 << 62), self._max_output)
+
+
+def _reply(connection: Connection, request: int, outcome: Outcome | SandboxError) -> None:
+    if isinstance(outcome, SandboxError):
+        connection.refuse(request, outcome)
+        return
+    connection.answer(
+        request,
+        {
+            "exit": outcome.exit_code,
+            "cwd": outcome.cwd,
+            "seconds": round(outcome.seconds, 6),
+            "timed_out": outcome.timed_out,
+            "killed": outcome.killed,
+            "truncated": outcome.truncated_bytes,
+            "restarted": outcome.shell_restarted,
+        },
+        outcome.output,
+    )
+
+
+def _text(header: dict[str, Any], field: str) -> str:
+    value = header.get(field)
+    if not isinstance(value, str):
+        raise BadRequest(f"{field}: a string is needed")
+    return value
+
+
+def _whole(header: dict[str, Any], field: str, least: int, most: int) -> int:
+    value = header.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise BadRequest(f"{field}: a whole number from {least} to {most} is needed")
+    return value
+
+
+def _seconds(header: dict[str, Any], field: str) -> float:
+    value = header.get(field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_SECONDS:
+        raise BadRequest(f"{field}: seconds above 0 and up to {_MAX_SECONDS:.0f} are needed")
+    return float(value)

@@ -1,0 +1,135 @@
+"""The processes of the sandbox, read from /proc, and how all of them are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from time import monotonic, sleep
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_OOM_SCORE = b"500"  # children die of a full memory limit before the server does
+
+
+class Process:
+    """One line of /proc/PID/stat."""
+
+    __slots__ = ("group", "parent", "pid", "session", "state")
+
+    def __init__(self, pid: int, state: str, parent: int, group: int, session: int) -> None:
+        self.pid = pid
+        self.state = state
+        self.parent = parent
+        self.group = group
+        self.session = session
+
+
+def become_subreaper() -> None:
+    """Orphans below this process become its children, however often they fork and detach."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def snapshot() -> dict[int, Process]:
+    """Every process that /proc shows, by pid."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                line = file.read()
+        except OSError:
+            continue  # it ended meanwhile
+        # The command name is in parentheses and may hold anything, parentheses too.
+        state, parent, group, session = line[line.rindex(b")") + 2 :].split(b" ", 4)[:4]
+        pid = int(name)
+        found[pid] = Process(pid, state.decode(), int(parent), int(group), int(session))
+    return found
+
+
+def descendants(root: int, processes: dict[int, Process]) -> list[Process]:
+    """All processes below `root`, zombies left out."""
+    children: dict[int, list[Process]] = {}
+    for process in processes.values():
+        children.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    queue = [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        queue.extend(process.pid for process in below)
+        found.extend(process for process in below if process.state not in "ZX")
+    return found
+
+
+def session_members(leader: int) -> list[Process]:
+    """The processes of session `leader` and everything below it, the leader included."""
+    processes = snapshot()
+    members = {p.pid: p for p in processes.values() if p.session == leader and p.state not in "ZX"}
+    members.update((p.pid, p) for p in descendants(leader, processes))
+    return list(members.values())
+
+
+def send_signal(pids: Iterable[int], number: int) -> None:
+    """Signals each process that still exists and may be signalled."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def prefer_for_oom(pid: int) -> None:
+    """Makes the kernel choose `pid` and its children before the server when memory runs out."""
+    try:
+        with open(f"/proc/{pid}/oom_score_adj", "wb", buffering=0) as file:
+            file.write(_OOM_SCORE)
+    except OSError:
+        return  # it ended, or this /proc is read-only: a preference, not a guarantee
+
+
+def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: float = 5.0) -> int:
+    """Kills every process below this one and waits until they are gone.
+
+    In a pid namespace of our own `kill(-1)` reaches all of them at once. Elsewhere the tree below the server
+    is walked (as a subreaper it inherits every orphan): stopped first, so that nothing forks while it is
+    being killed, and again until nothing is left.
+
+    Args:
+        reap: collects ended children; False where there are none.
+        own_namespace: this process and its init are all that may survive.
+        limit: seconds after which what does not die is given up.
+
+    Returns:
+        The number of processes that were killed.
+    """
+    me = os.getpid()
+    killed: set[int] = set()
+    deadline = monotonic() + limit
+    pause = 0.0005
+    while True:
+        reap()
+        processes = snapshot()
+        alive = [p for p in processes.values() if p.pid not in (1, me) and p.state not in "ZX"]
+        alive = alive if own_namespace else descendants(me, processes)
+        if not alive or monotonic() > deadline:
+            return len(killed)
+        pids = [p.pid for p in alive]
+        killed.update(pids)
+        if own_namespace:
+            try:
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        else:
+            send_signal(pids, signal.SIGSTOP)
+            send_signal(pids, signal.SIGKILL)
+        # Dying takes the kernel a moment; SIGCHLD only tells of our own children.
+        sleep(pause)
+        pause = min(pause * 2, 0.05)

@@ -1,0 +1,156 @@
+"""Programs run in fresh processes: no terminal, a process group of their own, pipes only."""
+
+from __future__ import annotations
+
+import os
+import signal
+from time import monotonic
+
+from rollyard_sandbox.capture import Capture
+from rollyard_sandbox.errors import BadRequest, LaunchError, SandboxError
+from rollyard_sandbox.processes import prefer_for_oom, send_signal, session_members
+from rollyard_sandbox.session import Outcome
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollyard_sandbox.eventloop import EventLoop
+
+_REAP_GRACE = 2.0  # seconds for a killed program to end
+_READ = 65536
+_DRAIN_LIMIT = 1024 * 1024 + _READ  # bytes; more than the largest pipe holds
+
+
+class Program:
+    """One program; standard output and standard error share a pipe, so that their order is kept.
+
+    It ends when its first process does: what that wrote is read, and what it left running is killed.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        argv: list[str],
+        environment: dict[str, str],
+        cwd: str,
+        stdin: bytes,
+        timeout: float,
+        max_output: int,
+        done: Callable[[Outcome | SandboxError], None],
+    ) -> None:
+        import subprocess  # 8 ms, and only needed here
+
+        if not argv:
+            raise BadRequest("argv: at least one word is needed")
+        self._loop = loop
+        self._done: Callable[[Outcome | SandboxError], None] | None = done
+        self._capture = Capture(max_output)
+        self._outcome = Outcome()
+        self._outcome.cwd = cwd
+        self._started = monotonic()
+        self._input = memoryview(stdin)
+        try:
+            self._process = subprocess.Popen(
+                argv,
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"{argv[0]} could not be started in {cwd}: {error}") from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.pid = self._process.pid
+        prefer_for_oom(self.pid)
+        self._stdin = self._process.stdin.fileno()
+        self._stdout = self._process.stdout.fileno()
+        os.set_blocking(self._stdin, False)
+        os.set_blocking(self._stdout, False)
+        loop.on_exit(self.pid, self._ended)
+        loop.watch(self._stdout, self._output_ready)
+        self._timer = loop.call_later(timeout, self._time_out)
+        self._stdin_open = True
+        self._write_input(0)
+        if self._stdin_open:
+            loop.watch(self._stdin, self._write_input, 4)  # EPOLLOUT
+
+    def expect_kill(self) -> None:
+        """The caller is about to kill every process: the program will end as `killed`."""
+        self._outcome.killed = True
+
+    def cancel(self) -> None:
+        """Kills the program; does nothing where it has ended."""
+        if self._done is None:
+            return
+        self._outcome.killed = True
+        # Including what it started in other sessions: members are found before their parent is gone.
+        members = session_members(self.pid)
+        send_signal((p.pid for p in members), signal.SIGKILL)
+        self._timer.cancel()
+        self._timer = self._loop.call_later(_REAP_GRACE, lambda: self._finish(None))
+
+    def _time_out(self) -> None:
+        self._outcome.timed_out = True
+        self.cancel()
+
+    def _write_input(self, events: int) -> None:
+        try:
+            while self._input:
+                self._input = self._input[os.write(self._stdin, self._input[:_READ]) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._input = self._input[:0]  # the program closed its standard input: the rest is not wanted
+        self._close_stdin()
+
+    def _close_stdin(self) -> None:
+        if self._stdin_open:
+            self._stdin_open = False
+            self._loop.unwatch(self._stdin)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def _output_ready(self, events: int) -> None:
+        self._read()
+
+    def _read(self) -> int:
+        try:
+            data = os.read(self._stdout, _READ)
+        except BlockingIOError:
+            return 0
+        if not data:
+            self._loop.unwatch(self._stdout)
+        self._capture.add(data)
+        return len(data)
+
+    def _ended(self, status: int) -> None:
+        code = os.waitstatus_to_exitcode(status)
+        self._process.returncode = code
+        total = 0
+        while total < _DRAIN_LIMIT:
+            count = self._read()
+            if not count:
+                break
+            total += count
+        send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
+        self._finish(code if code >= 0 else 128 - code)
+
+    def _finish(self, exit_code: int | None) -> None:
+        done, self._done = self._done, None
+        if done is None:
+            return
+        self._timer.cancel()
+        self._close_stdin()
+        self._loop.unwatch(self._stdout)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        outcome = self._outcome
+        outcome.exit_code = exit_code
+        outcome.seconds = monotonic() - self._started
+        outcome.output, outcome.truncated_bytes = self._capture.finish()
+        done(outcome)

@@ -1,0 +1,220 @@
+"""The exec server: `python -I -m rollyard_sandbox.server --listen unix:/path --workdir /work`.
+
+One thread, one event loop. It is the init of what runs in the sandbox: orphans become its children and are
+reaped, SIGTERM or the end of its lease kills all of them and ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+from time import monotonic
+
+from rollyard_sandbox import processes
+from rollyard_sandbox.connection import Connection
+from rollyard_sandbox.errors import Unauthorized
+from rollyard_sandbox.eventloop import EventLoop
+from rollyard_sandbox.operations import Operations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+LEASE_ENDED = 75  # exit status when the lease was not renewed (EX_TEMPFAIL)
+_MAX_CONNECTIONS = 64
+
+
+class Server:
+    """Listening sockets, connections, the lease."""
+
+    def __init__(self, options: argparse.Namespace, token: str | None) -> None:
+        self._loop = EventLoop()
+        self._token = token
+        self._connections: set[Connection] = set()
+        self._listeners: list[socket.socket] = []
+        self._unix_paths: list[str] = []
+        self._own_namespace: bool = options.own_pid_namespace or os.getpid() == 1
+        self._lease_timer = None
+        self._lease_end: float | None = None
+        self._status = 0
+        self._operations = Operations(
+            self._loop,
+            workdir=os.path.abspath(options.workdir),
+            max_sessions=options.max_sessions,
+            max_output=options.max_output,
+            control=self,
+        )
+        if options.lease is not None:
+            self.renew(options.lease)
+
+    def listen(self, address: str) -> str:
+        """Starts to accept connections; the address that clients use (a TCP port 0 has been resolved)."""
+        scheme, _, rest = address.partition(":")
+        if scheme == "unix" and rest:
+            listener = socket.socket(socket.AF_UNIX)
+            before = os.umask(0o177)
+            try:
+                listener.bind(rest)
+            finally:
+                os.umask(before)
+            self._unix_paths.append(rest)
+        else:
+            host, port = _split_tcp(address)
+            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            shown = f"[{host}]" if ":" in host else host
+            address = f"tcp://{shown}:{listener.getsockname()[1]}"
+        listener.setblocking(False)
+        listener.listen(128)
+        self._listeners.append(listener)
+        self._loop.watch(listener.fileno(), lambda events: self._accept(listener))
+        return address
+
+    def run(self) -> int:
+        """Serves until shutdown, SIGTERM or the end of the lease; the exit status."""
+        self._loop.install_signals({signal.SIGTERM: self.shutdown, signal.SIGINT: self.shutdown})
+        self._loop.reap()
+        self._loop.run()
+        for connection in list(self._connections):
+            connection.close()
+        for listener in self._listeners:
+            listener.close()
+        self.kill_all()
+        for path in self._unix_paths:
+            try:
+                os.unlink(path)
+            except OSError:
+                continue  # its folder has been removed already
+        return self._status
+
+    # What operations ask of the server
+
+    def renew(self, seconds: float) -> None:
+        """The lease ends in `seconds` from now."""
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
+        self._lease_end = monotonic() + seconds
+        self._lease_timer = self._loop.call_later(seconds, self._lease_ended)
+
+    def lease_left(self) -> float | None:
+        """Seconds, None where there is no lease."""
+        return None if self._lease_end is None else max(0.0, self._lease_end - monotonic())
+
+    def kill_all(self) -> int:
+        """Kills every process of the sandbox but this one; how many there were."""
+        return processes.kill_everything(self._loop.reap, own_namespace=self._own_namespace)
+
+    def shutdown(self) -> None:
+        """Ends the server after the current round of events."""
+        self._loop.stop()
+
+    def _lease_ended(self) -> None:
+        self._status = LEASE_ENDED
+        self._loop.stop()
+
+    # Connections
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return  # the client has gone again, or there are no descriptors: it will retry
+        if len(self._connections) >= _MAX_CONNECTIONS:
+            sock.close()
+            return
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connections.add(Connection(self._loop, sock, self._frame, self._connections.discard))
+
+    def _frame(self, connection: Connection, header: dict[str, Any], body: bytes) -> None:
+        if not connection.greeted:
+            request = header.get("id")
+            if not self._authorized(header):
+                connection.refuse(
+                    request if isinstance(request, int) else 0,
+                    Unauthorized("the first request must be hello with the server's token"),
+                )
+                connection.close_when_sent()
+                return
+        self._operations.handle(connection, header, body)
+
+    def _authorized(self, header: dict[str, Any]) -> bool:
+        if header.get("op") != "hello":
+            return False
+        if self._token is None:
+            return True
+        from hmac import compare_digest
+
+        token = header.get("token")
+        return isinstance(token, str) and compare_digest(token.encode(), self._token.encode())
+
+
+def _split_tcp(address: str) -> tuple[str, int]:
+    host, separator, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not separator or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"--listen: {address!r} is neither unix:/path nor tcp://host:port")
+    return host.strip("[]"), int(port)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rollyard_sandbox.server", description="Exec server of a sandbox.")
+    parser.add_argument("--listen", action="append", required=True, metavar="ADDRESS",
+                        help="unix:/path or tcp://host:port (port 0: any free one); may be repeated")  # fmt: skip
+    parser.add_argument("--workdir", default="/", help="where sessions start")
+    parser.add_argument("--lease", type=float, metavar="SECONDS",
+                        help="kill everything and exit when not renewed for so long")  # fmt: skip
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="the token that clients must show; needed for TCP"
+    )
+    parser.add_argument("--max-sessions", type=int, default=64)
+    parser.add_argument("--max-output", type=int, default=16 * 1024 * 1024, metavar="BYTES",
+                        help="upper bound of a request's max_output")  # fmt: skip
+    parser.add_argument("--ready-fd", type=int, metavar="N",
+                        help="write one JSON line (pid, listen) to this descriptor when ready, then close it")  # fmt: skip
+    parser.add_argument("--own-pid-namespace", action="store_true",
+                        help="only this server and pid 1 may survive kill_all: the pid namespace is its own")  # fmt: skip
+    options = parser.parse_args(arguments)
+    if not os.path.isdir(options.workdir):
+        parser.error(f"--workdir: {options.workdir} is not a directory")
+    if options.lease is not None and options.lease <= 0:
+        parser.error("--lease: must be more than 0 seconds")
+    if options.token_file is None and any(address.startswith("tcp:") for address in options.listen):
+        parser.error("--listen: TCP needs --token-file")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    options = _parse(arguments)
+    token = None
+    if options.token_file is not None:
+        try:
+            with open(options.token_file, encoding="utf-8") as file:
+                token = file.read().strip()
+        except OSError as error:
+            print(f"--token-file: {error}", file=sys.stderr)
+            return 2
+        if not token:
+            print(f"--token-file: {options.token_file} is empty", file=sys.stderr)
+            return 2
+    processes.become_subreaper()
+    server = Server(options, token)
+    try:
+        addresses = [server.listen(address) for address in options.listen]
+    except (OSError, ValueError) as error:
+        print(f"cannot listen: {error}", file=sys.stderr)
+        return 2
+    if options.ready_fd is not None:
+        os.write(options.ready_fd, json.dumps({"pid": os.getpid(), "listen": addresses}).encode() + b"\n")
+        os.close(options.ready_fd)
+    return server.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,446 @@
+"""A bash session: one command at a time, its deadline, and the shell's replacement when it is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from time import monotonic
+
+from rollyard_sandbox.capture import Capture
+from rollyard_sandbox.errors import LaunchError, NoCommandRunning, SandboxError, SessionBusy
+from rollyard_sandbox.processes import send_signal, session_members
+from rollyard_sandbox.shell import Report, Shell, parse_report
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollyard_sandbox.eventloop import EventLoop, Timer
+
+START_LIMIT = 10.0  # seconds for bash to report for the first time
+INTERRUPT_GRACE = 1.0  # seconds between SIGINT and SIGKILL
+KILL_GRACE = 0.5  # seconds between killing the foreground and killing the shell
+REAP_GRACE = 2.0  # seconds for a killed shell to end
+IDLE_OUTPUT = 64 * 1024  # bytes kept of what background jobs print between commands
+_INPUT_BACKLOG = 1024 * 1024  # bytes of unread input
+_READ = 65536
+_DRAIN_LIMIT = 256 * 1024  # bytes read after a report; a terminal buffers less
+
+
+class Outcome:
+    """How a command ended; the fields are those of `results.ExecResult`."""
+
+    __slots__ = (
+        "cwd", "exit_code", "killed", "output", "seconds", "shell_restarted", "timed_out", "truncated_bytes",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.exit_code: int | None = None
+        self.output = b""
+        self.cwd = ""
+        self.seconds = 0.0
+        self.timed_out = False
+        self.killed = False
+        self.truncated_bytes = 0
+        self.shell_restarted = False
+
+
+class Command:
+    """The command that a session is running."""
+
+    __slots__ = ("capture", "command", "done", "number", "on_output", "outcome", "started", "timer")
+
+    def __init__(
+        self,
+        command: bytes,
+        max_output: int,
+        on_output: Callable[[bytes], None] | None,
+        done: Callable[[Outcome | SandboxError], None],
+    ) -> None:
+        self.command = command
+        self.capture = Capture(max_output)
+        self.on_output = on_output
+        self.done = done
+        self.number = ""
+        self.outcome = Outcome()
+        self.started = monotonic()
+        self.timer: Timer | None = None
+
+
+class BashSession:
+    """A named, persistent bash.
+
+    State (directory, variables, functions, jobs) lives in the shell. When the shell is lost the next command
+    gets a new one in the same directory. What background jobs print between two commands is shown at the
+    head of the next command's output (its first and last 32 KiB).
+    """
+
+    def __init__(self, loop: EventLoop, name: str, cwd: str, environment: dict[str, str]) -> None:
+        self.name = name
+        self._loop = loop
+        self._home = cwd
+        self._cwd = cwd
+        self._environment = environment
+        self._shell: Shell | None = None
+        self._ready = False
+        self._command: Command | None = None
+        self._count = 0
+        self._lost_state = False
+        self._idle_output = Capture(IDLE_OUTPUT)
+        self._input = bytearray()
+        self._farewell: Report | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a command is running."""
+        return self._command is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The shell's pid, None where there is no shell now."""
+        return self._shell.pid if self._shell else None
+
+    def execute(
+        self,
+        command: bytes,
+        timeout: float,
+        max_output: int,
+        on_output: Callable[[bytes], None] | None,
+        done: Callable[[Outcome | SandboxError], None],
+    ) -> Command:
+        """Runs `command`; `done` is called once, at the latest a few seconds after `timeout`.
+
+        Raises:
+            SessionBusy: another command is running.
+            LaunchError: no shell could be started.
+        """
+        if self._command is not None:
+            raise SessionBusy(f"session {self.name!r} is running another command")
+        if self._shell is not None and not self._shell.reads_terminal():
+            self._discard_shell()
+        if self._shell is None:
+            self._start_shell()
+        running = Command(command, max_output, on_output, done)
+        self._command = running
+        if self._ready:
+            self._dispatch(running)
+            running.timer = self._loop.call_later(timeout, self._time_out)
+        else:
+            running.timer = self._loop.call_later(min(timeout, START_LIMIT), self._time_out)
+        return running
+
+    def send_input(self, data: bytes) -> None:
+        """Types `data` on the terminal of the running command.
+
+        Raises:
+            NoCommandRunning: nothing runs.
+            SandboxError: more than 1 MiB is waiting to be read.
+        """
+        if self._command is None or self._shell is None or not self._ready:
+            raise NoCommandRunning(f"session {self.name!r} runs no command that could read input")
+        if len(self._input) + len(data) > _INPUT_BACKLOG:
+            raise SandboxError("the program does not read its input: 1 MiB is waiting", reason="InputBacklog")
+        self._input += data
+        self._write_input()
+
+    def interrupt(self) -> None:
+        """SIGINT for the foreground of the terminal, like Ctrl-C.
+
+        Raises:
+            NoCommandRunning: nothing runs.
+        """
+        if self._command is None or self._shell is None:
+            raise NoCommandRunning(f"session {self.name!r} runs no command")
+        self._signal_foreground(signal.SIGINT)
+
+    def cancel(self, command: Command) -> None:
+        """Ends `command` as a timeout would, at once; does nothing where it has ended."""
+        if self._command is command:
+            self._stop_command()
+
+    def expect_kill(self) -> None:
+        """The caller is about to kill every process: a running command will end as `killed`."""
+        if self._command is not None:
+            self._command.outcome.killed = True
+
+    def kill(self) -> None:
+        """Kills the shell and every process of its session; a running command ends as `killed`."""
+        self.expect_kill()
+        if self._shell is not None:
+            self._drain()
+            self._discard_shell()
+        self._cwd = self._home
+        self._lost_state = False
+
+    # Starting and losing shells
+
+    def _start_shell(self) -> None:
+        if not os.path.isdir(self._cwd):
+            self._cwd = self._home
+        shell = Shell.spawn(self._cwd, self._environment)
+        self._shell = shell
+        self._ready = False
+        self._farewell = None
+        self._loop.watch(shell.channel.fileno(), self._channel_ready)
+        self._loop.watch(shell.master, self._terminal_ready)
+        self._loop.on_exit(shell.pid, self._shell_ended)
+
+    def _discard_shell(self, status: int | None = None) -> None:
+        """Forgets the shell, killing what is left of it where it has not ended by itself."""
+        shell = self._shell
+        if shell is None:
+            return
+        self._shell = None
+        self._ready = False
+        self._lost_state = True
+        self._input.clear()
+        if status is None:
+            members = session_members(shell.pid)
+            send_signal((p.pid for p in members), signal.SIGKILL)
+            send_signal((shell.pid,), signal.SIGKILL)
+            self._loop.forget_child(shell.pid)  # the loop reaps it without telling us
+        self._loop.unwatch(shell.channel.fileno())
+        self._loop.unwatch(shell.master)
+        shell.close()
+        if self._command is not None:
+            self._finish(None if status is None else _exit_code(status))
+
+    def _shell_ended(self, status: int) -> None:
+        shell = self._shell
+        if shell is None:
+            return
+        self._read_farewell(shell)
+        self._drain()
+        if self._farewell is not None and self._farewell.cwd:
+            self._cwd = self._farewell.cwd
+        if not self._ready and self._command is not None:
+            self._fail(LaunchError(f"bash ended before it was ready: {self._idle_text()}"))
+        self._discard_shell(status)
+
+    def _read_farewell(self, shell: Shell) -> None:
+        while message := shell.receive():
+            report = parse_report(message)
+            if report is not None and report.leaving:
+                self._farewell = report
+            elif self._farewell is not None:
+                self._farewell.cwd += os.fsdecode(message)  # bash flushes at newlines, also in a path
+
+    def _channel_lost(self, shell: Shell) -> None:
+        """The shell closed its channel: it was replaced by `exec`, or sabotaged itself."""
+        self._loop.unwatch(shell.channel.fileno())
+        self._judge_exec()
+
+    def _judge_exec(self) -> None:
+        shell = self._shell
+        if shell is None:
+            return
+        fresh = shell.is_fresh_shell()
+        if fresh is None:
+            self._loop.call_later(0.01, self._judge_exec)
+        elif fresh:
+            # `exec bash`: our own new shell takes its place, with the same environment and directory.
+            self._cwd = shell.cwd() or self._cwd
+            inherited = shell.environment()
+            if inherited is not None:
+                self._environment = {**inherited, "PS1": "", "PS2": ""}
+            self._drain()
+            if self._command is not None:
+                self._finish(0, lost=True)
+                self._discard_shell()
+                self._lost_state = False  # told already
+            else:
+                self._discard_shell()
+        elif self._command is None:
+            self._discard_shell()
+        # else `exec program`: the command ends when the program does.
+
+    # Running a command
+
+    def _dispatch(self, running: Command) -> None:
+        shell = self._shell
+        assert shell is not None
+        self._count += 1
+        running.number = f"{self._count:08d}"[-8:]
+        idle, _ = self._idle_output.finish()
+        if idle:
+            self._idle_output = Capture(IDLE_OUTPUT)
+            running.capture.add(idle)
+            if running.on_output is not None:
+                running.on_output(idle)
+        running.started = monotonic()
+        try:
+            shell.run(running.command, running.number)
+        except OSError:
+            # The shell died between two commands and its end has not been reaped yet.
+            self._discard_shell()
+
+    def _channel_ready(self, events: int) -> None:
+        shell = self._shell
+        while shell is not None and shell is self._shell:
+            message = shell.receive()
+            if message is None:
+                return
+            if not message:
+                self._channel_lost(shell)
+                return
+            report = parse_report(message)
+            if report is None:
+                continue
+            if report.leaving:
+                self._farewell = report
+                self._read_farewell(shell)
+                return
+            if not self._ready:
+                self._became_ready()
+            elif self._command is not None and report.number == self._command.number:
+                self._drain()
+                self._finish(report.status)
+
+    def _became_ready(self) -> None:
+        self._ready = True
+        self._drain()
+        self._idle_output = Capture(IDLE_OUTPUT)  # bash's words at start
+        running = self._command
+        if running is not None:
+            self._dispatch(running)
+
+    def _terminal_ready(self, events: int) -> None:
+        shell = self._shell
+        if shell is None:
+            return
+        if self._input and events & 4:  # EPOLLOUT
+            self._write_input()
+        if events & ~4:
+            self._read_terminal(shell)
+
+    def _read_terminal(self, shell: Shell) -> int:
+        """Reads once; the number of bytes, 0 where there are none now."""
+        try:
+            data = os.read(shell.master, _READ)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.unwatch(shell.master)  # hung up: the shell's end is about to be reaped
+            return 0
+        running = self._command
+        if running is None or not self._ready:
+            self._idle_output.add(data)
+        else:
+            running.capture.add(data)
+            if running.on_output is not None:
+                running.on_output(data)
+        return len(data)
+
+    def _drain(self) -> None:
+        shell, total = self._shell, 0
+        while shell is not None and total < _DRAIN_LIMIT:
+            count = self._read_terminal(shell)
+            if not count:
+                return
+            total += count
+
+    def _write_input(self) -> None:
+        shell = self._shell
+        assert shell is not None
+        if self._input:
+            try:
+                del self._input[: os.write(shell.master, self._input)]
+            except BlockingIOError:
+                pass  # the program does not read; go on when it does
+        self._loop.change(shell.master, 5 if self._input else 1)  # EPOLLIN, EPOLLOUT
+
+    def _finish(self, exit_code: int | None, *, lost: bool = False) -> None:
+        running = self._command
+        assert running is not None
+        self._command = None
+        if running.timer is not None:
+            running.timer.cancel()
+        if self._input and self._shell is not None:
+            self._input.clear()
+            self._loop.change(self._shell.master, 1)
+        outcome = running.outcome
+        outcome.seconds = monotonic() - running.started
+        outcome.exit_code = exit_code
+        outcome.output, outcome.truncated_bytes = running.capture.finish()
+        if self._shell is not None and not lost:
+            self._cwd = self._shell.cwd() or self._cwd
+        outcome.cwd = self._cwd
+        outcome.shell_restarted = self._lost_state or lost
+        self._lost_state = False
+        running.done(outcome)
+
+    def _fail(self, error: SandboxError) -> None:
+        running = self._command
+        assert running is not None
+        self._command = None
+        if running.timer is not None:
+            running.timer.cancel()
+        running.done(error)
+
+    def _idle_text(self) -> str:
+        return self._idle_output.finish()[0].decode(errors="replace").strip()
+
+    # Deadlines: interrupt, kill the foreground, kill the shell
+
+    def _time_out(self) -> None:
+        running = self._command
+        if running is None:
+            return
+        if not self._ready:
+            self._fail(LaunchError(f"bash was not ready in time: {self._idle_text()}"))
+            self._discard_shell()
+            return
+        running.outcome.timed_out = True
+        self._stop_command()
+
+    def _stop_command(self) -> None:
+        running = self._command
+        assert running is not None
+        if running.timer is not None:
+            running.timer.cancel()
+        if not self._ready:
+            self._discard_shell()
+            return
+        self._signal_foreground(signal.SIGINT)
+        running.timer = self._loop.call_later(INTERRUPT_GRACE, self._kill_foreground)
+
+    def _signal_foreground(self, number: int) -> None:
+        shell = self._shell
+        if shell is None:
+            return
+        try:
+            shell.unstick()
+            group = shell.foreground()
+            if group:
+                os.killpg(group, number)
+        except OSError:
+            return  # it ended meanwhile; its end is about to be reaped
+
+    def _kill_foreground(self) -> None:
+        running, shell = self._command, self._shell
+        if running is None or shell is None:
+            return
+        running.outcome.killed = True
+        group = shell.foreground()
+        if group and group != shell.pid:
+            self._signal_foreground(signal.SIGKILL)
+            running.timer = self._loop.call_later(KILL_GRACE, self._kill_shell)
+        else:
+            self._kill_shell()
+
+    def _kill_shell(self) -> None:
+        shell, running = self._shell, self._command
+        if shell is None or running is None:
+            return
+        self._cwd = shell.cwd() or self._cwd
+        members = session_members(shell.pid)
+        send_signal((p.pid for p in members), signal.SIGKILL)
+        running.timer = self._loop.call_later(REAP_GRACE, self._discard_shell)
+
+
+def _exit_code(status: int) -> int:
+    """A wait status as shells show it: 128 + the signal's number where a signal ended the process."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,302 @@
+"""One bash on a pseudo-terminal, and the private channel on which it reports.
+
+How a command is run, and why nothing can forge or delay its end:
+
+* bash inherits one end of a SOCK_SEQPACKET socket pair and moves it, in pure bash, to a descriptor with
+  FD_CLOEXEC: when `{ …; } 64>&-` runs, bash saves descriptor 64 above 10 with that flag, and duplicating a
+  descriptor that has the flag keeps it. So programs do not inherit the channel.
+* Subshells are forks without exec and do hold it. The kernel stamps every message with its sender's pid
+  (SO_PASSCRED), and only messages of the shell's own pid count.
+* PROMPT_COMMAND (readonly) sends the exit status with the number of the command, then blocks reading the
+  number of the next one. So between commands bash does not read the terminal, input left over by a program
+  can be flushed before bash would take it for a command, and a stray prompt repeats an old number.
+* The command itself is one typed line, `\\builtin eval -- $'…'`, at the top level (so that `declare` is
+  global); one that is too long for the terminal's line buffer (4,096 bytes) is read from a memory file.
+* Output is complete when, after the report, the non-blocking master says EAGAIN: since Linux 4.5 n_tty
+  flushes the terminal's pending work before it returns that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import struct
+import termios
+
+from rollyard_sandbox.errors import LaunchError
+from rollyard_sandbox.processes import prefer_for_oom
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ptyprocess import PtyProcess
+
+CHANNEL = 11  # bash's descriptor of the channel
+_MEMORY = 12  # bash's descriptor of the memory file
+_TIOCGPTPEER = 0x5441  # opens the slave without a path, in any mount namespace (Linux 4.13)
+_CREDENTIALS = struct.Struct("3i")
+_TYPED_LIMIT = 3500  # bytes; the terminal's line buffer holds 4,096
+_WINDOW = (50, 512)  # rows, columns: wide, so that programs do not wrap
+
+_REPORT = (
+    r"""{ \builtin printf '%s %s' "$?" "${__ry-}" >&CHANNEL; \builtin read -r -N 8 -u CHANNEL __ry; }"""
+    r""" 2>/dev/null"""
+).replace("CHANNEL", str(CHANNEL))
+_FAREWELL = r"""{ \builtin printf 'x%s %s %s' "$?" "${__ry-}" "$PWD" >&CHANNEL; } 2>/dev/null""".replace(
+    "CHANNEL", str(CHANNEL)
+)
+_INIT = (
+    "set +o history +H; unset HISTFILE MAILCHECK; export -n PS1 PS2; PS1= PS2=; shopt -u checkwinsize; "
+    "{{ exec {channel}>&10; }} {inherited_channel}>&- || exec {channel}>&{inherited_channel}; "
+    "{{ exec {memory}<&10; }} {inherited_memory}<&- || exec {memory}<&{inherited_memory}; "
+    "exec {inherited_channel}>&- {inherited_memory}<&-; "
+    "trap {farewell} EXIT; readonly PROMPT_COMMAND={report}\n"
+)
+
+_PLAIN = bytes(range(0x20, 0x7F)).translate(None, b"'\\")
+_ESCAPES = {code: b"\\%03o" % code for code in range(256) if code not in _PLAIN} | {
+    ord("\n"): b"\\n",
+    ord("'"): b"\\'",
+    ord("\\"): b"\\\\",
+}
+
+
+def single_quoted(text: str) -> str:
+    """`text` as one word for a shell."""
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def typed_line(command: bytes) -> bytes | None:
+    """The line that makes bash run `command`, or None where it would be too long to type.
+
+    Everything but printable ASCII is escaped, so that no byte means anything to the terminal.
+    """
+    if len(command) > _TYPED_LIMIT:
+        return None
+    if command.translate(None, _PLAIN):
+        escapes = _ESCAPES
+        command = b"".join([escapes.get(code) or b"%c" % code for code in command])
+        if len(command) > _TYPED_LIMIT:
+            return None
+    return b"\\builtin eval -- $'%b'\n" % command
+
+
+class Report:
+    """A message from the shell: `status` of command `number`; `leaving` (in `cwd`) when it exits."""
+
+    __slots__ = ("cwd", "leaving", "number", "status")
+
+    def __init__(self, status: int, number: str, leaving: bool, cwd: str) -> None:
+        self.status = status
+        self.number = number
+        self.leaving = leaving
+        self.cwd = cwd
+
+
+def parse_report(message: bytes) -> Report | None:
+    """The report in a channel message, or None where it is none."""
+    leaving = message.startswith(b"x")
+    fields = message[leaving:].split(b" ", 2)
+    if len(fields) < 2 or not fields[0].isdigit():
+        return None
+    cwd = os.fsdecode(fields[2]) if leaving and len(fields) == 3 else ""
+    return Report(int(fields[0]), fields[1].decode("ascii", "replace"), leaving, cwd)
+
+
+class Shell:
+    """A running bash. The session that owns it watches `master` and `channel`, and reaps `pid`."""
+
+    def __init__(self, process: PtyProcess, slave: int, channel: socket.socket, memory: int) -> None:
+        self._process = process
+        self.pid: int = process.pid
+        self.master: int = process.fd
+        self.slave = slave
+        self.channel = channel
+        self._memory = memory
+        self._terminal = os.fstat(slave).st_rdev
+        self._clean = b""
+        self._input = f"/proc/{self.pid}/fd/0"
+        self._set_terminal_modes()
+
+    @classmethod
+    def spawn(cls, cwd: str, environment: dict[str, str]) -> Shell:
+        """Starts bash in `cwd`; it is ready when its first report arrives.
+
+        Raises:
+            LaunchError: there is no bash, no pseudo-terminal, or no room for another process.
+        """
+        from ptyprocess import PtyProcess
+
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        inherited: list[int] = []
+        try:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            ours.setblocking(False)
+            # Well above 10, so that bash saves them at 10 exactly.
+            inherited.append(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 64))
+            memory = os.memfd_create("command")
+            inherited.append(fcntl.fcntl(memory, fcntl.F_DUPFD_CLOEXEC, 64))
+            os.close(memory)
+            process = PtyProcess.spawn(
+                ["bash", "--norc", "--noprofile", "--noediting", "-i"],
+                cwd=cwd,
+                env=environment,
+                preexec_fn=lambda: _prepare_child(inherited),
+                dimensions=_WINDOW,
+                pass_fds=inherited,
+            )
+        except (OSError, ValueError) as error:
+            for fd in inherited:
+                os.close(fd)
+            ours.close()
+            raise LaunchError(f"bash could not be started in {cwd}: {error}") from error
+        finally:
+            theirs.close()
+        channel_fd, memory_fd = inherited
+        os.close(channel_fd)
+        os.set_blocking(process.fd, False)
+        os.set_inheritable(process.fd, False)
+        prefer_for_oom(process.pid)
+        slave = fcntl.ioctl(process.fd, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
+        shell = cls(process, slave, ours, memory_fd)
+        init = _INIT.format(
+            channel=CHANNEL,
+            memory=_MEMORY,
+            inherited_channel=channel_fd,
+            inherited_memory=memory_fd,
+            farewell=single_quoted(_FAREWELL),
+            report=single_quoted(_REPORT),
+        )
+        os.write(shell.master, init.encode())
+        return shell
+
+    def reads_terminal(self) -> bool:
+        """Whether the shell's standard input is still our terminal (`exec < file` would change it)."""
+        try:
+            return os.stat(self._input).st_rdev == self._terminal
+        except OSError:
+            return False
+
+    def run(self, command: bytes, number: str) -> None:
+        """Makes the idle shell run `command`; its report will carry `number` (8 characters)."""
+        self.reset_terminal()
+        termios.tcflush(self.slave, termios.TCIFLUSH)
+        line = typed_line(command)
+        if line is None:
+            os.ftruncate(self._memory, 0)
+            view, offset = memoryview(command), 0
+            while offset < len(view):
+                offset += os.pwrite(self._memory, view[offset:], offset)
+            line = b'\\builtin eval -- "$(</proc/self/fd/%d)"\n' % _MEMORY
+        os.write(self.master, line)
+        self.channel.send(number.encode())
+
+    def receive(self) -> bytes | None:
+        """The next message of the shell itself; None when there is none now, b"" when the channel is closed.
+
+        Messages of other processes are dropped.
+        """
+        while True:
+            try:
+                data, ancillary, _, _ = self.channel.recvmsg(8192, 64)
+            except BlockingIOError:
+                return None
+            except OSError:
+                return b""
+            if not data:
+                return b""
+            for level, kind, payload in ancillary:
+                if (
+                    level == socket.SOL_SOCKET
+                    and kind == socket.SCM_CREDENTIALS
+                    and _CREDENTIALS.unpack(payload[: _CREDENTIALS.size])[0] == self.pid
+                ):
+                    return data
+
+    def cwd(self) -> str | None:
+        """The shell's working directory, None where it cannot be told."""
+        try:
+            return os.readlink(f"/proc/{self.pid}/cwd")
+        except OSError:
+            return None
+
+    def reset_terminal(self) -> None:
+        """Undoes what programs did to the terminal's modes."""
+        modes = fcntl.ioctl(self.slave, termios.TCGETS, bytes(60))
+        if modes != self._clean:
+            fcntl.ioctl(self.slave, termios.TCSETS, self._clean)
+            termios.tcflow(self.slave, termios.TCOON)
+
+    def unstick(self) -> None:
+        """Resumes stopped output and a stopped shell, so that a signal can take effect."""
+        fcntl.ioctl(self.slave, termios.TCSETS, self._clean)
+        termios.tcflow(self.slave, termios.TCOON)
+        os.kill(self.pid, signal.SIGCONT)
+
+    def foreground(self) -> int:
+        """The process group in the foreground of the terminal; 0 where there is none."""
+        try:
+            return os.tcgetpgrp(self.master)
+        except OSError:
+            return 0
+
+    def is_fresh_shell(self) -> bool | None:
+        """After the shell's process replaced itself: whether it is now an interactive shell at its prompt.
+
+        None while that cannot be told yet (exec is still setting up the new program).
+        """
+        try:
+            with open(f"/proc/{self.pid}/cmdline", "rb") as file:
+                arguments = file.read().split(b"\0")[:-1]
+            program = os.path.basename(os.readlink(f"/proc/{self.pid}/exe")).removesuffix(" (deleted)")
+        except OSError:
+            return False
+        if not arguments:
+            return None
+        shells = {"bash", "sh", "dash", "zsh", "ash", "ksh", "mksh", "fish", "busybox"}
+        return program in shells and all(
+            argument.startswith(b"-") and b"c" not in argument.lstrip(b"-") for argument in arguments[1:]
+        )
+
+    def environment(self) -> dict[str, str] | None:
+        """The environment with which the process was executed."""
+        try:
+            with open(f"/proc/{self.pid}/environ", "rb") as file:
+                pairs = (os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0") if entry)
+                return {name: value for name, _, value in pairs}
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Gives the descriptors back; the process must have ended or been killed."""
+        self._process.closed = True  # its own close would sleep and signal
+        self._process.fileobj.close()
+        os.close(self.slave)
+        os.close(self._memory)
+        self.channel.close()
+
+    def _set_terminal_modes(self) -> None:
+        modes = termios.tcgetattr(self.slave)
+        modes[0] = (modes[0] | termios.ICRNL) & ~(termios.IXON | termios.IXOFF)
+        modes[1] &= ~termios.OPOST  # "\n" stays "\n"
+        modes[3] |= termios.ICANON | termios.ISIG
+        modes[3] &= ~(termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHONL | termios.TOSTOP)
+        termios.tcsetattr(self.slave, termios.TCSANOW, modes)
+        self._clean = fcntl.ioctl(self.slave, termios.TCGETS, bytes(60))
+
+
+def _prepare_child(inherited: list[int]) -> None:
+    """In the child: inheritable descriptors, and the default action for what Python ignores."""
+    for fd in inherited:
+        os.set_inheritable(fd, True)
+    for number in (
+        signal.SIGINT,
+        signal.SIGQUIT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGPIPE,
+        signal.SIGXFSZ,
+    ):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

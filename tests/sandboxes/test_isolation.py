@@ -1,0 +1,124 @@
+"""What a bubblewrap sandbox can see and touch: nothing of the machine, nothing of its neighbours."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_pipeline.sandboxes.provider import NodeProvider
+
+pytestmark = pytest.mark.real
+
+
+async def test_network_is_refused(kit: Any, bubblewrap: NodeProvider) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        async with await kit.acquire(bubblewrap) as sandbox:
+            code, output = await kit.sh(sandbox, f"exec 3<>/dev/tcp/127.0.0.1/{port}")
+            assert code != 0
+            assert "refused" in output.lower()
+            _, interfaces = await kit.sh(sandbox, "tail -n +3 /proc/net/dev | cut -d: -f1")
+            assert interfaces.split() == ["lo"]
+            assert (await kit.sh(sandbox, "exec 3<>/dev/tcp/192.0.2.1/80"))[0] != 0
+
+
+async def test_neighbours_are_invisible(kit: Any, bubblewrap: NodeProvider, run_dir: Path) -> None:
+    async with await kit.acquire(bubblewrap, "r-1") as first, await kit.acquire(bubblewrap, "r-2") as second:
+        await kit.sh(
+            first, "echo secret > mine; echo secret > /tmp/mine; (exec -a neighbour sleep 100) & disown"
+        )
+        assert (await kit.sh(first, "cat mine"))[1] == "secret"
+        for path in ("/work/mine", "/tmp/mine", str(run_dir), first.handle.address.removeprefix("unix:")):
+            code, _ = await kit.sh(second, f"test -e {path}")
+            assert code == 1, f"{path} is visible"
+        _, listing = await kit.sh(second, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        assert "neighbour" not in listing
+        assert str(run_dir) not in listing
+        assert (await kit.sh(second, "find / -xdev -type s 2>/dev/null"))[1] == ""
+        # An abstract or path socket of another network namespace is not listed either.
+        assert first.handle.id not in (await kit.sh(second, "cat /proc/net/unix"))[1]
+
+
+async def test_home_tokens_and_accounts_are_invisible(
+    kit: Any, bubblewrap: NodeProvider, run_dir: Path
+) -> None:
+    token = run_dir / "tokens.json"
+    token.write_text("secret-token")
+    async with await kit.acquire(bubblewrap) as sandbox:
+        for path in (
+            token,
+            Path.home() / ".bashrc",
+            Path.home() / ".ssh",
+            "/etc/shadow",
+            "/etc/ssh",
+            Path.cwd(),
+        ):
+            assert (await kit.sh(sandbox, f"test -e {path}"))[0] == 1, f"{path} is visible"
+        assert (await kit.sh(sandbox, "ls -A /home /root /opt /work"))[1].split() == [
+            "/home:",
+            "/opt:",
+            "/root:",
+            "/work:",
+        ]
+        assert (await kit.sh(sandbox, "cat /etc/passwd"))[1].count("\n") == 2
+        _, environment = await kit.sh(sandbox, "env")
+        assert set(line.split("=")[0] for line in environment.splitlines()) <= {
+            "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TERM", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_",
+        }  # fmt: skip
+
+
+async def test_host_processes_are_out_of_reach(kit: Any, bubblewrap: NodeProvider) -> None:
+    async with await kit.acquire(bubblewrap) as sandbox:
+        _, pids = await kit.sh(sandbox, "ls /proc | grep -c '^[0-9]'")
+        assert int(pids) < 12
+        _, roots = await kit.sh(sandbox, "ls /proc/1/root/home /proc/1/root/root 2>&1; ls /proc/1/cwd/ 2>&1")
+        assert ".bashrc" not in roots
+        for namespace in ("pid", "mnt", "user", "ipc", "net", "uts"):
+            _, inside = await kit.sh(sandbox, f"readlink /proc/self/ns/{namespace}")
+            assert inside != os.readlink(f"/proc/self/ns/{namespace}"), namespace
+        assert (await kit.sh(sandbox, "hostname"))[1] == "sandbox"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "touch /usr/x", "touch /etc/x", "touch /x", "touch /dev/x", "touch /run/x", "touch /.rollyard/x",
+        "echo x > /proc/sys/kernel/core_pattern", "echo 1 > /proc/sys/vm/drop_caches",
+        "mount -o remount,rw /usr", "mount -t tmpfs none /mnt", "umount /proc/sys", "unshare -U true",
+        "unshare -m true", "chroot / true", "mknod /tmp/sda b 8 0", "echo 1 > /proc/sysrq-trigger",
+        "head -c 1 /proc/kcore", "hostname other",
+    ],
+)  # fmt: skip
+async def test_system_cannot_be_changed(kit: Any, bubblewrap: NodeProvider, script: str) -> None:
+    async with await kit.acquire(bubblewrap) as sandbox:
+        code, output = await kit.sh(sandbox, script)
+        assert code != 0, output
+        assert code != 127, f"the program is missing, so nothing was tried: {output}"
+
+
+async def test_no_capabilities_and_no_new_privileges(kit: Any, bubblewrap: NodeProvider) -> None:
+    async with await kit.acquire(bubblewrap) as sandbox:
+        _, status = await kit.sh(sandbox, "cat /proc/self/status")
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        assert {int(fields[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {0}
+        assert fields["NoNewPrivs"] == "1"
+        assert (await kit.sh(sandbox, "id -u"))[1] == "1000"
+
+
+async def test_usual_things_work(kit: Any, bubblewrap: NodeProvider) -> None:
+    async with await kit.acquire(
+        bubblewrap, env={"GREETING": "hi"}, files={"a/b.txt": "x y\n", "/tmp/c": "z"}
+    ) as sandbox:
+        assert sandbox.workdir == "/work"
+        script = (
+            "echo $GREETING; cat a/b.txt /tmp/c; echo; pwd; sort <<< 'b\na'; echo x > /dev/shm/y; tty; id -un"
+        )
+        code, output = await kit.sh(sandbox, script)
+        assert code == 0 or "not a tty" in output
+        assert output.splitlines() == ["hi", "x y", "z", "/work", "a", "b", "not a tty", "sandbox"]
+        assert (
+            await kit.sh(sandbox, "/.rollyard/venv/bin/python -c 'import ipykernel, zmq, ssl; print(1)'")
+        )[1] == "1"

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from rollyard_pipeline.chat import ChatFormat, ChatTemplate, ChatTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>",
@@ -121,7 +120,8 @@ def tokenizer(bpe: Tokenizer) -> ChatTokenizer:
 @pytest.fixture(scope="session")
 def formats(tokenizer: ChatTokenizer) -> dict[str, ChatFormat]:
     return {
-        name: ChatFormat(tokenizer, ChatTemplate(source, tokenizer.variables())) for name, source in TEMPLATES.items()
+        name: ChatFormat(tokenizer, ChatTemplate(source, tokenizer.variables()))
+        for name, source in TEMPLATES.items()
     }
 
 

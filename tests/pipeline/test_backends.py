@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-
 from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_pipeline.backends import BackendClient, BackendSession, Sampling
@@ -74,7 +73,9 @@ async def serving(server: Server) -> AsyncIterator[BackendAssignment]:
     await web.SockSite(runner, listener).start()
     server.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        yield BackendAssignment(pool="p", url=server.url, model="tiny", tokenizer="t", policy_version="assigned")
+        yield BackendAssignment(
+            pool="p", url=server.url, model="tiny", tokenizer="t", policy_version="assigned"
+        )
     finally:
         await runner.cleanup()
 

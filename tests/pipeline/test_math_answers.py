@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Message, Task
 from rollyard_crds.trajectory import Trajectory
@@ -83,7 +82,9 @@ def wrong_forms(gold: str) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-async def test_gsm8k_gold_answers_score_1_and_perturbed_ones_0(handler: MathHandler, gsm8k: list[str]) -> None:
+async def test_gsm8k_gold_answers_score_1_and_perturbed_ones_0(
+    handler: MathHandler, gsm8k: list[str]
+) -> None:
     assert len(gsm8k) == 1319
     right = wrong = 0
     for solution in gsm8k:
@@ -124,7 +125,9 @@ def test_where_the_answer_is(text: str, answer: str) -> None:
         ("12", "", 0.0),
     ],
 )
-async def test_equal_is_what_mathematics_says(handler: MathHandler, gold: str, said: str, reward: float) -> None:
+async def test_equal_is_what_mathematics_says(
+    handler: MathHandler, gold: str, said: str, reward: float
+) -> None:
     assert (await handler.eval(context(gold, said))).reward == reward
 
 

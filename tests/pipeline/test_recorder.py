@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from rollyard_pipeline.chat import ChatFormat
 from rollyard_pipeline.recorder import Prompt, Sample, TrajectoryRecorder
 
@@ -17,7 +16,10 @@ END_OF_TURN = {name: "<|eot_id|>" if name == "llama" else "<|im_end|>" for name 
 
 def sample_of(ids: list[int], finish: str = "stop") -> Sample:
     return Sample(
-        tuple(ids), tuple(-0.5 - i / 1024 for i in range(len(ids))), tuple("v1" for _ in ids), finish  # type: ignore[arg-type]
+        tuple(ids),
+        tuple(-0.5 - i / 1024 for i in range(len(ids))),
+        tuple("v1" for _ in ids),
+        finish,  # type: ignore[arg-type]
     )
 
 
@@ -28,7 +30,9 @@ class Played:
     samples: list[Sample]
 
 
-def play(chat: ChatFormat, first: list[dict[str, str]], turns: list[tuple[list[int], list[dict[str, str]]]]) -> Played:
+def play(
+    chat: ChatFormat, first: list[dict[str, str]], turns: list[tuple[list[int], list[dict[str, str]]]]
+) -> Played:
     recorder = TrajectoryRecorder(chat, first)
     played = Played(recorder, [], [])
     for ids, after in turns:
@@ -60,7 +64,9 @@ def check_invariants(chat: ChatFormat, played: Played) -> None:
         if prompt.outside is None:
             assert list(prompt.ids) == chat.tokenizer.encode(prompt.rendered)
     # Each sampled token has mask 1 once, and nothing else has.
-    assert sum(sum(segment.loss_mask) for segment in segments) == sum(len(s.token_ids) for s in played.samples)
+    assert sum(sum(segment.loss_mask) for segment in segments) == sum(
+        len(s.token_ids) for s in played.samples
+    )
     assert played.recorder.template_breaks == len(segments) - 1
     for segment in segments:
         for mask, logprob, version in zip(
@@ -91,7 +97,9 @@ def test_one_segment_where_the_template_keeps_history(formats: dict[str, ChatFor
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama", "qwen", "tiny"])
-def test_an_end_of_turn_that_was_not_sampled_is_outside_text(formats: dict[str, ChatFormat], name: str) -> None:
+def test_an_end_of_turn_that_was_not_sampled_is_outside_text(
+    formats: dict[str, ChatFormat], name: str
+) -> None:
     chat = formats[name]
     cut = chat.tokenizer.encode("there are sev")
     played = play(chat, USER, [(cut, [{"role": "user", "content": "go on"}]), (said(chat, "en", name), [])])
@@ -172,7 +180,9 @@ def _outside() -> st.SearchStrategy[list[dict[str, str]]]:
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_dialogue_keeps_the_invariants(formats: dict[str, ChatFormat], name: str, data: st.DataObject) -> None:
+def test_any_dialogue_keeps_the_invariants(
+    formats: dict[str, ChatFormat], name: str, data: st.DataObject
+) -> None:
     chat = formats[name]
     size = chat.tokenizer.vocabulary_size
     end = chat.tokenizer.encode(END_OF_TURN[name])

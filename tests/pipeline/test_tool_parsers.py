@@ -7,7 +7,6 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from rollyard_pipeline.clean import clean_text
 from rollyard_pipeline.episode import clean_turn
 from rollyard_pipeline.tool_parsers import ParsedCall, ParsedTurn
@@ -23,7 +22,9 @@ def parse(text: str) -> ParsedTurn:
 
 
 def test_text_and_several_calls() -> None:
-    parsed = parse("I look.\n" + call("bash", {"command": "ls"}) + "\n" + call("submit", {"answer": "7"}) + "\nbye")
+    parsed = parse(
+        "I look.\n" + call("bash", {"command": "ls"}) + "\n" + call("submit", {"answer": "7"}) + "\nbye"
+    )
     assert parsed.text.startswith("I look.")
     assert parsed.text.endswith("bye")
     assert parsed.calls == (ParsedCall("bash", {"command": "ls"}), ParsedCall("submit", {"answer": "7"}))
@@ -35,12 +36,17 @@ def test_a_value_may_hold_the_closing_mark() -> None:
 
 
 def test_a_call_in_a_thought_is_no_call() -> None:
-    parsed = parse("<think>maybe " + call("bash", {"command": "rm"}) + "</think>" + call("bash", {"command": "ls"}))
+    parsed = parse(
+        "<think>maybe " + call("bash", {"command": "rm"}) + "</think>" + call("bash", {"command": "ls"})
+    )
     assert [item.arguments for item in parsed.calls] == [{"command": "ls"}]
 
 
 def test_raw_newlines_and_quoted_arguments_are_accepted() -> None:
-    assert parse('<tool_call>{"name": "bash", "arguments": {"command": "a\nb"}}</tool_call>').calls[0].error is None
+    assert (
+        parse('<tool_call>{"name": "bash", "arguments": {"command": "a\nb"}}</tool_call>').calls[0].error
+        is None
+    )
     assert parse(call("bash", '{"command": "ls"}')).calls == (ParsedCall("bash", {"command": "ls"}),)
 
 
@@ -76,7 +82,22 @@ def test_values_that_cannot_be_stored_are_made_storable() -> None:
 
 
 _PIECES = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "{", "}", '"name"', ": ", '"bash"', ", ", '"arguments"', "[", "]", '"', "\\", "</think>"]
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "{",
+        "}",
+        '"name"',
+        ": ",
+        '"bash"',
+        ", ",
+        '"arguments"',
+        "[",
+        "]",
+        '"',
+        "\\",
+        "</think>",
+    ]
 )
 
 

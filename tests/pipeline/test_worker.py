@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 import pytest
-
 from rollyard_crds.lease import (
     CompleteRequest,
     FailRequest,
@@ -110,7 +109,9 @@ class Plane:
         async with self.arrived:
             self.outcomes += outcomes
             self.arrived.notify_all()
-        return OutcomeResponse(outcomes=[OutcomeItem(rollout=o.rollout, outcome="accepted") for o in outcomes])
+        return OutcomeResponse(
+            outcomes=[OutcomeItem(rollout=o.rollout, outcome="accepted") for o in outcomes]
+        )
 
     async def route(self, request: RouteRequest) -> RouteResponse:
         return RouteResponse(backend=None)
@@ -236,7 +237,7 @@ async def working(
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the condition is no event
             await asyncio.sleep(0.005)
 
 
@@ -292,7 +293,7 @@ async def test_a_lost_lease_stops_without_a_report(
     handler: type[Steered], stage: str, released: list[str]
 ) -> None:
     plane, provider = Plane(spec()), Provider()
-    async with working(plane, handler, provider) as (worker, _):
+    async with working(plane, handler, provider) as (_, _task):
         plane.offer(lease(1, stage, "box"))
         await until(lambda: handler.entered == ["r1"])
         plane.lost = [LeaseRef(rollout="r1", token=1)]

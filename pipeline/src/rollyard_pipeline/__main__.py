@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from rollyard_crds.rolloutjob import STAGES, StageName, StagesSpec
+
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.rest import RestControlPlane
@@ -35,7 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run a worker; 0 when drained or when its job is over, 2 for unusable options."""
     options = _parser().parse_args(argv)
     logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -116,7 +119,9 @@ def _stages(text: str) -> list[StageName]:
     wanted = [name.strip() for name in text.split(",") if name.strip()]
     unknown = sorted(set(wanted) - set(STAGES))
     if unknown or not wanted:
-        raise OptionError(f"--stages: {', '.join(unknown) or 'nothing'} given; expected some of {', '.join(STAGES)}")
+        raise OptionError(
+            f"--stages: {', '.join(unknown) or 'nothing'} given; expected some of {', '.join(STAGES)}"
+        )
     return [stage for stage in STAGES if stage in wanted]
 
 
@@ -126,7 +131,9 @@ def _concurrency(text: str | None) -> dict[StageName, int]:
         name, _, count = part.partition("=")
         stage = next((stage for stage in STAGES if stage == name.strip()), None)
         if stage is None or not count.strip().isdigit() or not 1 <= int(count) <= 4096:
-            raise OptionError(f"--concurrency: '{part}'; expected for example init=16,run=64,eval=16 (1 to 4096)")
+            raise OptionError(
+                f"--concurrency: '{part}'; expected for example init=16,run=64,eval=16 (1 to 4096)"
+            )
         places[stage] = int(count)
     return places
 
@@ -148,20 +155,30 @@ def _token(file: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     home = Path(os.environ.get("ROLLYARD_HOME") or _DEFAULT_HOME).expanduser()
     host = socket.gethostname()
-    parser = argparse.ArgumentParser(prog="python -m rollyard_pipeline", description="A Rollyard stage worker.")
+    parser = argparse.ArgumentParser(
+        prog="python -m rollyard_pipeline", description="A Rollyard stage worker."
+    )
     parser.add_argument("--url", required=True, help="the control plane, http://HOST:PORT")
-    parser.add_argument("--token-file", required=True, type=Path, help="tokens.json, or a file with just the token")
+    parser.add_argument(
+        "--token-file", required=True, type=Path, help="tokens.json, or a file with just the token"
+    )
     parser.add_argument("--job", help="work for this job only, and exit when it is over")
     parser.add_argument("--namespace", default="default")
     parser.add_argument("--stages", default=",".join(STAGES), help="pools to run, default: %(default)s")
-    parser.add_argument("--concurrency", help="places per stage, as init=16,run=64,eval=16; default: the job's")
+    parser.add_argument(
+        "--concurrency", help="places per stage, as init=16,run=64,eval=16; default: the job's"
+    )
     parser.add_argument("--run-dir", type=Path, default=home / "run", help="default: %(default)s")
     parser.add_argument("--sandbox", choices=("bubblewrap", "process"), default="bubblewrap")
-    parser.add_argument("--max-sandboxes", type=int, help="claimed at once on this node; default: by concurrency")
+    parser.add_argument(
+        "--max-sandboxes", type=int, help="claimed at once on this node; default: by concurrency"
+    )
     parser.add_argument("--node", default=host, help="default: %(default)s")
     parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")
     parser.add_argument("--drain-seconds", type=float, default=30.0)
-    parser.add_argument("--request-timeout", type=float, default=300.0, help="seconds for one backend request")
+    parser.add_argument(
+        "--request-timeout", type=float, default=300.0, help="seconds for one backend request"
+    )
     parser.add_argument("--backend-budget", type=float, default=60.0, help="seconds without any backend")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return parser

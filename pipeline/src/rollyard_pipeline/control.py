@@ -17,6 +17,7 @@ from rollyard_crds.lease import (
     RouteResponse,
 )
 from rollyard_crds.rolloutjob import RolloutJobSpec
+
 from rollyard_pipeline.errors import PipelineError
 
 

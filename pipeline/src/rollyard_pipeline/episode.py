@@ -8,6 +8,7 @@ from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_crds.task import FunctionCall, Message, ToolCall
 from rollyard_crds.trajectory import FinishReason, SamplingRecord, Trajectory, Turn, TurnToolCall
+
 from rollyard_pipeline.clean import TooDeep, clean_text, clean_value
 from rollyard_pipeline.recorder import TrajectoryRecorder
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
@@ -37,7 +38,8 @@ class Episode:
         well_formed = [call for call in parsed.calls if call.error is None]
         if well_formed and len(well_formed) == len(parsed.calls) <= _MAX_RECORDED_CALLS:
             calls = [
-                ToolCall(function=FunctionCall(name=call.name, arguments=call.arguments)) for call in well_formed
+                ToolCall(function=FunctionCall(name=call.name, arguments=call.arguments))
+                for call in well_formed
             ]
             message = Message(
                 role="assistant", content=clean_text(parsed.text, _MAX_CONTENT), tool_calls=calls

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import StageName
+from rollyard_sandbox.errors import SandboxError as ExecError
+
 from rollyard_pipeline.clean import clean_text
 from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.sandboxes.errors import SandboxError as ProviderError
-from rollyard_sandbox.errors import SandboxError as ExecError
 
 _MESSAGE_LIMIT = 4096  # as StageFailure bounds it
 

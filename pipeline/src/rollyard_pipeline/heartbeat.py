@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from rollyard_crds.lease import HeartbeatRequest
+
 from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable
 from rollyard_pipeline.errors import ControlPlaneError
 from rollyard_pipeline.leases import LeaseTable

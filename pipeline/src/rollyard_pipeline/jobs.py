@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import RolloutJobSpec
+
 from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable, backoff
 
 

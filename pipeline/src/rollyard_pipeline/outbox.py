@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rollyard_crds.lease import CompleteRequest, FailRequest, OutcomeResponse, StageFailure, StageResult
+
 from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable, backoff
 from rollyard_pipeline.errors import ControlPlaneError
 from rollyard_pipeline.leases import HeldLease

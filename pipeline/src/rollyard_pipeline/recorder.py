@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollyard_crds.trajectory import FinishReason, Segment, Turn
+
 from rollyard_pipeline.chat.format import ChatFormat, ChatMessage
 from rollyard_pipeline.errors import TemplateError
 

@@ -60,7 +60,9 @@ class Registry:
             found = list(metadata.entry_points(group=group, name=name))
             if not found:
                 names = ", ".join(installed(group)) or "none"
-                raise _UNKNOWN[group](f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}")
+                raise _UNKNOWN[group](
+                    f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}"
+                )
             try:
                 self._loaded[key] = found[0].load()
             except (ImportError, AttributeError) as error:

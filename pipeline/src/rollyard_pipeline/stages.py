@@ -13,6 +13,7 @@ from typing import Final
 
 from rollyard_crds.lease import Lease, RouteRequest, RouteResponse, StageResult, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec
+
 from rollyard_pipeline import registry
 from rollyard_pipeline.agents.base import Agent, AgentContext
 from rollyard_pipeline.backends import BackendClient, BackendSession
@@ -96,7 +97,7 @@ class Stages:
 
     async def _init(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.init.timeout_seconds
-        handler, (agent, tools) = self._handler(spec), self._agent(spec)
+        handler, (_, tools) = self._handler(spec), self._agent(spec)
         # Bad names are found here, before a sandbox is started for them.
         self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
         needed = handler.needs_sandbox or any(tool.needs_sandbox for tool in tools.values())
@@ -196,7 +197,9 @@ class Stages:
         values = {"reward": evaluation.reward, **evaluation.components}
         for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise EvaluationInvalid(f"handler '{spec.handler}': {name} is {value!r}, expected a finite number")
+                raise EvaluationInvalid(
+                    f"handler '{spec.handler}': {name} is {value!r}, expected a finite number"
+                )
         return StageResult(
             rollout=lease.rollout,
             token=lease.token,
@@ -228,7 +231,9 @@ class Stages:
             return
         if self._provider is None or self._provider.name != lease.sandbox.provider:
             here = self._provider.name if self._provider is not None else "none"
-            raise SandboxLost(f"the sandbox is of provider '{lease.sandbox.provider}', this worker's is '{here}'")
+            raise SandboxLost(
+                f"the sandbox is of provider '{lease.sandbox.provider}', this worker's is '{here}'"
+            )
         sandbox = await self._provider.attach(lease.sandbox)
         async with sandbox:
             yield sandbox
@@ -253,7 +258,9 @@ class Stages:
             raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
 
         async def route(failed_url: str, error: str) -> RouteResponse:
-            request = RouteRequest(rollout=lease.rollout, token=lease.token, failed_url=failed_url, error=error)
+            request = RouteRequest(
+                rollout=lease.rollout, token=lease.token, failed_url=failed_url, error=error
+            )
             try:
                 return await self._control.route(request)
             except ControlPlaneUnavailable:
@@ -301,5 +308,3 @@ def _checked_carry(context: StageContext) -> dict[str, object]:
     if size > _CARRY_LIMIT:
         raise HandlerStateInvalid(f"ctx.carry has {size} bytes, at most {_CARRY_LIMIT} are allowed")
     return context.carry
-
-

@@ -10,6 +10,7 @@ from typing import Final
 
 from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import STAGES, StageName
+
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control import ControlPlane
 from rollyard_pipeline.failure import hand_over, stage_failure
@@ -79,9 +80,7 @@ class Worker:
             control, backends, provider, options.extensions, backend_budget=options.backend_budget
         )
         self._outbox = Outbox(control, options.worker, self._reported)
-        self._heartbeat = Heartbeat(
-            control, self._table, provider, worker=options.worker, node=options.node
-        )
+        self._heartbeat = Heartbeat(control, self._table, provider, worker=options.worker, node=options.node)
         self._draining = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         identity = Identity(options.worker, options.node, options.job, options.namespace)

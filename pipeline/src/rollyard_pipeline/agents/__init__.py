@@ -1,4 +1,4 @@
-"""Agents: what happens between the first prompt and the end of an episode. Entry points of `rollyard.agents`."""
+"""Agents: from the first prompt to the end of an episode. Entry points of `rollyard.agents`."""
 
 from rollyard_pipeline.agents.base import Agent, AgentContext, AgentTurn
 

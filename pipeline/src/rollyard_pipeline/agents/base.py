@@ -19,6 +19,7 @@ from typing import ClassVar, Final
 from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import FinishReason
+
 from rollyard_pipeline.backends.session import BackendSession
 from rollyard_pipeline.episode import Episode, clean_turn
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, ToolCallParser

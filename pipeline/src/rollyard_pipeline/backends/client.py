@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import aiohttp
 import orjson
-
 from rollyard_crds.lease import BackendAssignment
+
 from rollyard_pipeline.backends import wire
 from rollyard_pipeline.backends.wire import Sampling
 from rollyard_pipeline.errors import BackendMismatch, BackendRefused, BackendUnavailable
@@ -173,7 +173,9 @@ def _model_lengths(body: bytes) -> dict[str, int]:
     try:
         models = orjson.loads(body)["data"]
         return {
-            model["id"]: model["max_model_len"] for model in models if isinstance(model.get("max_model_len"), int)
+            model["id"]: model["max_model_len"]
+            for model in models
+            if isinstance(model.get("max_model_len"), int)
         }
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         return {}

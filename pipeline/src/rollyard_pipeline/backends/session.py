@@ -13,7 +13,9 @@ from typing import Final
 
 from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
-from rollyard_pipeline.backends.client import BackendClient, Sampling
+
+from rollyard_pipeline.backends.client import BackendClient
+from rollyard_pipeline.backends.wire import Sampling
 from rollyard_pipeline.errors import BackendMismatch, BackendUnavailable
 from rollyard_pipeline.recorder import Sample
 from rollyard_pipeline.seeds import request_seed
@@ -118,7 +120,9 @@ class BackendSession:
                 self._last_error = str(error)
                 left = self._failing_since + self._budget - now
                 if left <= 0:
-                    raise BackendUnavailable(f"no backend answered for {self._budget:g} s; last: {error}") from error
+                    raise BackendUnavailable(
+                        f"no backend answered for {self._budget:g} s; last: {error}"
+                    ) from error
                 tries += 1
                 if tries % _TRIES_BEFORE_ROUTE == 0:
                     wait = await self._move(str(error))

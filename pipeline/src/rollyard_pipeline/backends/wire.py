@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rollyard_crds.trajectory import FinishReason
+
 from rollyard_pipeline.errors import BackendMismatch
 from rollyard_pipeline.recorder import Sample
 
@@ -106,12 +107,16 @@ def parse_completions(answer: object, prompt: Sequence[int], sampling: Sampling,
     logprobs = _mapping(choice.get("logprobs"), "logprobs")
     values = logprobs.get("token_logprobs")
     if not isinstance(values, list):
-        raise BackendMismatch(f"logprobs.token_logprobs is {_kind(values)}, expected a list of {len(ids)} numbers")
+        raise BackendMismatch(f"logprobs.token_logprobs is {_kind(values)}, expected {len(ids)} numbers")
     return _sample(choice, ids, values, _versions(choice.get("weight_versions"), len(ids), version), sampling)
 
 
 def _sample(
-    choice: dict[str, Any], ids: list[int], values: Sequence[object], versions: tuple[str, ...], sampling: Sampling
+    choice: dict[str, Any],
+    ids: list[int],
+    values: Sequence[object],
+    versions: tuple[str, ...],
+    sampling: Sampling,
 ) -> Sample:
     if len(values) != len(ids):
         raise BackendMismatch(f"{len(ids)} token_ids but {len(values)} logprobs")

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from rollyard_crds.task import Message
+
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import ChatTokenizer, load_folder, locate
 

@@ -56,7 +56,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"the chat template has a syntax error in line {error.lineno}: {error}") from error
+            raise TemplateError(
+                f"the chat template has a syntax error in line {error.lineno}: {error}"
+            ) from error
 
     def render(
         self,

@@ -87,7 +87,9 @@ def locate(name: str) -> Path:
     if (folder / "tokenizer.json").is_file():
         return folder
     if folder.is_dir():
-        raise TokenizerUnavailable(f"{folder} has no tokenizer.json; set the pool's spec.tokenizer to a folder that has")
+        raise TokenizerUnavailable(
+            f"{folder} has no tokenizer.json; set the pool's spec.tokenizer to one that has"
+        )
     try:
         hub = importlib.import_module("huggingface_hub")
     except ImportError:
@@ -135,5 +137,5 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str:
     if isinstance(source, str):
         return source
     raise TokenizerUnavailable(
-        f"{folder} has no chat template: neither chat_template.jinja nor 'chat_template' in tokenizer_config.json"
+        f"{folder} has no chat_template.jinja, and tokenizer_config.json there has no 'chat_template'"
     )

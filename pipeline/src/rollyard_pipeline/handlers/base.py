@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
-from rollyard_pipeline.errors import SetupFailed
 from rollyard_sandbox.client import ExecClient
+
+from rollyard_pipeline.errors import SetupFailed
+from rollyard_pipeline.handlers.scripts import run_script
 
 ANSWER = "answer"
 """The key of `ctx.carry` under which Run leaves what `submit` handed in."""
@@ -96,14 +98,9 @@ class Handler(ABC):
         script = ctx.task.sandbox.setup
         if script is None or ctx.client is None:
             return
-        path = f"{ctx.workdir}/.rollyard-setup"
-        await ctx.client.write_file(path, script.encode())
-        try:
-            result = await ctx.client.run(
-                ["bash", path], cwd=ctx.workdir, env=dict(ctx.env), timeout=ctx.timeout, max_output=_SETUP_OUTPUT
-            )
-        finally:
-            await ctx.client.remove(path)
+        result = await run_script(
+            ctx.client, script, env=ctx.env, timeout=ctx.timeout, max_output=_SETUP_OUTPUT
+        )
         if result.timed_out or result.exit_code != 0:
             how = "ran out of time" if result.timed_out else f"exited with {result.exit_code}"
             raise SetupFailed(f"task '{ctx.task.id}': sandbox.setup {how}: {result.text()[-1000:]}")
@@ -120,5 +117,5 @@ class Handler(ABC):
         Tests that the policy's work makes slow or break are the policy's failing: score them.
         """
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - most handlers hold nothing
         """Let go of what the handler holds (child processes, connections); the worker stops."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from rollyard_crds.task import Task
+
 from rollyard_pipeline.errors import TaskInvalid, VerifierFailed
 from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext

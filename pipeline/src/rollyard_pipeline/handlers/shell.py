@@ -7,12 +7,15 @@ import secrets
 from typing import Final
 
 from rollyard_crds.task import Task
-from rollyard_pipeline.errors import TaskInvalid, TestScriptError
-from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import FileError
 
+from rollyard_pipeline.errors import TaskInvalid, TestScriptError
+from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
+from rollyard_pipeline.handlers.scripts import run_script
+
 _OUTPUT: Final = 16_384  # bytes kept of the script's output
+_REWARD_BYTES: Final = 64
 _MARGIN: Final = 0.1  # of the stage's time kept for all but the script
 
 
@@ -33,23 +36,18 @@ class ShellHandler(Handler):
             raise TaskInvalid(f"task '{ctx.task.id}': test_script: required by the handler 'shell'")
         client = ctx.sandbox
         await client.kill_all()
-        # Unguessable, so that nothing that Run left behind can lie in wait for them.
-        base = f"{ctx.workdir}/.rollyard-{secrets.token_hex(16)}"
-        script, reward_file = f"{base}.sh", f"{base}.reward"
-        await client.write_file(script, ctx.task.test_script.encode())
-        try:
-            result = await client.run(
-                ["bash", script],
-                cwd=ctx.workdir,
-                env={**ctx.env, "ROLLYARD_ANSWER": ctx.answer or "", "ROLLYARD_REWARD_FILE": reward_file},
-                timeout=ctx.timeout * (1 - _MARGIN),
-                max_output=_OUTPUT,
-            )
-            if result.timed_out:
-                return Evaluation(0.0, {"test_timeout": 1.0})
-            written = await _reward(client, reward_file)
-        finally:
-            await client.remove(script)
+        # Unguessable, so that nothing that Run left behind can have written it.
+        reward_file = f"{ctx.workdir}/.rollyard-{secrets.token_hex(16)}"
+        result = await run_script(
+            client,
+            ctx.task.test_script,
+            env={**ctx.env, "ROLLYARD_ANSWER": ctx.answer or "", "ROLLYARD_REWARD_FILE": reward_file},
+            timeout=ctx.timeout * (1 - _MARGIN),
+            max_output=_OUTPUT,
+        )
+        if result.timed_out:
+            return Evaluation(0.0, {"test_timeout": 1.0})
+        written = await _reward(client, reward_file)
         if written is not None:
             return Evaluation(written, {"exit_zero": float(result.exit_code == 0)})
         return Evaluation(1.0 if result.exit_code == 0 else 0.0)
@@ -57,12 +55,12 @@ class ShellHandler(Handler):
 
 async def _reward(client: ExecClient, path: str) -> float | None:
     try:
-        data = await client.read_file(path)
+        content = await client.read_file(path, max_bytes=_REWARD_BYTES)
     except FileError as error:
-        if error.reason == "FileNotFound":
+        if error.reason in ("FileNotFound", "NotADirectory"):
             return None
         raise
-    text = data[:64].decode(errors="replace").strip()
+    text = content.text().strip()
     try:
         value = float(text)
     except ValueError:

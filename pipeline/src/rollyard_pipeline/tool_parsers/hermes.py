@@ -1,4 +1,4 @@
-"""The Hermes format, as Qwen and many others use it: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+"""The Hermes format of Qwen and others: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,14 @@ def _call(rest: str) -> tuple[ParsedCall, str]:
     try:
         value, end = json.JSONDecoder(strict=False).raw_decode(rest, start)
     except (ValueError, RecursionError) as error:
-        body, closed, after = rest.partition(_CLOSE)
+        _, closed, after = rest.partition(_CLOSE)
         if not closed:
             return ParsedCall("", error=f"malformed tool call: {_CLOSE} is missing"), ""
-        reason = f"{error.msg} at character {error.pos - start}" if isinstance(error, json.JSONDecodeError) else "too deep"
+        reason = (
+            f"{error.msg} at character {error.pos - start}"
+            if isinstance(error, json.JSONDecodeError)
+            else "too deep"
+        )
         return ParsedCall("", error=f"malformed tool call: not JSON: {reason}"), after
     after = rest[end:].lstrip()
     if not after.startswith(_CLOSE):

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from rollyard_pipeline.tools.render import render_result
 from rollyard_sandbox.client import ExecClient, ExecResult
+
+from rollyard_pipeline.tools.render import render_result
 
 _KILLED: Final = (137, -9)  # exit codes of a process that SIGKILL ended
 
@@ -127,4 +128,7 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
 
 def _expected(schema: Mapping[str, Any]) -> str:
     required = set(schema.get("required", ()))
-    return ", ".join(name if name in required else f"[{name}]" for name in schema.get("properties", {})) or "none"
+    return (
+        ", ".join(name if name in required else f"[{name}]" for name in schema.get("properties", {}))
+        or "none"
+    )

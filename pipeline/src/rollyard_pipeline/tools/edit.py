@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Final
 
-from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, refusal
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import CommandTooLarge, FileError
+
+from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, refusal
 
 _MAX_FILE_BYTES: Final = 8 << 20
 
@@ -15,7 +16,9 @@ class EditTool(Tool):
     """Edits UTF-8 text files. Relative paths start at the work folder, wherever the shell has gone."""
 
     name = "edit"
-    description = "View a file or folder, create a file, replace text that occurs exactly once, or insert lines."
+    description = (
+        "View a file or folder, create a file, replace text that occurs exactly once, or insert lines."
+    )
     parameters: ClassVar[dict[str, Any]] = {
         "type": "object",
         "properties": {
@@ -25,7 +28,10 @@ class EditTool(Tool):
             "old_str": {"type": "string", "description": "str_replace: text that occurs exactly once."},
             "new_str": {"type": "string", "description": "str_replace, insert: the new text."},
             "insert_line": {"type": "integer", "description": "insert: after this line; 0 is the start."},
-            "view_range": {"type": "array", "description": "view: [first, last] line, from 1; last may be -1."},
+            "view_range": {
+                "type": "array",
+                "description": "view: [first, last] line, from 1; last may be -1.",
+            },
         },
         "required": ["command", "path"],
     }
@@ -42,7 +48,9 @@ class EditTool(Tool):
                     old, new = arguments.get("old_str"), arguments.get("new_str", "")
                     return await _replace(ctx.sandbox, path, old, new)
                 case _:
-                    return await _insert(ctx.sandbox, path, arguments.get("insert_line"), arguments.get("new_str"))
+                    return await _insert(
+                        ctx.sandbox, path, arguments.get("insert_line"), arguments.get("new_str")
+                    )
         except FileError as error:
             if error.reason == "FileNotFound":
                 return refusal(f"no such file: {path}")
@@ -53,11 +61,11 @@ class EditTool(Tool):
 
 async def _text(client: ExecClient, path: str) -> str | None:
     """The file's text; None where it is too long or not UTF-8."""
-    data = await client.read_file(path)
-    if len(data) > _MAX_FILE_BYTES:
+    content = await client.read_file(path, max_bytes=_MAX_FILE_BYTES)
+    if not content.complete:
         return None
     try:
-        return data.decode()
+        return content.data.decode()
     except UnicodeDecodeError:
         return None
 
@@ -72,7 +80,8 @@ async def _view(ctx: ToolContext, path: str, view_range: object) -> ToolResult:
     except FileError as error:
         if error.reason != "IsADirectory":
             raise
-        names = sorted(entry.name + ("/" if entry.is_dir else "") for entry in await ctx.sandbox.list_dir(path))
+        entries = await ctx.sandbox.list_dir(path)
+        names = sorted(entry.name + ("/" if entry.kind == "directory" else "") for entry in entries)
         return ToolResult(_cut("\n".join(names) or "(empty folder)", ctx.max_output_bytes))
     if text is None:
         return _not_text(path)

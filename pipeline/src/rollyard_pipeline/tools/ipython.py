@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, refusal
 from rollyard_sandbox.errors import CommandTooLarge, IPythonUnavailable
+
+from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, refusal
 
 
 class IPythonTool(Tool):

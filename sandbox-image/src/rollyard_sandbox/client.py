@@ -375,6 +375,10 @@ class ExecClient:
         """The server kills everything and exits unless renewed again within `seconds`."""
         await self._wire.request({"op": "renew", "seconds": seconds})
 
+    async def set_env(self, variables: dict[str, str]) -> None:
+        """Adds variables to the environment of every session, program and kernel started from now on."""
+        await self._wire.request({"op": "set_env", "env": variables})
+
     async def info(self) -> ServerInfo:
         """What the server says about itself."""
         fields, _ = await self._wire.request({"op": "info"})

@@ -68,6 +68,7 @@ class Operations:
             "remove": self._remove,
             "kill_all": self._kill_all,
             "renew": self._renew,
+            "set_env": self._set_env,
             "shutdown": self._shutdown,
         }
 
@@ -121,6 +122,16 @@ class Operations:
 
     def _renew(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         self._control.renew(_seconds(header, "seconds"))
+        connection.answer(request, {})
+
+    def _set_env(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        variables = header.get("env")
+        if not isinstance(variables, dict) or not all(
+            isinstance(name, str) and isinstance(value, str) and name and "=" not in name and "\0" not in name + value
+            for name, value in variables.items()
+        ):
+            raise BadRequest("env: an object of strings is needed, without NUL and without = in names")
+        os.environ.update(variables)
         connection.answer(request, {})
 
     def _shutdown(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:

@@ -62,6 +62,10 @@ class Server:
             finally:
                 os.umask(before)
             self._unix_paths.append(rest)
+        elif scheme == "fd" and rest.isdigit():
+            # Bound by whoever started the server: its path need not be visible in here.
+            listener = socket.socket(fileno=int(rest))
+            listener.set_inheritable(False)
         else:
             host, port = _split_tcp(address)
             listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -158,14 +162,15 @@ class Server:
 def _split_tcp(address: str) -> tuple[str, int]:
     host, separator, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not separator or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"--listen: {address!r} is neither unix:/path nor tcp://host:port")
+        raise ValueError(f"--listen: {address!r} is none of unix:/path, tcp://host:port and fd:N")
     return host.strip("[]"), int(port)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rollyard_sandbox.server", description="Exec server of a sandbox.")
     parser.add_argument("--listen", action="append", required=True, metavar="ADDRESS",
-                        help="unix:/path or tcp://host:port (port 0: any free one); may be repeated")  # fmt: skip
+                        help="unix:/path, tcp://host:port (port 0: any free one) or fd:N (a bound socket); "
+                             "may be repeated")  # fmt: skip
     parser.add_argument("--workdir", default="/", help="where sessions start")
     parser.add_argument("--lease", type=float, metavar="SECONDS",
                         help="kill everything and exit when not renewed for so long")  # fmt: skip

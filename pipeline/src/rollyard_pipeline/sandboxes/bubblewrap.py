@@ -158,7 +158,7 @@ class BubblewrapStarter:
         launch = Launch(
             argv=[
                 self._bwrap, "--args", str(ARGS_FD), "--info-fd", str(INFO_FD), "--",
-                *self._runtime.argv, *server_code(key, self._places, WORKDIR, reaper=False),
+                *self._runtime.argv, *server_code(key, self._places, WORKDIR, shared=False),
             ],
             env={"PATH": _ENV["PATH"], "LANG": "C.UTF-8"},
             socket_path=folder / SOCKET_NAME,

@@ -55,7 +55,7 @@ class ProcessStarter:
             "SHELL": "/bin/bash",
         }
         launch = Launch(
-            argv=[sys.executable, *_with_path(server_code(key, self._places, str(work), reaper=True))],
+            argv=[sys.executable, *_with_path(server_code(key, self._places, str(work), shared=True))],
             env=env,
             socket_path=folder / SOCKET_NAME,
             cgroups=cgroups,

@@ -61,30 +61,31 @@ def limits_of(key: SandboxKey) -> Limits:
     return Limits(cpu=key.cpu, memory_bytes=key.memory_bytes, processes=key.processes + 4)
 
 
-def server_code(key: SandboxKey, places: Sequence[CgroupPlace], workdir: str, *, reaper: bool) -> list[str]:
+def server_code(key: SandboxKey, places: Sequence[CgroupPlace], workdir: str, *, shared: bool) -> list[str]:
     """Python's arguments that run the exec server under resource limits.
 
     Where control groups do not bind, resource limits do (getrlimit(2)): RLIMIT_NPROC is
     counted per user namespace since Linux 5.14, so it must be set inside; RLIMIT_DATA is per
-    process. With `reaper` the server inherits the orphans below it (PR_SET_CHILD_SUBREAPER).
+    process. `shared`: the server lives among this machine's other processes.
     """
     bound = enforced(places)
     lines = [
         "import resource as r, runpy, sys",
         "r.setrlimit(r.RLIMIT_CORE, (0, 0))",
     ]
-    if "pids" not in bound and not reaper:
+    if "pids" not in bound and not shared:
         # Without a user namespace of its own the count would be that of the whole account.
         lines.append(f"r.setrlimit(r.RLIMIT_NPROC, ({key.processes}, {key.processes}))")
     if "memory" not in bound:
         lines.append(f"r.setrlimit(r.RLIMIT_DATA, ({key.memory_bytes}, {key.memory_bytes}))")
-    if reaper:
+    if shared:
         lines.append(f"r.setrlimit(r.RLIMIT_FSIZE, ({key.disk_bytes}, {key.disk_bytes}))")
-        lines.append("import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)")
     arguments = [
         "--listen", f"fd:{LISTEN_FD}", "--ready-fd", str(READY_FD), "--workdir", workdir,
         "--lease", f"{LEASE_SECONDS:g}",
     ]  # fmt: skip
+    if not shared:
+        arguments.append("--own-pid-namespace")
     lines.append(f"sys.argv[1:] = {arguments!r}")
     lines.append("runpy.run_module('rollyard_sandbox.server', run_name='__main__', alter_sys=True)")
     return ["-I", "-c", "\n".join(lines)]

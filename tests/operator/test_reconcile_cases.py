@@ -39,7 +39,8 @@ def running(job: RolloutJob, profile: Profile = LOCAL) -> tuple[ObservedWorkload
 
 
 def condition(plan: Any, kind: str) -> Condition:
-    (found,) = [condition for condition in plan.status.conditions if condition.type == kind]
+    conditions: list[Condition] = plan.status.conditions
+    (found,) = [condition for condition in conditions if condition.type == kind]
     return found
 
 
@@ -153,7 +154,7 @@ def test_finished_workers_go_and_ttl_deletes() -> None:
 
 def test_cancelled() -> None:
     job = job_of({"total": 3, "run": {"active": 2}, "succeeded": 1})
-    plan = reconcile_job(job, ObservedJob(pool=PoolState(1), cancelled=True, closed=True), NOW, LOCAL)
+    plan = reconcile_job(job, ObservedJob(pool=PoolState(1), cancelled="Cancelled", closed=True), NOW, LOCAL)
     assert plan.cancel == "Cancelled"
     assert plan.status.phase == "Cancelled"
     assert condition(plan, "Failed").reason == "Cancelled"

@@ -169,15 +169,16 @@ def test_pools_converge_whatever_happens(replicas: int, script: list[tuple[str, 
     assert plan.status.ready_replicas == pool.spec.replicas
 
 
+reasons = st.sampled_from(["", "", "Cancelled", "DeadlineExceeded"])
 counts = st.fixed_dictionaries(
     {name: st.integers(0, 5) for name in ("queued", "active", "succeeded", "failed", "cancelled")}
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(counts, st.booleans(), st.booleans(), st.integers(0, 50)), min_size=1, max_size=8))
+@given(st.lists(st.tuples(counts, st.booleans(), reasons, st.integers(0, 50)), min_size=1, max_size=8))
 def test_a_finished_job_stays_finished_as_it_ended(
-    history: list[tuple[dict[str, int], bool, bool, int]],
+    history: list[tuple[dict[str, int], bool, str, int]],
 ) -> None:
     job = make_job((1, 1, 1), activeDeadlineSeconds=100)
     now = START

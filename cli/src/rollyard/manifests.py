@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from rollyard.errors import InvalidInput, NotFound
 from rollyard_crds import Manifest, ManifestError, RolloutJob, Task, TaskListError, load, parse_lines
+
+from rollyard.errors import InvalidInput, NotFound
 
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_PROBLEMS = 20

@@ -93,8 +93,8 @@ class ObservedJob:
     """None: there is no such pool (or the job names none)."""
     closed: bool = False
     """No task will come any more: a batch is loaded, or a stream was closed."""
-    cancelled: bool = False
-    """Somebody asked for the job to be cancelled."""
+    cancelled: str = ""
+    """Why the job was cancelled (`Cancelled`, `DeadlineExceeded`, `Deleted`); empty if it was not."""
     admitted_others: int = 0
     """Other jobs of this driver that are admitted and not finished."""
 

@@ -91,10 +91,11 @@ def _outcome(job: RolloutJob, observed: ObservedJob, now: datetime) -> _Outcome 
     if before is not None and before.status == "True":
         return _Outcome(holds(job.status.conditions, "Succeeded"), before.reason, before.message)
     done = ended(counts)
-    if observed.cancelled:
-        return _Outcome(False, "Cancelled", f"cancelled with {done} of {counts.total} rollouts ended")
     left = _deadline_left(job, now)
-    if left is not None and left <= 0:
+    late = left is not None and left <= 0
+    if observed.cancelled and observed.cancelled != "DeadlineExceeded":
+        return _Outcome(False, "Cancelled", f"cancelled; {counts.succeeded} of {counts.total} have a reward")
+    if late or observed.cancelled:
         limit = job.spec.active_deadline_seconds
         return _Outcome(
             False, "DeadlineExceeded", f"{done} of {counts.total} rollouts had ended after {limit} s"

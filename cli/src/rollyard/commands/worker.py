@@ -13,6 +13,6 @@ import click
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(arguments: tuple[str, ...]) -> None:
-    """Run a stage worker against a control plane; the arguments are those of `python -m rollyard_pipeline`."""
+    """Run a stage worker against a control plane (arguments as of `python -m rollyard_pipeline`)."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "rollyard_pipeline", *arguments])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 from urllib.parse import unquote, urlsplit
 
 from rollyard_crds import Manifest, ManifestError, RolloutJob, Task, TaskListError, load, parse_lines
@@ -71,20 +71,19 @@ def read_tasks(path: Path) -> list[Task]:
         TaskListError: a line is malformed; its number and field are named.
     """
     try:
-        return parse_lines(_lines(path))
+        with text_file(path) as file:
+            return parse_lines(file)
     except OSError as error:
         raise NotFound(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise TaskListError([f"not UTF-8 text ({error})"]) from error
 
 
-def _lines(path: Path) -> Iterator[str]:
+def text_file(path: Path) -> AbstractContextManager[TextIO]:
+    """A text file opened for reading, unpacked if its name ends in `.gz`."""
     if path.suffix == ".gz":
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            yield from file
-    else:
-        with path.open(encoding="utf-8") as file:
-            yield from file
+        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
+    return path.open(encoding="utf-8")
 
 
 def names_of(group: str) -> list[str]:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
@@ -56,10 +56,10 @@ class Store(Protocol):
     async def delete_pool(self, namespace: str, name: str) -> None: ...
 
 
-class Unreachable(CliError):
-    """The control plane does not answer just now."""
+class StoreTrouble(CliError):
+    """A call to the control plane failed just now; the next turn tries again."""
 
-    reason = "Unreachable"
+    reason = "StoreTrouble"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class Supervisor:
         options: Options,
         make_store: Callable[[str, str], Store],
         on_ready: Callable[[Ready], None] = lambda ready: None,
+        on_trouble: Callable[[str], None] = lambda trouble: None,
         sweep_sandboxes: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._options = options
@@ -103,7 +104,8 @@ class Supervisor:
         self._home = Home(options.home)
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
-        self._said: dict[tuple[str, str], object] = {}
+        self._on_trouble = on_trouble
+        self._trouble = ""
 
     def stop(self) -> None:
         """Ends `run`; everything is drained and stopped first."""
@@ -186,25 +188,37 @@ class Supervisor:
     async def _loop(self, store: Store, fleet: Fleet) -> None:
         while True:
             self._wake.clear()
-            # An unreachable control plane is being restarted; the children go on meanwhile.
-            with contextlib.suppress(Unreachable):
+            with self._tolerant():
                 await self._turn(store, fleet, datetime.now(UTC))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TURN_SECONDS):
                     await self._wake.wait()
 
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        # A control plane that does not answer is being restarted, and an object may vanish
+        # between two calls: the children go on, and the next turn looks again.
+        try:
+            yield
+        except StoreTrouble as trouble:
+            if str(trouble) != self._trouble:
+                self._trouble = str(trouble)
+                self._on_trouble(self._trouble)
+
     async def _turn(self, store: Store, fleet: Fleet, now: datetime) -> None:
         jobs, pools = await store.jobs(), await store.pools()
-        here = {owner_of(thing) for thing in (*jobs, *pools)}
+        here = {owner_of(job) for job in jobs} | {owner_of(pool) for pool in pools}
         for owner in fleet.owners() - here:
             for seen in fleet.observed(owner):
                 fleet.stop(Stop(seen.name, PROFILE.stop_seconds))
         for pool in pools:
-            await self._pool_turn(store, fleet, pool, now)
+            with self._tolerant():
+                await self._pool_turn(store, fleet, pool, now)
         ready = {(pool.metadata.namespace, pool.metadata.name): _pool_state(pool) for pool in pools}
         active = {owner_of(job) for job in jobs if _is_active(job)}
         for job in sorted(jobs, key=_age):
-            await self._job_turn(store, fleet, job, ready, active, now)
+            with self._tolerant():
+                await self._job_turn(store, fleet, job, ready, active, now)
 
     async def _pool_turn(self, store: Store, fleet: Fleet, pool: BackendPool, now: datetime) -> None:
         owner = owner_of(pool)

@@ -1,0 +1,91 @@
+"""Trajectories in files: JSON lines and Parquet, read back for viewing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+from rollyard_crds.manifest import describe
+from rollyard_crds.trajectory import Trajectory
+
+from rollyard.errors import InvalidInput, NotFound
+from rollyard.manifests import text_file
+
+
+def read_file(path: Path) -> Iterator[Trajectory]:
+    """Every trajectory of a file that `rollyard trajectories` or the quickstart wrote.
+
+    Raises:
+        NotFound: there is no such file.
+        InvalidInput: it holds something else; line and field are named.
+    """
+    if not path.is_file():
+        raise NotFound(f"{path}: no such file")
+    if path.suffix == ".parquet":
+        yield from _parquet(path)
+    else:
+        yield from _lines(path)
+
+
+def _lines(path: Path) -> Iterator[Trajectory]:
+    with text_file(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield Trajectory.model_validate_json(line)
+            except ValidationError as error:
+                raise InvalidInput(f"{path}: line {number}: {describe(error)[0]}") from error
+
+
+def _parquet(path: Path) -> Iterator[Trajectory]:
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path}: not a Parquet file: {error}") from error
+    with file:
+        for batch in file.iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                yield _from_row(row, path)
+
+
+def _from_row(row: dict[str, object], path: Path) -> Trajectory:
+    # Free-form parts are JSON text in Parquet, which has no column type for them.
+    decoded = {
+        name: json.loads(value) if isinstance(value, str) and _is_json_column(name) else value
+        for name, value in row.items()
+        if value is not None
+    }
+    try:
+        return Trajectory.model_validate(decoded)
+    except ValidationError as error:
+        raise InvalidInput(f"{path}: {describe(error)[0]}") from error
+
+
+def _is_json_column(name: str) -> bool:
+    annotation = Trajectory.model_fields[name].annotation if name in Trajectory.model_fields else None
+    return annotation is not str
+
+
+def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:
+    """The one with this id, or the only one whose id ends so.
+
+    Raises:
+        NotFound: there is none, or several.
+    """
+    near = []
+    for trajectory in trajectories:
+        if trajectory.id == rollout:
+            return trajectory
+        if trajectory.id.endswith(rollout) or trajectory.task_id == rollout:
+            near.append(trajectory)
+    if len(near) == 1:
+        return near[0]
+    if near:
+        ids = ", ".join(trajectory.id for trajectory in near[:8])
+        raise NotFound(f"{rollout!r} fits {len(near)} rollouts: {ids}{', …' if len(near) > 8 else ''}")
+    raise NotFound(f"no rollout {rollout!r}; `rollyard view NAME` without a rollout lists them")

@@ -34,8 +34,23 @@ class LogFile:
 
     def last_line(self) -> str:
         """The last line that says something, at most 300 characters."""
-        lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line), "")[:300]
+        return _last_of(self._tail)
 
     def close(self) -> None:
         self._file.close()
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log file that says something; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            tail = file.read()
+    except OSError:
+        return ""
+    return _last_of(tail)
+
+
+def _last_of(tail: bytes) -> str:
+    lines = [line.strip() for line in tail.decode(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "")[:300]

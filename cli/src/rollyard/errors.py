@@ -39,6 +39,12 @@ class HomeInUse(CliError):
     reason = "HomeInUse"
 
 
+class HomeUnusable(CliError):
+    """The home folder cannot be made or written."""
+
+    reason = "HomeUnusable"
+
+
 class StartFailed(CliError):
     """A process did not become ready in time, or ended at once."""
 

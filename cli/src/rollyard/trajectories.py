@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 from rollyard_crds.manifest import describe
@@ -12,6 +13,8 @@ from rollyard_crds.trajectory import Trajectory
 
 from rollyard.errors import InvalidInput, NotFound
 from rollyard.manifests import text_file
+
+JSON_COLUMNS = frozenset({"reward_components", "messages", "turns", "sampling", "timings", "metadata"})
 
 
 def read_file(path: Path) -> Iterator[Trajectory]:
@@ -53,22 +56,15 @@ def _parquet(path: Path) -> Iterator[Trajectory]:
                 yield _from_row(row, path)
 
 
-def _from_row(row: dict[str, object], path: Path) -> Trajectory:
-    # Free-form parts are JSON text in Parquet, which has no column type for them.
-    decoded = {
-        name: json.loads(value) if isinstance(value, str) and _is_json_column(name) else value
-        for name, value in row.items()
-        if value is not None
-    }
+def _from_row(row: dict[str, Any], path: Path) -> Trajectory:
+    # Parts of no fixed shape are JSON text in Parquet.
+    present = {name: value for name, value in row.items() if value is not None}
+    for name in JSON_COLUMNS & present.keys():
+        present[name] = json.loads(present[name])
     try:
-        return Trajectory.model_validate(decoded)
+        return Trajectory.model_validate(present)
     except ValidationError as error:
         raise InvalidInput(f"{path}: {describe(error)[0]}") from error
-
-
-def _is_json_column(name: str) -> bool:
-    annotation = Trajectory.model_fields[name].annotation if name in Trajectory.model_fields else None
-    return annotation is not str
 
 
 def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:

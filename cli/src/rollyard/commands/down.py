@@ -21,10 +21,10 @@ def command(home: Path | None) -> None:
     place = Home((home or default_home()).expanduser().resolve())
     running = place.supervisor()
     if running is None:
-        left = sweep(place.pids)
-        click.echo(
-            f"nothing runs on {place.root}" + (f"; removed leftovers: {', '.join(left)}" if left else "")
-        )
+        with place.locked():
+            left = sweep(place.pids)
+        told = f"; removed leftovers: {', '.join(left)}" if left else ""
+        click.echo(f"nothing runs on {place.root}{told}")
         return
     if not end(running, GRACE_SECONDS):
         raise CliError(f"process {running.pid} does not end; see {place.logs}")

@@ -50,10 +50,6 @@ def command(
 
     if backend_url and not backend_url.startswith(("http://", "https://")):
         raise UsageProblem(f"--backend must be a URL such as http://127.0.0.1:8000 (got {backend_url!r})")
-    if backend_url and not model:
-        raise UsageProblem(
-            "--backend needs --model NAME: the name that the server serves (and the tokenizer's folder)"
-        )
     if tokenizer and not backend_url:
         raise UsageProblem("--tokenizer goes with --backend; an embedded engine reads its model folder")
     if model and not backend_url:
@@ -61,13 +57,17 @@ def command(
         if not folder.is_dir():
             raise UsageProblem(f"--model: {folder} is no folder")
         model = str(folder)
+    if backend_url:
+        from rollyard.local.external import served
+
+        model, tokenizer = served(backend_url, model, tokenizer)
     options = Options(
         home=(home or default_home()).expanduser().resolve(),
         host=host,
         port=port,
         backend_url=backend_url,
         model=model,
-        tokenizer=str(Path(tokenizer).expanduser().resolve()) if tokenizer else "",
+        tokenizer=tokenizer,
         sandbox=sandbox,
     )
     if detach:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollyard.errors import HomeInUse
+from rollyard.errors import HomeInUse, HomeUnusable
 from rollyard.local.processes import Identity, identify, is_alive
+
+MAX_RUN_PATH = 64
+"""Bytes; a sandbox's socket path adds some 35, and the kernel takes 107."""
 
 
 def default_home(env: Mapping[str, str] = os.environ) -> Path:
@@ -34,8 +39,12 @@ class Home:
 
     @property
     def run(self) -> Path:
-        """Sandboxes of this machine."""
-        return self.root / "run"
+        """Sandboxes of this machine. Elsewhere where the path would be too long for Unix sockets."""
+        path = self.root / "run"
+        if len(os.fsencode(path)) <= MAX_RUN_PATH:
+            return path
+        digest = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:12]
+        return Path(tempfile.gettempdir()) / f"rollyard-{os.getuid()}-{digest}"
 
     @property
     def logs(self) -> Path:
@@ -58,9 +67,18 @@ class Home:
         return self.root / "supervisor.json"
 
     def make(self) -> None:
-        """Creates the folders, readable by the user only."""
+        """Creates the folders, readable by the user only.
+
+        Raises:
+            HomeUnusable: a folder cannot be made, or is another user's.
+        """
         for folder in (self.root, self.state, self.run, self.logs, self.pids):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise HomeUnusable(f"{folder} cannot be made: {error.strerror}") from error
+        if self.run.stat().st_uid != os.getuid():
+            raise HomeUnusable(f"{self.run} belongs to another user; choose another --home")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -99,9 +117,24 @@ class Home:
         if identity is not None:
             write_json(self.supervisor_file, identity.to_json())
 
-    def write_context(self, url: str, token: str) -> None:
+    def context_files(self) -> tuple[Path, ...]:
+        """Where clients look: in the home, and for the default home in the user's configuration."""
+        if self.root != default_home().expanduser().resolve() or os.environ.get("ROLLYARD_HOME"):
+            return (self.context_file,)
+        from rollyard_client.context import context_path
+
+        return (self.context_file, context_path(os.environ))
+
+    def write_context(self, url: str) -> None:
         """Tells clients of this user where the control plane is."""
-        write_json(self.context_file, {"url": url, "token": token})
+        for path in self.context_files():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_json(path, {"url": url, "token_file": str(self.state / "tokens.json")})
+
+    def remove_context(self) -> None:
+        """Nothing runs here any more."""
+        for path in self.context_files():
+            path.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -121,14 +121,12 @@ class Supervisor:
         pool = default_pool(self._options)
         with self._home.locked():
             swept = sweep(self._home.pids)
-            if self._sweep_sandboxes is not None:
-                await self._sweep_sandboxes()
             self._home.write_supervisor(os.getpid())
             try:
                 async with httpx.AsyncClient(trust_env=False) as http:
                     await self._serve(http, pool, tuple(swept))
             finally:
-                self._home.context_file.unlink(missing_ok=True)
+                self._home.remove_context()
                 self._home.supervisor_file.unlink(missing_ok=True)
 
     async def _serve(self, http: httpx.AsyncClient, pool: BackendPool, swept: tuple[str, ...]) -> None:
@@ -140,7 +138,7 @@ class Supervisor:
             fleet = Fleet(self._home, self._options, plane.url, http, self._wake.set)
             store = self._make_store(plane.url, plane.token("admin"))
             await self._make_pool(store, pool)
-            self._home.write_context(plane.url, plane.token("admin"))
+            self._home.write_context(plane.url)
             self._on_ready(
                 Ready(plane.url, plane.token("admin"), self._options.backend_url or pool.spec.model, swept)
             )

@@ -85,3 +85,12 @@ def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:
         ids = ", ".join(trajectory.id for trajectory in near[:8])
         raise NotFound(f"{rollout!r} fits {len(near)} rollouts: {ids}{', …' if len(near) > 8 else ''}")
     raise NotFound(f"no rollout {rollout!r}; `rollyard view NAME` without a rollout lists them")
+
+
+def tokenizer_of(path: Path) -> Path | None:
+    """The model folder that `tokenizer.txt` beside a trajectory file names, if it is still there."""
+    try:
+        folder = Path(path.with_name("tokenizer.txt").read_text().strip())
+    except OSError:
+        return None
+    return folder if (folder / "tokenizer.json").is_file() else None

@@ -17,7 +17,7 @@ POLL_SECONDS = 0.25
 
 
 def watch(client: Client, name: str, namespace: str, console: Console | None = None) -> RolloutJob:
-    """Shows the job's progress until it is Finished; returns it as it ended. Ctrl-C ends the watching only."""
+    """Shows the job's progress until it is Finished; returns it as it ended."""
     from rich.console import Console as RichConsole
     from rollyard_client.finish import finished
 

@@ -15,7 +15,7 @@ from rollyard.connection import connect, server_options
 )
 @click.option("--name", help="Submit the job under this name.")
 @click.option(
-    "--wait", is_flag=True, help="Show progress until the job has ended; exit status 1 if it failed."
+    "--wait", is_flag=True, help="Show progress until the job has ended."
 )
 @server_options
 def command(

@@ -16,7 +16,7 @@ from rollyard.connection import connect, server_options
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    help="File: .parquet, .jsonl or .jsonl.gz.",
+    help="A .parquet, .jsonl or .jsonl.gz.",
 )
 @click.option("--follow", is_flag=True, help="Go on until the job has ended (.jsonl only).")
 @server_options

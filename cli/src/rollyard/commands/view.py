@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     "--from",
     "path",
     type=click.Path(path_type=Path),
-    help="Read a .jsonl or .parquet file; NAME is left out.",
+    help="A .jsonl or .parquet file instead of NAME.",
 )
 @click.option("--failed", is_flag=True, help="Only rollouts that failed or have reward 0, and why.")
 @click.option("--step", is_flag=True, help="Show them one after another instead of a list.")

@@ -14,9 +14,7 @@ from rollyard.connection import connect, server_options
     "-f", "--file", "path", required=True, type=click.Path(path_type=Path), help="Manifest (YAML or JSON)."
 )
 @click.option("--name", help="Submit the job under this name.")
-@click.option(
-    "--wait", is_flag=True, help="Show progress until the job has ended."
-)
+@click.option("--wait", is_flag=True, help="Show progress until the job has ended.")
 @server_options
 def command(
     path: Path, name: str | None, wait: bool, url: str | None, home: Path | None, namespace: str

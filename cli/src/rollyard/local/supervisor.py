@@ -54,6 +54,7 @@ class Store(Protocol):
     async def cancel(self, job: RolloutJob) -> None: ...
     async def create_pool(self, pool: BackendPool) -> None: ...
     async def delete_pool(self, namespace: str, name: str) -> None: ...
+    async def close(self) -> None: ...
 
 
 class StoreTrouble(CliError):
@@ -132,6 +133,7 @@ class Supervisor:
     async def _serve(self, http: httpx.AsyncClient, pool: BackendPool, swept: tuple[str, ...]) -> None:
         plane = ControlPlane(self._home, self._options, http)
         fleet: Fleet | None = None
+        store: Store | None = None
         try:
             if not await self._unless_stopped(plane.start()):
                 return
@@ -150,6 +152,8 @@ class Supervisor:
                 turning.cancel()
         finally:
             await self._shut_down(plane, fleet)
+            if store is not None:
+                await store.close()
 
     async def _unless_stopped(self, start: Awaitable[None]) -> bool:
         starting = asyncio.ensure_future(start)

@@ -95,7 +95,7 @@ class LatencyModel:
         status, answer = 200, self._static(scope["path"])
         if answer is None:
             if scope["path"] == "/v1/completions":
-                answer = self._completion(json.loads(body))
+                answer = self.completion(json.loads(body))
                 await asyncio.sleep(max(0.0, arrived + self._latency - time.perf_counter()))
             else:
                 status, answer = (
@@ -117,7 +117,8 @@ class LatencyModel:
         }
         return known.get(path)
 
-    def _completion(self, request: dict[str, Any]) -> dict[str, Any]:
+    def completion(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer of `/v1/completions`."""
         prompt = request["prompt"]
         ids, text = self._step if self.turn(prompt) < self._turns else self._last
         logprobs = {

@@ -109,9 +109,9 @@ async def measure(settings: Settings) -> list[Measurement]:
             await asyncio.sleep(2.0)
             full = memory(plane.program.process.pid)
     how = (
-        f"VmRSS of the control plane (with children), {TASKS} × {SAMPLES} = {TASKS * SAMPLES} rollouts queued on "
-        f"SQLite, {size / TASKS:.0f} bytes a task, pushed over REST in one request; highest ever (VmHWM) "
-        f"{full['VmHWM'] / MB:.0f} MB; the baseline is the same process before the job"
+        f"VmRSS of the control plane (with children), {TASKS} × {SAMPLES} = {TASKS * SAMPLES} rollouts "
+        f"queued on SQLite, {size / TASKS:.0f} bytes a task, pushed over REST in one request; highest ever "
+        f"(VmHWM) {full['VmHWM'] / MB:.0f} MB; the baseline is the same process before the job"
     )
     baseline = Baseline("the same process, idle", idle["VmRSS"] / MB)
     return [Measurement("queued_10000_resident", full["VmRSS"] / MB, baseline, how)]

@@ -209,8 +209,8 @@ def _overhead(run: PipelineRun, work: Workload) -> str:
     gaps = (SLOTS.run * run.seconds - run.run_active) / len(timings)
     return (
         f"per rollout, median: Run's own code {own * 1e3:.0f} ms, tools {tools * 1e3:.0f} ms, model calls "
-        f"beyond their latency {model * 1e3:.0f} ms, Init beyond its latency {init * 1e3:.0f} ms; a Run slot stands "
-        f"empty for {gaps * 1e3:.0f} ms a rollout, fill and drain included"
+        f"beyond their latency {model * 1e3:.0f} ms, Init beyond its latency {init * 1e3:.0f} ms; a Run slot "
+        f"is empty for {gaps * 1e3:.0f} ms a rollout, fill and drain included"
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from rollyard_pipeline.sandboxes import BubblewrapProvider, Sandbox, SandboxProvider, SandboxRequest
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 
 OWNER = "bench"
 COMMAND_SECONDS = 30.0
@@ -20,7 +21,7 @@ REQUEST = SandboxRequest(memory_bytes=1 << 29, disk_bytes=1 << 26)
 async def bubblewrap() -> AsyncIterator[SandboxProvider]:
     """A started bubblewrap provider; leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
-        provider = BubblewrapProvider(Path(folder))
+        provider = open_provider("bubblewrap", run_dir=Path(folder), node="bench")
         await provider.start()
         try:
             yield provider

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import time
 
-from rollyard_pipeline.sandboxes import SandboxProvider
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
 
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline

@@ -29,8 +29,8 @@ async def _measure(settings: Settings, gateway: KernelGateway | None) -> dict[st
 
         async def ours() -> None:
             result = await sandbox.client.ipython(CODE, timeout=COMMAND_SECONDS)
-            if result.exit_code != 0 or b"2" not in result.output:
-                raise WrongResult(f"{CODE}: exit code {result.exit_code}, output {result.output[:200]!r}")
+            if result.exit_code != 0 or result.result.strip() != "2":
+                raise WrongResult(f"{CODE}: exit code {result.exit_code}, {result!r}"[:400])
 
         def theirs(quick_ack: bool) -> None:
             if gateway is None:

@@ -95,7 +95,7 @@ class Kit:
         """Waits for what the kernel does by itself, such as ending a namespace; bounded."""
         assert callable(condition)
         async with asyncio.timeout(seconds):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - the kernel raises no event for it
                 await asyncio.sleep(0.02)
 
 

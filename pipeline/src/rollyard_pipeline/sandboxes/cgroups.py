@@ -212,9 +212,10 @@ def _usable_v2(mount: Path, own: Path) -> CgroupPlace | None:
 
 
 def _switch_on(group: Path) -> None:
-    available = set((group / "cgroup.controllers").read_text().split())
+    missing = set((group / "cgroup.controllers").read_text().split())
+    missing -= set((group / "cgroup.subtree_control").read_text().split())
     for controller in _WANTED:
-        if controller in available:
+        if controller in missing:
             with contextlib.suppress(OSError):
                 (group / "cgroup.subtree_control").write_text(f"+{controller}")
 

@@ -141,12 +141,12 @@ def _loader(executable: Path) -> str | None:
         if head[:4] != b"\x7fELF" or head[4] != 2:
             return None
         order = "<" if head[5] == 1 else ">"
-        offset, = struct.unpack_from(order + "Q", head, 32)
+        (offset,) = struct.unpack_from(order + "Q", head, 32)
         size, count = struct.unpack_from(order + "HH", head, 54)
         for n in range(count):
             file.seek(offset + n * size)
             entry = file.read(size)
-            kind, = struct.unpack_from(order + "I", entry, 0)
+            (kind,) = struct.unpack_from(order + "I", entry, 0)
             if kind == 3:
                 start, _, _, length = struct.unpack_from(order + "QQQQ", entry, 8)
                 file.seek(start)

@@ -138,7 +138,8 @@ def test_identity_is_pid_and_start_time() -> None:
 
 def test_kill_tree_reaches_sessions_of_their_own() -> None:
     code = "import ctypes, subprocess; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); "
-    code += "p = subprocess.Popen(['bash', '-c', 'setsid sleep 99 & sleep 99 & echo; exec sleep 99'], stdout=-1); "
+    code += "p = subprocess.Popen(['bash', '-c', 'setsid sleep 99 & sleep 99 & echo; exec sleep 99'], "
+    code += "stdout=-1); "
     code += "p.stdout.readline(); print(flush=True); p.wait()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None

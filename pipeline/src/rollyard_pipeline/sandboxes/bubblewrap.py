@@ -35,8 +35,8 @@ _SYSCTLS = (
     (
         "kernel/apparmor_restrict_unprivileged_userns",
         "1",
-        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (or an AppArmor profile that lets bwrap use "
-        "user namespaces)",
+        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (or an AppArmor profile that lets bwrap "
+        "use user namespaces)",
     ),
     ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
 )

@@ -59,8 +59,8 @@ def find_places(proc: Path = Path("/proc/self")) -> list[CgroupPlace]:
                 if (place := _usable_v1(base, mount, name)) is not None:
                     places.append(place)
         elif kind == "cgroup2":
-            if (place := _usable_v2(mount, _below(mount, fields[3], own.get("", "/")))) is not None:
-                places.append(place)
+            unified = _usable_v2(mount, _below(mount, fields[3], own.get("", "/")))
+            places += [unified] if unified is not None else []
     return places
 
 

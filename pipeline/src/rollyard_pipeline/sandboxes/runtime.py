@@ -128,9 +128,10 @@ def _library_folders() -> list[Path]:
     site = _package_folders()
     for name in names:
         folder = Path(name).resolve()
-        if folder.is_dir() and folder not in folders and not any(s in folder.parents for s in site):
-            if any(entry.name.startswith("lib") and ".so" in entry.name for entry in folder.iterdir()):
-                folders.append(folder)
+        if not folder.is_dir() or folder in folders or any(s in folder.parents for s in site):
+            continue
+        if any(entry.name.startswith("lib") and ".so" in entry.name for entry in folder.iterdir()):
+            folders.append(folder)
     return folders
 
 

@@ -30,7 +30,8 @@ async def main():
     await provider.start()
     request = SandboxRequest(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=40)
     answer = {"uid": os.getuid()}
-    async with await provider.acquire(request, "r-1") as sandbox, await provider.acquire(request, "r-2") as other:
+    other = await provider.acquire(request, "r-2")
+    async with other, await provider.acquire(request, "r-1") as sandbox:
         for name, script in json.loads(sys.argv[2]).items():
             result = await sandbox.client.run(["bash", "-c", script], timeout=20)
             answer[name] = [result.exit_code, result.output.decode(errors="replace").strip()]

@@ -188,8 +188,8 @@ class NodeProvider:
             cgroups.create(self._places, sandbox_id, limits_of(key))
         except OSError as error:
             raise ResourceLimitsUnavailable(
-                f"limits cpu={key.cpu:g}, memory={key.memory_bytes} bytes, processes={key.processes} cannot be "
-                f"set by control groups: {error}"
+                f"limits cpu={key.cpu:g}, memory={key.memory_bytes} bytes, processes={key.processes} "
+                f"cannot be set by control groups: {error}"
             ) from error
 
     async def _claim(self, warm: WarmSandbox, request: SandboxRequest, owner: str) -> Sandbox:

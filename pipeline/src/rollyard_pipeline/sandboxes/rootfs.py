@@ -133,8 +133,8 @@ def check_image(image: str, private: Iterable[Path] = ()) -> Path:
     if "://" in image or image.endswith((".sif", ".tar", ".img", ".squashfs")):
         raise ImageNotUsable(
             f"sandbox.image {image!r}: bubblewrap starts no container or SIF images; name a folder that "
-            "holds an unpacked root file system (for example from `docker export`), or leave image out to use "
-            "this machine's read-only system"
+            "holds an unpacked root file system (for example from `docker export`), or leave image out "
+            "to use this machine's read-only system"
         )
     root = Path(image)
     if not root.is_absolute():

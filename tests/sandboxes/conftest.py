@@ -44,6 +44,7 @@ class Kit:
     async def clean(provider: NodeProvider) -> None:
         for sandbox_id in provider.claimed():
             await provider.release(sandbox_id)
+        await provider.sweep()  # claimed ones that died in the test
         await provider.aclose()
 
     @staticmethod

@@ -1,1 +1,55 @@
-"""The REST client, sync and async."""
+"""The REST client, sync and async.
+
+Example:
+    from rollyard_client import Client
+
+    with Client() as client:
+        client.submit(manifest)
+        client.wait("quickstart", timeout=600)
+        rewards = [t.reward for t in client.trajectories("quickstart")]
+"""
+
+from rollyard_client.async_client import AsyncClient
+from rollyard_client.context import Context, context_path, read_token, resolve
+from rollyard_client.errors import (
+    Conflict,
+    ContextError,
+    Invalid,
+    NotFound,
+    RollyardError,
+    ServerUnavailable,
+    StorageFull,
+    TooMany,
+    Unauthorized,
+    WaitTimeout,
+)
+from rollyard_client.requests import Group, RolloutSummary
+from rollyard_client.sse import JobEvent
+from rollyard_client.sync_client import Client
+from rollyard_client.transport import Retry
+from rollyard_client.worker import DriverClient, WorkerClient
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Conflict",
+    "Context",
+    "ContextError",
+    "DriverClient",
+    "Group",
+    "Invalid",
+    "JobEvent",
+    "NotFound",
+    "Retry",
+    "RolloutSummary",
+    "RollyardError",
+    "ServerUnavailable",
+    "StorageFull",
+    "TooMany",
+    "Unauthorized",
+    "WaitTimeout",
+    "WorkerClient",
+    "context_path",
+    "read_token",
+    "resolve",
+]

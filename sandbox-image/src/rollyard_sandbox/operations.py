@@ -136,7 +136,11 @@ class Operations:
     def _set_env(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         variables = header.get("env")
         if not isinstance(variables, dict) or not all(
-            isinstance(value, str) and name and "=" not in name and "\0" not in name + value
+            isinstance(name, str)
+            and isinstance(value, str)
+            and name
+            and "=" not in name
+            and "\0" not in name + value
             for name, value in variables.items()
         ):
             raise BadRequest("env: an object of strings is needed, without NUL and without = in names")

@@ -1,0 +1,174 @@
+"""`python -m rollyard_api`: the control plane as a process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import sqlalchemy as sa
+import uvicorn
+
+from rollyard_api.app import build
+from rollyard_api.auth import TokenFileError
+from rollyard_api.service import ControlPlane
+from rollyard_api.settings import Settings
+
+EXIT_USAGE = 2
+SHUTDOWN_SECONDS = 2
+"""For requests under way after a SIGTERM; long polls are answered at once."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn, told to end long polls on a signal, to exit 0 then, and to say where it listens."""
+
+    def __init__(self, config: uvicorn.Config, port_file: Path | None, port: int) -> None:
+        super().__init__(config)
+        self._port_file = port_file
+        self._port = port
+        self.plane: ControlPlane | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._port_file is not None:
+            await asyncio.to_thread(_write_atomically, self._port_file, f"{self._port}\n")
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        if self.plane is not None:
+            self.plane.bus.close()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(text)
+    scratch.replace(path)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="rollyard_api", description="Rollyard's control plane.")
+    made.add_argument("--state-dir", type=Path, required=True, help="tokens, database and trajectories")
+    made.add_argument(
+        "--db", default="", help="sqlite:///… or postgresql+psycopg://… (default: in the state folder)"
+    )
+    made.add_argument(
+        "--trajectories", default="", help="URL of the trajectory store (default: in the state folder)"
+    )
+    made.add_argument("--host", default="127.0.0.1")
+    made.add_argument("--port", type=int, default=8765, help="0: any free port, see --port-file")
+    made.add_argument("--port-file", type=Path, help="written with the port once requests are answered")
+    made.add_argument("--lease-seconds", type=float, default=30.0)
+    made.add_argument("--max-queued", type=int, default=1_000_000, help="unfinished rollouts in all")
+    made.add_argument(
+        "--max-unstored", type=int, default=10_000, help="ended rollouts awaiting the trajectory store"
+    )
+    made.add_argument(
+        "--sqlite-max-pages", type=int, default=0, help="bound of the database file in pages; 0: none"
+    )
+    made.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return made
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        made.listen(1024)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT; the exit status."""
+    given = parser().parse_args(argv)
+    if given.lease_seconds <= 0:
+        parser().error("--lease-seconds must be more than 0")
+    logging.basicConfig(
+        level=given.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    try:
+        sock = listen(given.host, given.port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = "is in use: stop what listens there, or choose another with --port (0: any free one)"
+        else:
+            why = f"cannot be listened on: {error.strerror}"
+        print(f"port {given.port} on {given.host} {why}", file=sys.stderr)
+        return EXIT_USAGE
+    settings = Settings(
+        state_dir=given.state_dir,
+        db=given.db,
+        trajectories=given.trajectories,
+        lease_seconds=given.lease_seconds,
+        max_queued=given.max_queued,
+        max_unstored=given.max_unstored,
+        sqlite_max_pages=given.sqlite_max_pages,
+    )
+    return serve(settings, sock, given.port_file, given.log_level)
+
+
+def serve(settings: Settings, sock: socket.socket, port_file: Path | None, log_level: str) -> int:
+    """Serve on a listening socket until told to stop; the exit status."""
+
+    def started(plane: ControlPlane) -> None:
+        server.plane = plane
+
+    config = uvicorn.Config(
+        build(settings, started=started),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_level=log_level,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        timeout_keep_alive=75,
+    )
+    # The writer thread gives the interpreter up at every SQLite call; at the default of 5 ms it
+    # would wait that long for each return while requests are being parsed.
+    sys.setswitchinterval(0.0005)
+    server = Server(config, port_file, sock.getsockname()[1])
+    try:
+        with sock:
+            server.run(sockets=[sock])
+    except (TokenFileError, sa.exc.SQLAlchemyError) as error:
+        print(f"cannot start: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0 if server.started else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

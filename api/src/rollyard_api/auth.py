@@ -1,0 +1,112 @@
+"""Bearer tokens: three roles, made at first start, in a file that only the user reads."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from rollyard_api.problems import Forbidden, Unauthorized
+
+Role = Literal["admin", "worker", "driver"]
+ROLES: tuple[Role, ...] = get_args(Role)
+FILE_NAME = "tokens.json"
+
+
+class TokenFileError(Exception):
+    """tokens.json is there but cannot be used."""
+
+    reason = "TokenFileInvalid"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One secret per role."""
+
+    admin: str
+    worker: str
+    driver: str
+
+    def role_of(self, authorization: str) -> Role:
+        """The role behind an Authorization header.
+
+        Every token is compared, each in constant time, so that the answer's time tells nothing.
+
+        Raises:
+            Unauthorized: no bearer token, or an unknown one.
+        """
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not given:
+            raise Unauthorized(
+                "send 'Authorization: Bearer TOKEN'; the tokens are in tokens.json of the state folder",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        presented = given.strip().encode()
+        matches = [role for role in ROLES if hmac.compare_digest(getattr(self, role).encode(), presented)]
+        if not matches:
+            raise Unauthorized("this bearer token is not known here", headers={"WWW-Authenticate": "Bearer"})
+        return matches[0]
+
+
+def load_or_make(state_dir: Path) -> Tokens:
+    """Read tokens.json of the state folder, or make it (mode 0600) with fresh secrets.
+
+    Raises:
+        TokenFileError: the file holds no such JSON object.
+    """
+    path = state_dir / FILE_NAME
+    if not path.exists():
+        _make(path)
+    try:
+        document = json.loads(path.read_text())
+        tokens = Tokens(**{role: document[role] for role in ROLES})
+    except (ValueError, KeyError, TypeError) as error:
+        raise TokenFileError(
+            f"{path}: must be a JSON object with the strings {', '.join(ROLES)}; "
+            "remove it to have new tokens made"
+        ) from error
+    if not all(isinstance(getattr(tokens, role), str) and getattr(tokens, role) for role in ROLES):
+        raise TokenFileError(f"{path}: every token must be a non-empty string")
+    return tokens
+
+
+def _make(path: Path) -> None:
+    document = {role: f"ry-{role}-{secrets.token_urlsafe(32)}" for role in ROLES}
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(descriptor, 0o600)
+        json.dump(document, file)
+        file.flush()
+        os.fsync(descriptor)
+    try:
+        # link, not rename: of two processes that start at once, the first one's tokens stand.
+        os.link(scratch, path)
+    except FileExistsError:
+        return
+    finally:
+        scratch.unlink()
+
+
+_WORKER = ("/v1/leases",)
+
+
+def authorize(role: Role, method: str, path: str) -> None:
+    """May this role make this call? Admin may all; a worker leases; a driver also reports status.
+
+    Raises:
+        Forbidden: it may not.
+    """
+    if role == "admin" or path.startswith(_WORKER):
+        return
+    if role == "driver" and (
+        method in ("GET", "PUT")
+        or (method in ("POST", "DELETE") and path.startswith("/v1/backendpools"))
+        or (method == "POST" and path.startswith("/v1/rolloutjobs/") and path.endswith("/cancel"))
+    ):
+        return
+    raise Forbidden(f"the role '{role}' may not {method} {path}")

@@ -1,0 +1,40 @@
+"""Which handlers, agents, tools and parsers are installed, by metadata alone: nothing is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+
+from rollyard_crds.rolloutjob import RolloutJobSpec
+
+GROUPS = {
+    "handler": "rollyard.handlers",
+    "agent": "rollyard.agents",
+    "tool": "rollyard.tools",
+    "tool parser": "rollyard.tool_parsers",
+}
+
+Installed = Mapping[str, frozenset[str]]
+
+
+def installed() -> Installed:
+    """Names per kind (`handler`, `agent`, `tool`, `tool parser`) of every installed distribution."""
+    return {
+        kind: frozenset(point.name for point in metadata.entry_points(group=group))
+        for kind, group in GROUPS.items()
+    }
+
+
+def problems(spec: RolloutJobSpec, available: Installed) -> list[str]:
+    """A line for each name in the spec that nobody has installed."""
+    asked = [
+        ("spec.handler", "handler", spec.handler),
+        ("spec.agent.type", "agent", spec.agent.type),
+        ("spec.agent.toolParser", "tool parser", spec.agent.tool_parser),
+        *((f"spec.agent.tools[{i}]", "tool", tool) for i, tool in enumerate(spec.agent.tools)),
+    ]
+    return [
+        f"{field}: no {kind} {name!r} is installed; installed: {', '.join(sorted(available[kind])) or 'none'}"
+        for field, kind, name in asked
+        if name not in available[kind]
+    ]

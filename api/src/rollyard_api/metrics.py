@@ -1,0 +1,128 @@
+"""Prometheus metrics: counters fed after each commit, gauges read from the database at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import sqlalchemy as sa
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from sqlalchemy.engine import Connection
+
+from rollyard_api import pools, states
+from rollyard_api.schema import jobs, rollouts
+
+_SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)
+
+
+class _Snapshot:
+    """Gauges of one scrape, as a collector of its own."""
+
+    def __init__(self, families: list[GaugeMetricFamily]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+class Metrics:
+    """All metrics of one control plane, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        by_job = ["namespace", "job"]
+        self._counters: dict[str, Counter] = {
+            "leases": Counter("rollyard_leases_granted", "Leases granted", ["stage"], registry=r),
+            "expiries": Counter("rollyard_leases_expired", "Leases that ran out", ["stage"], registry=r),
+            "failures": Counter(
+                "rollyard_stage_failures",
+                "Stage failures reported by workers",
+                ["stage", "reason"],
+                registry=r,
+            ),
+            "completions": Counter(
+                "rollyard_rollouts_ended", "Rollouts ended", [*by_job, "status", "reason"], registry=r
+            ),
+            "template_breaks": Counter(
+                "rollyard_template_breaks",
+                "Segments begun because a chat template rewrote history",
+                registry=r,
+            ),
+            "sampled_tokens": Counter(
+                "rollyard_sampled_tokens", "Tokens sampled in completed Runs", registry=r
+            ),
+            "reroutes": Counter("rollyard_reroutes", "Rollouts moved to another backend", registry=r),
+            "stored": Counter("rollyard_trajectories_stored", "Records in the trajectory store", registry=r),
+        }
+        self._histograms: dict[str, Histogram] = {
+            "queue_seconds": Histogram(
+                "rollyard_queue_seconds", "Time in a stage's queue", ["stage"], buckets=_SECONDS, registry=r
+            ),
+            "stage_seconds": Histogram(
+                "rollyard_stage_seconds", "Time in a worker's hands", ["stage"], buckets=_SECONDS, registry=r
+            ),
+            "reward": Histogram("rollyard_reward", "Rewards", by_job, buckets=_REWARDS, registry=r),
+        }
+        self.http = Histogram(
+            "rollyard_http_request_seconds",
+            "HTTP latency, long polls included",
+            ["method", "route", "status"],
+            buckets=_LATENCY,
+            registry=r,
+        )
+
+    def add(self, counted: Iterable[tuple[str, tuple[str, ...], float]]) -> None:
+        """Take what transactions counted."""
+        for name, labels, value in counted:
+            counter = self._counters.get(name)
+            if counter is not None:
+                (counter.labels(*labels) if labels else counter).inc(value)
+            else:
+                histogram = self._histograms[name]
+                (histogram.labels(*labels) if labels else histogram).observe(value)
+
+    def render(self, conn: Connection) -> bytes:
+        """The exposition text. Blocking: call it in a reader."""
+        scrape = CollectorRegistry()
+        scrape.register(_Snapshot(_gauges(conn)))
+        return generate_latest(self.registry) + generate_latest(scrape)
+
+
+def _gauges(conn: Connection) -> list[GaugeMetricFamily]:
+    by_state = GaugeMetricFamily(
+        "rollyard_rollouts", "Unfinished rollouts", labels=["namespace", "job", "stage", "status"]
+    )
+    query = (
+        sa.select(jobs.c.namespace, jobs.c.name, rollouts.c.state, sa.func.count().label("n"))
+        .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
+        .where(jobs.c.finished_at.is_(None), rollouts.c.state < states.SUCCEEDED)
+        .group_by(jobs.c.namespace, jobs.c.name, rollouts.c.state)
+    )
+    for row in conn.execute(query):
+        labels = [row.namespace, row.name, states.stage_of(row.state) or "", states.status_of(row.state)]
+        by_state.add_metric(labels, row.n)
+    unstored = GaugeMetricFamily(
+        "rollyard_trajectories_unstored", "Ended rollouts not yet in the trajectory store"
+    )
+    pending = sa.select(sa.func.count()).select_from(rollouts).where(rollouts.c.pending.is_not(None))
+    unstored.add_metric([], conn.execute(pending).scalar_one())
+    ready = GaugeMetricFamily(
+        "rollyard_backend_ready", "Whether a backend is ready", labels=["namespace", "pool", "url"]
+    )
+    active = GaugeMetricFamily(
+        "rollyard_backend_active_rollouts",
+        "Rollouts in Run on a backend",
+        labels=["namespace", "pool", "url"],
+    )
+    for pool in pools.listed(conn, None):
+        meta: dict[str, Any] = pool["metadata"]
+        for backend in pool["status"]["backends"]:
+            labels = [meta["namespace"], meta["name"], backend["url"]]
+            ready.add_metric(labels, float(backend["ready"]))
+            active.add_metric(labels, backend["activeRollouts"])
+    return [by_state, unstored, ready, active]

@@ -1,0 +1,122 @@
+"""What the control plane answers when it cannot do what was asked: problem+json (RFC 9457)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+import orjson
+from starlette.responses import Response
+
+TYPE_BASE = "https://rollyard.dev/problems/"
+MEDIA_TYPE = "application/problem+json"
+
+
+class ApiError(Exception):
+    """Root of the package's exceptions: an HTTP status, a stable `reason` and what would be right."""
+
+    status: ClassVar[int] = 500
+    reason: str = "InternalError"
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        reason: str | None = None,
+        errors: Sequence[str] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.errors = list(errors)
+        self.headers = dict(headers or {})
+        if reason is not None:
+            self.reason = reason
+
+
+class Malformed(ApiError):
+    """The body is no JSON (or no msgpack) at all."""
+
+    status = 400
+    reason = "MalformedBody"
+
+
+class Unauthorized(ApiError):
+    """No bearer token, or one that nobody has."""
+
+    status = 401
+    reason = "Unauthorized"
+
+
+class Forbidden(ApiError):
+    """The token's role may not make this call."""
+
+    status = 403
+    reason = "Forbidden"
+
+
+class NotFound(ApiError):
+    status = 404
+    reason = "NotFound"
+
+
+class Conflict(ApiError):
+    status = 409
+    reason = "Conflict"
+
+
+class TooLarge(ApiError):
+    status = 413
+    reason = "BodyTooLarge"
+
+
+class Invalid(ApiError):
+    """The body was understood and a field of it is wrong; `errors` names each."""
+
+    status = 422
+    reason = "Invalid"
+
+
+class QueueFull(ApiError):
+    """The bounded queue has no room; ask again after Retry-After seconds."""
+
+    status = 429
+    reason = "QueueFull"
+
+
+class Unavailable(ApiError):
+    """Shutting down, or the database cannot be reached."""
+
+    status = 503
+    reason = "Unavailable"
+
+
+class StorageFull(ApiError):
+    """No space for the database or the trajectories; nothing of the request was kept."""
+
+    status = 507
+    reason = "StorageFull"
+
+
+def problem(error: ApiError) -> dict[str, Any]:
+    """The problem document of an error."""
+    kebab = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", error.reason).lower()
+    document: dict[str, Any] = {
+        "type": TYPE_BASE + kebab,
+        "title": HTTPStatus(error.status).phrase,
+        "status": error.status,
+        "detail": error.detail,
+        "reason": error.reason,
+    }
+    if error.errors:
+        document["errors"] = error.errors
+    return document
+
+
+def response(error: ApiError) -> Response:
+    """The HTTP answer of an error."""
+    return Response(
+        orjson.dumps(problem(error)), status_code=error.status, media_type=MEDIA_TYPE, headers=error.headers
+    )

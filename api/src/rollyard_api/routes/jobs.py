@@ -1,0 +1,208 @@
+"""RolloutJobs: submit, look, change, cancel, delete; tasks of streams."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import yaml
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict
+from rollyard_crds.manifest import ManifestError, parse
+from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
+from sqlalchemy.engine import Connection
+from starlette.responses import Response
+
+from rollyard_api import cancelling, entrypoints, jobs, tasks, wire
+from rollyard_api.jobs import NewJob
+from rollyard_api.problems import Invalid, Malformed
+from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
+from rollyard_api.tasks import TaskRow
+
+router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"])
+
+
+class Patch(BaseModel):
+    """What may be changed of a job."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    suspend: bool | None = None
+    priority: Annotated[int, Query(ge=-1000, le=1000)] | None = None
+
+
+class Cancel(BaseModel):
+    """What to cancel: the job, one group of it, or one rollout."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    group: str | None = None
+    rollout: str | None = None
+
+
+async def manifest_of(request: Request, kind: Literal["RolloutJob", "BackendPool"]) -> Any:
+    """The body as a checked manifest, JSON or YAML; `?namespace=` fills a namespace left out."""
+    if "yaml" in request.headers.get("content-type", ""):
+        try:
+            document = yaml.safe_load(await request.body())
+        except yaml.YAMLError as error:
+            raise Malformed(f"the body is no YAML: {error}") from error
+    else:
+        document = await body_of(request)
+    namespace = request.query_params.get("namespace")
+    if namespace and isinstance(document, dict) and isinstance(document.get("metadata"), dict):
+        document["metadata"].setdefault("namespace", namespace)
+    try:
+        manifest = parse(document)
+    except ManifestError as error:
+        raise Invalid(error.problems[0], reason=error.reason, errors=error.problems) from error
+    if manifest.kind != kind:
+        text = f"kind: this call takes a {kind} (got {manifest.kind})"
+        raise Invalid(text, reason="InvalidManifest", errors=[text])
+    return manifest
+
+
+def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
+    return jobs.document(conn, jobs.find(conn, namespace, name))
+
+
+async def _tasks(job: RolloutJob) -> list[TaskRow]:
+    source = job.spec.tasks
+    if source.url is not None:
+        return await asyncio.to_thread(tasks.read_url, source.url)
+    if source.inline is not None:
+        seen: dict[str, int] = {}
+        for place, task in enumerate(source.inline):
+            if task.id in seen:
+                text = f"spec.tasks.inline[{place}].id: {task.id!r} stands already at inline[{seen[task.id]}]"
+                raise Invalid(text, reason="InvalidTasks", errors=[text])
+            seen[task.id] = place
+        return [tasks.row(task) for task in source.inline]
+    return []
+
+
+@router.post("", openapi_extra=body_schema(RolloutJob.model_json_schema(by_alias=True)))
+async def submit(request: Request) -> Response:
+    """Submit a manifest: 201 made, 200 the same stands already, 409 another spec, 422 refused."""
+    plane = plane_of(request)
+    job: RolloutJob = await manifest_of(request, "RolloutJob")
+    missing = entrypoints.problems(job.spec, plane.installed)
+    if missing:
+        raise Invalid(missing[0], reason="NotInstalled", errors=missing)
+    meta = job.metadata
+    # A repeat is answered before its tasks are read: their file may be gone by then.
+    bare = jobs.prepare(job, [])
+    if await plane.database.read(partial(jobs.same, new=bare)):
+        made = False
+    else:
+        new: NewJob = jobs.prepare(job, await _tasks(job))
+        made = await plane.database.write(partial(jobs.create, new=new, max_queued=plane.settings.max_queued))
+    read = partial(_read, namespace=meta.namespace, name=meta.name)
+    return answer(await plane.database.read(read), 201 if made else 200)
+
+
+@router.get("")
+async def list_jobs(
+    plane: Plane,
+    namespace: Annotated[str | None, Query(max_length=63)] = None,
+    limit: Annotated[int, Query(ge=1, le=500)] = 500,
+    after: Annotated[str, Query(alias="continue", pattern=r"^[0-9]*$")] = "",
+) -> Response:
+    """Jobs of one namespace, or of all; `metadata.continue` says how to get the rest."""
+    found, more = await plane.database.read(
+        partial(jobs.listed, namespace=namespace, limit=limit, after=int(after or 0))
+    )
+    meta = {} if more is None else {"continue": str(more)}
+    kind = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJobList"}
+    return answer({**kind, "metadata": meta, "items": found})
+
+
+@router.get("/{name}")
+async def get_job(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+    """One job, with live counts in its status."""
+    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+
+
+@router.delete("/{name}", status_code=202)
+async def delete_job(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+    """Cancel and remove; what lies in the trajectory store stays there."""
+    job_id = await plane.database.write(partial(cancelling.delete_job, namespace=namespace, name=name))
+    await plane.cancel_rest(job_id)
+    return answer({"name": name, "namespace": namespace, "deleted": True}, 202)
+
+
+@router.patch("/{name}", openapi_extra=body_schema(Patch.model_json_schema()))
+async def patch_job(request: Request, name: str, namespace: Namespace = "default") -> Response:
+    """Suspend or resume a job, or change its priority."""
+    plane = plane_of(request)
+    asked = wire.model(Patch, await body_of(request))
+    await plane.database.write(
+        partial(jobs.patch, namespace=namespace, name=name, suspend=asked.suspend, priority=asked.priority)
+    )
+    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+
+
+@router.put("/{name}/status", openapi_extra=body_schema(RolloutJobStatus.model_json_schema(by_alias=True)))
+async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
+    """The driver's report: phase, conditions, observedGeneration, message."""
+    plane = plane_of(request)
+    given = await body_of(request)
+    status = wire.model(RolloutJobStatus, given)
+    reported = {
+        k: v for k, v in status.to_json().items() if k in given or k.lower() in ("phase", "conditions")
+    }
+    await plane.database.write(partial(jobs.put_status, namespace=namespace, name=name, status=reported))
+    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+
+
+@router.post("/{name}/tasks")
+async def push_tasks(request: Request, name: str, namespace: Namespace = "default") -> Response:
+    """Push tasks to a stream: NDJSON, or {"tasks": [...]}. Task ids make repeats harmless."""
+    plane = plane_of(request)
+    if "ndjson" in request.headers.get("content-type", ""):
+        try:
+            text = (await request.body()).decode()
+        except UnicodeDecodeError as error:
+            raise Malformed(f"the body is not UTF-8: {error}") from error
+        rows = await asyncio.to_thread(tasks.read_lines, text)
+    else:
+        document = await body_of(request)
+        listed = document.get("tasks") if isinstance(document, dict) else None
+        rows = await asyncio.to_thread(tasks.read_list, listed)
+    told = await plane.database.write(
+        partial(jobs.push, namespace=namespace, name=name, tasks=rows, max_queued=plane.settings.max_queued)
+    )
+    return answer(told)
+
+
+@router.post("/{name}/close")
+async def close(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+    """No more tasks will come: the job ends with those it has."""
+    await plane.database.write(partial(jobs.close, namespace=namespace, name=name))
+    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+
+
+@router.post("/{name}/cancel", openapi_extra=body_schema(Cancel.model_json_schema()))
+async def cancel(request: Request, name: str, namespace: Namespace = "default") -> Response:
+    """Cancel the job ({}), one group ({"group": id}) or one rollout ({"rollout": id})."""
+    plane = plane_of(request)
+    asked = wire.model(Cancel, await body_of(request))
+    if asked.group is not None and asked.rollout is not None:
+        raise Invalid("give 'group' or 'rollout', not both", errors=["group: not together with 'rollout'"])
+    if asked.group is None and asked.rollout is None:
+        job_id = await plane.database.write(
+            partial(cancelling.cancel_job, namespace=namespace, name=name, reason="Cancelled")
+        )
+        await plane.cancel_rest(job_id)
+    else:
+        await plane.database.write(
+            partial(
+                cancelling.cancel_part,
+                namespace=namespace,
+                name=name,
+                group=asked.group,
+                rollout=asked.rollout,
+            )
+        )
+    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))

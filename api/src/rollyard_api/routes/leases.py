@@ -1,0 +1,151 @@
+"""Calls of stage workers: lease, heartbeat, complete, fail, route."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from rollyard_crds.lease import (
+    CompleteRequest,
+    FailRequest,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    LeaseRef,
+    LeaseRequest,
+    LeaseResponse,
+    OutcomeResponse,
+    RouteRequest,
+    RouteResponse,
+)
+from sqlalchemy.engine import Connection
+from starlette.responses import Response
+
+from rollyard_api import jobs, leasing, liveness, outcomes, wire
+from rollyard_api.bus import QUEUE
+from rollyard_api.codec import encode
+from rollyard_api.database import Transaction
+from rollyard_api.leasing import Ask
+from rollyard_api.problems import Conflict, NotFound
+from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
+
+router = APIRouter(prefix="/v1/leases", tags=["leases"])
+
+
+def _reply(request: Request, document: Any) -> Response:
+    data, media_type = encode(document, request.headers.get("accept", ""))
+    return Response(data, media_type=media_type)
+
+
+def _over(conn: Connection, namespace: str | None, name: str) -> bool:
+    try:
+        job = jobs.find(conn, namespace or "default", name)
+    except NotFound:
+        return True
+    return job.finished_at is not None
+
+
+@router.post(
+    "", responses={200: {"model": LeaseResponse}}, openapi_extra=body_schema(LeaseRequest.model_json_schema())
+)
+async def lease(request: Request) -> Response:
+    """Lease up to 64 rollouts; waits for the first up to `wait` seconds."""
+    plane = plane_of(request)
+    asked = wire.model(LeaseRequest, await body_of(request))
+    ask = Ask(asked.worker, asked.node, dict(asked.capacity), asked.job, asked.namespace)
+    op = partial(leasing.grant, ask=ask, lease_seconds=plane.settings.lease_seconds)
+
+    async def look() -> tuple[list[dict[str, Any]], bool]:
+        leases = await plane.database.write(op, durable=False)
+        if leases or ask.job is None:
+            return leases, False
+        return leases, await plane.database.read(partial(_over, namespace=ask.namespace, name=ask.job))
+
+    leases, draining = await plane.bus.until(QUEUE, look, lambda got: bool(got[0]) or got[1], asked.wait)
+    return _reply(request, {"leases": leases, "draining": draining})
+
+
+@router.post(
+    "/heartbeat",
+    responses={200: {"model": HeartbeatResponse}},
+    openapi_extra=body_schema(HeartbeatRequest.model_json_schema()),
+)
+async def heartbeat(request: Request) -> Response:
+    """Renew leases; learn which are lost or cancelled and which sandboxes are orphans."""
+    plane = plane_of(request)
+    beat = wire.model(HeartbeatRequest, await body_of(request))
+    held = [(ref.rollout, ref.token) for ref in beat.leases]
+
+    def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, float]:
+        lost, cancelled = liveness.renew(tx, held, plane.settings.lease_seconds)
+        unnamed, oldest = liveness.claims(tx, beat.node, beat.sandboxes)
+        return lost, cancelled, unnamed, oldest, tx.now
+
+    lost, cancelled, unnamed, oldest, now = await plane.database.write(op, durable=False)
+    return _reply(
+        request,
+        {
+            "lost": [LeaseRef(rollout=r, token=t).model_dump() for r, t in lost],
+            "cancelled": [LeaseRef(rollout=r, token=t).model_dump() for r, t in cancelled],
+            "orphans": plane.unclaimed.orphans(beat.node, unnamed, oldest, now),
+        },
+    )
+
+
+@router.post(
+    "/complete",
+    responses={200: {"model": OutcomeResponse}},
+    openapi_extra=body_schema(CompleteRequest.model_json_schema()),
+)
+async def complete(request: Request) -> Response:
+    """Hand in stage results; each is committed before it is answered."""
+    plane = plane_of(request)
+    results = wire.check_results(await body_of(request))
+    await plane.refuse_when_full()
+    told = await plane.database.write(partial(outcomes.complete, results=results))
+    return _reply(request, {"outcomes": told})
+
+
+@router.post(
+    "/fail",
+    responses={200: {"model": OutcomeResponse}},
+    openapi_extra=body_schema(FailRequest.model_json_schema()),
+)
+async def fail(request: Request) -> Response:
+    """Report infrastructure failures: retried while attempts are left."""
+    plane = plane_of(request)
+    failures = wire.check_failures(await body_of(request))
+    await plane.refuse_when_full()
+    told = await plane.database.write(partial(outcomes.fail, failures=failures))
+    return _reply(request, {"outcomes": told})
+
+
+@router.post(
+    "/route",
+    responses={200: {"model": RouteResponse}},
+    openapi_extra=body_schema(RouteRequest.model_json_schema()),
+)
+async def route(request: Request) -> Response:
+    """Another backend for a rollout whose own failed."""
+    plane = plane_of(request)
+    asked = wire.model(RouteRequest, await body_of(request))
+    outcome, backend = await plane.database.write(
+        partial(leasing.reroute, rollout=asked.rollout, token=asked.token, failed_url=asked.failed_url)
+    )
+    if outcome == "unknown":
+        raise NotFound(f"there is no rollout {asked.rollout!r}", reason="RolloutNotFound")
+    if outcome == "stale":
+        raise Conflict(
+            f"the lease of {asked.rollout!r} with token {asked.token} is not held", reason="LeaseLost"
+        )
+    return _reply(request, {"backend": backend, "retry_after": 1.0})
+
+
+@router.get("/job")
+async def job_spec(
+    plane: Plane, name: str, namespace: Namespace = "default", uid: str | None = None
+) -> Response:
+    """The spec of a job, for workers; `spec.tasks` holds no inline tasks."""
+    return answer(
+        await plane.database.read(partial(jobs.worker_spec, namespace=namespace, name=name, uid=uid))
+    )

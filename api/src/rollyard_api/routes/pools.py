@@ -1,0 +1,82 @@
+"""BackendPools and what drivers report of their backends."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
+from rollyard_crds.base import Model
+from sqlalchemy.engine import Connection
+from starlette.responses import Response
+
+from rollyard_api import pools, wire
+from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
+from rollyard_api.routes.jobs import manifest_of
+
+router = APIRouter(prefix="/v1/backendpools", tags=["backendpools"])
+
+
+class Backends(Model):
+    """All backends of a pool, as its driver knows them."""
+
+    backends: Annotated[list[BackendStatus], Field(max_length=1024)]
+
+
+def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
+    pools.find(conn, namespace, name)
+    return pools.listed(conn, namespace, name)[0]
+
+
+@router.post("", openapi_extra=body_schema(BackendPool.model_json_schema(by_alias=True)))
+async def create(request: Request) -> Response:
+    """Make a pool: 201 made, 200 the same stands already, 409 another spec."""
+    plane = plane_of(request)
+    pool: BackendPool = await manifest_of(request, "BackendPool")
+    made = await plane.database.write(partial(pools.create, pool=pool))
+    read = partial(_read, namespace=pool.metadata.namespace, name=pool.metadata.name)
+    return answer(await plane.database.read(read), 201 if made else 200)
+
+
+@router.get("")
+async def list_pools(plane: Plane, namespace: Annotated[str | None, Query(max_length=63)] = None) -> Response:
+    """Pools of one namespace, or of all."""
+    found = await plane.database.read(partial(pools.listed, namespace=namespace))
+    return answer({"apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPoolList", "items": found})
+
+
+@router.get("/{name}")
+async def get_pool(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+    """One pool with its backends."""
+    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+
+
+@router.delete("/{name}")
+async def delete_pool(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+    """Remove a pool."""
+    await plane.database.write(partial(pools.delete, namespace=namespace, name=name))
+    return answer({"name": name, "namespace": namespace, "deleted": True})
+
+
+@router.put("/{name}/backends", openapi_extra=body_schema(Backends.model_json_schema(by_alias=True)))
+async def put_backends(request: Request, name: str, namespace: Namespace = "default") -> Response:
+    """The driver's report of the pool's backends, all of them."""
+    plane = plane_of(request)
+    given = wire.model(Backends, await body_of(request))
+    await plane.database.write(
+        partial(pools.put_backends, namespace=namespace, name=name, reported=given.backends)
+    )
+    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+
+
+@router.put("/{name}/status", openapi_extra=body_schema(BackendPoolStatus.model_json_schema(by_alias=True)))
+async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
+    """The driver's report: conditions, observedGeneration, replicas."""
+    plane = plane_of(request)
+    status = wire.model(BackendPoolStatus, await body_of(request))
+    await plane.database.write(
+        partial(pools.put_status, namespace=namespace, name=name, status=status.to_json())
+    )
+    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))

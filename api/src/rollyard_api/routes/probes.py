@@ -1,0 +1,34 @@
+"""Probes and metrics: no token, nothing secret."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse, Response
+
+from rollyard_api.problems import Unavailable
+from rollyard_api.routes.common import Plane
+from rollyard_api.service import ping
+
+router = APIRouter(tags=["probes"])
+
+
+@router.get("/healthz", response_class=PlainTextResponse)
+async def healthz() -> str:
+    """The process answers."""
+    return "ok"
+
+
+@router.get("/readyz", response_class=PlainTextResponse)
+async def readyz(plane: Plane) -> str:
+    """The database answers too; 503 while it does not, or while shutting down."""
+    if not plane.ready or plane.bus.closing:
+        raise Unavailable("starting or shutting down")
+    await plane.database.read(ping)
+    return "ok"
+
+
+@router.get("/metrics")
+async def metrics(plane: Plane) -> Response:
+    """Prometheus metrics."""
+    text = await plane.database.read(plane.metrics.render)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,167 @@
+"""Tables of the control plane's database.
+
+Rollouts are narrow rows that change often; what is large and changes rarely (a task, a
+trajectory between Run and Eval) lies in tables of its own, because SQLite rewrites a whole
+row on every update. Times are seconds since the epoch; JSON is kept as bytes, so that it
+goes into a response without being parsed.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+metadata = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+    }
+)
+
+
+def _partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:
+    clause = sa.text(where)
+    return sa.Index(name, *columns, unique=unique, sqlite_where=clause, postgresql_where=clause)
+
+
+jobs = sa.Table(
+    "jobs",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("uid", sa.String(36), nullable=False, unique=True),
+    sa.Column("namespace", sa.String(63), nullable=False),
+    sa.Column("name", sa.String(63), nullable=False),
+    sa.Column("generation", sa.Integer, nullable=False),
+    sa.Column("metadata", sa.LargeBinary, nullable=False),
+    sa.Column("spec", sa.LargeBinary, nullable=False),
+    # Digest of the spec as first submitted: a later PATCH must not make a repeat a conflict.
+    sa.Column("digest", sa.String(64), nullable=False),
+    sa.Column("limits", sa.LargeBinary, nullable=False),
+    sa.Column("status", sa.LargeBinary, nullable=False),
+    sa.Column("pool", sa.String(63)),
+    sa.Column("priority", sa.Integer, nullable=False),
+    sa.Column("suspended", sa.Boolean, nullable=False),
+    sa.Column("closed", sa.Boolean, nullable=False),
+    sa.Column("cancel_reason", sa.String(128)),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("started_at", sa.Double),
+    sa.Column("deadline_at", sa.Double),
+    sa.Column("finished_at", sa.Double),
+    sa.Column("delete_at", sa.Double),
+    sa.Column("deleted_at", sa.Double),
+    sa.Column("total", sa.Integer, nullable=False),
+    sa.Column("ended", sa.Integer, nullable=False),
+    sa.Column("succeeded", sa.Integer, nullable=False),
+    sa.Column("failed", sa.Integer, nullable=False),
+    sa.Column("cancelled", sa.Integer, nullable=False),
+    sa.Column("reward_sum", sa.Double, nullable=False),
+    sa.Column("groups", sa.Integer, nullable=False),
+    sa.Column("groups_ended", sa.Integer, nullable=False),
+    sa.Column("parts", sa.Integer, nullable=False),
+    _partial("uq_jobs_live_name", "namespace", "name", where="deleted_at IS NULL", unique=True),
+    _partial("ix_jobs_unfinished", "id", where="finished_at IS NULL"),
+)
+
+groups = sa.Table(
+    "groups",
+    metadata,
+    sa.Column("job_id", sa.Integer, sa.ForeignKey("jobs.id"), primary_key=True),
+    sa.Column("no", sa.Integer, primary_key=True),
+    sa.Column("task_id", sa.String(128), nullable=False),
+    sa.Column("task", sa.LargeBinary, nullable=False),
+    sa.Column("backend", sa.Text),
+    sa.Column("remaining", sa.Integer, nullable=False),
+    # Place in the order in which the job's groups ended; null while members are unfinished.
+    sa.Column("seq", sa.Integer),
+    sa.Column("delivered", sa.Boolean),
+    sa.Column("informative", sa.Boolean),
+    sa.Column("reason", sa.String(128)),
+    sa.UniqueConstraint("job_id", "task_id"),
+    _partial("ix_groups_seq", "job_id", "seq", where="seq IS NOT NULL"),
+)
+
+rollouts = sa.Table(
+    "rollouts",
+    metadata,
+    sa.Column("id", sa.String(128), primary_key=True),
+    sa.Column("job_id", sa.Integer, sa.ForeignKey("jobs.id"), nullable=False),
+    sa.Column("group_no", sa.Integer, nullable=False),
+    sa.Column("sample", sa.Integer, nullable=False),
+    sa.Column("state", sa.SmallInteger, nullable=False),
+    # While queued: the node whose workers alone may lease it, "" for any. While leased: its worker's.
+    sa.Column("node", sa.String(253), nullable=False),
+    sa.Column("place", sa.BigInteger, nullable=False),
+    sa.Column("token", sa.Integer, nullable=False),
+    sa.Column("worker", sa.String(253)),
+    sa.Column("lease_expires", sa.Double),
+    sa.Column("since", sa.Double, nullable=False),
+    sa.Column("failures_init", sa.SmallInteger, nullable=False),
+    sa.Column("failures_run", sa.SmallInteger, nullable=False),
+    sa.Column("failures_eval", sa.SmallInteger, nullable=False),
+    sa.Column("expiries", sa.SmallInteger, nullable=False),
+    sa.Column("eval_expiries", sa.SmallInteger, nullable=False),
+    # Tokens whose outcome was accepted, "c3" completed, "f2" failed: what a repeat is told from.
+    sa.Column("settled", sa.Text, nullable=False),
+    sa.Column("timings", sa.Text, nullable=False),
+    sa.Column("sandbox_id", sa.String(253)),
+    sa.Column("sandbox", sa.LargeBinary),
+    sa.Column("backend", sa.Text),
+    sa.Column("reward", sa.Double),
+    sa.Column("components", sa.LargeBinary),
+    sa.Column("reason", sa.String(128)),
+    sa.Column("message", sa.Text),
+    # Place in the order in which the job's rollouts ended: the cursor of its trajectories.
+    sa.Column("end_seq", sa.Integer),
+    # 1 from the end until the record lies in the trajectory store.
+    sa.Column("pending", sa.SmallInteger),
+    sa.Column("part", sa.Integer),
+    sa.Column("part_offset", sa.BigInteger),
+    sa.Column("part_length", sa.Integer),
+    sa.Index("ix_rollouts_queue", "job_id", "state", "node", "place"),
+    sa.Index("ix_rollouts_group", "job_id", "group_no"),
+    _partial(
+        "ix_rollouts_lease", "lease_expires", "job_id", "state", "backend", where="lease_expires IS NOT NULL"
+    ),
+    _partial("ix_rollouts_end", "job_id", "end_seq", where="end_seq IS NOT NULL"),
+    _partial("ix_rollouts_sandbox", "sandbox_id", where="sandbox_id IS NOT NULL"),
+    _partial("ix_rollouts_pending", "job_id", "end_seq", where="pending IS NOT NULL"),
+)
+
+payloads = sa.Table(
+    "payloads",
+    metadata,
+    sa.Column("rollout_id", sa.String(128), primary_key=True),
+    sa.Column("carry", sa.LargeBinary),
+    sa.Column("trajectory", sa.LargeBinary),
+)
+
+pools = sa.Table(
+    "pools",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("uid", sa.String(36), nullable=False, unique=True),
+    sa.Column("namespace", sa.String(63), nullable=False),
+    sa.Column("name", sa.String(63), nullable=False),
+    sa.Column("generation", sa.Integer, nullable=False),
+    sa.Column("metadata", sa.LargeBinary, nullable=False),
+    sa.Column("spec", sa.LargeBinary, nullable=False),
+    sa.Column("status", sa.LargeBinary, nullable=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("tokenizer", sa.Text, nullable=False),
+    sa.Column("max_active", sa.Integer, nullable=False),
+    sa.Column("external", sa.Boolean, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.UniqueConstraint("namespace", "name"),
+)
+
+backends = sa.Table(
+    "backends",
+    metadata,
+    sa.Column("pool_id", sa.Integer, sa.ForeignKey("pools.id"), primary_key=True),
+    sa.Column("url", sa.String(2048), primary_key=True),
+    sa.Column("position", sa.Integer, nullable=False),
+    sa.Column("ready", sa.Boolean, nullable=False),
+    sa.Column("policy_version", sa.String(128), nullable=False),
+    sa.Column("message", sa.String(1024), nullable=False),
+)

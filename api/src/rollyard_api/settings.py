@@ -1,0 +1,43 @@
+"""Settings of one control plane process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Where state lives and how much of everything there may be."""
+
+    state_dir: Path
+    """Holds tokens.json and, by default, the database and the trajectories."""
+    db: str = ""
+    """SQLAlchemy URL, `sqlite:///…` or `postgresql+psycopg://…`; default: `state_dir/rollyard.db`."""
+    trajectories: str = ""
+    """fsspec URL of the trajectory store; default: `state_dir/trajectories`."""
+    lease_seconds: float = 30.0
+    max_queued: int = 1_000_000
+    """Unfinished rollouts in all; more is answered 429."""
+    max_body_bytes: int = 64 << 20
+    max_expiries: int = 10
+    """Expired leases per rollout, after which it ends as Failed/LeaseExpired."""
+    max_unstored: int = 10_000
+    """Ended rollouts that wait for the trajectory store; beyond, completions answer 507."""
+    sweep_seconds: float = 1.0
+    health_seconds: float = 5.0
+    """Between two health checks of an external backend."""
+    recheck_seconds: float = 1.0
+    """Longest sleep of a long poll where another replica may have made the change."""
+    event_buffer: int = 4096
+    """Events kept per job for resuming, and at most owed to one subscriber."""
+    sqlite_max_pages: int = 0
+    """Bound of the SQLite file in pages of 4 KiB; 0: the disk is the bound."""
+
+    @property
+    def database_url(self) -> str:
+        return self.db or f"sqlite:///{self.state_dir.absolute() / 'rollyard.db'}"
+
+    @property
+    def trajectories_url(self) -> str:
+        return self.trajectories or str(self.state_dir.absolute() / "trajectories")

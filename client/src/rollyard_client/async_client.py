@@ -1,0 +1,228 @@
+"""The async client: the methods of the sync one, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from rollyard_crds.backendpool import BackendPool
+from rollyard_crds.rolloutjob import RolloutJob
+from rollyard_crds.task import Task
+from rollyard_crds.trajectory import Trajectory
+
+from rollyard_client import requests
+from rollyard_client.context import resolve
+from rollyard_client.errors import WaitTimeout
+from rollyard_client.finish import POLL_SECONDS, finished, timed_out
+from rollyard_client.paging import Cursor, Files, Listing, P, T, Walk
+from rollyard_client.requests import Group, RolloutSummary
+from rollyard_client.sse import JobEvent, Parser
+from rollyard_client.transport import AsyncTransport, Retry
+
+__all__ = ["AsyncClient"]
+
+DEFAULT_TIMEOUT = 30.0
+SUBMIT_SECONDS = 600.0
+
+
+class AsyncClient:
+    """Talks to one control plane; all methods raise RollyardError.
+
+    Example:
+        async with AsyncClient() as client:
+            job = await client.submit(manifest)
+            async for trajectory in client.trajectories("quickstart", follow=True):
+                print(trajectory.id, trajectory.reward)
+
+    Args:
+        url: default ROLLYARD_URL, else the context file that `rollyard up` writes.
+        token: default ROLLYARD_TOKEN, else the context file.
+        namespace: of all calls that name none.
+        timeout: seconds per request, a long poll's own wait not counted.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        namespace: str = "default",
+        timeout: float = DEFAULT_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> None:
+        self.namespace = namespace
+        self._transport = AsyncTransport(resolve(url, token), retry=retry or Retry(), timeout=timeout)
+
+    @property
+    def url(self) -> str:
+        """The control plane's address."""
+        return self._transport.url
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections; the client is of no use afterwards."""
+        await self._transport.close()
+
+    async def _walk(self, pages: Walk[P, T]) -> AsyncIterator[T]:
+        while not pages.done:
+            for item in pages.take(await self._transport.send(pages.next())):
+                yield item
+
+    async def ready(self) -> None:
+        """Returns when the control plane is ready; raises ServerUnavailable otherwise."""
+        await self._transport.send(requests.ready())
+
+    async def submit(self, manifest: RolloutJob | Mapping[str, Any]) -> RolloutJob:
+        """Submit a RolloutJob; the same one twice is the same as once."""
+        return await self._transport.send(requests.submit(manifest, SUBMIT_SECONDS))
+
+    async def jobs(self, namespace: str | None = None) -> list[RolloutJob]:
+        """All jobs of a namespace, or of all namespaces."""
+        return [job async for job in self._walk(Listing(partial(requests.jobs, namespace)))]
+
+    async def job(self, name: str, namespace: str | None = None) -> RolloutJob:
+        """One job with live counts."""
+        return await self._transport.send(requests.job(name, namespace or self.namespace))
+
+    async def wait(self, name: str, timeout: float | None = None, namespace: str | None = None) -> RolloutJob:
+        """Wait until the job has ended.
+
+        Raises:
+            WaitTimeout: it has not within `timeout` seconds.
+        """
+        loop = asyncio.get_running_loop()
+        end = None if timeout is None else loop.time() + timeout
+        while True:
+            job = await self.job(name, namespace)
+            if finished(job):
+                return job
+            left = POLL_SECONDS if end is None else end - loop.time()
+            if left <= 0:
+                raise WaitTimeout(timed_out(job, timeout or 0.0))
+            await asyncio.sleep(min(POLL_SECONDS, left))
+
+    async def cancel(
+        self, name: str, *, group: str | None = None, rollout: str | None = None, namespace: str | None = None
+    ) -> RolloutJob:
+        """Cancel a job, one of its groups, or one rollout."""
+        target = {k: v for k, v in (("group", group), ("rollout", rollout)) if v is not None}
+        return await self._transport.send(requests.cancel(name, namespace or self.namespace, target))
+
+    async def delete(self, name: str, namespace: str | None = None) -> None:
+        """Cancel and remove a job; stored trajectories stay in the trajectory store."""
+        await self._transport.send(requests.delete_job(name, namespace or self.namespace))
+
+    async def update(
+        self,
+        name: str,
+        *,
+        suspend: bool | None = None,
+        priority: int | None = None,
+        namespace: str | None = None,
+    ) -> RolloutJob:
+        """Suspend, resume, or change the priority."""
+        changes = {k: v for k, v in (("suspend", suspend), ("priority", priority)) if v is not None}
+        return await self._transport.send(requests.patch(name, namespace or self.namespace, changes))
+
+    async def push_tasks(
+        self, name: str, tasks: Iterable[Task | Mapping[str, Any]], namespace: str | None = None
+    ) -> dict[str, int]:
+        """Push tasks to a stream; gives {"accepted", "repeated"}."""
+        return await self._transport.send(requests.push_tasks(name, namespace or self.namespace, tasks))
+
+    async def close(self, name: str, namespace: str | None = None) -> RolloutJob:
+        """No more tasks will come."""
+        return await self._transport.send(requests.close(name, namespace or self.namespace))
+
+    def trajectories(
+        self,
+        name: str,
+        *,
+        follow: bool = False,
+        cursor: str = "",
+        status: str | None = None,
+        namespace: str | None = None,
+    ) -> AsyncIterator[Trajectory]:
+        """Ended rollouts in the order of their ends; with `follow` until the job has ended."""
+        build = partial(requests.trajectories, name, namespace or self.namespace, limit=100, status=status)
+        return self._walk(
+            Cursor(lambda at, wait: build(cursor=at, wait=wait), requests.trajectory, follow, cursor)
+        )
+
+    async def trajectory(self, name: str, rollout: str, namespace: str | None = None) -> Trajectory:
+        """One ended rollout."""
+        return await self._transport.send(requests.rollout(name, namespace or self.namespace, rollout))
+
+    def groups(
+        self,
+        name: str,
+        *,
+        follow: bool = False,
+        informative: bool = False,
+        dropped: bool = False,
+        cursor: str = "",
+        namespace: str | None = None,
+    ) -> AsyncIterator[Group]:
+        """Whole groups as they end; `informative`: only those whose rewards are not all equal."""
+        build = partial(
+            requests.groups,
+            name,
+            namespace or self.namespace,
+            limit=16,
+            informative=informative,
+            dropped=dropped,
+        )
+        return self._walk(
+            Cursor(lambda at, wait: build(cursor=at, wait=wait), requests.group, follow, cursor)
+        )
+
+    def rollouts(
+        self, name: str, *, stage: str | None = None, status: str | None = None, namespace: str | None = None
+    ) -> AsyncIterator[RolloutSummary]:
+        """Rollouts in short, ended or not, ordered by id."""
+        build = partial(requests.rollouts, name, namespace or self.namespace, stage=stage, status=status)
+        return self._walk(Listing(lambda after: build(after=after)))
+
+    def parquet(self, name: str, *, cursor: str = "", namespace: str | None = None) -> AsyncIterator[bytes]:
+        """The job's ended rollouts as Parquet files of up to 1,000 rows each."""
+        build = partial(requests.parquet, name, namespace or self.namespace, limit=1000)
+        return self._walk(Files(lambda at: build(cursor=at), cursor))
+
+    async def events(
+        self, name: str, *, last_id: str = "", namespace: str | None = None
+    ) -> AsyncIterator[JobEvent]:
+        """Stage transitions and counts as they happen, until the job has ended."""
+        path, query = requests.events(name, namespace or self.namespace)
+        parser = Parser()
+        async with self._transport.stream(path, query, last_id) as answer:
+            async for line in answer.aiter_lines():
+                for event in parser.feed(line):
+                    yield event
+                    if event.name == "end":
+                        return
+
+    async def create_pool(self, manifest: BackendPool | Mapping[str, Any]) -> BackendPool:
+        """Make a BackendPool; the same one twice is the same as once."""
+        return await self._transport.send(requests.create_pool(manifest))
+
+    async def pools(self, namespace: str | None = None) -> list[BackendPool]:
+        """All pools of a namespace, or of all namespaces."""
+        return await self._transport.send(requests.pools(namespace))
+
+    async def pool(self, name: str, namespace: str | None = None) -> BackendPool:
+        """One pool with its backends."""
+        return await self._transport.send(requests.pool(name, namespace or self.namespace))
+
+    async def delete_pool(self, name: str, namespace: str | None = None) -> None:
+        """Remove a pool."""
+        await self._transport.send(requests.delete_pool(name, namespace or self.namespace))

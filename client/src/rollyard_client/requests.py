@@ -1,0 +1,258 @@
+"""Every call of the REST API, built: what is asked and how the answer is read. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
+from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec, RolloutJobStatus
+from rollyard_crds.task import Task
+from rollyard_crds.trajectory import Trajectory
+
+from rollyard_client.call import Call, as_json, encode, nothing, segment
+
+NDJSON = "application/x-ndjson"
+PARQUET = "application/vnd.apache.parquet"
+JOBS = "/v1/rolloutjobs"
+POOLS = "/v1/backendpools"
+
+Manifest = RolloutJob | BackendPool | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some of a job's results: JSON lines, where to go on, and whether nothing follows."""
+
+    lines: list[bytes]
+    cursor: str
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The samples of one task that have a reward, as a GRPO or DAPO trainer wants them."""
+
+    group_id: str
+    task_id: str
+    delivered: bool
+    informative: bool
+    reason: str
+    trajectories: list[Trajectory]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSummary:
+    """One rollout in short, ended or not."""
+
+    id: str
+    task_id: str
+    group_id: str
+    sample_index: int
+    stage: str | None
+    status: str
+    attempt: int
+    reason: str
+    message: str
+    reward: float | None
+    timings: dict[str, Any]
+    worker: str
+    backend: str
+
+
+def _job(answer: httpx.Response) -> RolloutJob:
+    return RolloutJob.model_validate_json(answer.content)
+
+
+def _pool(answer: httpx.Response) -> BackendPool:
+    return BackendPool.model_validate_json(answer.content)
+
+
+def _page(answer: httpx.Response) -> Page:
+    lines = answer.content.split(b"\n")
+    return Page(
+        [line for line in lines if line],
+        answer.headers["rollyard-cursor"],
+        answer.headers["rollyard-finished"] == "true",
+    )
+
+
+def trajectory(line: bytes) -> Trajectory:
+    """One JSON line as a Trajectory."""
+    return Trajectory.model_validate_json(line)
+
+
+def group(line: bytes) -> Group:
+    """One JSON line as a Group."""
+    document = orjson.loads(line)
+    members = [Trajectory.model_validate(item) for item in document.pop("trajectories")]
+    return Group(**document, trajectories=members)
+
+
+def document_of(manifest: Manifest) -> Mapping[str, Any]:
+    """The JSON form of a manifest given as a model or as a mapping; the status is not sent."""
+    if isinstance(manifest, RolloutJob | BackendPool):
+        body = manifest.to_json()
+        body.pop("status", None)
+        return body
+    return manifest
+
+
+def submit(manifest: RolloutJob | Mapping[str, Any], timeout: float) -> Call[RolloutJob]:
+    """`timeout`: seconds beyond the usual that reading a large task list may take."""
+    return Call("POST", JOBS, _job, body=encode(document_of(manifest)), wait=timeout)
+
+
+def jobs(namespace: str | None, after: str | None) -> Call[tuple[list[RolloutJob], str | None]]:
+    def parse(answer: httpx.Response) -> tuple[list[RolloutJob], str | None]:
+        document = as_json(answer)
+        found = [RolloutJob.model_validate(item) for item in document["items"]]
+        return found, document["metadata"].get("continue")
+
+    return Call("GET", JOBS, parse, query={"namespace": namespace, "continue": after})
+
+
+def job(name: str, namespace: str) -> Call[RolloutJob]:
+    return Call("GET", f"{JOBS}/{segment(name)}", _job, query={"namespace": namespace})
+
+
+def delete_job(name: str, namespace: str) -> Call[None]:
+    # A repeat would be answered 404: it is not sent again once it may have arrived.
+    return Call(
+        "DELETE", f"{JOBS}/{segment(name)}", nothing, query={"namespace": namespace}, idempotent=False
+    )
+
+
+def cancel(name: str, namespace: str, target: Mapping[str, str]) -> Call[RolloutJob]:
+    """`target`: {} for the job, {"group": id} or {"rollout": id}."""
+    path = f"{JOBS}/{segment(name)}/cancel"
+    return Call("POST", path, _job, query={"namespace": namespace}, body=encode(target))
+
+
+def close(name: str, namespace: str) -> Call[RolloutJob]:
+    return Call("POST", f"{JOBS}/{segment(name)}/close", _job, query={"namespace": namespace}, body=b"{}")
+
+
+def patch(name: str, namespace: str, changes: Mapping[str, Any]) -> Call[RolloutJob]:
+    path = f"{JOBS}/{segment(name)}"
+    return Call("PATCH", path, _job, query={"namespace": namespace}, body=encode(changes))
+
+
+def push_tasks(name: str, namespace: str, tasks: Iterable[Task | Mapping[str, Any]]) -> Call[dict[str, int]]:
+    lines = [
+        task.model_dump_json(exclude_none=True).encode() if isinstance(task, Task) else encode(task)
+        for task in tasks
+    ]
+    return Call(
+        "POST",
+        f"{JOBS}/{segment(name)}/tasks",
+        as_json,
+        query={"namespace": namespace},
+        body=b"\n".join(lines),
+        content_type=NDJSON,
+    )
+
+
+def trajectories(
+    name: str, namespace: str, *, cursor: str, wait: float, limit: int, status: str | None
+) -> Call[Page]:
+    query = {"namespace": namespace, "cursor": cursor, "wait": wait, "limit": limit, "status": status}
+    return Call("GET", f"{JOBS}/{segment(name)}/trajectories", _page, query=query, accept=NDJSON, wait=wait)
+
+
+def parquet(name: str, namespace: str, *, cursor: str, limit: int) -> Call[tuple[bytes, str, bool]]:
+    """A Parquet file of up to `limit` trajectories, the cursor after it, and whether nothing follows."""
+
+    def parse(answer: httpx.Response) -> tuple[bytes, str, bool]:
+        headers = answer.headers
+        return answer.content, headers["rollyard-cursor"], headers["rollyard-finished"] == "true"
+
+    query = {"namespace": namespace, "cursor": cursor, "limit": limit}
+    return Call("GET", f"{JOBS}/{segment(name)}/trajectories", parse, query=query, accept=PARQUET)
+
+
+def groups(
+    name: str, namespace: str, *, cursor: str, wait: float, limit: int, informative: bool, dropped: bool
+) -> Call[Page]:
+    query = {
+        "namespace": namespace,
+        "cursor": cursor,
+        "wait": wait,
+        "limit": limit,
+        "informative": informative,
+        "dropped": dropped,
+    }
+    return Call("GET", f"{JOBS}/{segment(name)}/groups", _page, query=query, accept=NDJSON, wait=wait)
+
+
+def rollouts(
+    name: str, namespace: str, *, stage: str | None, status: str | None, after: str | None
+) -> Call[tuple[list[RolloutSummary], str | None]]:
+    def parse(answer: httpx.Response) -> tuple[list[RolloutSummary], str | None]:
+        document = as_json(answer)
+        return [RolloutSummary(**item) for item in document["items"]], document["metadata"].get("continue")
+
+    query = {"namespace": namespace, "stage": stage, "status": status, "continue": after}
+    return Call("GET", f"{JOBS}/{segment(name)}/rollouts", parse, query=query)
+
+
+def rollout(name: str, namespace: str, rollout_id: str) -> Call[Trajectory]:
+    def parse(answer: httpx.Response) -> Trajectory:
+        return trajectory(answer.content)
+
+    path = f"{JOBS}/{segment(name)}/rollouts/{segment(rollout_id)}"
+    return Call("GET", path, parse, query={"namespace": namespace})
+
+
+def events(name: str, namespace: str) -> tuple[str, dict[str, str]]:
+    """Path and query of the event stream."""
+    return f"{JOBS}/{segment(name)}/events", {"namespace": namespace}
+
+
+def put_job_status(name: str, namespace: str, status: RolloutJobStatus) -> Call[RolloutJob]:
+    path = f"{JOBS}/{segment(name)}/status"
+    return Call("PUT", path, _job, query={"namespace": namespace}, body=encode(status.to_json()))
+
+
+def create_pool(manifest: BackendPool | Mapping[str, Any]) -> Call[BackendPool]:
+    return Call("POST", POOLS, _pool, body=encode(document_of(manifest)))
+
+
+def pools(namespace: str | None) -> Call[list[BackendPool]]:
+    def parse(answer: httpx.Response) -> list[BackendPool]:
+        return [BackendPool.model_validate(item) for item in as_json(answer)["items"]]
+
+    return Call("GET", POOLS, parse, query={"namespace": namespace})
+
+
+def pool(name: str, namespace: str) -> Call[BackendPool]:
+    return Call("GET", f"{POOLS}/{segment(name)}", _pool, query={"namespace": namespace})
+
+
+def delete_pool(name: str, namespace: str) -> Call[None]:
+    path = f"{POOLS}/{segment(name)}"
+    return Call("DELETE", path, nothing, query={"namespace": namespace}, idempotent=False)
+
+
+def put_backends(name: str, namespace: str, backends: Sequence[BackendStatus]) -> Call[BackendPool]:
+    body = encode({"backends": [backend.to_json() for backend in backends]})
+    return Call("PUT", f"{POOLS}/{segment(name)}/backends", _pool, query={"namespace": namespace}, body=body)
+
+
+def put_pool_status(name: str, namespace: str, status: BackendPoolStatus) -> Call[BackendPool]:
+    path = f"{POOLS}/{segment(name)}/status"
+    return Call("PUT", path, _pool, query={"namespace": namespace}, body=encode(status.to_json()))
+
+
+def job_spec(namespace: str, name: str, uid: str | None) -> Call[RolloutJobSpec]:
+    def parse(answer: httpx.Response) -> RolloutJobSpec:
+        return RolloutJobSpec.model_validate(as_json(answer)["spec"])
+
+    return Call("GET", "/v1/leases/job", parse, query={"namespace": namespace, "name": name, "uid": uid})
+
+
+def ready() -> Call[None]:
+    return Call("GET", "/readyz", nothing)

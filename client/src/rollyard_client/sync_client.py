@@ -1,0 +1,224 @@
+"""The sync client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from rollyard_crds.backendpool import BackendPool
+from rollyard_crds.rolloutjob import RolloutJob
+from rollyard_crds.task import Task
+from rollyard_crds.trajectory import Trajectory
+
+from rollyard_client import requests
+from rollyard_client.context import resolve
+from rollyard_client.errors import WaitTimeout
+from rollyard_client.finish import POLL_SECONDS, finished, timed_out
+from rollyard_client.paging import Cursor, Files, Listing, P, T, Walk
+from rollyard_client.requests import Group, RolloutSummary
+from rollyard_client.sse import JobEvent, Parser
+from rollyard_client.transport import Retry, SyncTransport
+
+__all__ = ["Client"]
+
+DEFAULT_TIMEOUT = 30.0
+SUBMIT_SECONDS = 600.0
+
+
+class Client:
+    """Talks to one control plane; all methods raise RollyardError.
+
+    Example:
+        with Client() as client:
+            job = client.submit(manifest)
+            for trajectory in client.trajectories("quickstart", follow=True):
+                print(trajectory.id, trajectory.reward)
+
+    Args:
+        url: default ROLLYARD_URL, else the context file that `rollyard up` writes.
+        token: default ROLLYARD_TOKEN, else the context file.
+        namespace: of all calls that name none.
+        timeout: seconds per request, a long poll's own wait not counted.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        namespace: str = "default",
+        timeout: float = DEFAULT_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> None:
+        self.namespace = namespace
+        self._transport = SyncTransport(resolve(url, token), retry=retry or Retry(), timeout=timeout)
+
+    @property
+    def url(self) -> str:
+        """The control plane's address."""
+        return self._transport.url
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close_connections()
+
+    def close_connections(self) -> None:
+        """Close all connections; the client is of no use afterwards."""
+        self._transport.close()
+
+    def _walk(self, pages: Walk[P, T]) -> Iterator[T]:
+        while not pages.done:
+            yield from pages.take(self._transport.send(pages.next()))
+
+    def ready(self) -> None:
+        """Returns when the control plane is ready; raises ServerUnavailable otherwise."""
+        self._transport.send(requests.ready())
+
+    def submit(self, manifest: RolloutJob | Mapping[str, Any]) -> RolloutJob:
+        """Submit a RolloutJob; the same one twice is the same as once."""
+        return self._transport.send(requests.submit(manifest, SUBMIT_SECONDS))
+
+    def jobs(self, namespace: str | None = None) -> list[RolloutJob]:
+        """All jobs of a namespace, or of all namespaces."""
+        return list(self._walk(Listing(partial(requests.jobs, namespace))))
+
+    def job(self, name: str, namespace: str | None = None) -> RolloutJob:
+        """One job with live counts."""
+        return self._transport.send(requests.job(name, namespace or self.namespace))
+
+    def wait(self, name: str, timeout: float | None = None, namespace: str | None = None) -> RolloutJob:
+        """Wait until the job has ended.
+
+        Raises:
+            WaitTimeout: it has not within `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            job = self.job(name, namespace)
+            if finished(job):
+                return job
+            left = POLL_SECONDS if end is None else end - time.monotonic()
+            if left <= 0:
+                raise WaitTimeout(timed_out(job, timeout or 0.0))
+            time.sleep(min(POLL_SECONDS, left))
+
+    def cancel(
+        self, name: str, *, group: str | None = None, rollout: str | None = None, namespace: str | None = None
+    ) -> RolloutJob:
+        """Cancel a job, one of its groups, or one rollout."""
+        target = {k: v for k, v in (("group", group), ("rollout", rollout)) if v is not None}
+        return self._transport.send(requests.cancel(name, namespace or self.namespace, target))
+
+    def delete(self, name: str, namespace: str | None = None) -> None:
+        """Cancel and remove a job; stored trajectories stay in the trajectory store."""
+        self._transport.send(requests.delete_job(name, namespace or self.namespace))
+
+    def update(
+        self,
+        name: str,
+        *,
+        suspend: bool | None = None,
+        priority: int | None = None,
+        namespace: str | None = None,
+    ) -> RolloutJob:
+        """Suspend, resume, or change the priority."""
+        changes = {k: v for k, v in (("suspend", suspend), ("priority", priority)) if v is not None}
+        return self._transport.send(requests.patch(name, namespace or self.namespace, changes))
+
+    def push_tasks(
+        self, name: str, tasks: Iterable[Task | Mapping[str, Any]], namespace: str | None = None
+    ) -> dict[str, int]:
+        """Push tasks to a stream; gives {"accepted", "repeated"}."""
+        return self._transport.send(requests.push_tasks(name, namespace or self.namespace, tasks))
+
+    def close(self, name: str, namespace: str | None = None) -> RolloutJob:
+        """No more tasks will come."""
+        return self._transport.send(requests.close(name, namespace or self.namespace))
+
+    def trajectories(
+        self,
+        name: str,
+        *,
+        follow: bool = False,
+        cursor: str = "",
+        status: str | None = None,
+        namespace: str | None = None,
+    ) -> Iterator[Trajectory]:
+        """Ended rollouts in the order of their ends; with `follow` until the job has ended."""
+        build = partial(requests.trajectories, name, namespace or self.namespace, limit=100, status=status)
+        return self._walk(
+            Cursor(lambda at, wait: build(cursor=at, wait=wait), requests.trajectory, follow, cursor)
+        )
+
+    def trajectory(self, name: str, rollout: str, namespace: str | None = None) -> Trajectory:
+        """One ended rollout."""
+        return self._transport.send(requests.rollout(name, namespace or self.namespace, rollout))
+
+    def groups(
+        self,
+        name: str,
+        *,
+        follow: bool = False,
+        informative: bool = False,
+        dropped: bool = False,
+        cursor: str = "",
+        namespace: str | None = None,
+    ) -> Iterator[Group]:
+        """Whole groups as they end; `informative`: only those whose rewards are not all equal."""
+        build = partial(
+            requests.groups,
+            name,
+            namespace or self.namespace,
+            limit=16,
+            informative=informative,
+            dropped=dropped,
+        )
+        return self._walk(
+            Cursor(lambda at, wait: build(cursor=at, wait=wait), requests.group, follow, cursor)
+        )
+
+    def rollouts(
+        self, name: str, *, stage: str | None = None, status: str | None = None, namespace: str | None = None
+    ) -> Iterator[RolloutSummary]:
+        """Rollouts in short, ended or not, ordered by id."""
+        build = partial(requests.rollouts, name, namespace or self.namespace, stage=stage, status=status)
+        return self._walk(Listing(lambda after: build(after=after)))
+
+    def parquet(self, name: str, *, cursor: str = "", namespace: str | None = None) -> Iterator[bytes]:
+        """The job's ended rollouts as Parquet files of up to 1,000 rows each."""
+        build = partial(requests.parquet, name, namespace or self.namespace, limit=1000)
+        return self._walk(Files(lambda at: build(cursor=at), cursor))
+
+    def events(self, name: str, *, last_id: str = "", namespace: str | None = None) -> Iterator[JobEvent]:
+        """Stage transitions and counts as they happen, until the job has ended."""
+        path, query = requests.events(name, namespace or self.namespace)
+        parser = Parser()
+        with self._transport.stream(path, query, last_id) as answer:
+            for line in answer.iter_lines():
+                for event in parser.feed(line):
+                    yield event
+                    if event.name == "end":
+                        return
+
+    def create_pool(self, manifest: BackendPool | Mapping[str, Any]) -> BackendPool:
+        """Make a BackendPool; the same one twice is the same as once."""
+        return self._transport.send(requests.create_pool(manifest))
+
+    def pools(self, namespace: str | None = None) -> list[BackendPool]:
+        """All pools of a namespace, or of all namespaces."""
+        return self._transport.send(requests.pools(namespace))
+
+    def pool(self, name: str, namespace: str | None = None) -> BackendPool:
+        """One pool with its backends."""
+        return self._transport.send(requests.pool(name, namespace or self.namespace))
+
+    def delete_pool(self, name: str, namespace: str | None = None) -> None:
+        """Remove a pool."""
+        self._transport.send(requests.delete_pool(name, namespace or self.namespace))

@@ -1,0 +1,169 @@
+"""Sending calls over httpx, sync and async, with bounded retries of what may be sent again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+
+from rollyard_client.call import Call, check
+from rollyard_client.context import Context
+from rollyard_client.errors import RollyardError, ServerUnavailable, TooMany, unreachable
+
+T = TypeVar("T")
+
+_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often and how long: attempt n waits base × 2ⁿ seconds, at most `longest`, half of it jitter."""
+
+    attempts: int = 5
+    base: float = 0.1
+    longest: float = 2.0
+
+    def pause(self, attempt: int, error: RollyardError) -> float | None:
+        """Seconds before the next attempt; None: there is none, raise."""
+        if attempt + 1 >= self.attempts:
+            return None
+        if not isinstance(error, ServerUnavailable | TooMany):
+            return None
+        if error.retry_after is not None and error.retry_after > self.longest:
+            return None
+        whole = max(error.retry_after or 0.0, min(self.longest, self.base * 2**attempt))
+        return float(whole * (0.5 + random.random() / 2))
+
+
+def request(client: httpx.Client | httpx.AsyncClient, call: Call[Any], timeout: float) -> httpx.Request:
+    """The call as an httpx request."""
+    headers = {"Accept": call.accept}
+    if call.body is not None:
+        headers["Content-Type"] = call.content_type
+    return client.build_request(
+        call.method,
+        call.path,
+        params={k: v for k, v in call.query.items() if v is not None},
+        content=call.body,
+        headers=headers,
+        timeout=httpx.Timeout(timeout + call.wait, connect=5.0),
+    )
+
+
+def _failed(call: Call[Any], url: str, error: httpx.TransportError) -> tuple[RollyardError, bool]:
+    """A broken connection as an exception, and whether the call may be sent again."""
+    wrapped = unreachable(url, error)
+    return wrapped, call.idempotent or isinstance(error, _NEVER_SENT)
+
+
+def _headers(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}", "User-Agent": "rollyard-client"}
+
+
+def _stream_headers(last_id: str) -> dict[str, str]:
+    headers = {"Accept": "text/event-stream"}
+    return headers | {"Last-Event-ID": last_id} if last_id else headers
+
+
+class SyncTransport:
+    """Calls one after the other."""
+
+    def __init__(self, context: Context, *, retry: Retry, timeout: float) -> None:
+        self.url = context.url
+        self._retry = retry
+        self._timeout = timeout
+        self.client = httpx.Client(
+            base_url=context.url, headers=_headers(context.token), timeout=timeout, trust_env=False
+        )
+
+    def send(self, call: Call[T]) -> T:
+        """Send and read the answer; raises RollyardError."""
+        attempt = 0
+        while True:
+            again = True
+            try:
+                answer = self.client.send(request(self.client, call, self._timeout))
+                return call.parse(check(answer))
+            except httpx.TransportError as error:
+                failed, again = _failed(call, self.url, error)
+                failed.__cause__ = error
+            except RollyardError as error:
+                failed = error
+            pause = self._retry.pause(attempt, failed) if again else None
+            if pause is None:
+                raise failed
+            time.sleep(pause)
+            attempt += 1
+
+    @contextmanager
+    def stream(self, path: str, query: Mapping[str, str], last_id: str) -> Iterator[httpx.Response]:
+        """An event stream; raises RollyardError when it cannot be opened."""
+        try:
+            with self.client.stream("GET", path, params=query, headers=_stream_headers(last_id)) as answer:
+                if not answer.is_success:
+                    answer.read()
+                yield check(answer)
+        except httpx.TransportError as error:
+            raise unreachable(self.url, error) from error
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class AsyncTransport:
+    """Calls in an event loop; any number at once within the connection limit."""
+
+    def __init__(self, context: Context, *, retry: Retry, timeout: float, connections: int = 100) -> None:
+        self.url = context.url
+        self._retry = retry
+        self._timeout = timeout
+        self.client = httpx.AsyncClient(
+            base_url=context.url,
+            headers=_headers(context.token),
+            timeout=timeout,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+        )
+
+    async def send(self, call: Call[T]) -> T:
+        """Send and read the answer; raises RollyardError."""
+        attempt = 0
+        while True:
+            again = True
+            try:
+                answer = await self.client.send(request(self.client, call, self._timeout))
+                return call.parse(check(answer))
+            except httpx.TransportError as error:
+                failed, again = _failed(call, self.url, error)
+                failed.__cause__ = error
+            except RollyardError as error:
+                failed = error
+            pause = self._retry.pause(attempt, failed) if again else None
+            if pause is None:
+                raise failed
+            await asyncio.sleep(pause)
+            attempt += 1
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, query: Mapping[str, str], last_id: str
+    ) -> AsyncIterator[httpx.Response]:
+        """An event stream; raises RollyardError when it cannot be opened."""
+        try:
+            async with self.client.stream(
+                "GET", path, params=query, headers=_stream_headers(last_id)
+            ) as answer:
+                if not answer.is_success:
+                    await answer.aread()
+                yield check(answer)
+        except httpx.TransportError as error:
+            raise unreachable(self.url, error) from error
+
+    async def close(self) -> None:
+        await self.client.aclose()

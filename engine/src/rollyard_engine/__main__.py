@@ -1,0 +1,8 @@
+"""``python -m rollyard_engine``."""
+
+import sys
+
+from rollyard_engine.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

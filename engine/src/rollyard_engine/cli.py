@@ -1,0 +1,121 @@
+"""The command line: ``python -m rollyard_engine --model DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollyard_engine.errors import EngineError
+from rollyard_engine.settings import Settings
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+def parse_arguments(argv: Sequence[str] | None) -> Settings:
+    """The settings that ``argv`` (default: the process's arguments) asks for; exits 2 on a bad one."""
+    parser = argparse.ArgumentParser(
+        prog="rollyard_engine",
+        description="Serve an ONNX chat model through the HTTP calls of vLLM that Rollyard uses.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="model folder (genai_config.json)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument(
+        "--port", type=_count(65535), default=8000, help="0 picks a free one (default %(default)s)"
+    )
+    parser.add_argument("--port-file", type=Path, metavar="F", help="write the port here once serving")
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names to answer to (default: the folder's name)",
+    )
+    parser.add_argument(
+        "--policy-version", default="0", metavar="V", help="label of the weights (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=_count(4096, least=1),
+        default=64,
+        help="requests at once (default %(default)s)",
+    )
+    parser.add_argument(
+        "--max-waiting",
+        type=_count(1_000_000),
+        default=2048,
+        help="requests that may wait (default %(default)s)",
+    )
+    parser.add_argument("--max-model-len", type=_count(2**31 - 1, least=2), help="longest sequence in tokens")
+    parser.add_argument(
+        "--max-kept-seqs",
+        type=_count(65536),
+        default=256,
+        help="finished caches kept for reuse (default %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-cache-mib",
+        type=_count(2**20, least=1),
+        default=1024,
+        help="memory for all caches (default %(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=_count(1024),
+        default=0,
+        help="threads of one matrix product; 0 chooses by model size",
+    )
+    args = parser.parse_args(argv)
+    model = args.model.absolute()
+    return Settings(
+        model=model,
+        host=args.host,
+        port=args.port,
+        served_names=tuple(args.served_model_name or (model.name,)),
+        policy_version=args.policy_version,
+        max_num_seqs=args.max_num_seqs,
+        max_waiting=args.max_waiting,
+        max_kept=args.max_kept_seqs,
+        max_model_len=args.max_model_len,
+        cache_bytes=args.kv_cache_mib << 20,
+        threads=args.threads,
+        port_file=args.port_file,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve; the exit status: 0 after a signal, 2 with one line on standard error if it cannot start."""
+    settings = parse_arguments(argv)
+    # Imported late: --help and bad arguments answer at once.
+    from rollyard_engine.server import run
+
+    try:
+        run(settings)
+    except EngineError as error:
+        sys.stderr.write(f"rollyard_engine: {error.reason}: {error.message}\n")
+        return USAGE_ERROR
+    except KeyboardInterrupt:  # before the server's own handling of signals is in place
+        return INTERRUPTED
+    return 0
+
+
+class _count:
+    """An integer between ``least`` and ``most``."""
+
+    def __init__(self, most: int, *, least: int = 0) -> None:
+        self._least, self._most = least, most
+
+    def __call__(self, text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = self._least - 1
+        if not self._least <= number <= self._most:
+            raise argparse.ArgumentTypeError(
+                f"must be an integer from {self._least} to {self._most}, got {text!r}"
+            )
+        return number

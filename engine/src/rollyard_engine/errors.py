@@ -1,0 +1,101 @@
+"""Everything that can go wrong in the engine, each with a stable ``reason`` and its HTTP status.
+
+The HTTP shape is vLLM's: ``{"error": {"message", "type", "param", "code"}}``.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of the package's exceptions.
+
+    ``reason`` is a stable CamelCase word for programs, ``status`` the HTTP status and ``kind`` vLLM's
+    ``error.type`` word; ``param`` names the request field at fault, where there is one.
+    """
+
+    reason = "EngineError"
+    status = 500
+    kind = "InternalServerError"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(EngineError):
+    """A request field has a value that cannot be served; as vLLM's ``VLLMValidationError``."""
+
+    reason = "InvalidRequest"
+    status = 400
+    kind = "BadRequestError"
+
+    def __init__(self, message: str, *, param: str | None = None, value: object = None) -> None:
+        extras = [
+            f"{name}={item}" for name, item in (("parameter", param), ("value", value)) if item is not None
+        ]
+        super().__init__(f"{message} ({', '.join(extras)})" if extras else message, param=param)
+
+
+class MalformedRequest(EngineError):
+    """The body is not JSON of the right shape; as vLLM's handler of ``RequestValidationError``."""
+
+    reason = "MalformedRequest"
+    status = 400
+    kind = "Bad Request"
+
+
+class BodyTooLarge(EngineError):
+    """The request body exceeds the server's bound."""
+
+    reason = "BodyTooLarge"
+    status = 413
+    kind = "Request Entity Too Large"
+
+
+class ModelNotServed(EngineError):
+    """The request names a model that this server does not serve."""
+
+    reason = "ModelNotServed"
+    status = 404
+    kind = "NotFoundError"
+
+
+class QueueFull(EngineError):
+    """As many requests wait as the server accepts; try again after ``retry_after`` seconds."""
+
+    reason = "QueueFull"
+    status = 503
+    kind = "ServiceUnavailableError"
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class GenerationFailed(EngineError):
+    """The runtime failed on this request; others go on."""
+
+    reason = "GenerationFailed"
+
+
+class EngineStopped(EngineError):
+    """The engine thread has ended; ``/health`` answers 503."""
+
+    reason = "EngineStopped"
+    status = 503
+    kind = "ServiceUnavailableError"
+
+
+class ModelFolderInvalid(EngineError):
+    """A model folder is missing, incomplete or does not fit the model that is being served."""
+
+    reason = "ModelFolderInvalid"
+    status = 400
+    kind = "BadRequestError"
+
+
+class StartupFailed(EngineError):
+    """The server cannot start with these arguments (a port in use, too little cache space…)."""
+
+    reason = "StartupFailed"

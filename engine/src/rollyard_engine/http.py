@@ -1,0 +1,76 @@
+"""What the routes share: reading bodies, writing JSON and streams, and noticing that a client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from rollyard_engine.errors import BodyTooLarge, EngineError, MalformedRequest, QueueFull
+from rollyard_engine.responses import error_body
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 32 << 20
+
+
+def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON answer."""
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+
+
+def error_response(error: EngineError) -> Response:
+    """vLLM's error object; a full queue also says when to come back."""
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull) else None
+    return json_response(error_body(error), error.status, headers)
+
+
+async def read_json(request: Request) -> object:
+    """The decoded body. Raises ``BodyTooLarge`` or ``MalformedRequest``."""
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the request body is larger than {MAX_BODY_BYTES} bytes")
+        pieces.append(piece)
+    try:
+        return orjson.loads(b"".join(pieces))
+    except orjson.JSONDecodeError as error:
+        raise MalformedRequest(f"the request body is not JSON: {error}", param="body") from error
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The outcome of ``work``; ``None``, with ``work`` cancelled, if the client disconnects first."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.wait({working, gone})
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns once the client is gone; the body has been read, so nothing else can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def sse_response(chunks: AsyncIterator[object]) -> StreamingResponse:
+    """Server-sent events as vLLM sends them, with ``[DONE]`` at the end; an error becomes the last event."""
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            async for chunk in chunks:
+                yield b"data: " + orjson.dumps(chunk) + b"\n\n"
+        except EngineError as error:
+            yield b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")

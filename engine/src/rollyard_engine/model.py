@@ -1,0 +1,144 @@
+"""The policy model on onnxruntime-genai: weights that several sequences share, one KV cache a sequence.
+
+Each sequence has a ``Generator`` of its own, to which token ids are appended and from which logits are
+read; sampling is done elsewhere. Sequences are not batched into one matrix product: a token's logits then
+do not depend, not even in the last bit, on what else runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollyard_engine.errors import ModelFolderInvalid
+from rollyard_engine.folder import ModelFolder, read_folder
+from rollyard_engine.sampling import Logits
+
+# A second thread does not pay below this size of the weights: synchronising costs more than it computes.
+SINGLE_THREAD_BELOW_BYTES = 64 << 20
+
+
+class KVCache(Protocol):
+    """The cached keys and values of one token sequence, with room for ``capacity`` tokens."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens are cached."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens fit."""
+        ...
+
+    def append(self, token_ids: NDArray[np.int32]) -> Logits:
+        """Run the model over further tokens; the logits (shape ``[vocabulary]``) after the last of them."""
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens."""
+        ...
+
+
+class PolicyModel(Protocol):
+    """Loaded weights."""
+
+    @property
+    def folder(self) -> ModelFolder:
+        """Where the weights came from, and their dimensions."""
+        ...
+
+    def open(self, capacity: int) -> KVCache:
+        """An empty cache for ``capacity`` tokens."""
+        ...
+
+
+class GenAIKVCache:
+    """A ``KVCache`` held by an onnxruntime-genai ``Generator``."""
+
+    __slots__ = ("_capacity", "_generator", "_length")
+
+    def __init__(self, generator: Any, capacity: int) -> None:
+        self._generator = generator
+        self._capacity = capacity
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """How many tokens are cached."""
+        return self._length
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens fit."""
+        return self._capacity
+
+    def append(self, token_ids: NDArray[np.int32]) -> Logits:
+        """Run the model over further tokens; the logits after the last of them."""
+        self._generator.append_tokens(token_ids)
+        self._length += len(token_ids)
+        logits: Logits = self._generator.get_logits()[0, -1]
+        return logits
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens."""
+        if length != self._length:
+            self._generator.rewind_to(length)
+            self._length = length
+
+
+class GenAIModel:
+    """A ``PolicyModel`` loaded by onnxruntime-genai."""
+
+    __slots__ = ("_folder", "_model", "_runtime")
+
+    def __init__(self, folder: ModelFolder, model: Any, runtime: Any) -> None:
+        self._folder = folder
+        self._model = model
+        self._runtime = runtime
+
+    @property
+    def folder(self) -> ModelFolder:
+        """Where the weights came from, and their dimensions."""
+        return self._folder
+
+    def open(self, capacity: int) -> GenAIKVCache:
+        """An empty cache for ``capacity`` tokens."""
+        params = self._runtime.GeneratorParams(self._model)
+        params.set_search_options(max_length=capacity, do_sample=False, batch_size=1)
+        return GenAIKVCache(self._runtime.Generator(self._model, params), capacity)
+
+
+def load_model(path: Path, threads: int = 0) -> GenAIModel:
+    """Load the model folder at ``path`` and run one token through it.
+
+    ``threads`` bounds the threads of one matrix product; 0 means one for small models, else one per core.
+    Raises ``ModelFolderInvalid`` saying what does not load or that the logits are not finite.
+    """
+    import onnxruntime_genai as runtime
+
+    folder = read_folder(path)
+    if threads <= 0:
+        threads = 1 if folder.weight_bytes < SINGLE_THREAD_BELOW_BYTES else os.cpu_count() or 1
+    overlay = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
+    try:
+        config = runtime.Config(str(path))
+        config.overlay(json.dumps(overlay))
+        model = GenAIModel(folder, runtime.Model(config), runtime)
+        logits = model.open(2).append(np.zeros(1, dtype=np.int32))
+    except (RuntimeError, ValueError, TypeError) as error:
+        message = " ".join(str(error).split())
+        raise ModelFolderInvalid(f"{path} does not load: {message}", param="weights_path") from error
+    if logits.shape != (folder.vocab_size,):
+        raise ModelFolderInvalid(
+            f"{path}: the model gives {logits.shape[-1]} logits, its configuration says {folder.vocab_size}",
+            param="weights_path",
+        )
+    if not np.isfinite(logits).all():
+        raise ModelFolderInvalid(f"{path}: the model's logits are not finite numbers", param="weights_path")
+    return model

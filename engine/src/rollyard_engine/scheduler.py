@@ -1,0 +1,274 @@
+"""Which sequence computes when: continuous scheduling of many sequences over one model.
+
+Not thread-safe and without I/O: ``rollyard_engine.thread`` runs it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from rollyard_engine.errors import GenerationFailed, ModelFolderInvalid
+from rollyard_engine.model import PolicyModel
+from rollyard_engine.prefix import PrefixCache
+from rollyard_engine.sequence import FinishReason, Sequence
+
+PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
+
+PREFILL_CHUNK = 128
+"""Prompt tokens in one call of the model; constant, so that the same prompt gives the same logits."""
+
+PREFILL_BUDGET = 512
+"""Prompt tokens computed between two decoding steps of the running sequences."""
+
+SLICE_SECONDS = 0.02
+"""How long a step may take, up to one call of the model more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the scheduler: tokens of a sequence, sequences at once, caches kept, bytes of all caches."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_kept: int
+    cache_bytes: int
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the start, in tokens unless named otherwise; read by other threads, written by one."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished_requests: dict[str, int] = field(
+        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    )
+
+
+class Scheduler:
+    """Waiting and running sequences, the kept caches, the weights and the pause state."""
+
+    def __init__(
+        self, model: PolicyModel, version: str, eos_token_ids: Iterable[int], limits: Limits
+    ) -> None:
+        self.limits = limits
+        self.stats = Stats()
+        self.version = version
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.paused = False
+        self._draining: list[Callable[[], None]] = []
+        self._model = model
+        self._eos = frozenset(eos_token_ids)
+        self._kept = PrefixCache(limits.max_kept)
+        self._progressed: list[Sequence] = []
+        self._sweep: deque[Sequence] = deque()
+        self._budget = PREFILL_BUDGET
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` would do anything."""
+        if self.paused:
+            return bool(self._draining)
+        return bool(self.running or self.waiting)
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of the cache memory in use by running and kept sequences, from 0 to 1."""
+        return self._cache_bytes() / self.limits.cache_bytes
+
+    def take_progressed(self) -> list[Sequence]:
+        """The sequences that streamed tokens or finished since the last call."""
+        progressed, self._progressed = self._progressed, []
+        return progressed
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; it waits while paused."""
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence with what it has; nothing happens if it ended already."""
+        if sequence.finished:
+            return
+        if sequence in self.running:
+            self._finish(sequence, "abort")
+        else:
+            self.waiting.remove(sequence)
+            sequence.finish_reason = "abort"
+            self._ended(sequence, "abort")
+
+    def abort_ids(self, request_ids: Iterable[str] | None) -> int:
+        """Abort the requests with these external ids (``None``: all); how many were aborted."""
+        wanted = None if request_ids is None else set(request_ids)
+        chosen = [
+            sequence
+            for sequence in (*self.running, *self.waiting)
+            if wanted is None or sequence.request_id in wanted
+        ]
+        for sequence in chosen:
+            self.abort(sequence)
+        return len(chosen)
+
+    def step(self) -> None:
+        """Advance running sequences by one token, or one piece of a prompt, each.
+
+        All of them, or as many as ``SLICE_SECONDS`` allow: the next call then goes on with the others, so
+        that with a slow model commands need not wait for everybody's token. What fits is admitted first.
+        """
+        if not self._sweep:
+            if not self.paused:
+                self._admit()
+            self._sweep.extend(self.running)
+            self._budget = PREFILL_BUDGET
+        until = time.monotonic() + SLICE_SECONDS
+        while self._sweep:
+            sequence = self._sweep.popleft()
+            if sequence.finished:
+                continue
+            try:
+                self._budget -= self._advance(sequence, self._budget)
+            except (RuntimeError, GenerationFailed) as error:  # RuntimeError is what onnxruntime raises
+                sequence.error = GenerationFailed(f"the model failed on this request: {error}")
+                sequence.kv = None
+                self._remove(sequence, "error")
+            if time.monotonic() >= until:
+                break
+        self._finish_drain()
+
+    # -- control -------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode, *, clear_cache: bool, when_paused: Callable[[], None]) -> None:
+        """Stop scheduling; ``when_paused`` is called once nothing runs any more.
+
+        That is at once, except for ``wait``. ``abort`` ends every request with its partial output, ``wait``
+        lets running ones finish, ``keep`` freezes them until ``resume`` and ignores ``clear_cache``.
+        Requests sent meanwhile wait.
+        """
+        self.paused = True
+        if mode == "abort":
+            self.abort_ids(None)
+
+        def done() -> None:
+            if clear_cache and mode != "keep":
+                self._kept.clear()
+            when_paused()
+
+        if mode == "wait" and self.running:
+            self._draining.append(done)
+        else:
+            done()
+            self._finish_drain(force=True)
+
+    def resume(self) -> None:
+        """Schedule again."""
+        self.paused = False
+        self._finish_drain(force=True)
+
+    def swap_model(self, model: PolicyModel) -> None:
+        """Serve other weights from the next step on.
+
+        Kept caches are dropped; a running sequence keeps its tokens, and its cache is computed anew by the
+        new weights before they sample. Raises ``ModelFolderInvalid`` if the vocabulary or context differ.
+        """
+        if model.folder.vocab_size != self._model.folder.vocab_size:
+            raise ModelFolderInvalid(
+                f"{model.folder.path} has a vocabulary of {model.folder.vocab_size} tokens, "
+                f"the served model {self._model.folder.vocab_size}",
+                param="weights_path",
+            )
+        if model.folder.context_length < self.limits.max_model_len:
+            raise ModelFolderInvalid(
+                f"{model.folder.path} has a context of {model.folder.context_length} tokens, "
+                f"the server was started for {self.limits.max_model_len}",
+                param="weights_path",
+            )
+        self._model = model
+        self.reset_prefix_cache(running_too=True)
+
+    def reset_prefix_cache(self, *, running_too: bool) -> None:
+        """Drop the kept caches; with ``running_too`` running sequences also compute theirs anew."""
+        self._kept.clear()
+        if running_too:
+            for sequence in self.running:
+                sequence.kv = None
+
+    # -- the inside ----------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.limits.max_num_seqs:
+            sequence = self.waiting[0]
+            tokens = len(sequence.prompt) + sequence.params.max_tokens
+            sequence.kv = self._kept.take(sequence.prompt, tokens, time.monotonic())
+            if sequence.kv is not None:
+                sequence.capacity = sequence.kv.capacity
+                sequence.cached_tokens = sequence.kv.length
+            elif not self._make_room(sequence.capacity):
+                return
+            self.waiting.popleft()
+            self.running.append(sequence)
+            self.stats.prefix_queries += len(sequence.prompt)
+            self.stats.prefix_hits += sequence.cached_tokens
+            self.stats.prompt_tokens += len(sequence.prompt)
+
+    def _advance(self, sequence: Sequence, budget: int) -> int:
+        """Compute a sequence's next piece; how many prompt tokens that took from ``budget``."""
+        if sequence.kv is None:
+            sequence.kv = self._model.open(sequence.capacity)
+        kv, ids = sequence.kv, sequence.token_ids
+        pending = ids[kv.length :]
+        if len(pending) > 1:
+            if budget <= 0:
+                return 0
+            pending = pending[:PREFILL_CHUNK]
+        logits = kv.append(pending)
+        if kv.length == len(ids):
+            sequence.accept(sequence.sampler.sample(logits, self.version), self._eos)
+            self.stats.generation_tokens += 1
+            if sequence.finish_reason is not None:
+                self._finish(sequence, sequence.finish_reason)
+            elif sequence.stream:
+                self._progressed.append(sequence)
+        return len(pending) if len(pending) > 1 else 0
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        kv, sequence.kv = sequence.kv, None
+        self._remove(sequence, reason)
+        if kv is not None:
+            self._kept.put(sequence.token_ids, kv, time.monotonic())
+
+    def _remove(self, sequence: Sequence, outcome: str) -> None:
+        self.running.remove(sequence)
+        self._ended(sequence, outcome)
+
+    def _ended(self, sequence: Sequence, outcome: str) -> None:
+        self.stats.finished_requests[outcome] += 1
+        self._progressed.append(sequence)
+
+    def _finish_drain(self, *, force: bool = False) -> None:
+        if self._draining and (force or not self.running):
+            draining, self._draining = self._draining, []
+            for done in draining:
+                done()
+
+    def _cache_bytes(self) -> int:
+        tokens = self._kept.capacity_tokens + sum(sequence.capacity for sequence in self.running)
+        return tokens * self._model.folder.kv_bytes_per_token
+
+    def _make_room(self, capacity: int) -> bool:
+        """Drop kept caches until a cache of ``capacity`` tokens fits; whether it does."""
+        needed = capacity * self._model.folder.kv_bytes_per_token
+        while self._cache_bytes() + needed > self.limits.cache_bytes:
+            if not self._kept.drop_oldest():
+                return not self.running
+        return True

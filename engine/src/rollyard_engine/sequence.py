@@ -1,0 +1,130 @@
+"""One request on its way through the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollyard_engine.errors import EngineError
+from rollyard_engine.model import KVCache
+from rollyard_engine.sampling import SampledToken, Sampler, SamplingParams
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+
+MIN_CAPACITY = 512
+"""Smallest KV cache opened, in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Sampled tokens ``[start, end)`` were sampled by weights labelled ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Sequence:
+    """A request's tokens and state.
+
+    Written by the engine thread only; others may read ``output`` (append-only) and, once
+    ``finish_reason`` or ``error`` is set, everything.
+    """
+
+    __slots__ = (
+        "_ids",
+        "_size",
+        "cached_tokens",
+        "capacity",
+        "error",
+        "finish_reason",
+        "kv",
+        "on_progress",
+        "output",
+        "params",
+        "prompt",
+        "request_id",
+        "sampler",
+        "stop_reason",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        max_model_len: int,
+        stream: bool,
+        on_progress: Callable[[], None],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.stream = stream
+        self.on_progress = on_progress
+        self.sampler = Sampler(params)
+        self.output: list[SampledToken] = []
+        self.kv: KVCache | None = None
+        self.capacity = cache_capacity(len(prompt) + params.max_tokens, max_model_len)
+        self.cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self.error: EngineError | None = None
+        self._ids = np.empty(len(prompt) + params.max_tokens, dtype=np.int32)
+        self._ids[: len(prompt)] = prompt
+        self._size = len(prompt)
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Prompt and sampled ids so far."""
+        return self._ids[: self._size]
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None or self.error is not None
+
+    def accept(self, token: SampledToken, eos_token_ids: frozenset[int]) -> None:
+        """Add a sampled token and finish if it, or the length, ends the sequence; as vLLM's ``check_stop``.
+
+        An end-of-sequence token is part of the output, with no ``stop_reason``; one of the request's own
+        stop tokens is named there.
+        """
+        self.output.append(token)
+        self._ids[self._size] = token.token_id
+        self._size += 1
+        if token.token_id in eos_token_ids and not self.params.ignore_eos:
+            self.finish_reason = "stop"
+        elif token.token_id in self.params.stop_token_ids:
+            self.finish_reason = "stop"
+            self.stop_reason = token.token_id
+        elif len(self.output) >= self.params.max_tokens:
+            self.finish_reason = "length"
+
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Which weights sampled which tokens, as contiguous spans over ``output``."""
+        spans: list[VersionSpan] = []
+        for index, token in enumerate(self.output):
+            if spans and spans[-1].version == token.version:
+                spans[-1] = VersionSpan(token.version, spans[-1].start, index + 1)
+            else:
+                spans.append(VersionSpan(token.version, index, index + 1))
+        return tuple(spans)
+
+
+def cache_capacity(tokens: int, max_model_len: int) -> int:
+    """The cache size to open for a sequence of at most ``tokens``.
+
+    A power of two with room for as much again, so that a conversation that grows over many turns outgrows
+    its cache, and is computed anew, only a logarithmic number of times.
+    """
+    capacity = MIN_CAPACITY
+    while capacity < 2 * tokens:
+        capacity *= 2
+    return max(min(capacity, max_model_len), tokens)

@@ -1,0 +1,169 @@
+"""The process: loads the model, serves it, ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import uvicorn
+import uvloop
+
+from rollyard_engine.app import create_app
+from rollyard_engine.errors import StartupFailed
+from rollyard_engine.folder import ModelFolder, read_folder
+from rollyard_engine.model import load_model
+from rollyard_engine.scheduler import Limits, Scheduler
+from rollyard_engine.sequence import Sequence
+from rollyard_engine.service import EngineService, ServedModel, now
+from rollyard_engine.settings import Settings
+from rollyard_engine.thread import EngineThread
+from rollyard_engine.tokens import load_tokenizer
+
+SHUTDOWN_SECONDS = 1.0
+"""How long the engine thread may take to end; connections then have one more second to drain."""
+
+SWITCH_INTERVAL_SECONDS = 0.0005
+"""The runtime holds the interpreter lock through a step; this bounds how long the event loop waits for it."""
+
+SMALLEST_DEFAULT_CONTEXT = 256
+
+
+def context_limit(folder: ModelFolder, settings: Settings) -> int:
+    """The longest sequence to serve. Raises ``StartupFailed`` if one such does not fit the cache memory."""
+    fitting = settings.cache_bytes // folder.kv_bytes_per_token
+    wanted = settings.max_model_len
+    if wanted is None:
+        wanted = min(folder.context_length, max(fitting, SMALLEST_DEFAULT_CONTEXT))
+    if wanted > folder.context_length:
+        raise StartupFailed(
+            f"--max-model-len {wanted} is longer than the model's context of {folder.context_length} tokens"
+        )
+    if wanted > fitting:
+        raise StartupFailed(
+            f"one sequence of {wanted} tokens needs {wanted * folder.kv_bytes_per_token >> 20} MiB of KV "
+            f"cache, --kv-cache-mib allows {settings.cache_bytes >> 20}: raise it or lower --max-model-len"
+        )
+    return wanted
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ``StartupFailed`` naming the address if it cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise StartupFailed(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    return listener
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ``ModelFolderInvalid`` or ``StartupFailed``."""
+    listener = listen(settings.host, settings.port)
+    with contextlib.closing(listener):
+        folder = read_folder(settings.model)
+        max_model_len = context_limit(folder, settings)
+        sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            clean = runner.run(_serve(settings, listener, max_model_len))
+    if not clean:
+        # A model call is still running on the engine thread; tearing the runtime down under it would crash.
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def build_service(
+    settings: Settings, max_model_len: int, notify: Callable[[list[Sequence]], None]
+) -> EngineService:
+    """Load the model and its tokenizer; nothing runs yet. Raises ``ModelFolderInvalid``."""
+    model = load_model(settings.model, settings.threads)
+    tokenizer = load_tokenizer(settings.model)
+    eos = {*model.folder.eos_token_ids}
+    if tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    limits = Limits(max_model_len, settings.max_num_seqs, settings.max_kept, settings.cache_bytes)
+    scheduler = Scheduler(model, settings.policy_version, eos, limits)
+    served = ServedModel(
+        names=settings.served_names,
+        root=settings.model,
+        max_model_len=max_model_len,
+        vocab_size=model.folder.vocab_size,
+        threads=settings.threads,
+        created=now(),
+    )
+    engine = EngineThread(scheduler, max_waiting=settings.max_waiting, notify=notify)
+    return EngineService(served, tokenizer, engine)
+
+
+async def _serve(settings: Settings, listener: socket.socket, max_model_len: int) -> bool:
+    """Serve until told to stop; whether the engine thread ended in time."""
+    loop = asyncio.get_running_loop()
+
+    def notify(sequences: list[Sequence]) -> None:
+        callbacks = [sequence.on_progress for sequence in sequences]
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to be told
+            loop.call_soon_threadsafe(_call_all, callbacks)
+
+    service = build_service(settings, max_model_len, notify)
+    config = uvicorn.Config(
+        create_app(service),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+    )
+    port = listener.getsockname()[1]
+    stopping = asyncio.Event()
+
+    class Server(uvicorn.Server):
+        """uvicorn's server, which says when it serves and leaves signals to this module.
+
+        Its own signal handling ends the process by the signal again, so that no exit status is left.
+        """
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            _announce(settings, port)
+
+    server = Server(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    service.engine.start()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.serve(sockets=[listener]))
+        await stopping.wait()
+        # Requests end with what they have first, so that their answers go out while connections drain.
+        ended = await asyncio.to_thread(service.engine.stop, SHUTDOWN_SECONDS)
+        server.should_exit = True
+    return ended
+
+
+def _call_all(callbacks: list[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        callback()
+
+
+def _announce(settings: Settings, port: int) -> None:
+    """Write the port file (in one step: readers see nothing or the whole) and a line on standard error."""
+    if settings.port_file is not None:
+        partial = settings.port_file.with_name(f".{settings.port_file.name}.{os.getpid()}")
+        partial.write_text(f"{port}\n", encoding="ascii")
+        partial.replace(settings.port_file)
+    sys.stderr.write(f"rollyard_engine: serving {settings.served_names[0]} on {settings.host} port {port}\n")
+    sys.stderr.flush()

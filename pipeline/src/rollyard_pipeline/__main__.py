@@ -1,0 +1,188 @@
+"""`python -m rollyard_pipeline`: a stage worker."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Final
+
+from rollyard_crds.rolloutjob import STAGES, StageName, StagesSpec
+
+from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.errors import PipelineError
+from rollyard_pipeline.rest import RestControlPlane
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.errors import SandboxError
+from rollyard_pipeline.worker import Worker, WorkerOptions
+
+_DEFAULT_HOME: Final = "~/.local/state/rollyard"
+
+
+class OptionError(PipelineError):
+    """A command-line option cannot be used."""
+
+    reason = "OptionInvalid"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a worker; 0 when drained or when its job is over, 2 for unusable options."""
+    options = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        with asyncio.Runner(loop_factory=_loop) as runner:
+            return runner.run(_run(options))
+    except (PipelineError, SandboxError) as error:
+        print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
+        return 2
+
+
+async def _run(options: argparse.Namespace) -> int:
+    stages = _stages(options.stages)
+    given = _concurrency(options.concurrency)
+    async with RestControlPlane(options.url, _token(options.token_file)) as control:
+        spec = StagesSpec()
+        if options.job is not None and set(stages) - set(given):
+            job = await control.job_when_there(options.namespace, options.job)
+            spec = job.stages
+        places = {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
+        provider = open_provider(options.sandbox, run_dir=options.run_dir, node=options.node)
+        await provider.start()
+        try:
+            async with BackendClient(request_timeout=options.request_timeout) as backends:
+                worker = Worker(
+                    control,
+                    backends,
+                    provider,
+                    WorkerOptions(
+                        worker=options.name,
+                        node=options.node,
+                        concurrency=places,
+                        job=options.job,
+                        namespace=options.namespace if options.job is not None else None,
+                        max_sandboxes=options.max_sandboxes,
+                        drain_seconds=options.drain_seconds,
+                        backend_budget=options.backend_budget,
+                    ),
+                )
+                await _until_done(worker)
+        finally:
+            await provider.aclose()
+    return 0
+
+
+async def _until_done(worker: Worker) -> None:
+    """Run the worker: the first SIGTERM or SIGINT drains it, the second stops it at once."""
+    loop = asyncio.get_running_loop()
+    running = asyncio.ensure_future(worker.run())
+    asked = 0
+
+    def stop() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            worker.drain()
+        else:
+            running.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await running
+    except asyncio.CancelledError:
+        if asked < 2:
+            raise
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+def _stages(text: str) -> list[StageName]:
+    wanted = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = sorted(set(wanted) - set(STAGES))
+    if unknown or not wanted:
+        raise OptionError(
+            f"--stages: {', '.join(unknown) or 'nothing'} given; expected some of {', '.join(STAGES)}"
+        )
+    return [stage for stage in STAGES if stage in wanted]
+
+
+def _concurrency(text: str | None) -> dict[StageName, int]:
+    places: dict[StageName, int] = {}
+    for part in filter(None, (text or "").split(",")):
+        name, _, count = part.partition("=")
+        stage = next((stage for stage in STAGES if stage == name.strip()), None)
+        if stage is None or not count.strip().isdigit() or not 1 <= int(count) <= 4096:
+            raise OptionError(
+                f"--concurrency: '{part}'; expected for example init=16,run=64,eval=16 (1 to 4096)"
+            )
+        places[stage] = int(count)
+    return places
+
+
+def _token(file: Path) -> str:
+    try:
+        text = file.read_text().strip()
+    except OSError as error:
+        raise OptionError(f"--token-file: {file} cannot be read: {error.strerror}") from error
+    if not text.startswith("{"):
+        return text
+    try:
+        token = json.loads(text)["worker"]
+    except (ValueError, KeyError) as error:
+        raise OptionError(f"--token-file: {file} holds no token of the role 'worker'") from error
+    return str(token)
+
+
+def _parser() -> argparse.ArgumentParser:
+    home = Path(os.environ.get("ROLLYARD_HOME") or _DEFAULT_HOME).expanduser()
+    host = socket.gethostname()
+    parser = argparse.ArgumentParser(
+        prog="python -m rollyard_pipeline", description="A Rollyard stage worker."
+    )
+    parser.add_argument("--url", required=True, help="the control plane, http://HOST:PORT")
+    parser.add_argument(
+        "--token-file", required=True, type=Path, help="tokens.json, or a file with just the token"
+    )
+    parser.add_argument("--job", help="work for this job only, and exit when it is over")
+    parser.add_argument("--namespace", default="default")
+    parser.add_argument("--stages", default=",".join(STAGES), help="pools to run, default: %(default)s")
+    parser.add_argument(
+        "--concurrency", help="places per stage, as init=16,run=64,eval=16; default: the job's"
+    )
+    parser.add_argument("--run-dir", type=Path, default=home / "run", help="default: %(default)s")
+    parser.add_argument("--sandbox", choices=("bubblewrap", "process"), default="bubblewrap")
+    parser.add_argument(
+        "--max-sandboxes", type=int, help="claimed at once on this node; default: by concurrency"
+    )
+    parser.add_argument("--node", default=host, help="default: %(default)s")
+    parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")
+    parser.add_argument("--drain-seconds", type=float, default=30.0)
+    parser.add_argument(
+        "--request-timeout", type=float, default=300.0, help="seconds for one backend request"
+    )
+    parser.add_argument("--backend-budget", type=float, default=60.0, help="seconds without any backend")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

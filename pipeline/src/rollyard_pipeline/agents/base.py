@@ -1,0 +1,165 @@
+"""What an agent is, and what it may do.
+
+    class Greeter(Agent):
+        async def run(self, ctx: AgentContext) -> None:
+            ctx.say("Greet me in one word.")
+            await ctx.turn()
+
+Every token that `ctx.turn()` samples is recorded; an agent cannot lose or forge one.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
+from rollyard_crds.task import Task
+from rollyard_crds.trajectory import FinishReason
+
+from rollyard_pipeline.backends.session import BackendSession
+from rollyard_pipeline.episode import Episode, clean_turn
+from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, ToolCallParser
+from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
+
+MAX_CALLS_PER_TURN: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTurn:
+    """One sampled turn."""
+
+    text: str
+    """Outside its tool calls."""
+    calls: tuple[ParsedCall, ...]
+    finish_reason: FinishReason
+
+
+class AgentContext:
+    """An agent's hands: sample a turn, run a call, say something, end the episode."""
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        spec: AgentSpec,
+        sampling: SamplingSpec,
+        episode: Episode,
+        tools: Mapping[str, Tool],
+        tool_context: ToolContext,
+        parser: ToolCallParser,
+        session: BackendSession | None,
+    ) -> None:
+        self.task = task
+        self.spec = spec
+        self.episode = episode
+        self._sampling = sampling
+        self._tools = tools
+        self._tool_context = tool_context
+        self._parser = parser
+        self._session = session
+
+    @property
+    def finished(self) -> bool:
+        """The episode has ended: submitted, truncated, or ended by `finish`."""
+        return self.episode.finished
+
+    async def turn(self) -> AgentTurn | None:
+        """Sample the assistant's next turn.
+
+        None, with the trajectory truncated, where the turn limit or the context is used
+        up. A turn cut by its token limit is returned and truncates the episode.
+
+        Raises:
+            BackendError, TemplateError: infrastructure; do not catch.
+        """
+        session, recorder = self._session, self.episode.recorder
+        if session is None or recorder is None:
+            raise RuntimeError("the agent samples but says uses_model = False")
+        if len(self.episode.turns) >= self.spec.max_turns:
+            self.episode.truncate("MaxTurns")
+            return None
+        prompt = recorder.prompt()
+        model_limit = await session.context_limit()
+        context = min(self.spec.max_context_tokens, model_limit or self.spec.max_context_tokens)
+        room = context - len(prompt.ids)
+        if room <= 0:
+            self.episode.truncate("MaxContext")
+            return None
+        before = session.model_seconds
+        max_tokens = min(self._sampling.max_tokens, room)
+        sample = await session.turn(prompt.ids, max_tokens, len(self.episode.turns))
+        text = recorder.record(prompt, sample)
+        parsed = clean_turn(self._parser.parse(text)) if self._tools else ParsedTurn(text.strip())
+        self.episode.add_assistant(text, parsed, sample.finish_reason, session.model_seconds - before)
+        if sample.finish_reason == "length":
+            self.episode.truncate("MaxTokens" if max_tokens == self._sampling.max_tokens else "MaxContext")
+        return AgentTurn(parsed.text, parsed.calls, sample.finish_reason)
+
+    async def call(self, call: ParsedCall) -> ToolResult:
+        """Run one tool call; its result becomes a message.
+
+        A malformed call, an unknown tool and wrong arguments are observations (`error: …`).
+
+        Raises:
+            rollyard_sandbox.errors.SandboxError: the sandbox failed; do not catch.
+        """
+        started = time.monotonic()
+        tool = self._tools.get(call.name)
+        if call.error is not None:
+            result = refusal(call.error)
+        elif tool is None:
+            result = refusal(f"unknown tool '{call.name}'; tools: {', '.join(self._tools) or 'none'}")
+        elif (problem := check_arguments(tool.parameters, call.arguments)) is not None:
+            result = refusal(problem)
+        else:
+            result = await tool.call(call.arguments, self._tool_context)
+        self.episode.add_observation(call, result.text, result.error, time.monotonic() - started)
+        if result.answer is not None:
+            self.episode.answer = result.answer
+            self.episode.finished = True
+        if result.out_of_memory:
+            self.episode.truncate("SandboxOutOfMemory")
+        return result
+
+    async def call_all(self, calls: tuple[ParsedCall, ...]) -> None:
+        """Run a turn's calls in order, until one ends the episode."""
+        for call in calls[:MAX_CALLS_PER_TURN]:
+            await self.call(call)
+            if self.finished:
+                return
+        if len(calls) > MAX_CALLS_PER_TURN:
+            error = f"only the first {MAX_CALLS_PER_TURN} calls of a turn are run"
+            await self.call(ParsedCall("", error=error))
+
+    async def replay(self, call: ParsedCall) -> ToolResult:
+        """Run a call that no model sampled; it is recorded as a turn `replayed`."""
+        self.episode.add_assistant("", ParsedTurn("", (call,)), "replayed")
+        return await self.call(call)
+
+    def say(self, text: str) -> None:
+        """Append a user's message."""
+        self.episode.add_user(text)
+
+    def finish(self) -> None:
+        """End the episode."""
+        self.episode.finished = True
+
+    def truncate(self, reason: str) -> None:
+        """End the episode before the policy did."""
+        self.episode.truncate(reason)
+
+
+class Agent(ABC):
+    """A class per agent, made anew for every rollout. Named in the entry point group `rollyard.agents`."""
+
+    uses_model: ClassVar[bool] = True
+    uses_tools: ClassVar[bool] = True
+    """False: the job's tools are neither offered to the model nor started."""
+
+    @abstractmethod
+    async def run(self, ctx: AgentContext) -> None:
+        """Play the episode. Returning ends it; the stage's time limit cancels it."""

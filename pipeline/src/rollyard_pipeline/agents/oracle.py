@@ -1,0 +1,21 @@
+"""The agent `oracle`: replays a task's reference solution, so that an evaluation can be proven right."""
+
+from __future__ import annotations
+
+from rollyard_pipeline.agents.base import Agent, AgentContext
+from rollyard_pipeline.errors import TaskInvalid
+from rollyard_pipeline.tool_parsers.base import ParsedCall
+
+
+class OracleAgent(Agent):
+    """Runs `task.solution` through the same tools as a policy would; asks no model."""
+
+    uses_model = False
+
+    async def run(self, ctx: AgentContext) -> None:
+        if not ctx.task.solution:
+            raise TaskInvalid(f"task '{ctx.task.id}' has no 'solution', which the agent 'oracle' replays")
+        for step in ctx.task.solution:
+            await ctx.replay(ParsedCall(step.name, step.arguments))
+            if ctx.finished:
+                return

@@ -1,0 +1,7 @@
+"""Inference backends: vLLM's HTTP API with token ids in and out."""
+
+from rollyard_pipeline.backends.client import BackendClient
+from rollyard_pipeline.backends.session import BackendSession
+from rollyard_pipeline.backends.wire import Sampling
+
+__all__ = ["BackendClient", "BackendSession", "Sampling"]

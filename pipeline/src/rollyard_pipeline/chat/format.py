@@ -1,0 +1,67 @@
+"""A model's chat format: its template and its tokenizer together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from rollyard_crds.task import Message
+
+from rollyard_pipeline.chat.template import ChatTemplate
+from rollyard_pipeline.chat.tokenizer import ChatTokenizer, load_folder, locate
+
+ChatMessage = dict[str, Any]
+"""A message as templates read it: `role`, `content`, and where given `tool_calls`, `tool_call_id`, `name`."""
+
+
+def to_chat(message: Message) -> ChatMessage:
+    """The form that templates read of a task's message."""
+    return message.model_dump(mode="json", exclude_none=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """Renders conversations for one rollout; `now` is fixed so that a rendering repeats."""
+
+    tokenizer: ChatTokenizer
+    template: ChatTemplate
+    tools: Sequence[Mapping[str, Any]] | None = None
+    now: datetime = field(default_factory=datetime.now)
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """The conversation as text, with the generation prompt at its end."""
+        return self.template.render(messages, tools=self.tools, now=self.now)
+
+
+class FormatCache:
+    """Loaded tokenizers and templates, the least recently used dropped beyond `size`; one per worker."""
+
+    def __init__(self, size: int = 8) -> None:
+        self._size = size
+        self._loaded: OrderedDict[str, tuple[ChatTokenizer, ChatTemplate]] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    async def get(self, name: str, tools: Sequence[Mapping[str, Any]] | None = None) -> ChatFormat:
+        """The chat format of the tokenizer folder `name`, offering `tools` to the model.
+
+        Raises:
+            TokenizerUnavailable: the folder is not here or is incomplete.
+            TemplateError: the template has a syntax error.
+        """
+        async with self._lock:
+            if name not in self._loaded:
+                self._loaded[name] = await asyncio.to_thread(_load, name)
+                while len(self._loaded) > self._size:
+                    self._loaded.popitem(last=False)
+            self._loaded.move_to_end(name)
+            tokenizer, template = self._loaded[name]
+        return ChatFormat(tokenizer, template, tools or None)
+
+
+def _load(name: str) -> tuple[ChatTokenizer, ChatTemplate]:
+    tokenizer, source = load_folder(locate(name))
+    return tokenizer, ChatTemplate(source, tokenizer.variables())

@@ -1,0 +1,56 @@
+"""What a worker asks of the control plane."""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+from rollyard_crds.lease import (
+    CompleteRequest,
+    FailRequest,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    LeaseRequest,
+    LeaseResponse,
+    OutcomeResponse,
+    RouteRequest,
+    RouteResponse,
+)
+from rollyard_crds.rolloutjob import RolloutJobSpec
+
+from rollyard_pipeline.errors import PipelineError
+
+
+class ControlPlaneUnavailable(PipelineError):
+    """No answer, a 5xx or a 429: the same request may succeed later."""
+
+    reason = "ControlPlaneUnavailable"
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        """Seconds, where the control plane says how long to wait."""
+
+
+class ControlPlane(Protocol):
+    """The lease calls. Each raises ControlPlaneUnavailable or ControlPlaneError (repeating is no use)."""
+
+    async def lease(self, request: LeaseRequest) -> LeaseResponse: ...
+
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse: ...
+
+    async def complete(self, request: CompleteRequest) -> OutcomeResponse: ...
+
+    async def fail(self, request: FailRequest) -> OutcomeResponse: ...
+
+    async def route(self, request: RouteRequest) -> RouteResponse: ...
+
+    async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec: ...
+
+
+def backoff(tries: int, error: ControlPlaneUnavailable | None = None, longest: float = 5.0) -> float:
+    """Seconds to wait after the `tries`-th failure in a row (from 1): doubled from 0.1, with jitter."""
+    wait = min(0.1 * 2.0 ** min(tries - 1, 10), longest) * random.uniform(0.5, 1.0)
+    if error is not None and error.retry_after is not None:
+        wait = max(wait, min(error.retry_after, longest))
+    return wait

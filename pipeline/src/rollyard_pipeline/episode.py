@@ -1,0 +1,130 @@
+"""What one Run stage has recorded so far: it survives a timeout, so that Eval can score it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollyard_crds.lease import Lease
+from rollyard_crds.rolloutjob import SamplingSpec
+from rollyard_crds.task import FunctionCall, Message, ToolCall
+from rollyard_crds.trajectory import FinishReason, SamplingRecord, Trajectory, Turn, TurnToolCall
+
+from rollyard_pipeline.clean import TooDeep, clean_text, clean_value
+from rollyard_pipeline.recorder import TrajectoryRecorder
+from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
+
+_MAX_CONTENT = 1 << 20  # characters, as Message bounds them
+_MAX_RECORDED_CALLS = 64  # as Message bounds them
+
+
+@dataclass(slots=True)
+class Episode:
+    """Messages, turns and outcome of one rollout's Run stage."""
+
+    messages: list[Message]
+    recorder: TrajectoryRecorder | None = None
+    """None where no model is asked (the `oracle` agent)."""
+    turns: list[Turn] = field(default_factory=list)
+    truncated_reason: str = ""
+    answer: str | None = None
+    """What `submit` handed in."""
+    finished: bool = False
+    tool_seconds: float = 0.0
+
+    def add_assistant(
+        self, text: str, parsed: ParsedTurn, finish: FinishReason, model_seconds: float = 0.0
+    ) -> None:
+        """Append an assistant turn, and its token span if a recorder has just recorded it."""
+        well_formed = [call for call in parsed.calls if call.error is None]
+        if well_formed and len(well_formed) == len(parsed.calls) <= _MAX_RECORDED_CALLS:
+            calls = [
+                ToolCall(function=FunctionCall(name=call.name, arguments=call.arguments))
+                for call in well_formed
+            ]
+            message = Message(
+                role="assistant", content=clean_text(parsed.text, _MAX_CONTENT), tool_calls=calls
+            )
+        else:
+            message = Message(role="assistant", content=clean_text(text, _MAX_CONTENT))
+        self.messages.append(message)
+        if finish == "stop" and parsed.calls:
+            finish = "tool_calls"
+        if self.recorder is not None:
+            if message.tool_calls:
+                self.recorder.structured(message.model_dump(mode="json", exclude_none=True))
+            turn = self.recorder.turns[-1]
+            turn.finish_reason = finish
+            turn.model_seconds = model_seconds
+        else:
+            turn = Turn(segment=0, start=0, end=0, finish_reason=finish)
+        self.turns.append(turn)
+
+    def add_observation(self, call: ParsedCall, text: str, error: str | None, seconds: float) -> None:
+        """Append a tool's result and note the call with its turn."""
+        text = clean_text(text, _MAX_CONTENT)
+        name = clean_text(call.name, 128) or None
+        self.messages.append(Message(role="tool", content=text, name=name))
+        self.tool_seconds += seconds
+        if self.recorder is not None:
+            self.recorder.add({"role": "tool", "content": text, **({"name": name} if name else {})})
+        if self.turns:
+            turn = self.turns[-1]
+            turn.tool_seconds += seconds
+            turn.tool_calls.append(
+                TurnToolCall(name=call.name, arguments=call.arguments, error=error, seconds=seconds)
+            )
+
+    def add_user(self, text: str) -> None:
+        """Append a user's message (a simulated user, say)."""
+        text = clean_text(text, _MAX_CONTENT)
+        self.messages.append(Message(role="user", content=text))
+        if self.recorder is not None:
+            self.recorder.add({"role": "user", "content": text})
+
+    def truncate(self, reason: str) -> None:
+        """End the episode before the policy did; the first reason stays."""
+        self.truncated_reason = self.truncated_reason or reason
+        self.finished = True
+
+    def trajectory(self, lease: Lease, sampling: SamplingSpec, backend: str) -> Trajectory:
+        """The record as Run hands it on; the control plane adds stage timings and attempt."""
+        return Trajectory(
+            id=lease.rollout,
+            job=lease.job,
+            namespace=lease.namespace,
+            task_id=lease.task.id,
+            group_id=lease.group_id,
+            sample_index=lease.sample_index,
+            attempt=lease.attempt,
+            segments=self.recorder.segments() if self.recorder else [],
+            messages=self.messages,
+            turns=self.turns,
+            sampling=None
+            if self.recorder is None
+            else SamplingRecord(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_tokens,
+                seed=sampling.seed,
+            ),
+            backend=backend,
+            truncated=bool(self.truncated_reason),
+            truncated_reason=self.truncated_reason,
+            template_breaks=self.recorder.template_breaks if self.recorder else 0,
+            metadata=lease.task.metadata,
+        )
+
+
+def clean_turn(parsed: ParsedTurn) -> ParsedTurn:
+    """A parser's result with values that can be stored; a call that cannot be becomes malformed."""
+    calls: list[ParsedCall] = []
+    for call in parsed.calls:
+        name = clean_text(call.name, 128)
+        try:
+            arguments = clean_value(call.arguments)
+        except TooDeep as error:
+            calls.append(ParsedCall(name, error=f"malformed tool call: arguments {error}"))
+        else:
+            calls.append(ParsedCall(name, arguments, clean_text(call.error) if call.error else None))
+    return ParsedTurn(parsed.text, tuple(calls))

@@ -1,0 +1,158 @@
+"""The exceptions of the stage workers: one tree, each with a stable `reason`.
+
+A `PipelineError` is always an infrastructure failure: it becomes a `StageFailure`, never
+a reward. What the policy did wrong is not an exception but a `truncated` trajectory, an
+observation, or a low score.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rollyard_crds.rolloutjob import StageName
+
+
+class PipelineError(Exception):
+    """Base: `reason` (CamelCase) is stable; `retryable` and `return_to` say what the queue does next."""
+
+    reason: ClassVar[str] = "PipelineError"
+    retryable: ClassVar[bool] = True
+    return_to: ClassVar[StageName | None] = None
+
+
+class ExtensionError(PipelineError):
+    """A handler, agent, tool or parser cannot be loaded on this worker."""
+
+    reason = "UnknownExtension"
+    retryable = False
+
+
+class UnknownHandler(ExtensionError):
+    reason = "UnknownHandler"
+
+
+class UnknownAgent(ExtensionError):
+    reason = "UnknownAgent"
+
+
+class UnknownTool(ExtensionError):
+    reason = "UnknownTool"
+
+
+class UnknownToolParser(ExtensionError):
+    reason = "UnknownToolParser"
+
+
+class TaskInvalid(PipelineError):
+    """The task lacks what its handler or agent needs; the message names the field."""
+
+    reason = "TaskInvalid"
+    retryable = False
+
+
+class TokenizerUnavailable(PipelineError):
+    """The folder of the tokenizer is not on this machine, or is incomplete."""
+
+    reason = "TokenizerUnavailable"
+    retryable = False
+
+
+class TemplateError(PipelineError):
+    """The chat template is broken, or refuses this conversation."""
+
+    reason = "TemplateError"
+    retryable = False
+
+
+class BackendError(PipelineError):
+    """Base of what can go wrong with an inference backend."""
+
+    reason = "BackendError"
+
+
+class BackendUnavailable(BackendError):
+    """No backend answered within the budget, retries and re-routing included."""
+
+    reason = "BackendUnavailable"
+
+
+class BackendMismatch(BackendError):
+    """An answer contradicts the request or itself: other prompt ids, unequal lengths, impossible logprobs."""
+
+    reason = "BackendMismatch"
+
+
+class BackendRefused(BackendError):
+    """The backend understood the request and refused it (a 4xx other than 408, 409, 425 and 429)."""
+
+    reason = "BackendRefused"
+    retryable = False
+
+
+class SandboxLost(PipelineError):
+    """The sandbox of the rollout is gone or does not answer; the rollout starts again from Init."""
+
+    reason = "SandboxLost"
+    return_to: ClassVar[StageName | None] = "init"
+
+
+class SetupFailed(PipelineError):
+    """The task's setup script did not exit with 0."""
+
+    reason = "SetupFailed"
+    return_to: ClassVar[StageName | None] = "init"
+
+
+class InitTimeout(PipelineError):
+    reason = "InitTimeout"
+    return_to: ClassVar[StageName | None] = "init"
+
+
+class EvalTimeout(PipelineError):
+    reason = "EvalTimeout"
+
+
+class EvaluationInvalid(PipelineError):
+    """A handler's evaluation is no finite number."""
+
+    reason = "EvaluationInvalid"
+    retryable = False
+
+
+class TestScriptError(PipelineError):
+    """The test script broke its contract (an unreadable reward file), so that there is no score."""
+
+    reason = "TestScriptError"
+    __test__ = False  # keeps pytest from collecting it
+
+
+class WorkerDrained(PipelineError):
+    """This worker stops and hands the rollout over."""
+
+    reason = "WorkerDrained"
+
+
+class ControlPlaneError(PipelineError):
+    """The control plane answered with an error that repeating does not mend."""
+
+    reason = "ControlPlaneRefused"
+
+
+class SandboxMissing(PipelineError):
+    """A sandbox is needed on a worker that was started without any."""
+
+    reason = "SandboxMissing"
+    retryable = False
+
+
+class HandlerStateInvalid(PipelineError):
+    """What a handler left in `ctx.carry` is no JSON, or too much."""
+
+    reason = "HandlerStateInvalid"
+    retryable = False
+
+
+class VerifierFailed(PipelineError):
+    """The process that compares answers could not be started, or died."""
+
+    reason = "VerifierFailed"

@@ -1,0 +1,58 @@
+"""From an exception to what the queue is told."""
+
+from __future__ import annotations
+
+from rollyard_crds.lease import Lease, StageFailure, StageTimes
+from rollyard_crds.rolloutjob import StageName
+from rollyard_sandbox.errors import SandboxError as ExecError
+
+from rollyard_pipeline.clean import clean_text
+from rollyard_pipeline.errors import PipelineError
+from rollyard_pipeline.sandboxes.errors import SandboxError as ProviderError
+
+_MESSAGE_LIMIT = 4096  # as StageFailure bounds it
+
+
+def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFailure:
+    """The failure to report for `error`; anything unforeseen is `InternalError`, and retried."""
+    retryable, return_to = True, _same_stage(lease)
+    match error:
+        case PipelineError() | ProviderError():
+            reason, retryable = error.reason, error.retryable
+            if error.return_to is not None and (error.return_to != "init" or lease.stage != "init"):
+                return_to = error.return_to
+            message = str(error)
+        case ExecError():
+            # Whatever the exec server could not do, a fresh sandbox may.
+            reason, return_to, message = error.reason, "init", str(error)
+        case _:
+            reason, message = "InternalError", f"{type(error).__name__}: {error}"
+    return StageFailure(
+        rollout=lease.rollout,
+        token=lease.token,
+        stage=lease.stage,
+        reason=reason[:128],
+        message=clean_text(message, _MESSAGE_LIMIT),
+        retryable=retryable,
+        return_to=return_to,
+        times=times,
+    )
+
+
+def hand_over(lease: Lease, times: StageTimes) -> StageFailure:
+    """The rollout goes to another worker; this counts as no failure."""
+    return StageFailure(
+        rollout=lease.rollout,
+        token=lease.token,
+        stage=lease.stage,
+        reason="WorkerDrained",
+        message="the worker stopped before the stage was done",
+        return_to=_same_stage(lease),
+        counts=False,
+        times=times,
+    )
+
+
+def _same_stage(lease: Lease) -> StageName | None:
+    """Where another attempt starts: a Run that has used its sandbox starts from a fresh one."""
+    return "init" if lease.stage == "run" and lease.sandbox is not None else None

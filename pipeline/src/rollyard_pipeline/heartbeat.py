@@ -1,0 +1,110 @@
+"""Keeps leases and sandboxes alive, and hears what is to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from rollyard_crds.lease import HeartbeatRequest
+
+from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable
+from rollyard_pipeline.errors import ControlPlaneError
+from rollyard_pipeline.leases import LeaseTable
+from rollyard_pipeline.sandboxes.errors import SandboxError
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
+
+log = logging.getLogger(__name__)
+
+INTERVAL: Final = 2.0  # seconds: how late a cancellation arrives at most
+_RENEW_EVERY: Final = 20.0  # seconds
+_SANDBOX_SECONDS: Final = 60.0
+"""A sandbox that nobody renews ends by itself after this time."""
+_SCAN_EVERY: Final = 4.0  # seconds between readings of the run folder
+
+
+class Heartbeat:
+    """One loop for all leases of the process and all sandboxes of the node.
+
+    The control plane knows which sandboxes belong to no unfinished rollout, and to no Init
+    that is still going on: those are removed, whichever worker started them.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        table: LeaseTable,
+        provider: SandboxProvider | None,
+        *,
+        worker: str,
+        node: str,
+    ) -> None:
+        self._control = control
+        self._table = table
+        self._provider = provider
+        self._worker = worker
+        self._node = node
+        self._claimed: list[str] = []
+        self._orphans: set[str] = set()
+        self._scanned = 0.0
+        self._renewed = 0.0
+
+    async def run(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Beat until cancelled."""
+        while True:
+            began = clock()
+            await self.beat(began)
+            shortest = min((held.lease.lease_seconds for held in self._table), default=INTERVAL * 3)
+            await asyncio.sleep(max(0.05, min(INTERVAL, shortest / 3) - (clock() - began)))
+
+    async def beat(self, now: float) -> None:
+        """One heartbeat; sandboxes are renewed even while the control plane is away."""
+        sandboxes = await self._scan(now)
+        held = list(self._table)
+        unreported = self._table.unreported_sandboxes()
+        try:
+            answer = await self._control.heartbeat(
+                HeartbeatRequest(
+                    worker=self._worker,
+                    node=self._node,
+                    leases=[item.ref for item in held],
+                    sandboxes=[name for name in sandboxes if name not in unreported],
+                )
+            )
+        except (ControlPlaneUnavailable, ControlPlaneError) as error:
+            log.warning("heartbeat: %s", error)
+        else:
+            for item in self._table.find(answer.cancelled):
+                item.end("cancelled")
+            for item in self._table.find(answer.lost):
+                item.end("lost")
+            await self._drop(set(answer.orphans) - self._table.unreported_sandboxes())
+        await self._renew(now)
+
+    async def _scan(self, now: float) -> list[str]:
+        if self._provider is not None and now - self._scanned >= _SCAN_EVERY:
+            self._scanned = now
+            self._claimed = await asyncio.to_thread(self._provider.claimed)
+        return self._claimed
+
+    async def _drop(self, orphans: set[str]) -> None:
+        self._orphans = orphans
+        for name in sorted(orphans):
+            if self._provider is None:
+                return
+            try:
+                await self._provider.release(name)
+            except SandboxError as error:
+                log.warning("orphaned sandbox %s: %s", name, error)
+            else:
+                log.info("removed the orphaned sandbox %s", name)
+
+    async def _renew(self, now: float) -> None:
+        if self._provider is None or now - self._renewed < _RENEW_EVERY:
+            return
+        self._renewed = now
+        ids = (set(self._claimed) - self._orphans) | self._table.unreported_sandboxes()
+        if ids:
+            await self._provider.renew(sorted(ids), _SANDBOX_SECONDS)

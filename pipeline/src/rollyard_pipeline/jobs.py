@@ -1,0 +1,42 @@
+"""Specs of the jobs whose rollouts are leased here, fetched once per job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from rollyard_crds.lease import Lease
+from rollyard_crds.rolloutjob import RolloutJobSpec
+
+from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable, backoff
+
+
+class JobSpecs:
+    """Caches specs by job uid, the least recently used dropped beyond `size`."""
+
+    def __init__(self, control: ControlPlane, size: int = 256) -> None:
+        self._control = control
+        self._size = size
+        self._specs: OrderedDict[str, RolloutJobSpec] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    async def get(self, lease: Lease) -> RolloutJobSpec:
+        """The spec of the lease's job; waits for the control plane as long as the lease's stop allows.
+
+        Raises:
+            ControlPlaneError: the control plane refuses to give it.
+        """
+        async with self._lock:
+            tries = 0
+            while lease.job_uid not in self._specs:
+                try:
+                    spec = await self._control.job_spec(lease.namespace, lease.job, lease.job_uid)
+                except ControlPlaneUnavailable as error:
+                    tries += 1
+                    await asyncio.sleep(backoff(tries, error))
+                else:
+                    self._specs[lease.job_uid] = spec
+                    while len(self._specs) > self._size:
+                        self._specs.popitem(last=False)
+            self._specs.move_to_end(lease.job_uid)
+            return self._specs[lease.job_uid]

@@ -1,0 +1,79 @@
+"""The leases that this process holds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollyard_crds.lease import Lease, LeaseRef, SandboxHandle
+
+Stop = Literal["cancelled", "lost", "drained"]
+
+
+@dataclass(slots=True, eq=False)
+class HeldLease:
+    """One lease and the task that works on it."""
+
+    lease: Lease
+    started: float = field(default_factory=time.monotonic)
+    """When work began: stage timeouts count from here."""
+    task: asyncio.Task[None] | None = None
+    stop: Stop | None = None
+    """Why its task was stopped from outside."""
+    begun: bool = False
+    """Its task runs; a task cancelled earlier would never clean up."""
+    reporting: bool = False
+    """The outcome is on its way to the control plane."""
+    sandbox: SandboxHandle | None = None
+    """The rollout's sandbox, also while Init has not reported it yet."""
+
+    @property
+    def ref(self) -> LeaseRef:
+        return LeaseRef(rollout=self.lease.rollout, token=self.lease.token)
+
+    def end(self, why: Stop) -> None:
+        """Stop the work at once; harmless when the outcome is already being reported."""
+        if self.reporting or self.stop is not None:
+            return
+        self.stop = why
+        if self.task is not None and self.begun:
+            self.task.cancel()
+
+
+class LeaseTable:
+    """All leases held, by rollout and token."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int], HeldLease] = {}
+        self._changed = asyncio.Condition()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[HeldLease]:
+        return iter(list(self._held.values()))
+
+    def add(self, held: HeldLease) -> None:
+        self._held[held.lease.rollout, held.lease.token] = held
+
+    async def remove(self, held: HeldLease) -> None:
+        self._held.pop((held.lease.rollout, held.lease.token), None)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def find(self, refs: Iterable[LeaseRef]) -> list[HeldLease]:
+        """The leases of `refs` that are held here."""
+        found = (self._held.get((ref.rollout, ref.token)) for ref in refs)
+        return [held for held in found if held is not None]
+
+    def unreported_sandboxes(self) -> set[str]:
+        """Ids of sandboxes that Init made and the control plane does not know yet."""
+        return {held.sandbox.id for held in self if held.lease.stage == "init" and held.sandbox is not None}
+
+    async def empty(self) -> None:
+        """Wait until nothing is held."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._held)

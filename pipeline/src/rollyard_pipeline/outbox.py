@@ -1,0 +1,128 @@
+"""Reports outcomes to the control plane: soon, in batches, again and again until it answers.
+
+An outcome is never dropped for the network's sake; fencing decides whether it still counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rollyard_crds.lease import CompleteRequest, FailRequest, OutcomeResponse, StageFailure, StageResult
+
+from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.errors import ControlPlaneError
+from rollyard_pipeline.leases import HeldLease
+
+log = logging.getLogger(__name__)
+
+BATCH = 8  # outcomes a request: small enough to be answered while the next ones gather
+_SENDERS = 2  # one gathers while the other waits for its answer
+
+Reported = Callable[[HeldLease, str], Awaitable[None]]
+"""Told of each outcome that the control plane has answered: the lease, and the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    held: HeldLease
+    outcome: StageResult | StageFailure
+
+
+class Outbox:
+    """Bounded by the leases held: each puts one outcome.
+
+    Args:
+        control: the control plane.
+        worker: this worker's name.
+        reported: called when an outcome has been answered.
+    """
+
+    def __init__(self, control: ControlPlane, worker: str, reported: Reported) -> None:
+        self._control = control
+        self._worker = worker
+        self._reported = reported
+        self._items: deque[Item] = deque()
+        self._ready = asyncio.Event()
+
+    def put(self, held: HeldLease, outcome: StageResult | StageFailure) -> None:
+        """Report `outcome`; the lease stays held (and heartbeats go on) until it is answered."""
+        held.reporting = True
+        self._items.append(Item(held, outcome))
+        self._ready.set()
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_SENDERS):
+                group.create_task(self._send())
+
+    async def _send(self) -> None:
+        while True:
+            await self._ready.wait()
+            batch = self._take()
+            if batch:
+                await self._deliver(batch)
+
+    def _take(self) -> list[Item]:
+        """Up to BATCH outcomes of one kind, in order."""
+        batch: list[Item] = []
+        while self._items and len(batch) < BATCH:
+            if batch and type(self._items[0].outcome) is not type(batch[0].outcome):
+                break
+            batch.append(self._items.popleft())
+        if not self._items:
+            self._ready.clear()
+        return batch
+
+    async def _deliver(self, batch: list[Item]) -> None:
+        tries = 0
+        while True:
+            try:
+                answer = await self._post(batch)
+            except ControlPlaneUnavailable as error:
+                tries += 1
+                if tries in (1, 10, 100):
+                    log.warning("%d outcomes wait for the control plane: %s", len(batch), error)
+                await asyncio.sleep(backoff(tries, error))
+            except ControlPlaneError as error:
+                await self._refused(batch, error)
+                return
+            else:
+                outcomes = {item.rollout: item.outcome for item in answer.outcomes}
+                for item in batch:
+                    await self._reported(item.held, outcomes.get(item.held.lease.rollout, "unknown"))
+                return
+
+    async def _post(self, batch: list[Item]) -> OutcomeResponse:
+        results = [item.outcome for item in batch if isinstance(item.outcome, StageResult)]
+        if results:
+            return await self._control.complete(CompleteRequest(worker=self._worker, results=results))
+        failures = [item.outcome for item in batch if isinstance(item.outcome, StageFailure)]
+        return await self._control.fail(FailRequest(worker=self._worker, failures=failures))
+
+    async def _refused(self, batch: list[Item], error: ControlPlaneError) -> None:
+        """A batch is refused as a whole: find the outcome that is the reason, and fail that rollout."""
+        if len(batch) > 1:
+            for item in batch:
+                await self._deliver([item])
+            return
+        item = batch[0]
+        if isinstance(item.outcome, StageFailure):
+            log.error("the control plane refuses a failure of %s: %s", item.held.lease.rollout, error)
+            await self._reported(item.held, "unknown")
+            return
+        lease = item.held.lease
+        failure = StageFailure(
+            rollout=lease.rollout,
+            token=lease.token,
+            stage=lease.stage,
+            reason="ResultRefused",
+            message=f"the control plane refused the result: {error}"[:4096],
+            retryable=False,
+            times=item.outcome.times,
+        )
+        await self._deliver([Item(item.held, failure)])

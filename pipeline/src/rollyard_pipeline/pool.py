@@ -1,0 +1,111 @@
+"""One stage's pool: leases what it has places for, by long poll, and never more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollyard_crds.lease import MAX_BATCH, Lease, LeaseRequest
+from rollyard_crds.rolloutjob import StageName
+
+from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.errors import ControlPlaneError
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 20.0
+_ROOM_CHECK = 1.0  # seconds between looks for room that another process may make
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who leases, and for which job."""
+
+    worker: str
+    node: str
+    job: str | None = None
+    namespace: str | None = None
+
+
+class StagePool:
+    """Places of one stage.
+
+    Args:
+        stage: init, run or eval.
+        places: rollouts at once.
+        start: begins work on a lease; its place is free again when `release` is called.
+        room: how many more rollouts the node can take now (Init is bounded by sandboxes).
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        identity: Identity,
+        stage: StageName,
+        places: int,
+        start: Callable[[Lease], None],
+        room: Callable[[], int] | None = None,
+    ) -> None:
+        self._control = control
+        self._identity = identity
+        self._start = start
+        self._room = room
+        self._busy = 0
+        self._freed = asyncio.Event()
+        self.stage: StageName = stage
+        self.places = places
+
+    @property
+    def busy(self) -> int:
+        """Places taken."""
+        return self._busy
+
+    def release(self) -> None:
+        """A rollout has left its place."""
+        self._busy -= 1
+        self._freed.set()
+
+    async def run(self) -> None:
+        """Lease until cancelled, or until the control plane says that the job is over."""
+        tries = 0
+        while True:
+            free = await self._free()
+            request = LeaseRequest(
+                worker=self._identity.worker,
+                node=self._identity.node,
+                capacity={self.stage: free},
+                job=self._identity.job,
+                namespace=self._identity.namespace,
+                wait=POLL_SECONDS,
+            )
+            try:
+                answer = await self._control.lease(request)
+            except (ControlPlaneUnavailable, ControlPlaneError) as error:
+                tries += 1
+                if tries in (1, 10, 100):
+                    log.warning("%s: no lease: %s", self.stage, error)
+                transient = error if isinstance(error, ControlPlaneUnavailable) else None
+                await asyncio.sleep(backoff(tries, transient))
+                continue
+            tries = 0
+            for lease in answer.leases:
+                self._busy += 1
+                self._start(lease)
+            if answer.draining and not answer.leases and self._identity.job is not None:
+                return
+
+    async def _free(self) -> int:
+        while True:
+            self._freed.clear()
+            free = min(self.places - self._busy, MAX_BATCH)
+            if free > 0 and self._room is not None:
+                free = min(free, await asyncio.to_thread(self._room))
+            if free > 0:
+                return free
+            try:
+                async with asyncio.timeout(_ROOM_CHECK if self._busy < self.places else None):
+                    await self._freed.wait()
+            except TimeoutError:
+                continue

@@ -1,0 +1,72 @@
+"""Extension points: handlers, agents, tools and tool-call parsers from installed packages.
+
+An entry point names a class. It is called without arguments, once per use, so an
+extension holds no state between rollouts unless it asks for it.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any, Final
+
+from rollyard_pipeline.errors import (
+    ExtensionError,
+    UnknownAgent,
+    UnknownHandler,
+    UnknownTool,
+    UnknownToolParser,
+)
+
+HANDLERS: Final = "rollyard.handlers"
+AGENTS: Final = "rollyard.agents"
+TOOLS: Final = "rollyard.tools"
+TOOL_PARSERS: Final = "rollyard.tool_parsers"
+
+_UNKNOWN: Final[dict[str, type[ExtensionError]]] = {
+    HANDLERS: UnknownHandler,
+    AGENTS: UnknownAgent,
+    TOOLS: UnknownTool,
+    TOOL_PARSERS: UnknownToolParser,
+}
+_NOUN: Final = {HANDLERS: "handler", AGENTS: "agent", TOOLS: "tool", TOOL_PARSERS: "tool-call parser"}
+
+
+def installed(group: str) -> list[str]:
+    """Names that installed packages offer in `group`, sorted."""
+    return sorted({entry.name for entry in metadata.entry_points(group=group)})
+
+
+class Registry:
+    """Loads extensions by name and remembers them; one per worker.
+
+    `overrides` maps a group to classes by name and wins over installed packages
+    (a test's own tool, say).
+    """
+
+    def __init__(self, overrides: dict[str, dict[str, Any]] | None = None) -> None:
+        self._loaded: dict[tuple[str, str], Any] = {}
+        for group, classes in (overrides or {}).items():
+            for name, cls in classes.items():
+                self._loaded[group, name] = cls
+
+    def load(self, group: str, name: str) -> Any:
+        """The class behind `name`.
+
+        Raises:
+            ExtensionError: nothing of that name is installed here, or it cannot be imported.
+        """
+        key = (group, name)
+        if key not in self._loaded:
+            found = list(metadata.entry_points(group=group, name=name))
+            if not found:
+                names = ", ".join(installed(group)) or "none"
+                raise _UNKNOWN[group](
+                    f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}"
+                )
+            try:
+                self._loaded[key] = found[0].load()
+            except (ImportError, AttributeError) as error:
+                raise _UNKNOWN[group](
+                    f"the {_NOUN[group]} '{name}' ({found[0].value}) cannot be loaded: {error}"
+                ) from error
+        return self._loaded[key]

@@ -1,0 +1,98 @@
+"""The control plane over REST, with the errors that the worker's loops know."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Final, TypeVar
+
+from rollyard_client import Retry, RollyardError, ServerUnavailable, StorageFull, TooMany, WorkerClient
+from rollyard_crds.lease import (
+    CompleteRequest,
+    FailRequest,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    LeaseRequest,
+    LeaseResponse,
+    OutcomeResponse,
+    RouteRequest,
+    RouteResponse,
+)
+from rollyard_crds.rolloutjob import RolloutJobSpec
+
+from rollyard_pipeline.control import ControlPlaneUnavailable, backoff
+from rollyard_pipeline.errors import ControlPlaneError
+
+T = TypeVar("T")
+
+_TIMEOUT: Final = 30.0  # seconds for a call that waits for nothing
+_START_SECONDS: Final = 60.0  # how long a worker waits at its start for its job to be there
+
+
+class RestControlPlane:
+    """`control.ControlPlane` over `rollyard_client.WorkerClient`. Use as an async context manager.
+
+    Retries are the loops' own: they know how long their lease is worth something.
+    """
+
+    def __init__(self, url: str, token: str) -> None:
+        self._client = WorkerClient(url, token, timeout=_TIMEOUT, retry=Retry(attempts=1))
+
+    async def __aenter__(self) -> RestControlPlane:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.aclose()
+
+    async def lease(self, request: LeaseRequest) -> LeaseResponse:
+        return await _translated(lambda: self._client.lease(request))
+
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        return await _translated(lambda: self._client.heartbeat(request))
+
+    async def complete(self, request: CompleteRequest) -> OutcomeResponse:
+        return await _translated(lambda: self._client.complete(request))
+
+    async def fail(self, request: FailRequest) -> OutcomeResponse:
+        return await _translated(lambda: self._client.fail(request))
+
+    async def route(self, request: RouteRequest) -> RouteResponse:
+        return await _translated(lambda: self._client.route(request))
+
+    async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
+        return await _translated(lambda: self._client.job_spec(namespace, name, uid))
+
+    async def job_when_there(self, namespace: str, name: str) -> RolloutJobSpec:
+        """The spec of a job by name, waiting for a control plane that is still starting.
+
+        Raises:
+            ControlPlaneError: there is no such job, or no control plane answers within a minute.
+        """
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                tries = 0
+                while True:
+                    try:
+                        return await self.job_spec(namespace, name)
+                    except ControlPlaneUnavailable as error:
+                        tries += 1
+                        await asyncio.sleep(backoff(tries, error))
+        except TimeoutError as error:
+            raise ControlPlaneError(
+                f"the control plane did not answer within {_START_SECONDS:g} s"
+            ) from error
+
+
+async def _translated(call: Callable[[], Awaitable[T]]) -> T:
+    try:
+        return await call()
+    except (ServerUnavailable, TooMany, StorageFull) as error:
+        raise ControlPlaneUnavailable(str(error), error.retry_after) from error
+    except RollyardError as error:
+        if error.status is not None and error.status >= 500:
+            raise ControlPlaneUnavailable(str(error), error.retry_after) from error
+        raise ControlPlaneError(str(error)) from error

@@ -1,0 +1,310 @@
+"""What a worker does with one lease: Init, Run or Eval of one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from rollyard_crds.lease import Lease, RouteRequest, RouteResponse, StageResult, StageTimes
+from rollyard_crds.rolloutjob import RolloutJobSpec
+
+from rollyard_pipeline import registry
+from rollyard_pipeline.agents.base import Agent, AgentContext
+from rollyard_pipeline.backends import BackendClient, BackendSession
+from rollyard_pipeline.chat.format import FormatCache, to_chat
+from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable
+from rollyard_pipeline.episode import Episode
+from rollyard_pipeline.errors import (
+    BackendUnavailable,
+    EvalTimeout,
+    EvaluationInvalid,
+    HandlerStateInvalid,
+    InitTimeout,
+    SandboxLost,
+    SandboxMissing,
+)
+from rollyard_pipeline.handlers.base import ANSWER, Handler, StageContext
+from rollyard_pipeline.jobs import JobSpecs
+from rollyard_pipeline.leases import HeldLease
+from rollyard_pipeline.recorder import TrajectoryRecorder
+from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
+from rollyard_pipeline.tools.base import Tool, ToolContext
+
+_CARRY_LIMIT: Final = 1 << 20  # bytes, as the wire bounds it
+_ROUTE_RETRY: Final = 1.0  # seconds
+
+
+class Stages:
+    """Works on leases; holds what all rollouts of a worker share.
+
+    Args:
+        control: the control plane (job specs, re-routing).
+        backends: the process's backend client.
+        provider: starts and finds sandboxes; None on a worker without any.
+        extensions: where handlers, agents, tools and parsers come from.
+        backend_budget: seconds without any backend before a rollout gives up.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        backends: BackendClient,
+        provider: SandboxProvider | None,
+        extensions: registry.Registry,
+        *,
+        backend_budget: float = 60.0,
+    ) -> None:
+        self._control = control
+        self._backends = backends
+        self._provider = provider
+        self._extensions = extensions
+        self._backend_budget = backend_budget
+        self._jobs = JobSpecs(control)
+        self._formats = FormatCache()
+        self._handlers: dict[str, Handler] = {}
+        self._warmed: set[str] = set()
+
+    async def close(self) -> None:
+        """Close every handler."""
+        for handler in self._handlers.values():
+            await handler.close()
+
+    async def work(self, held: HeldLease, times: StageTimes) -> StageResult:
+        """One stage of one rollout. `times` is filled in whatever happens.
+
+        Raises:
+            Exception: infrastructure failed; `failure.stage_failure` says how to report it.
+        """
+        try:
+            spec = await self._jobs.get(held.lease)
+            held.started = time.monotonic()
+            match held.lease.stage:
+                case "init":
+                    return await self._init(held, spec, times)
+                case "run":
+                    return await self._run(held, spec, times)
+                case _:
+                    return await self._eval(held, spec, times)
+        finally:
+            times.active_seconds = time.monotonic() - held.started
+            times.own_seconds = max(0.0, times.active_seconds - times.model_seconds - times.tool_seconds)
+
+    async def _init(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
+        lease, timeout = held.lease, spec.stages.init.timeout_seconds
+        handler, (_, tools) = self._handler(spec), self._agent(spec)
+        # Bad names are found here, before a sandbox is started for them.
+        self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
+        needed = handler.needs_sandbox or any(tool.needs_sandbox for tool in tools.values())
+        context = _context(lease, spec, timeout)
+        try:
+            async with asyncio.timeout(timeout):
+                if needed:
+                    sandbox = await self._acquire(held, spec)
+                    async with sandbox:
+                        context.client, context.workdir = sandbox.client, sandbox.workdir
+                        await handler.init(context)
+                else:
+                    await handler.init(context)
+        except TimeoutError as error:
+            if time.monotonic() - held.started < timeout:
+                raise
+            raise InitTimeout(f"Init took longer than {timeout} s") from error
+        return StageResult(
+            rollout=lease.rollout,
+            token=lease.token,
+            stage="init",
+            sandbox=held.sandbox,
+            carry=_checked_carry(context),
+            times=times,
+        )
+
+    async def _run(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
+        lease, timeout = held.lease, spec.stages.run.timeout_seconds
+        handler, (agent, tools) = self._handler(spec), self._agent(spec)
+        session = await self._session(lease, spec) if agent.uses_model else None
+        episode = Episode(messages=lease.task.chat())
+        if session is not None:
+            schemas = [tool.schema() for tool in tools.values()]
+            chat = await self._formats.get(session.backend.tokenizer, schemas)
+            episode.recorder = TrajectoryRecorder(chat, [to_chat(message) for message in episode.messages])
+        context = _context(lease, spec, timeout)
+        try:
+            async with self._attached(lease) as sandbox:
+                if sandbox is not None:
+                    context.client, context.workdir = sandbox.client, sandbox.workdir
+                agent_context = AgentContext(
+                    task=lease.task,
+                    spec=spec.agent,
+                    sampling=spec.sampling,
+                    episode=episode,
+                    tools=tools,
+                    tool_context=self._tool_context(sandbox, spec),
+                    parser=self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)(),
+                    session=session,
+                )
+                context.run_agent = functools.partial(agent.run, agent_context)
+                limit = asyncio.timeout(timeout)
+                try:
+                    async with limit:
+                        await handler.run(context)
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    if session is not None and session.failing is not None:
+                        # The time went to a backend that did not answer: not the policy's failing.
+                        raise BackendUnavailable(
+                            f"no backend answered until Run's limit of {timeout} s; last: {session.failing}"
+                        ) from None
+                    episode.truncate("RunTimeout")
+        finally:
+            times.model_seconds = session.model_seconds if session is not None else 0.0
+            times.tool_seconds = episode.tool_seconds
+        if episode.answer is not None:
+            context.carry[ANSWER] = episode.answer
+        return StageResult(
+            rollout=lease.rollout,
+            token=lease.token,
+            stage="run",
+            sandbox=lease.sandbox,
+            carry=_checked_carry(context),
+            trajectory=episode.trajectory(
+                lease, spec.sampling, session.backend.url if session is not None else ""
+            ),
+            times=times,
+        )
+
+    async def _eval(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
+        lease, timeout = held.lease, spec.stages.eval.timeout_seconds
+        handler = self._handler(spec)
+        context = _context(lease, spec, timeout)
+        context.trajectory = lease.trajectory
+        limit = asyncio.timeout(timeout)
+        try:
+            async with limit, self._attached(lease) as sandbox:
+                if sandbox is not None:
+                    context.client, context.workdir = sandbox.client, sandbox.workdir
+                evaluation = await handler.eval(context)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise EvalTimeout(f"Eval took longer than {timeout} s") from error
+        values = {"reward": evaluation.reward, **evaluation.components}
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise EvaluationInvalid(
+                    f"handler '{spec.handler}': {name} is {value!r}, expected a finite number"
+                )
+        return StageResult(
+            rollout=lease.rollout,
+            token=lease.token,
+            stage="eval",
+            sandbox=lease.sandbox,
+            carry=_checked_carry(context),
+            reward=float(evaluation.reward),
+            reward_components={name: float(value) for name, value in evaluation.components.items()},
+            times=times,
+        )
+
+    async def _acquire(self, held: HeldLease, spec: RolloutJobSpec) -> Sandbox:
+        provider = self._provider
+        if provider is None:
+            raise SandboxMissing("this worker has no sandboxes (start it with --sandbox)")
+        if spec.sandbox.warm and held.lease.job_uid not in self._warmed:
+            self._warmed.add(held.lease.job_uid)
+            await provider.warm(SandboxRequest.of(spec.sandbox), spec.sandbox.warm)
+        sandbox = await provider.acquire(
+            SandboxRequest.of(spec.sandbox, held.lease.task.sandbox), held.lease.rollout
+        )
+        held.sandbox = sandbox.handle
+        return sandbox
+
+    @asynccontextmanager
+    async def _attached(self, lease: Lease) -> AsyncIterator[Sandbox | None]:
+        if lease.sandbox is None:
+            yield None
+            return
+        if self._provider is None or self._provider.name != lease.sandbox.provider:
+            here = self._provider.name if self._provider is not None else "none"
+            raise SandboxLost(
+                f"the sandbox is of provider '{lease.sandbox.provider}', this worker's is '{here}'"
+            )
+        sandbox = await self._provider.attach(lease.sandbox)
+        async with sandbox:
+            yield sandbox
+
+    def _handler(self, spec: RolloutJobSpec) -> Handler:
+        if spec.handler not in self._handlers:
+            handler: Handler = self._extensions.load(registry.HANDLERS, spec.handler)()
+            self._handlers[spec.handler] = handler
+        return self._handlers[spec.handler]
+
+    def _agent(self, spec: RolloutJobSpec) -> tuple[Agent, dict[str, Tool]]:
+        agent: Agent = self._extensions.load(registry.AGENTS, spec.agent.type)()
+        tools: dict[str, Tool] = {}
+        if agent.uses_tools:
+            for name in spec.agent.tools:
+                tool: Tool = self._extensions.load(registry.TOOLS, name)()
+                tools[tool.name] = tool
+        return agent, tools
+
+    async def _session(self, lease: Lease, spec: RolloutJobSpec) -> BackendSession:
+        if lease.backend is None:
+            raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
+
+        async def route(failed_url: str, error: str) -> RouteResponse:
+            request = RouteRequest(
+                rollout=lease.rollout, token=lease.token, failed_url=failed_url, error=error
+            )
+            try:
+                return await self._control.route(request)
+            except ControlPlaneUnavailable:
+                return RouteResponse(backend=None, retry_after=_ROUTE_RETRY)
+
+        return BackendSession(
+            self._backends,
+            lease.backend,
+            route,
+            spec.sampling,
+            task_id=lease.task.id,
+            sample_index=lease.sample_index,
+            budget=self._backend_budget,
+        )
+
+    def _tool_context(self, sandbox: Sandbox | None, spec: RolloutJobSpec) -> ToolContext:
+        provider = self._provider
+        return ToolContext(
+            client=sandbox.client if sandbox is not None else None,
+            timeout=float(spec.agent.tool_timeout_seconds),
+            max_output_bytes=spec.agent.max_tool_output_bytes,
+            oom_killed=functools.partial(provider.oom_killed, sandbox.handle)
+            if provider is not None and sandbox is not None
+            else None,
+        )
+
+
+def _context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageContext:
+    return StageContext(
+        task=lease.task,
+        spec=spec,
+        rollout=lease.rollout,
+        sample_index=lease.sample_index,
+        timeout=float(timeout),
+        env={**spec.sandbox.env, **lease.task.sandbox.env},
+        carry=dict(lease.carry),
+    )
+
+
+def _checked_carry(context: StageContext) -> dict[str, object]:
+    try:
+        size = len(json.dumps(context.carry))
+    except (TypeError, ValueError) as error:
+        raise HandlerStateInvalid(f"ctx.carry is no JSON: {error}") from error
+    if size > _CARRY_LIMIT:
+        raise HandlerStateInvalid(f"ctx.carry has {size} bytes, at most {_CARRY_LIMIT} are allowed")
+    return context.carry

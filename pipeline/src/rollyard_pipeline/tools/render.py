@@ -1,0 +1,22 @@
+"""How a command's result reads to the model. Policies are trained on this text: it is fixed."""
+
+from __future__ import annotations
+
+from rollyard_sandbox.client import ExecResult
+
+
+def render_result(result: ExecResult, timeout: float) -> str:
+    """Output without trailing newlines, then what the exit says.
+
+    `(no output)` for silent success, `[exit code N]` for failure, `[timed out after N s]`
+    at the limit; `[shell restarted]` where the session's shell had to be replaced.
+    """
+    output = result.text().rstrip("\n")
+    notes: list[str] = []
+    if result.timed_out:
+        notes.append(f"[timed out after {timeout:g} s]")
+    elif result.exit_code:
+        notes.append(f"[exit code {result.exit_code}]")
+    if result.shell_restarted:
+        notes.append("[shell restarted]")
+    return "\n".join(part for part in (output, *notes) if part) or "(no output)"

@@ -1,0 +1,239 @@
+"""The stage worker: three independent pools, one outbox, one heartbeat."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from rollyard_crds.lease import Lease, StageFailure, StageTimes
+from rollyard_crds.rolloutjob import STAGES, StageName
+
+from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.control import ControlPlane
+from rollyard_pipeline.failure import hand_over, stage_failure
+from rollyard_pipeline.heartbeat import Heartbeat
+from rollyard_pipeline.leases import HeldLease, LeaseTable
+from rollyard_pipeline.outbox import Outbox
+from rollyard_pipeline.pool import Identity, StagePool
+from rollyard_pipeline.registry import Registry
+from rollyard_pipeline.sandboxes.errors import SandboxError
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
+from rollyard_pipeline.stages import Stages
+
+log = logging.getLogger(__name__)
+
+_LAST_REPORT_SECONDS: Final = 10.0
+"""How long a drained worker tries to tell a control plane that does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What a worker is told at its start."""
+
+    worker: str
+    """Its name, unique among the live workers."""
+    node: str
+    """Sandboxes of a node are reached by the workers of that node."""
+    concurrency: Mapping[StageName, int]
+    """Places per stage; a stage left out has no pool here."""
+    job: str | None = None
+    namespace: str | None = None
+    max_sandboxes: int | None = None
+    """Claimed sandboxes on the node beyond which Init waits; None: see `sandbox_limit`."""
+    drain_seconds: float = 30.0
+    backend_budget: float = 60.0
+    extensions: Registry = field(default_factory=Registry)
+
+    @property
+    def sandbox_limit(self) -> int:
+        """Enough to keep Run and Eval busy while Init prepares the next; more would only use memory."""
+        if self.max_sandboxes is not None:
+            return self.max_sandboxes
+        places = dict(self.concurrency)
+        later = places.get("run", 0) + places.get("eval", 0)
+        return later + 2 * places.get("init", 0) if later else 4096
+
+
+class Worker:
+    """Works until drained, or, with a job of its own, until that job is over.
+
+    Args:
+        control: the control plane.
+        backends: an entered backend client.
+        provider: a started sandbox provider; None: rollouts that need a sandbox fail here.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        backends: BackendClient,
+        provider: SandboxProvider | None,
+        options: WorkerOptions,
+    ) -> None:
+        self._options = options
+        self._provider = provider
+        self._table = LeaseTable()
+        self._stages = Stages(
+            control, backends, provider, options.extensions, backend_budget=options.backend_budget
+        )
+        self._outbox = Outbox(control, options.worker, self._reported)
+        self._heartbeat = Heartbeat(control, self._table, provider, worker=options.worker, node=options.node)
+        self._draining = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+        identity = Identity(options.worker, options.node, options.job, options.namespace)
+        self._pools: dict[StageName, StagePool] = {
+            stage: StagePool(
+                control,
+                identity,
+                stage,
+                options.concurrency[stage],
+                self._start,
+                self._room if stage == "init" and provider is not None else None,
+            )
+            for stage in STAGES
+            if options.concurrency.get(stage, 0) > 0
+        }
+
+    def drain(self) -> None:
+        """Take no more leases; finish what is held within `drain_seconds`, hand over the rest."""
+        self._draining.set()
+
+    async def run(self) -> None:
+        """Work until the end."""
+        try:
+            async with asyncio.TaskGroup() as services:
+                background = [
+                    services.create_task(self._heartbeat.run()),
+                    services.create_task(self._outbox.run()),
+                ]
+                try:
+                    await self._work()
+                finally:
+                    for task in background:
+                        task.cancel()
+        finally:
+            await self._stages.close()
+
+    async def _work(self) -> None:
+        async with asyncio.TaskGroup() as leases:
+            self._group = leases
+            async with asyncio.TaskGroup() as group:
+                pools = [group.create_task(pool.run()) for pool in self._pools.values()]
+                watcher = group.create_task(self._stop_pools(pools))
+                await asyncio.wait(pools)
+                watcher.cancel()
+            await self._finish()
+        await self._last_reports()
+
+    async def _stop_pools(self, pools: list[asyncio.Task[None]]) -> None:
+        await self._draining.wait()
+        for task in pools:
+            task.cancel()
+
+    async def _finish(self) -> None:
+        """Let held leases finish: without limit when the job is over, within `drain_seconds` in a drain."""
+        drained = asyncio.ensure_future(self._draining.wait())
+        empty = asyncio.ensure_future(self._table.empty())
+        try:
+            await asyncio.wait((drained, empty), return_when=asyncio.FIRST_COMPLETED)
+            if not empty.done():
+                log.info("draining: %d rollouts held", len(self._table))
+                await asyncio.wait((empty,), timeout=self._options.drain_seconds)
+            for held in self._table:
+                held.end("drained")
+        finally:
+            drained.cancel()
+            empty.cancel()
+
+    async def _last_reports(self) -> None:
+        """Every lease's task has ended; its outcome may still be on its way."""
+        empty = asyncio.ensure_future(self._table.empty())
+        drained = asyncio.ensure_future(self._draining.wait())
+        try:
+            await asyncio.wait((empty, drained), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((empty,), timeout=_LAST_REPORT_SECONDS)
+            if not empty.done():
+                log.error("%d outcomes could not be reported; their leases will expire", len(self._table))
+        finally:
+            empty.cancel()
+            drained.cancel()
+
+    def _room(self) -> int:
+        if self._provider is None:
+            return self._options.sandbox_limit
+        return self._options.sandbox_limit - len(self._provider.claimed())
+
+    def _start(self, lease: Lease) -> None:
+        if self._group is None:
+            raise RuntimeError("a lease came before the worker ran")
+        held = HeldLease(lease)
+        self._table.add(held)
+        held.task = self._group.create_task(self._hold(held), name=f"{lease.stage} {lease.rollout}")
+
+    async def _hold(self, held: HeldLease) -> None:
+        """One lease from start to report; frees its place at the end."""
+        times = StageTimes()
+        try:
+            try:
+                held.begun = True
+                if held.stop is not None:
+                    raise asyncio.CancelledError
+                result = await self._stages.work(held, times)
+            except asyncio.CancelledError:
+                if held.stop is None:
+                    raise
+                if (task := asyncio.current_task()) is not None:
+                    task.uncancel()
+                await self._stopped(held, times)
+            except Exception as error:
+                await self._failed(held, stage_failure(held.lease, error, times), error)
+            else:
+                self._outbox.put(held, result)
+                if held.lease.stage == "eval":
+                    await self._release(held)
+        finally:
+            self._pools[held.lease.stage].release()
+
+    async def _stopped(self, held: HeldLease, times: StageTimes) -> None:
+        """Stopped from outside: by a cancellation, by fencing, or by a drain."""
+        lease = held.lease
+        if held.stop == "drained":
+            self._outbox.put(held, hand_over(lease, times))
+            if lease.stage != "eval":
+                await self._release(held)
+            return
+        # A lost Eval may go on elsewhere on this node, in the same sandbox.
+        if held.stop == "cancelled" or lease.stage != "eval":
+            await self._release(held)
+        await self._table.remove(held)
+
+    async def _failed(self, held: HeldLease, failure: StageFailure, error: Exception) -> None:
+        expected = failure.reason != "InternalError"
+        log.warning(
+            "%s of %s failed: %s: %s",
+            failure.stage, failure.rollout, failure.reason, failure.message,
+            exc_info=None if expected else error,
+        )  # fmt: skip
+        self._outbox.put(held, failure)
+        keeps = failure.stage == "eval" and failure.retryable and failure.return_to is None
+        if not keeps:
+            await self._release(held)
+
+    async def _release(self, held: HeldLease) -> None:
+        handle = held.sandbox or held.lease.sandbox
+        if handle is None or self._provider is None:
+            return
+        try:
+            await self._provider.release(handle)
+        except SandboxError as error:
+            # It has no owner any more: a later heartbeat names it an orphan.
+            log.warning("sandbox %s: %s", handle.id, error)
+
+    async def _reported(self, held: HeldLease, outcome: str) -> None:
+        lease = held.lease
+        if outcome in ("stale", "cancelled", "unknown"):
+            log.info("%s of %s: the outcome is %s", lease.stage, lease.rollout, outcome)
+        await self._table.remove(held)

@@ -1,0 +1,320 @@
+"""A control plane in this process, on SQLite and on PostgreSQL, and one as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollyard_api.app import build
+from rollyard_api.service import ControlPlane
+from rollyard_api.settings import Settings
+
+POSTGRES_BIN = Path("/usr/lib/postgresql/15/bin")
+START_SECONDS = 30.0
+
+
+def _as_postgres(command: list[str]) -> list[str]:
+    # initdb and postgres refuse to run as root.
+    return ["runuser", "-u", "postgres", "--", *command] if os.geteuid() == 0 else command
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL prefix of a private PostgreSQL cluster; a database's name is to be appended."""
+    if not (POSTGRES_BIN / "initdb").exists():
+        reason = f"PostgreSQL is not installed ({POSTGRES_BIN})"
+        if os.environ.get("ROLLYARD_REQUIRE_REAL") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    # A Unix socket's path is bounded (107 bytes), pytest's temporary folders are long.
+    base = Path(subprocess.check_output(["mktemp", "-d", "/tmp/ry-pg-XXXXXX"], text=True).strip())
+    base.chmod(0o777)
+    data = base / "data"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    initdb = [str(POSTGRES_BIN / "initdb"), "-D", str(data), "-U", "rollyard", "-A", "trust", "--no-sync"]
+    subprocess.run(_as_postgres(initdb), check=True, capture_output=True)
+    options = ["-c", f"unix_socket_directories={base}", "-c", "listen_addresses=", "-c", f"port={port}"]
+    command = _as_postgres([str(POSTGRES_BIN / "postgres"), "-D", str(data), *options])
+    with (base / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        _until_ready(base, port, process)
+        yield f"postgresql+psycopg://rollyard@/{{name}}?host={base}&port={port}"
+    finally:
+        pid = int((data / "postmaster.pid").read_text().split()[0])
+        os.kill(pid, signal.SIGINT)
+        process.wait(20)
+        shutil.rmtree(base)
+
+
+def _until_ready(base: Path, port: int, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + START_SECONDS
+    command = [str(POSTGRES_BIN / "pg_isready"), "-q", "-h", str(base), "-p", str(port)]
+    while subprocess.run(command).returncode != 0:
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"PostgreSQL did not start: {(base / 'log').read_text()[-2000:]}")
+        time.sleep(0.05)
+
+
+class Databases:
+    """A fresh database per test, of either kind."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self._request = request
+        self._made = 0
+
+    def url(self, kind: str, folder: Path) -> str:
+        if kind == "sqlite":
+            return f"sqlite:///{folder / 'rollyard.db'}"
+        import sqlalchemy as sa
+
+        prefix: str = self._request.getfixturevalue("postgres")
+        name = f"t{os.urandom(6).hex()}"
+        engine = sa.create_engine(prefix.format(name="postgres"), isolation_level="AUTOCOMMIT")
+        with engine.connect() as conn:
+            conn.execute(sa.text(f"CREATE DATABASE {name}"))
+        engine.dispose()
+        return prefix.format(name=name)
+
+
+@dataclass(slots=True)
+class Served:
+    """A control plane in this process and HTTP clients of it, one per role."""
+
+    plane: ControlPlane
+    admin: httpx.AsyncClient
+    worker: httpx.AsyncClient
+    driver: httpx.AsyncClient
+    anonymous: httpx.AsyncClient
+
+
+@asynccontextmanager
+async def serve(settings: Settings) -> AsyncIterator[Served]:
+    """Run the application in this event loop."""
+    app = build(settings)
+    async with app.router.lifespan_context(app):
+        plane: ControlPlane = app.state.plane
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+
+        def client(token: str | None) -> httpx.AsyncClient:
+            headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+            return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers, timeout=70)
+
+        tokens = plane.tokens
+        served = Served(plane, *(client(t) for t in (tokens.admin, tokens.worker, tokens.driver, None)))
+        try:
+            yield served
+        finally:
+            for one in (served.admin, served.worker, served.driver, served.anonymous):
+                await one.aclose()
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
+    """Settings with a fresh database of each kind; the sweeper is left to the tests."""
+    db = Databases(request).url(request.param, tmp_path)
+    return Settings(
+        state_dir=tmp_path, db=db, sweep_seconds=3600.0, health_seconds=3600.0, recheck_seconds=0.2
+    )
+
+
+@pytest.fixture
+async def served(settings: Settings) -> AsyncIterator[Served]:
+    """A control plane on each kind of database."""
+    async with serve(settings) as made:
+        yield made
+
+
+@pytest.fixture
+def serving() -> Serve:
+    """`async with serving(settings, **changes)`: a control plane with other settings."""
+
+    def make(settings: Settings, **changes: Any) -> Any:
+        return serve(replace(settings, **changes))
+
+    return make
+
+
+@dataclass(slots=True)
+class Process:
+    """`python -m rollyard_api` and how to reach it."""
+
+    popen: subprocess.Popen[bytes]
+    url: str
+    tokens: dict[str, str]
+    folder: Path
+
+    def kill(self) -> None:
+        """kill -9, and wait for the end."""
+        self.popen.kill()
+        self.popen.wait(10)
+
+
+@contextmanager
+def api_process(folder: Path, *arguments: str, port: int = 0) -> Iterator[Process]:
+    """A control plane in a process of its own, ready; killed at the end if it still runs."""
+    port_file = folder / "port"
+    port_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", str(port)]
+    with (folder / "api.log").open("ab") as log:
+        popen = subprocess.Popen(
+            [*command, "--port-file", str(port_file), *arguments], stdout=log, stderr=log, cwd=folder
+        )
+    try:
+        end = time.monotonic() + START_SECONDS
+        while not port_file.exists():
+            if popen.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"it did not start: {(folder / 'api.log').read_text()[-2000:]}")
+            time.sleep(0.02)
+        tokens = json.loads((folder / "tokens.json").read_text())
+        yield Process(popen, f"http://127.0.0.1:{port_file.read_text().strip()}", tokens, folder)
+    finally:
+        if popen.poll() is None:
+            popen.kill()
+            popen.wait(10)
+
+
+@pytest.fixture
+def start_api() -> Callable[..., Any]:
+    """`with start_api(folder, *arguments)`: a control plane process."""
+    return api_process
+
+
+def manifest(name: str = "job", **spec: Any) -> dict[str, Any]:
+    """A small job that needs no model; fields of the spec may be given."""
+    tasks = {"inline": [{"id": "t0", "prompt": "p"}, {"id": "t1", "prompt": "p"}]}
+    body: dict[str, Any] = {"tasks": tasks, "handler": "shell", "agent": {"type": "oracle"}, **spec}
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": name},
+        "spec": body,
+    }
+
+
+@pytest.fixture
+def make_manifest() -> Callable[..., dict[str, Any]]:
+    return manifest
+
+
+SEGMENT = {
+    "prompt_ids": [1, 2, 3],
+    "response_ids": [4, 5, 6],
+    "loss_mask": [1, 0, 1],
+    "logprobs": [-0.5, 0.0, -1.5],
+    "policy_versions": ["v1", "", "v1"],
+}
+
+
+class Worker:
+    """A stage worker's calls, over any HTTP client."""
+
+    def __init__(self, http: httpx.AsyncClient, name: str = "w", node: str = "n") -> None:
+        self.http = http
+        self.name = name
+        self.node = node
+
+    async def lease(self, wait: float = 0.0, job: str | None = None, **capacity: int) -> list[dict[str, Any]]:
+        body = {"worker": self.name, "node": self.node, "capacity": capacity, "wait": wait, "job": job}
+        answer = await self.http.post("/v1/leases", json=body)
+        assert answer.status_code == 200, answer.text
+        leases: list[dict[str, Any]] = answer.json()["leases"]
+        return leases
+
+    def result(self, lease: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        """The StageResult of a lease, as a worker would give it."""
+        item = {"rollout": lease["rollout"], "token": lease["token"], "stage": lease["stage"]}
+        if lease["stage"] == "init":
+            item["sandbox"] = {
+                "provider": "process",
+                "id": f"sb-{lease['rollout']}-{lease['token']}",
+                "node": self.node,
+                "address": "unix:/nowhere",
+            }
+        elif lease["stage"] == "run":
+            item["trajectory"] = {
+                "id": lease["rollout"],
+                "job": lease["job"],
+                "task_id": lease["task"]["id"],
+                "group_id": lease["group_id"],
+                "sample_index": lease["sample_index"],
+                "segments": [SEGMENT],
+            }
+        else:
+            item["reward"] = 1.0
+        return item | fields
+
+    async def complete(self, *results: dict[str, Any]) -> list[str]:
+        answer = await self.http.post(
+            "/v1/leases/complete", json={"worker": self.name, "results": list(results)}
+        )
+        assert answer.status_code == 200, answer.text
+        return [item["outcome"] for item in answer.json()["outcomes"]]
+
+    async def fail(self, lease: dict[str, Any], reason: str = "Broken", **fields: Any) -> str:
+        item = {k: lease[k] for k in ("rollout", "token", "stage")} | {"reason": reason} | fields
+        answer = await self.http.post("/v1/leases/fail", json={"worker": self.name, "failures": [item]})
+        assert answer.status_code == 200, answer.text
+        outcome: str = answer.json()["outcomes"][0]["outcome"]
+        return outcome
+
+    async def heartbeat(self, *leases: dict[str, Any], sandboxes: list[str] | None = None) -> dict[str, Any]:
+        body = {
+            "worker": self.name,
+            "node": self.node,
+            "leases": [{"rollout": one["rollout"], "token": one["token"]} for one in leases],
+            "sandboxes": sandboxes or [],
+        }
+        answer = await self.http.post("/v1/leases/heartbeat", json=body)
+        assert answer.status_code == 200, answer.text
+        told: dict[str, Any] = answer.json()
+        return told
+
+    async def finish_all(self, reward: Callable[[dict[str, Any]], float] = lambda _lease: 1.0) -> int:
+        """Take everything through all stages; returns the number of rollouts that got a reward."""
+        done = 0
+        while leases := await self.lease(init=16, run=16, eval=16):
+            results = [
+                self.result(one, **({"reward": reward(one)} if one["stage"] == "eval" else {}))
+                for one in leases
+            ]
+            assert set(await self.complete(*results)) == {"accepted"}
+            done += sum(one["stage"] == "eval" for one in leases)
+        return done
+
+
+@pytest.fixture
+def worker_of() -> type[Worker]:
+    return Worker
+
+
+async def until(look: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Wait until `look()` (awaited) gives something true; it is returned."""
+    async with asyncio.timeout(seconds):
+        while not (found := await look()):
+            await asyncio.sleep(0.02)
+        return found
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Any]:
+    return until

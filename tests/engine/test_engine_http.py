@@ -1,0 +1,170 @@
+"""Shapes of requests and answers, errors included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+
+def test_models_names_the_context_and_the_kind_of_logprobs(server: Any, model_dir: Path) -> None:
+    card = server.get("/v1/models").json()["data"][0]
+    context = json.loads((model_dir / "genai_config.json").read_text())["model"]["context_length"]
+    assert card["id"] == "tiny-policy"
+    assert Path(card["root"]).samefile(model_dir)
+    assert card["max_model_len"] == context
+    assert card["logprobs_mode"] == "processed_logprobs"
+    assert server.get("/version").json()["logprobs_mode"] == "processed_logprobs"
+    assert server.get("/health").status_code == 200
+
+
+def test_a_completion_has_vllms_fields(server: Any) -> None:
+    answer = server.post(
+        "/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "seed": 1}
+    ).json()
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    choice = answer["choices"][0]
+    assert (choice["index"], choice["finish_reason"], choice["stop_reason"]) == (0, "length", None)
+    assert choice["logprobs"] is choice["token_ids"] is choice["prompt_token_ids"] is None
+    assert answer["usage"]["total_tokens"] == 7
+
+
+def test_a_stop_token_is_among_the_ids_and_not_in_the_text(server: Any) -> None:
+    free = server.complete([5, 6, 7], max_tokens=12, seed=4)
+    stop = free["token_ids"][7]
+    first = free["token_ids"].index(stop)
+    stopped = server.complete([5, 6, 7], max_tokens=12, seed=4, stop_token_ids=[stop])
+    assert stopped["token_ids"] == free["token_ids"][: first + 1]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
+    assert stopped["text"] == server.complete([5, 6, 7], max_tokens=max(first, 1), seed=4)["text"] * bool(
+        first
+    )
+
+
+def test_top_logprobs_hold_the_sampled_token_and_the_likeliest(server: Any) -> None:
+    choice = server.complete([5, 6, 7], max_tokens=6, seed=2, logprobs=3, return_tokens_as_token_ids=True)
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    for token, own, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == own
+        assert len(top) in {3, 4}
+        assert max(top.values()) >= own
+
+
+def test_tokenize_and_detokenize_are_each_others_inverse(server: Any) -> None:
+    text = "def f(x):\n    return x + 1  # naïve"
+    tokens = server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": text}
+
+
+def test_messages_go_through_the_chat_template(server: Any) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "two words"}]}]
+    with_prompt = server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    without = server.post("/tokenize", {"messages": messages, "add_generation_prompt": False}).json()[
+        "tokens"
+    ]
+    assert with_prompt[: len(without)] == without
+    assert len(with_prompt) > len(without)
+    rendered = server.post("/detokenize", {"tokens": with_prompt}).json()["prompt"]
+    assert "two words" in rendered
+    own = server.post(
+        "/tokenize",
+        {
+            "messages": messages,
+            "tools": [{"type": "function", "function": {"name": "bash", "parameters": {}}}],
+            "chat_template": "{{ tools[0].function.name }}|{{ messages[0]['content'] }}|{{ depth }}",
+            "chat_template_kwargs": {"depth": 3},
+        },
+    ).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": own}).json()["prompt"] == "bash|two words|3"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("/v1/completions", {"prompt": [5], "max_tokens": "many"}, "body.max_tokens", "valid integer"),
+        ("/v1/completions", {"prompt": [5], "max_tokens": 0}, "max_tokens", "at least 1"),
+        ("/v1/completions", {"prompt": [5], "temperature": -1}, "temperature", "in [0, 2]"),
+        ("/v1/completions", {"prompt": [5], "top_p": 0}, "top_p", "in (0, 1]"),
+        ("/v1/completions", {"prompt": [5], "top_k": -2}, "top_k", "top_k"),
+        ("/v1/completions", {"prompt": [5], "logprobs": 21}, "logprobs", "greater than max allowed: 20"),
+        ("/v1/completions", {"prompt": [5], "n": 2}, "n", "one request a sample"),
+        ("/v1/completions", {"prompt": [5], "stop": ["a"]}, "stop", "stop_token_ids"),
+        ("/v1/completions", {"prompt": [5], "temprature": 1}, "body.temprature", "Extra inputs"),
+        ("/v1/completions", {"prompt": []}, "prompt", "cannot be empty"),
+        ("/v1/completions", {"prompt": [[5], [6]]}, "prompt", "one prompt a request"),
+        ("/v1/completions", {"prompt": [-1]}, "body.prompt", "greater than or equal to 0"),
+        ("/v1/completions", {"prompt": [10**6]}, "prompt", "out of vocabulary"),
+        ("/v1/completions", {}, "body.prompt", "Field required"),
+        ("/v1/completions", [1], None, "valid dictionary"),
+        ("/inference/v1/generate", {"token_ids": [5]}, "body.sampling_params", "Field required"),
+        ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, "body.token_ids", "at least 1"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [5], "sampling_params": {"min_p": 0.5}},
+            "min_p",
+            "not supported",
+        ),
+        ("/tokenize", {}, None, "either `prompt` or `messages`"),
+        ("/collective_rpc", {"method": "sleep"}, "method", "reload_weights"),
+        ("/collective_rpc", {"method": "reload_weights"}, "weights_path", "weights_path"),
+        ("/update_weight_version", {}, "body.new_version", "Field required"),
+        ("/inference/v1/abort_requests", {}, "request_ids", "Missing"),
+    ],
+)
+def test_bad_requests_are_refused_naming_the_field(
+    server: Any, path: str, body: Any, param: str | None, said: str
+) -> None:
+    answer = server.post(path, body)
+    error = answer.json()["error"]
+    assert answer.status_code == error["code"] == 400
+    assert set(error) == {"message", "type", "param", "code"}
+    assert said in error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_neutral_values_of_unsupported_fields_are_accepted(server: Any) -> None:
+    body = {"prompt": [5], "max_tokens": 1, "n": 1, "stop": [], "min_p": 0.0, "repetition_penalty": 1.0}
+    assert server.post("/v1/completions", {**body, "user": "someone", "logit_bias": None}).status_code == 200
+
+
+def test_prompts_at_and_over_the_context(server: Any) -> None:
+    limit = server.get("/v1/models").json()["data"][0]["max_model_len"]
+    over = server.post("/v1/completions", {"prompt": [5] * (limit + 1)})
+    assert over.status_code == 400
+    assert f"maximum context length is {limit} tokens" in over.json()["error"]["message"]
+    exact = server.post("/inference/v1/generate", {"token_ids": [5] * limit, "sampling_params": {}})
+    assert exact.status_code == 400
+    assert f"longer than the maximum model length of {limit}" in exact.json()["error"]["message"]
+    fits = server.complete([5] * (limit - 2), max_tokens=10)
+    assert (len(fits["token_ids"]), fits["finish_reason"]) == (2, "length")
+
+
+def test_another_model_an_unknown_path_and_no_json(server: Any) -> None:
+    other = server.post("/v1/completions", {"prompt": [5], "model": "someone-elses"})
+    assert (other.status_code, other.json()["error"]["type"]) == (404, "NotFoundError")
+    assert "Valid aliases: tiny-policy" in other.json()["error"]["message"]
+    unknown = server.get("/v1/unknown")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, 404)
+    garbled = httpx.post(server.url + "/v1/completions", content=b"{", timeout=30)
+    assert (garbled.status_code, garbled.json()["error"]["param"]) == (400, "body")
+
+
+def test_counters_add_up(server: Any) -> None:
+    names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
+    before = [server.metric(f"vllm:{name}_total") for name in names]
+    prompt = [11, 12, 13, 14, 15]
+    first = server.complete(prompt, max_tokens=6, seed=1)
+    server.complete([*prompt, *first["token_ids"], 9], max_tokens=3, seed=1)
+    after = [server.metric(f"vllm:{name}_total") for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [5 + 12, 6 + 3, 5 + 12, 10]
+    assert server.metric("vllm:prompt_tokens_cached_total") == after[3]
+    assert server.metric("vllm:num_requests_running") == 0

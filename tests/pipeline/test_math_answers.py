@@ -1,0 +1,167 @@
+"""The handler `math`: GSM8K's gold answers in several surface forms, and hostile answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task import Message, Task
+from rollyard_crds.trajectory import Trajectory
+from rollyard_pipeline.errors import TaskInvalid
+from rollyard_pipeline.handlers import StageContext
+from rollyard_pipeline.handlers.answers import final_answer
+from rollyard_pipeline.handlers.math import MathHandler
+from rollyard_pipeline.handlers.verifier import Verifiers, VerifierTimeout
+
+
+def shared_folder() -> Path:
+    return Path(os.environ.get("ROLLYARD_SHARED") or Path(__file__).parents[2] / ".." / "shared")
+
+
+@pytest.fixture(scope="module")
+def gsm8k() -> list[str]:
+    file = shared_folder() / "data" / "gsm8k_test.jsonl"
+    if not file.is_file():
+        if os.environ.get("ROLLYARD_REQUIRE_REAL") == "1":
+            pytest.fail(f"{file} is missing")
+        pytest.skip("GSM8K's test set is not here; set ROLLYARD_SHARED to the folder that holds data/")
+    return [json.loads(line)["answer"] for line in file.read_text().splitlines()]
+
+
+@pytest.fixture
+async def handler() -> AsyncIterator[MathHandler]:
+    handler = MathHandler()
+    yield handler
+    await handler.close()
+
+
+def context(gold: str, said: str, submitted: str | None = None) -> StageContext:
+    task = Task(id="t", prompt="q", answer=gold)
+    return StageContext(
+        task=task,
+        spec=RolloutJobSpec.model_validate(
+            {"tasks": {"inline": [{"id": "t", "prompt": "q"}]}, "handler": "math", "agent": {"type": "oracle"}}
+        ),
+        rollout="r",
+        sample_index=0,
+        timeout=60.0,
+        carry={} if submitted is None else {"answer": submitted},
+        trajectory=Trajectory(
+            id="r", job="j", task_id="t", group_id="g", sample_index=0,
+            messages=[Message(role="user", content="q"), Message(role="assistant", content=said)],
+        ),
+    )  # fmt: skip
+
+
+def right_forms(gold: str) -> list[str]:
+    number = float(gold) if "." in gold else int(gold)
+    separated = f"{number:,}"
+    return [
+        f"Adding up gives \\boxed{{{gold}}}.",
+        f"So it is $\\boxed{{{separated}}}$",
+        f"two and two\n#### {separated}",
+        f"After 3 steps, the answer is {separated}.",
+        f"**The answer is: ${gold}**",
+    ]
+
+
+def wrong_forms(gold: str) -> list[str]:
+    number = float(gold) if "." in gold else int(gold)
+    return [
+        f"\\boxed{{{number + 1}}}",
+        f"#### {number * 10 + 3}",
+        f"The answer is {-number if number else 5}.",
+        f"The right number {gold} came up, but the answer is {number + 0.5}.",
+    ]
+
+
+@pytest.mark.timeout(300)
+async def test_gsm8k_gold_answers_score_1_and_perturbed_ones_0(
+    handler: MathHandler, gsm8k: list[str]
+) -> None:
+    assert len(gsm8k) == 1319
+    right = wrong = 0
+    for solution in gsm8k:
+        gold = final_answer(solution)
+        scores = [(await handler.eval(context(solution, said))).reward for said in right_forms(gold)]
+        right += all(score == 1.0 for score in scores)
+        scores = [(await handler.eval(context(solution, said))).reward for said in wrong_forms(gold)]
+        wrong += all(score == 0.0 for score in scores)
+    assert (right, wrong) == (1319, 1319)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("\\boxed{1} then \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{unbalanced and \\boxed{3}", "3"),
+        ("#### 1,234,567", "1234567"),
+        ("first line\nThe answer is 12.", "12"),
+        ("<think>the answer is 9</think>It is\n7", "7"),
+        ("$1{,}000$", "1000"),
+        ("(1,234)", "(1234)"),
+        ("(1, 234)", "(1, 234)"),
+        ("", ""),
+        ("   \n ", ""),
+    ],
+)
+def test_where_the_answer_is(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("gold", "said", "reward"),
+    [
+        ("\\frac{1}{2}", "\\boxed{0.5}", 1.0),
+        ("x^2 + 2x + 1", "\\boxed{(x+1)^2}", 1.0),
+        ("x^2 + 2x + 1", "\\boxed{(x-1)^2}", 0.0),
+        ("12", "I do not know", 0.0),
+        ("12", "", 0.0),
+    ],
+)
+async def test_equal_is_what_mathematics_says(
+    handler: MathHandler, gold: str, said: str, reward: float
+) -> None:
+    assert (await handler.eval(context(gold, said))).reward == reward
+
+
+async def test_a_submitted_answer_goes_before_what_was_said(handler: MathHandler) -> None:
+    assert (await handler.eval(context("12", "\\boxed{12}", submitted="13"))).reward == 0.0
+    assert (await handler.eval(context("12", "\\boxed{13}", submitted="12"))).reward == 1.0
+
+
+async def test_a_task_without_an_answer_is_refused(handler: MathHandler) -> None:
+    assert handler.check(Task(id="t", prompt="q")) == ["answer: required by the handler 'math'"]
+    with pytest.raises(TaskInvalid, match="answer: required"):
+        await handler.eval(context("", "\\boxed{1}"))
+
+
+async def test_a_comparison_without_end_is_ended_and_the_next_one_works() -> None:
+    verifiers = Verifiers(count=1)
+    try:
+        assert await verifiers.equal("4", "2+2", 60.0)
+        beats = 0
+
+        async def beat() -> None:
+            nonlocal beats
+            while True:
+                await asyncio.sleep(0.01)
+                beats += 1
+
+        heart = asyncio.create_task(beat())
+        started = time.monotonic()
+        with pytest.raises(VerifierTimeout):
+            await verifiers.equal("1", "9^{9^{9^{9}}} + \\sin(9^{9^{9}})", 1.0)
+        heart.cancel()
+        # The event loop went on meanwhile.
+        assert beats > 5
+        assert time.monotonic() - started < 30
+        assert await verifiers.equal("4", "\\sqrt{16}", 60.0)
+    finally:
+        await verifiers.close()

@@ -1,0 +1,221 @@
+"""Token trajectories: canonical ids, masks, and what happens when a template rewrites history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rollyard_pipeline.chat import ChatFormat
+from rollyard_pipeline.recorder import Prompt, Sample, TrajectoryRecorder
+
+TEMPLATE_NAMES = ("chatml", "llama", "qwen", "tiny", "newline")
+END_OF_TURN = {name: "<|eot_id|>" if name == "llama" else "<|im_end|>" for name in TEMPLATE_NAMES}
+
+
+def sample_of(ids: list[int], finish: str = "stop") -> Sample:
+    return Sample(
+        tuple(ids),
+        tuple(-0.5 - i / 1024 for i in range(len(ids))),
+        tuple("v1" for _ in ids),
+        finish,  # type: ignore[arg-type]
+    )
+
+
+@dataclass
+class Played:
+    recorder: TrajectoryRecorder
+    prompts: list[Prompt]
+    samples: list[Sample]
+
+
+def play(
+    chat: ChatFormat, first: list[dict[str, str]], turns: list[tuple[list[int], list[dict[str, str]]]]
+) -> Played:
+    recorder = TrajectoryRecorder(chat, first)
+    played = Played(recorder, [], [])
+    for ids, after in turns:
+        prompt = recorder.prompt()
+        sample = sample_of(ids)
+        recorder.record(prompt, sample)
+        played.prompts.append(prompt)
+        played.samples.append(sample)
+        for message in after:
+            recorder.add(message)
+    return played
+
+
+def check_invariants(chat: ChatFormat, played: Played) -> None:
+    """Invariant 4, stated from what was sent and sampled alone."""
+    segments = played.recorder.segments()
+    turns = played.recorder.turns
+    assert len(turns) == len(played.samples)
+    for turn, prompt, sample in zip(turns, played.prompts, played.samples, strict=True):
+        segment = segments[turn.segment]
+        ids = segment.prompt_ids + segment.response_ids
+        at = len(segment.prompt_ids) + turn.start
+        # What was sent is, id for id, the record before the turn; what was sampled follows unchanged.
+        assert tuple(ids[:at]) == prompt.ids
+        assert tuple(ids[at : at + len(sample.token_ids)]) == sample.token_ids
+        assert tuple(segment.logprobs[turn.start : turn.end]) == sample.logprobs
+        assert set(segment.loss_mask[turn.start : turn.end]) <= {1}
+        assert (turn.start == 0) == (prompt.outside is None)
+        if prompt.outside is None:
+            assert list(prompt.ids) == chat.tokenizer.encode(prompt.rendered)
+    # Each sampled token has mask 1 once, and nothing else has.
+    assert sum(sum(segment.loss_mask) for segment in segments) == sum(
+        len(s.token_ids) for s in played.samples
+    )
+    assert played.recorder.template_breaks == len(segments) - 1
+    for segment in segments:
+        for mask, logprob, version in zip(
+            segment.loss_mask, segment.logprobs, segment.policy_versions, strict=True
+        ):
+            assert (logprob == 0.0 and version == "") if mask == 0 else version == "v1"
+
+
+def said(chat: ChatFormat, text: str, name: str) -> list[int]:
+    return chat.tokenizer.encode(text + END_OF_TURN[name])
+
+
+USER = [{"role": "user", "content": "how many files are there?"}]
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls | wc -l"}}\n</tool_call>'
+RESULT = [{"role": "tool", "content": "7"}]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama", "qwen", "tiny"])
+def test_one_segment_where_the_template_keeps_history(formats: dict[str, ChatFormat], name: str) -> None:
+    chat = formats[name]
+    played = play(chat, USER, [(said(chat, CALL, name), RESULT), (said(chat, "seven", name), [])])
+    check_invariants(chat, played)
+    (segment,) = played.recorder.segments()
+    text = chat.tokenizer.decode(segment.prompt_ids + segment.response_ids)
+    # The ids spell what the template would have rendered, the newline after the end of turn included.
+    messages = [*USER, {"role": "assistant", "content": CALL}, *RESULT]
+    assert text == chat.render(messages) + "seven" + END_OF_TURN[name]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama", "qwen", "tiny"])
+def test_an_end_of_turn_that_was_not_sampled_is_outside_text(
+    formats: dict[str, ChatFormat], name: str
+) -> None:
+    chat = formats[name]
+    cut = chat.tokenizer.encode("there are sev")
+    played = play(chat, USER, [(cut, [{"role": "user", "content": "go on"}]), (said(chat, "en", name), [])])
+    check_invariants(chat, played)
+    (segment,) = played.recorder.segments()
+    end = chat.tokenizer.encode(END_OF_TURN[name])[0]
+    place = segment.response_ids.index(end)
+    assert place == len(cut)
+    assert segment.loss_mask[place] == 0
+
+
+def test_stripped_thinking_begins_a_segment(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["qwen"]
+    thought = "<think>\nI count.\n</think>\n\n" + CALL
+    more = [{"role": "user", "content": "and folders?"}]
+    played = play(
+        chat, USER,
+        [(said(chat, thought, "qwen"), RESULT), (said(chat, "seven", "qwen"), more), (said(chat, "two", "qwen"), [])],
+    )  # fmt: skip
+    check_invariants(chat, played)
+    first, second = played.recorder.segments()
+    # Within one query thinking is kept; the next user message strips it.
+    assert "I count." in chat.tokenizer.decode(first.prompt_ids + first.response_ids)
+    assert "I count." not in chat.tokenizer.decode(second.prompt_ids)
+    assert played.recorder.template_breaks == 1
+    assert [turn.segment for turn in played.recorder.turns] == [0, 0, 1]
+
+
+def test_trimmed_whitespace_begins_a_segment(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["llama"]
+    played = play(chat, USER, [(said(chat, "  seven  ", "llama"), RESULT), (said(chat, "ok", "llama"), [])])
+    check_invariants(chat, played)
+    assert played.recorder.template_breaks == 1
+
+
+def test_whitespace_before_the_end_of_turn_begins_a_segment(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["newline"]
+    played = play(chat, USER, [(said(chat, "seven", "newline"), RESULT), (said(chat, "ok", "newline"), [])])
+    check_invariants(chat, played)
+    assert played.recorder.template_breaks == 1
+    text = chat.tokenizer.decode(played.recorder.segments()[1].prompt_ids)
+    assert text.count("<|im_end|>") == 3  # user, assistant, tool: none doubled
+
+
+def test_another_end_token_stays_in_the_record(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["chatml"]
+    ids = chat.tokenizer.encode("seven<|endoftext|>")
+    played = play(chat, USER, [(ids, RESULT), (said(chat, "ok", "chatml"), [])])
+    check_invariants(chat, played)
+    (segment,) = played.recorder.segments()
+    assert "seven<|endoftext|><|im_end|>\n" in chat.tokenizer.decode(segment.response_ids)
+
+
+def test_a_prompt_that_is_not_sampled_leaves_no_trace(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["chatml"]
+    played = play(chat, USER, [(said(chat, "seven", "chatml"), RESULT)])
+    before = played.recorder.segments()
+    assert played.recorder.prompt().ids == played.recorder.prompt().ids
+    assert played.recorder.segments() == before
+
+
+def _texts() -> st.SearchStrategy[str]:
+    pieces = st.sampled_from(
+        [
+            CALL, "<tool_call>", "</tool_call>", "<tool_call>{", "<think>\n", "\n</think>\n\n", "</think>", "<think>",
+            "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "\n", "  ", "seven", "é", "日本", "{{ x }}",
+        ]
+    )  # fmt: skip
+    return st.lists(st.one_of(pieces, st.text(max_size=8)), max_size=6).map("".join)
+
+
+def _outside() -> st.SearchStrategy[list[dict[str, str]]]:
+    tool = st.builds(lambda text: {"role": "tool", "content": text}, _texts())
+    user = st.builds(lambda text: {"role": "user", "content": text}, _texts())
+    return st.one_of(st.lists(tool, min_size=1, max_size=3), st.lists(user, min_size=1, max_size=1))
+
+
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_dialogue_keeps_the_invariants(
+    formats: dict[str, ChatFormat], name: str, data: st.DataObject
+) -> None:
+    chat = formats[name]
+    size = chat.tokenizer.vocabulary_size
+    end = chat.tokenizer.encode(END_OF_TURN[name])
+    written = _texts().map(lambda text: chat.tokenizer.encode(text) + end)
+    cut = _texts().map(chat.tokenizer.encode)
+    noise = st.lists(st.integers(0, size - 1), min_size=1, max_size=12)  # broken UTF-8, stray special tokens
+    ended_noise = noise.map(lambda ids: ids + end)
+    sampled = st.one_of(written, cut, noise, ended_noise).filter(bool)
+    turns = data.draw(st.lists(st.tuples(sampled, _outside()), min_size=1, max_size=5))
+    played = play(chat, [{"role": "user", "content": data.draw(_texts())}], turns)
+    check_invariants(chat, played)
+
+
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_record_spells_the_templates_rendering(
+    formats: dict[str, ChatFormat], name: str, data: st.DataObject
+) -> None:
+    """For turns that end as the template ends them, the text of the ids is the rendering, break or none."""
+    chat = formats[name]
+    end = chat.tokenizer.encode(END_OF_TURN[name])
+    plain = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=12)
+    turns = data.draw(
+        st.lists(
+            st.tuples(
+                plain.map(lambda text: chat.tokenizer.encode(text) + end),
+                st.builds(lambda text: [{"role": "tool", "content": text}], plain),
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    played = play(chat, [{"role": "user", "content": "go"}], turns)
+    final = played.recorder.prompt()
+    assert chat.tokenizer.decode(final.ids) == final.rendered

@@ -1,0 +1,489 @@
+"""The worker: pools, reports, cancellation, fencing, drain; against a control plane in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+import pytest
+from rollyard_crds.lease import (
+    CompleteRequest,
+    FailRequest,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    Lease,
+    LeaseRef,
+    LeaseRequest,
+    LeaseResponse,
+    OutcomeItem,
+    OutcomeResponse,
+    RouteRequest,
+    RouteResponse,
+    SandboxHandle,
+    StageFailure,
+    StageResult,
+)
+from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task import Task
+from rollyard_pipeline import registry
+from rollyard_pipeline.agents import Agent, AgentContext
+from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.control import ControlPlaneUnavailable
+from rollyard_pipeline.errors import ControlPlaneError
+from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
+from rollyard_pipeline.worker import Worker, WorkerOptions
+
+Outcome = StageResult | StageFailure
+
+
+class Plane:
+    """A control plane in memory: hands out prepared leases and keeps what comes back."""
+
+    def __init__(self, spec: RolloutJobSpec) -> None:
+        self.spec = spec
+        self.queues: dict[str, deque[Lease]] = {"init": deque(), "run": deque(), "eval": deque()}
+        self.outcomes: list[Outcome] = []
+        self.arrived = asyncio.Condition()
+        self.cancelled: list[LeaseRef] = []
+        self.lost: list[LeaseRef] = []
+        self.orphans: list[str] = []
+        self.beats: list[HeartbeatRequest] = []
+        self.away = False
+        self.over = False
+        self.asked: list[LeaseRequest] = []
+        self.refuse: Callable[[Outcome], bool] = lambda outcome: False
+        self._changed = asyncio.Event()
+
+    def offer(self, *leases: Lease) -> None:
+        for lease in leases:
+            self.queues[lease.stage].append(lease)
+        self._changed.set()
+
+    def end(self) -> None:
+        self.over = True
+        self._changed.set()
+
+    async def wait_for(self, count: int) -> list[Outcome]:
+        async with self.arrived:
+            await self.arrived.wait_for(lambda: len(self.outcomes) >= count)
+        return self.outcomes
+
+    def _check(self) -> None:
+        if self.away:
+            raise ControlPlaneUnavailable("away")
+
+    async def lease(self, request: LeaseRequest) -> LeaseResponse:
+        self._check()
+        self.asked.append(request)
+        ((stage, capacity),) = request.capacity.items()
+        assert capacity > 0
+        while True:
+            self._changed.clear()
+            queue = self.queues[stage]
+            leases = [queue.popleft() for _ in range(min(capacity, len(queue)))]
+            if leases or self.over:
+                return LeaseResponse(leases=leases, draining=self.over)
+            await self._changed.wait()
+            self._changed.set()
+            await asyncio.sleep(0)
+
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        self._check()
+        self.beats.append(request)
+        return HeartbeatResponse(lost=self.lost, cancelled=self.cancelled, orphans=self.orphans)
+
+    async def complete(self, request: CompleteRequest) -> OutcomeResponse:
+        return await self._take(list(request.results))
+
+    async def fail(self, request: FailRequest) -> OutcomeResponse:
+        return await self._take(list(request.failures))
+
+    async def _take(self, outcomes: list[Any]) -> OutcomeResponse:
+        self._check()
+        assert len(outcomes) <= 8
+        if any(self.refuse(outcome) for outcome in outcomes):
+            raise ControlPlaneError("refused")
+        async with self.arrived:
+            self.outcomes += outcomes
+            self.arrived.notify_all()
+        return OutcomeResponse(
+            outcomes=[OutcomeItem(rollout=o.rollout, outcome="accepted") for o in outcomes]
+        )
+
+    async def route(self, request: RouteRequest) -> RouteResponse:
+        return RouteResponse(backend=None)
+
+    async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
+        self._check()
+        return self.spec
+
+
+class Provider:
+    """Knows which sandboxes were released; nothing here needs a real one."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+        self.claims: list[str] = []
+        self.renewed: list[str] = []
+
+    def claimed(self) -> list[str]:
+        return list(self.claims)
+
+    async def release(self, handle: SandboxHandle | str) -> None:
+        self.released.append(handle if isinstance(handle, str) else handle.id)
+
+    async def renew(self, ids: Collection[str], seconds: float) -> None:
+        self.renewed += ids
+
+    async def attach(self, handle: SandboxHandle) -> Any:
+        @asynccontextmanager
+        async def sandbox() -> AsyncIterator[None]:
+            yield
+
+        context = sandbox()
+        context.client, context.workdir, context.handle = None, "/work", handle  # type: ignore[attr-defined]
+        return context
+
+    async def oom_killed(self, handle: SandboxHandle | str) -> bool:
+        return False
+
+
+class Steered(Handler):
+    """A handler whose stages the test holds and breaks."""
+
+    needs_sandbox: ClassVar[bool] = False
+    gate: ClassVar[asyncio.Event]
+    entered: ClassVar[list[str]]
+    error: ClassVar[Exception | None] = None
+    reward: ClassVar[Any] = 1.0
+
+    async def _pass(self, ctx: StageContext) -> None:
+        self.entered.append(ctx.rollout)
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def init(self, ctx: StageContext) -> None:
+        await self._pass(ctx)
+        ctx.carry["seen"] = 1
+
+    async def run(self, ctx: StageContext) -> None:
+        await self._pass(ctx)
+
+    async def eval(self, ctx: StageContext) -> Evaluation:
+        await self._pass(ctx)
+        return Evaluation(self.reward, {"part": 0.5})
+
+
+class Silent(Agent):
+    uses_model = False
+    uses_tools = False
+
+    async def run(self, ctx: AgentContext) -> None:
+        return
+
+
+def spec(**stages: Any) -> RolloutJobSpec:
+    return RolloutJobSpec.model_validate(
+        {
+            "tasks": {"inline": [{"id": "t", "prompt": "q"}]},
+            "handler": "steered",
+            "agent": {"type": "oracle", "tools": []},
+            "stages": stages,
+        }
+    )
+
+
+def lease(number: int, stage: str = "init", sandbox: str | None = None, **fields: Any) -> Lease:
+    handle = SandboxHandle(provider="fake", id=sandbox, node="n", address="unix:/x") if sandbox else None
+    return Lease(
+        rollout=f"r{number}", token=1, stage=stage, job="j", namespace="default", job_uid="u", group_id="g",  # type: ignore[arg-type]
+        sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0,
+        task=Task(id="t", prompt="q"), sandbox=handle, **fields,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def handler() -> type[Steered]:
+    return type("Fresh", (Steered,), {"gate": asyncio.Event(), "entered": []})
+
+
+@asynccontextmanager
+async def working(
+    plane: Plane, handler: type[Handler], provider: Any = None, **options: Any
+) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
+    """A worker at work; it is drained at the end if the test has not ended it."""
+    extensions = registry.Registry(
+        {registry.HANDLERS: {"steered": handler}, registry.AGENTS: {"oracle": Silent}}
+    )
+    places = options.pop("concurrency", {"init": 2, "run": 2, "eval": 2})
+    async with BackendClient() as backends:
+        worker = Worker(
+            plane, backends, provider,
+            WorkerOptions(worker="w", node="n", concurrency=places, extensions=extensions, **options),
+        )  # fmt: skip
+        task = asyncio.create_task(worker.run())
+        try:
+            yield worker, task
+        finally:
+            worker.drain()
+            await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - the condition is no event
+            await asyncio.sleep(0.005)
+
+
+async def test_three_stages_are_reported_with_times(handler: type[Steered]) -> None:
+    plane = Plane(spec())
+    handler.gate.set()
+    async with working(plane, handler):
+        plane.offer(lease(1), lease(2, "run"), lease(3, "eval"))
+        outcomes = {outcome.rollout: outcome for outcome in await plane.wait_for(3)}
+    init, run, evaluated = (outcomes[f"r{number}"] for number in (1, 2, 3))
+    assert isinstance(init, StageResult)
+    assert init.carry == {"seen": 1}
+    assert isinstance(run, StageResult)
+    assert run.trajectory is not None
+    assert run.trajectory.id == "r2"
+    assert run.trajectory.truncated is False
+    assert isinstance(evaluated, StageResult)
+    assert (evaluated.reward, evaluated.reward_components) == (1.0, {"part": 0.5})
+    for outcome in outcomes.values():
+        assert outcome.times.active_seconds > 0
+        assert outcome.times.own_seconds <= outcome.times.active_seconds
+
+
+async def test_a_pool_never_holds_more_than_its_places(handler: type[Steered]) -> None:
+    plane = Plane(spec())
+    async with working(plane, handler, concurrency={"init": 2, "eval": 1}):
+        plane.offer(*(lease(number) for number in range(5)), lease(9, "eval"))
+        await until(lambda: len(handler.entered) == 3)
+        # Init is full; Eval has its own place all the same.
+        assert sorted(handler.entered) == ["r0", "r1", "r9"]
+        assert len(plane.queues["init"]) == 3
+        handler.gate.set()
+        await plane.wait_for(6)
+    assert all(1 <= request.capacity.get("init", 1) <= 2 for request in plane.asked)
+    assert not any("run" in request.capacity for request in plane.asked)
+
+
+async def test_a_cancelled_rollout_stops_and_its_sandbox_goes(handler: type[Steered]) -> None:
+    plane, provider = Plane(spec()), Provider()
+    async with working(plane, handler, provider):
+        plane.offer(lease(1, "run", "box"))
+        await until(lambda: handler.entered == ["r1"])
+        plane.cancelled = [LeaseRef(rollout="r1", token=1)]
+        await until(lambda: provider.released == ["box"])
+        plane.offer(lease(2, "run"))
+        handler.gate.set()
+        outcomes = await plane.wait_for(1)
+    assert [outcome.rollout for outcome in outcomes] == ["r2"]
+
+
+@pytest.mark.parametrize(("stage", "released"), [("run", ["box"]), ("eval", [])])
+async def test_a_lost_lease_stops_without_a_report(
+    handler: type[Steered], stage: str, released: list[str]
+) -> None:
+    plane, provider = Plane(spec()), Provider()
+    async with working(plane, handler, provider) as (_, _task):
+        plane.offer(lease(1, stage, "box"))
+        await until(lambda: handler.entered == ["r1"])
+        plane.lost = [LeaseRef(rollout="r1", token=1)]
+        await until(lambda: bool(plane.beats) and not plane.beats[-1].leases and len(plane.beats) > 1)
+    # A lost Eval may go on elsewhere in the same sandbox.
+    assert provider.released == released
+    assert plane.outcomes == []
+
+
+async def test_another_token_of_the_same_rollout_is_not_stopped(handler: type[Steered]) -> None:
+    plane = Plane(spec())
+    async with working(plane, handler):
+        plane.offer(lease(1, "run"))
+        await until(lambda: handler.entered == ["r1"])
+        plane.lost = [LeaseRef(rollout="r1", token=2)]
+        seen = len(plane.beats)
+        await until(lambda: len(plane.beats) > seen + 1)
+        handler.gate.set()
+        (outcome,) = await plane.wait_for(1)
+    assert isinstance(outcome, StageResult)
+
+
+async def test_outcomes_wait_for_a_control_plane_that_is_away(handler: type[Steered]) -> None:
+    plane = Plane(spec())
+    async with working(plane, handler):
+        plane.offer(lease(1, "eval"), lease(2, "eval"))
+        await until(lambda: len(handler.entered) == 2)
+        plane.away = True
+        handler.gate.set()
+        await asyncio.sleep(0.3)
+        assert plane.outcomes == []
+        plane.away = False
+        outcomes = await plane.wait_for(2)
+    assert sorted(outcome.rollout for outcome in outcomes) == ["r1", "r2"]
+
+
+async def test_a_refused_result_fails_its_own_rollout_only(handler: type[Steered]) -> None:
+    plane = Plane(spec())
+    plane.refuse = lambda outcome: isinstance(outcome, StageResult) and outcome.rollout == "r1"
+    async with working(plane, handler, concurrency={"eval": 3}):
+        plane.offer(lease(0, "eval"), lease(1, "eval"), lease(2, "eval"))
+        handler.gate.set()
+        outcomes = {outcome.rollout: outcome for outcome in await plane.wait_for(3)}
+    assert isinstance(outcomes["r0"], StageResult)
+    assert isinstance(outcomes["r2"], StageResult)
+    failure = outcomes["r1"]
+    assert isinstance(failure, StageFailure)
+    assert (failure.reason, failure.retryable) == ("ResultRefused", False)
+
+
+async def test_drain_finishes_what_is_held(handler: type[Steered]) -> None:
+    plane = Plane(spec())
+    async with working(plane, handler) as (worker, task):
+        plane.offer(lease(1, "run"))
+        await until(lambda: handler.entered == ["r1"])
+        worker.drain()
+        plane.offer(lease(2, "run"))
+        await asyncio.sleep(0.05)
+        handler.gate.set()
+        await task
+    (outcome,) = plane.outcomes
+    assert isinstance(outcome, StageResult)
+    assert len(plane.queues["run"]) == 1
+
+
+async def test_drain_hands_over_what_does_not_finish(handler: type[Steered]) -> None:
+    plane, provider = Plane(spec()), Provider()
+    async with working(plane, handler, provider, drain_seconds=0.1) as (worker, task):
+        plane.offer(lease(1, "run", "a"), lease(2, "eval", "b"))
+        await until(lambda: len(handler.entered) == 2)
+        worker.drain()
+        await task
+    failures = {outcome.rollout: outcome for outcome in plane.outcomes}
+    for failure in failures.values():
+        assert isinstance(failure, StageFailure)
+        assert (failure.reason, failure.counts, failure.retryable) == ("WorkerDrained", False, True)
+    run, evaluated = failures["r1"], failures["r2"]
+    assert isinstance(run, StageFailure)
+    assert isinstance(evaluated, StageFailure)
+    # Run has used its sandbox; Eval begins by killing everything, so another worker may go on.
+    assert run.return_to == "init"
+    assert evaluated.return_to is None
+    assert provider.released == ["a"]
+
+
+async def test_a_worker_of_a_job_ends_with_it(handler: type[Steered]) -> None:
+    plane = Plane(spec())
+    async with working(plane, handler, job="j", namespace="default") as (_, task):
+        plane.offer(lease(1, "eval"))
+        await until(lambda: handler.entered == ["r1"])
+        plane.end()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        handler.gate.set()
+        async with asyncio.timeout(20):
+            await task
+    assert len(plane.outcomes) == 1
+
+
+async def test_orphans_are_removed_and_the_rest_renewed(handler: type[Steered]) -> None:
+    plane, provider = Plane(spec()), Provider()
+    provider.claims = ["kept", "orphan"]
+    plane.orphans = ["orphan"]
+    async with working(plane, handler, provider):
+        await until(lambda: provider.released == ["orphan"] and bool(provider.renewed))
+    assert provider.renewed == ["kept"]
+    assert plane.beats[0].sandboxes == ["kept", "orphan"]
+
+
+async def test_init_waits_while_the_node_is_full_of_sandboxes(handler: type[Steered]) -> None:
+    plane, provider = Plane(spec()), Provider()
+    provider.claims = ["a", "b"]
+    handler.gate.set()
+    async with working(plane, handler, provider, max_sandboxes=2):
+        plane.offer(lease(1), lease(2, "eval"))
+        await plane.wait_for(1)
+        assert len(plane.queues["init"]) == 1
+        provider.claims = ["a"]
+        await plane.wait_for(2)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "retryable"),
+    [
+        (RuntimeError("bug"), "InternalError", True),
+        (ControlPlaneError("no such job"), "ControlPlaneRefused", True),
+    ],
+)
+async def test_a_broken_stage_is_an_infrastructure_failure(
+    handler: type[Steered], error: Exception, reason: str, retryable: bool
+) -> None:
+    plane = Plane(spec())
+    handler.error = error
+    handler.gate.set()
+    async with working(plane, handler):
+        plane.offer(lease(1, "eval"))
+        (failure,) = await plane.wait_for(1)
+    assert isinstance(failure, StageFailure)
+    assert (failure.reason, failure.retryable) == (reason, retryable)
+    assert str(error) in failure.message
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1.0", True])
+async def test_a_reward_that_is_no_number_is_no_reward(handler: type[Steered], reward: Any) -> None:
+    plane = Plane(spec())
+    handler.reward = reward
+    handler.gate.set()
+    async with working(plane, handler):
+        plane.offer(lease(1, "eval"))
+        (failure,) = await plane.wait_for(1)
+    assert isinstance(failure, StageFailure)
+    assert (failure.reason, failure.retryable) == ("EvaluationInvalid", False)
+
+
+async def test_stage_limits(handler: type[Steered]) -> None:
+    """Init and Eval past their limit are infrastructure; Run past its limit goes to Eval as truncated."""
+    limits = {stage: {"timeoutSeconds": 1} for stage in ("init", "run", "eval")}
+    plane = Plane(spec(**limits))
+    async with working(plane, handler):
+        plane.offer(lease(1), lease(2, "run"), lease(3, "eval"))
+        outcomes = {outcome.rollout: outcome for outcome in await plane.wait_for(3)}
+    init, run, evaluated = (outcomes[f"r{number}"] for number in (1, 2, 3))
+    assert isinstance(init, StageFailure)
+    assert init.reason == "InitTimeout"
+    assert isinstance(evaluated, StageFailure)
+    assert evaluated.reason == "EvalTimeout"
+    assert isinstance(run, StageResult)
+    assert run.trajectory is not None
+    assert (run.trajectory.truncated, run.trajectory.truncated_reason) == (True, "RunTimeout")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "says"),
+    [
+        ({"handler": "no-such"}, "UnknownHandler", "installed: "),
+        ({"agent": {"type": "no-such", "tools": []}, "backendRef": {"name": "p"}}, "UnknownAgent", "no-such"),
+        ({"agent": {"type": "single_turn", "toolParser": "no-such"}, "backendRef": {"name": "p"}},
+         "UnknownToolParser", "hermes"),
+        ({"agent": {"type": "tools", "tools": ["no-such"]}, "backendRef": {"name": "p"}},
+         "UnknownTool", "bash"),
+    ],
+)  # fmt: skip
+async def test_unknown_names_are_not_retried(
+    handler: type[Steered], changes: dict[str, Any], reason: str, says: str
+) -> None:
+    base = spec().model_dump(mode="json", by_alias=True)
+    plane = Plane(RolloutJobSpec.model_validate(base | changes))
+    async with working(plane, handler):
+        plane.offer(lease(1))
+        (failure,) = await plane.wait_for(1)
+    assert isinstance(failure, StageFailure)
+    assert (failure.reason, failure.retryable) == (reason, False)
+    assert says in failure.message

@@ -44,6 +44,7 @@ class Kit:
     async def clean(provider: NodeProvider) -> None:
         for sandbox_id in provider.claimed():
             await provider.release(sandbox_id)
+        await provider.sweep()  # claimed ones that died in the test
         await provider.aclose()
 
     @staticmethod
@@ -95,7 +96,7 @@ class Kit:
         """Waits for what the kernel does by itself, such as ending a namespace; bounded."""
         assert callable(condition)
         async with asyncio.timeout(seconds):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - the kernel raises no event for it
                 await asyncio.sleep(0.02)
 
 

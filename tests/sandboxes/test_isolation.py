@@ -65,8 +65,9 @@ async def test_home_tokens_and_accounts_are_invisible(
         ]
         assert (await kit.sh(sandbox, "cat /etc/passwd"))[1].count("\n") == 2
         _, environment = await kit.sh(sandbox, "env")
-        assert set(line.split("=")[0] for line in environment.splitlines()) <= {
-            "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TERM", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_",
+        assert {line.split("=")[0] for line in environment.splitlines()} <= {
+            "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TERM", "TMPDIR", "PWD", "OLDPWD", "SHLVL",
+            "_",
         }  # fmt: skip
 
 

@@ -106,4 +106,7 @@ async def test_process_provider_takes_no_image(kit: Any, run_dir: Path) -> None:
 
 
 def test_reasons_are_stable() -> None:
-    assert (ImageNotUsable.reason, UserNamespacesForbidden.reason) == ("ImageNotUsable", "UserNamespacesForbidden")
+    assert (ImageNotUsable.reason, UserNamespacesForbidden.reason) == (
+        "ImageNotUsable",
+        "UserNamespacesForbidden",
+    )

@@ -49,7 +49,7 @@ def processes_of(run_dir: Path) -> list[int]:
 
 
 async def test_outlives_its_killed_worker(kit: Any, provider: NodeProvider, run_dir: Path) -> None:
-    worker = subprocess.Popen(
+    worker = subprocess.Popen(  # noqa: ASYNC220 - its whole life is this test
         [sys.executable, "-c", _WORKER, provider.name, str(run_dir)],
         stdout=subprocess.PIPE,
         text=True,
@@ -155,7 +155,9 @@ async def test_dead_warm_sandbox_is_never_handed_out(kit: Any, provider: NodePro
         assert await kit.sh(sandbox, "echo alive") == (0, "alive")
 
 
-async def test_close_removes_warm_and_keeps_claimed(kit: Any, run_dir: Path, bubblewrap: NodeProvider) -> None:
+async def test_close_removes_warm_and_keeps_claimed(
+    kit: Any, run_dir: Path, bubblewrap: NodeProvider
+) -> None:
     second = open_provider("bubblewrap", run_dir=run_dir, node=kit.NODE)
     await second.start()
     request = SandboxRequest(**kit.SMALL)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 from rollyard_pipeline.sandboxes.cgroups import enforced, find_places
 from rollyard_pipeline.sandboxes.errors import DiskFull
 from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_sandbox.errors import SandboxError
 
 pytestmark = pytest.mark.real
 _EAT = "/.rollyard/venv/bin/python -c 'b = bytearray(300 << 20); print(len(b))'"
@@ -48,10 +50,9 @@ async def test_disk_filler(kit: Any, bubblewrap: NodeProvider, folder: str) -> N
 
 async def test_kill_everything_inside(kit: Any, bubblewrap: NodeProvider) -> None:
     async with await kit.acquire(bubblewrap, "r-1") as first, await kit.acquire(bubblewrap, "r-2") as other:
-        try:
+        # The exec server is among what it kills: whether an answer comes is not the point.
+        with contextlib.suppress(SandboxError):
             await kit.sh(first, "kill -9 -1", timeout=5)
-        except Exception as error:
-            assert str(error)
         assert await kit.sh(other, "echo unharmed") == (0, "unharmed")
         await bubblewrap.release(first.handle)
         assert kit.groups_of([first.handle.id]) == []

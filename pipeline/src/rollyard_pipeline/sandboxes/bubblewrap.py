@@ -35,8 +35,8 @@ _SYSCTLS = (
     (
         "kernel/apparmor_restrict_unprivileged_userns",
         "1",
-        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (or an AppArmor profile that lets bwrap use "
-        "user namespaces)",
+        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (or an AppArmor profile that lets bwrap "
+        "use user namespaces)",
     ),
     ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
 )
@@ -129,7 +129,9 @@ class BubblewrapStarter:
 
     name = "bubblewrap"
 
-    def __init__(self, folder: SandboxFolder, places: Sequence[CgroupPlace], bwrap: str | None = None) -> None:
+    def __init__(
+        self, folder: SandboxFolder, places: Sequence[CgroupPlace], bwrap: str | None = None
+    ) -> None:
         self._folder = folder
         self._places = places
         self._bwrap = bwrap or shutil.which("bwrap") or "bwrap"
@@ -188,7 +190,9 @@ class BubblewrapStarter:
 
     def _explained(self, error: SandboxStartFailed, key: SandboxKey) -> Exception:
         text = str(error)
-        if re.search(r"creat\w* new (user )?namespace|setting up uid map|No permissions", text, re.IGNORECASE):
+        if re.search(
+            r"creat\w* new (user )?namespace|setting up uid map|No permissions", text, re.IGNORECASE
+        ):
             return UserNamespacesForbidden(forbidden_text(text))
         if key.image is not None and "not ready within" not in text:
             return ImageNotUsable(f"sandbox.image {key.image!r}: {text}")

@@ -59,8 +59,8 @@ def find_places(proc: Path = Path("/proc/self")) -> list[CgroupPlace]:
                 if (place := _usable_v1(base, mount, name)) is not None:
                     places.append(place)
         elif kind == "cgroup2":
-            if (place := _usable_v2(mount, _below(mount, fields[3], own.get("", "/")))) is not None:
-                places.append(place)
+            unified = _usable_v2(mount, _below(mount, fields[3], own.get("", "/")))
+            places += [unified] if unified is not None else []
     return places
 
 
@@ -212,9 +212,10 @@ def _usable_v2(mount: Path, own: Path) -> CgroupPlace | None:
 
 
 def _switch_on(group: Path) -> None:
-    available = set((group / "cgroup.controllers").read_text().split())
+    missing = set((group / "cgroup.controllers").read_text().split())
+    missing -= set((group / "cgroup.subtree_control").read_text().split())
     for controller in _WANTED:
-        if controller in available:
+        if controller in missing:
             with contextlib.suppress(OSError):
                 (group / "cgroup.subtree_control").write_text(f"+{controller}")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxFileRefused, SandboxLost
-from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import ConnectionLost, FileError
 from rollyard_sandbox.errors import SandboxError as ExecError
+
+from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxFileRefused, SandboxLost
+from rollyard_pipeline.sandboxes.interface import SandboxRequest
 
 _APPLY_SECONDS = 60.0
 
@@ -38,9 +39,8 @@ async def apply(client: ExecClient, workdir: str, request: SandboxRequest, lease
     path = ""
     try:
         async with asyncio.timeout(_APPLY_SECONDS):
-            await client.renew(lease_seconds)
-            if request.env:
-                await client.set_env(dict(request.env))
+            # The server answers in order: one round trip for both.
+            await asyncio.gather(client.renew(lease_seconds), client.set_env(dict(request.env)))
             for path, text in request.files.items():
                 await client.write_file(path if path.startswith("/") else f"{workdir}/{path}", text.encode())
     except FileError as error:

@@ -56,7 +56,9 @@ async def _bubblewrap(bwrap: str | None) -> list[Check]:
         ]
     return [
         Check("bubblewrap", True, f"version {version}"),
-        Check("user namespaces", True, "sandboxes get users, processes, mounts, IPC and network of their own"),
+        Check(
+            "user namespaces", True, "sandboxes get users, processes, mounts, IPC and network of their own"
+        ),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -16,6 +17,7 @@ _UNITS = {
     "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12,
     "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40,
 }  # fmt: skip
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(|m|k|M|G|T|Ki|Mi|Gi|Ti)")
 
 
 def parse_quantity(quantity: str) -> float:
@@ -24,16 +26,10 @@ def parse_quantity(quantity: str) -> float:
     Raises:
         ValueError: not a quantity; the message says what would be one.
     """
-    digits = quantity.rstrip("mkMGTi")
-    unit = quantity[len(digits) :]
-    if unit not in _UNITS:
+    match = _QUANTITY.fullmatch(quantity)
+    if match is None:
         raise ValueError(f"{quantity!r} is no quantity; write for example '1', '500m', '512Mi' or '2Gi'")
-    try:
-        return float(digits) * _UNITS[unit]
-    except ValueError:
-        raise ValueError(
-            f"{quantity!r} is no quantity; write for example '1', '500m', '512Mi' or '2Gi'"
-        ) from None
+    return float(match[1]) * _UNITS[match[2]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ class ProcessStarter:
     def check(self, key: SandboxKey) -> None:
         if key.image is not None:
             raise ImageNotUsable(
-                f"sandbox.image {key.image!r}: bare processes use this machine's own system; leave image out, or "
-                "use --sandbox bubblewrap"
+                f"sandbox.image {key.image!r}: bare processes use this machine's own system; leave "
+                "image out, or use --sandbox bubblewrap"
             )
 
     async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:

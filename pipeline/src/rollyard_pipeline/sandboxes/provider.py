@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rollyard_crds.lease import SandboxHandle
+from rollyard_sandbox.errors import SandboxError as ExecError
+
 from rollyard_pipeline.sandboxes import cgroups
 from rollyard_pipeline.sandboxes.connection import apply, connect
 from rollyard_pipeline.sandboxes.errors import ResourceLimitsUnavailable, SandboxLost, SandboxStartFailed
@@ -19,7 +21,6 @@ from rollyard_pipeline.sandboxes.records import Process, SandboxFolder, SandboxR
 from rollyard_pipeline.sandboxes.starters import LEASE_SECONDS, Starter, limits_of
 from rollyard_pipeline.sandboxes.threads import in_thread
 from rollyard_pipeline.sandboxes.warmpool import WarmPool, WarmSandbox
-from rollyard_sandbox.errors import SandboxError as ExecError
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +78,14 @@ class NodeProvider:
 
     async def acquire(self, request: SandboxRequest, owner: str) -> Sandbox:
         self._starter.check(request.key)
-        while (warm := self._warm.take(request.key)) is not None:
-            try:
-                return await self._claim(warm, request, owner)
-            except SandboxLost as error:
-                log.warning("a warm sandbox was lost: %s", error)
+        try:
+            while (warm := self._warm.take(request.key)) is not None:
+                try:
+                    return await self._claim(warm, request, owner)
+                except SandboxLost as error:
+                    log.warning("a warm sandbox was lost: %s", error)
+        finally:
+            self._warm.refill(request.key)
         return await self._claim(await self._start_warm(request.key), request, owner)
 
     async def attach(self, handle: SandboxHandle) -> Sandbox:
@@ -184,8 +188,8 @@ class NodeProvider:
             cgroups.create(self._places, sandbox_id, limits_of(key))
         except OSError as error:
             raise ResourceLimitsUnavailable(
-                f"limits cpu={key.cpu:g}, memory={key.memory_bytes} bytes, processes={key.processes} cannot be set "
-                f"by control groups: {error}"
+                f"limits cpu={key.cpu:g}, memory={key.memory_bytes} bytes, processes={key.processes} "
+                f"cannot be set by control groups: {error}"
             ) from error
 
     async def _claim(self, warm: WarmSandbox, request: SandboxRequest, owner: str) -> Sandbox:

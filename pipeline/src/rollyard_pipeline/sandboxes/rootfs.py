@@ -71,7 +71,14 @@ def bwrap_arguments(
     for source, target in runtime.binds:
         arguments += ["--ro-bind", source, target]
     arguments += ["--proc", "/proc", *_proc_masks(), "--dev", "/dev"]
-    arguments += ["--perms", "1777", "--size", str(min(SHM_BYTES, key.memory_bytes // 8)), "--tmpfs", "/dev/shm"]
+    arguments += [
+        "--perms",
+        "1777",
+        "--size",
+        str(min(SHM_BYTES, key.memory_bytes // 8)),
+        "--tmpfs",
+        "/dev/shm",
+    ]
     arguments += ["--remount-ro", "/dev"]
     arguments += ["--perms", "1777", "--size", str(tmp), "--tmpfs", "/tmp"]
     arguments += ["--perms", "0755", "--size", str(work), "--tmpfs", WORKDIR]
@@ -125,15 +132,15 @@ def check_image(image: str, private: Iterable[Path] = ()) -> Path:
     """
     if "://" in image or image.endswith((".sif", ".tar", ".img", ".squashfs")):
         raise ImageNotUsable(
-            f"sandbox.image {image!r}: bubblewrap starts no container or SIF images; name a folder that holds "
-            "an unpacked root file system (for example from `docker export`), or leave image out to use this "
-            "machine's read-only system"
+            f"sandbox.image {image!r}: bubblewrap starts no container or SIF images; name a folder that "
+            "holds an unpacked root file system (for example from `docker export`), or leave image out "
+            "to use this machine's read-only system"
         )
     root = Path(image)
     if not root.is_absolute():
         raise ImageNotUsable(
-            f"sandbox.image {image!r}: not an absolute path; under bubblewrap an image is the absolute path of "
-            "a root folder on the worker's machine, or nothing"
+            f"sandbox.image {image!r}: not an absolute path; under bubblewrap an image is the absolute path "
+            "of a root folder on the worker's machine, or nothing"
         )
     if not root.is_dir():
         raise ImageNotUsable(f"sandbox.image {image!r}: no such folder on this machine")

@@ -128,9 +128,10 @@ def _library_folders() -> list[Path]:
     site = _package_folders()
     for name in names:
         folder = Path(name).resolve()
-        if folder.is_dir() and folder not in folders and not any(s in folder.parents for s in site):
-            if any(entry.name.startswith("lib") and ".so" in entry.name for entry in folder.iterdir()):
-                folders.append(folder)
+        if not folder.is_dir() or folder in folders or any(s in folder.parents for s in site):
+            continue
+        if any(entry.name.startswith("lib") and ".so" in entry.name for entry in folder.iterdir()):
+            folders.append(folder)
     return folders
 
 
@@ -141,12 +142,12 @@ def _loader(executable: Path) -> str | None:
         if head[:4] != b"\x7fELF" or head[4] != 2:
             return None
         order = "<" if head[5] == 1 else ">"
-        offset, = struct.unpack_from(order + "Q", head, 32)
+        (offset,) = struct.unpack_from(order + "Q", head, 32)
         size, count = struct.unpack_from(order + "HH", head, 54)
         for n in range(count):
             file.seek(offset + n * size)
             entry = file.read(size)
-            kind, = struct.unpack_from(order + "I", entry, 0)
+            (kind,) = struct.unpack_from(order + "I", entry, 0)
             if kind == 3:
                 start, _, _, length = struct.unpack_from(order + "QQQQ", entry, 8)
                 file.seek(start)

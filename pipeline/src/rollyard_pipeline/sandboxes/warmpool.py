@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.errors import SandboxError as ExecError
+
 from rollyard_pipeline.sandboxes.errors import SandboxError
 from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.records import SandboxRecord
-from rollyard_sandbox.client import ExecClient
-from rollyard_sandbox.errors import SandboxError as ExecError
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +54,13 @@ class WarmPool:
     def want(self, key: SandboxKey, count: int) -> None:
         """Sets how many are kept ready; starts or removes in the background."""
         self._wanted[key] = count
-        self._refill(key)
+        self.refill(key)
 
     def take(self, key: SandboxKey) -> WarmSandbox | None:
-        """The oldest ready sandbox, or None; its place is refilled in the background."""
+        """The oldest ready sandbox, or None; call `refill` once it is in use: starting one more costs CPU."""
         ready = self._ready.get(key)
         while ready:
             warm = ready.popleft()
-            self._refill(key)
             if warm.record.alive():
                 return warm
             log.warning("warm sandbox %s has died", warm.record.id)
@@ -79,7 +79,7 @@ class WarmPool:
                         ready.remove(warm)
                         log.warning("warm sandbox %s is lost: %s", warm.record.id, error)
                         await self._remove(warm)
-                        self._refill(key)
+                        self.refill(key)
 
     async def aclose(self) -> None:
         """Stops refilling and removes what is ready."""
@@ -94,7 +94,8 @@ class WarmPool:
             for warm in left:
                 group.create_task(self._removed(warm))
 
-    def _refill(self, key: SandboxKey) -> None:
+    def refill(self, key: SandboxKey) -> None:
+        """Starts what is missing of this key in the background."""
         task = self._refills.get(key)
         if self._wanted.get(key, 0) != self.ready(key) and (task is None or task.done()):
             self._refills[key] = asyncio.create_task(self._fill(key), name="sandbox-refill")

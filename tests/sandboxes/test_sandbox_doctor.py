@@ -1,0 +1,147 @@
+"""Clear answers where sandboxes cannot be started, or limits bind less."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from rollyard_pipeline.sandboxes import cgroups, open_provider
+from rollyard_pipeline.sandboxes.bubblewrap import bwrap_version, forbidden_text, userns_advice
+from rollyard_pipeline.sandboxes.cgroups import CgroupPlace, Limits
+from rollyard_pipeline.sandboxes.doctor import limits_check, sandbox_checks
+from rollyard_pipeline.sandboxes.errors import BubblewrapMissing, UserNamespacesForbidden
+
+
+def program(folder: Path, script: str) -> str:
+    path = folder / "bwrap"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+_REFUSING = """case "$1" in --version) echo bubblewrap 0.8.0;; *) echo "bwrap: No permissions to create a new
+namespace" >&2; exit 1;; esac"""
+
+
+async def test_no_bubblewrap(run_dir: Path) -> None:
+    checks = await sandbox_checks(run_dir, bwrap=str(run_dir / "none"))
+    assert not checks[0].ok
+    assert "apt-get install bubblewrap" in checks[0].remedy
+    assert "--sandbox process" in checks[0].remedy
+    with pytest.raises(BubblewrapMissing):
+        await open_provider("bubblewrap", run_dir=run_dir, node="n", bwrap=str(run_dir / "none")).start()
+
+
+async def test_forbidden_namespaces(run_dir: Path, tmp_path: Path) -> None:
+    bwrap = program(tmp_path, _REFUSING)
+    names = {check.name: check for check in await sandbox_checks(run_dir, bwrap=bwrap)}
+    assert names["bubblewrap"].ok
+    assert not names["user namespaces"].ok
+    assert "No permissions to create a new" in names["user namespaces"].remedy
+    with pytest.raises(UserNamespacesForbidden, match=r"What to do: .*--sandbox process"):
+        await open_provider("bubblewrap", run_dir=run_dir, node="n", bwrap=bwrap).start()
+
+
+def test_advice_names_the_setting_that_forbids(tmp_path: Path) -> None:
+    for name, value in (
+        ("kernel/unprivileged_userns_clone", "0"),
+        ("kernel/apparmor_restrict_unprivileged_userns", "1"),
+        ("user/max_user_namespaces", "1000"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(value + "\n")
+    advice = userns_advice(tmp_path)
+    assert len(advice) == 2
+    assert "sysctl -w kernel.unprivileged_userns_clone=1" in advice[0]
+    assert "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0" in advice[1]
+    (tmp_path / "user/max_user_namespaces").write_text("0")
+    assert "user.max_user_namespaces=15000" in forbidden_text("no", tmp_path)
+    assert "--security-opt seccomp=unconfined" in forbidden_text("no", tmp_path / "none")
+
+
+def test_version() -> None:
+    assert bwrap_version("bubblewrap 0.8.0\n") == (0, 8, 0)
+    assert bwrap_version("bubblewrap 0.11.0") > (0, 8, 0)
+    assert bwrap_version("what?") == ()
+
+
+def test_limits_say_which_kind_is_in_force() -> None:
+    whole = [CgroupPlace(2, Path("/x"), frozenset({"memory", "pids", "cpu"}))]
+    assert "as a whole (cgroup v2)" in limits_check(whole, root=True, release="6.1.0").meaning
+    user = limits_check([], root=False, release="6.1.0-13-amd64")
+    assert user.ok
+    assert "limited per sandbox (RLIMIT_NPROC)" in user.meaning
+    assert "Delegate=yes" in user.remedy
+    assert "whole account" in limits_check([], root=False, release="5.10.0").meaning
+    root = limits_check([], root=True, release="6.1.0")
+    assert not root.ok
+    assert "do not bind root" in root.meaning
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the warning is for root")
+def test_root_without_control_groups_is_warned(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        open_provider("bubblewrap", run_dir=run_dir, node="n", find_places=list)
+    assert "the limit on processes does not bind" in caplog.text
+
+
+def fake_v2(tmp_path: Path, own: str, given: dict[str, str]) -> Path:
+    """A /proc/self and a version 2 hierarchy as plain folders: what is written can be read back."""
+    mount = tmp_path / "cgroup"
+    for name, controllers in given.items():
+        group = mount / name
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "cgroup.subtree_control").write_text(controllers)
+        (group / "cgroup.controllers").write_text("cpu memory pids")
+        (group / "cgroup.procs").touch()
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    (proc / "cgroup").write_text(f"0::{own}\n")
+    (proc / "mountinfo").write_text(f"30 24 0:27 / {mount} rw,relatime - cgroup2 cgroup2 rw\n")
+    return proc
+
+
+def test_version_2_takes_the_nearest_ancestor_that_hands_controllers_on(tmp_path: Path) -> None:
+    slice_ = "user.slice/user@1000.service/app.slice"
+    proc = fake_v2(
+        tmp_path, f"/{slice_}/worker.scope", {"": "", slice_: "memory pids", f"{slice_}/worker.scope": ""}
+    )
+    place = tmp_path / "cgroup" / slice_ / "rollyard"
+    place.mkdir()
+    (place / "cgroup.controllers").write_text("memory pids")
+    (place / "cgroup.subtree_control").write_text("memory pids")
+    assert cgroups.find_places(proc) == [CgroupPlace(2, place, frozenset({"memory", "pids"}))]
+
+
+def test_no_place_where_nothing_is_handed_on(tmp_path: Path) -> None:
+    assert cgroups.find_places(fake_v2(tmp_path, "/a", {"a": ""})) == []
+    assert cgroups.find_places(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_settings_of_both_versions(tmp_path: Path, version: int) -> None:
+    place = CgroupPlace(version, tmp_path, frozenset({"memory", "pids", "cpu"}))  # type: ignore[arg-type]
+    (group,) = cgroups.create([place], "abc", Limits(cpu=0.5, memory_bytes=1000, processes=7))
+    written = {file.name: file.read_text() for file in group.iterdir()}
+    assert written["pids.max"] == "7"
+    if version == 1:
+        assert (written["memory.limit_in_bytes"], written["cpu.cfs_quota_us"]) == ("1000", "50000")
+    else:
+        assert (written["memory.max"], written["memory.swap.max"], written["cpu.max"]) == (
+            "1000",
+            "0",
+            "50000 100000",
+        )
+
+
+def test_oom_kills_of_both_versions(tmp_path: Path) -> None:
+    for name, file, text in (
+        ("1", "memory.oom_control", "oom_kill 2\n"),
+        ("2", "memory.events", "oom 4\noom_kill 3\n"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(text)
+    assert cgroups.oom_kills([tmp_path / "1", tmp_path / "2", tmp_path / "gone"]) == 5

@@ -1,0 +1,181 @@
+"""Records, identities and requests: the parts that need no sandbox."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rollyard_crds.rolloutjob import SandboxSpec
+from rollyard_crds.task import TaskSandbox
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.errors import DiskFull, RunDirUnusable
+from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest, parse_quantity
+from rollyard_pipeline.sandboxes.processes import (
+    ProcessRef,
+    descendants,
+    kill_and_wait,
+    kill_tree,
+    process_ref,
+    this_process,
+)
+from rollyard_pipeline.sandboxes.records import Process, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.rootfs import disk_sizes
+
+
+def record(folder: SandboxFolder, **changes: object) -> SandboxRecord:
+    values = {
+        "id": folder.new_id(),
+        "provider": "process",
+        "state": "warm",
+        "worker": Process.of(this_process()),
+        "created": time.time(),
+    }
+    return SandboxRecord.model_validate({**values, **changes})
+
+
+@pytest.fixture
+def folder(run_dir: Path) -> SandboxFolder:
+    made = SandboxFolder(run_dir)
+    made.prepare()
+    return made
+
+
+def test_records_are_private_and_survive_a_round_trip(folder: SandboxFolder) -> None:
+    first = record(folder, env={"A": "b"})
+    folder.create(first)
+    claimed = first.model_copy(update={"state": "claimed", "owner": "r-1"})
+    folder.save(claimed)
+    assert folder.load(first.id) == claimed
+    assert folder.ids() == [first.id]
+    assert folder.folder(first.id).stat().st_mode & 0o777 == 0o700
+    assert (folder.folder(first.id) / "sandbox.json").stat().st_mode & 0o777 == 0o600
+    folder.remove(first.id)
+    folder.remove(first.id)
+    assert folder.load(first.id) is None
+    with pytest.raises(FileNotFoundError):
+        folder.save(claimed)
+
+
+@pytest.mark.parametrize("name", ["..", "../../etc", "", "x" * 12, "0" * 13])
+def test_strange_ids_name_no_folder(folder: SandboxFolder, name: str) -> None:
+    assert folder.load(name) is None
+    folder.remove(name)
+    assert folder.path.is_dir()
+
+
+async def test_sweep_removes_broken_dead_and_abandoned(run_dir: Path) -> None:
+    provider = open_provider("process", run_dir=run_dir, node="n")
+    await provider.start()
+    folder = SandboxFolder(run_dir)
+    broken, dead, foreign = folder.new_id(), record(folder, root={"pid": 2**22 - 1, "started": 1}), record(
+        folder, provider="other", root={"pid": 2**22 - 1, "started": 1}
+    )  # fmt: skip
+    (folder.path / broken).mkdir()
+    (folder.path / broken / "sandbox.json").write_text("{")
+    folder.create(dead)
+    folder.create(foreign)
+    starting = record(folder, state="starting")
+    folder.create(starting)
+    for name, age in ((".new-old", 1000), (".new-young", 0)):
+        (folder.path / name).mkdir()
+        os.utime(folder.path / name, (time.time() - age,) * 2)
+    with folder.sweeping() as mine:
+        assert mine
+        assert await provider.sweep() == [], "another process is sweeping"
+    assert sorted(await provider.sweep()) == sorted([broken, dead.id])
+    left = set(os.listdir(folder.path)) - {".sweep"}
+    assert left == {foreign.id, starting.id, ".new-young"}
+    await provider.aclose()
+
+
+def test_long_run_dir_is_refused_with_its_limit(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunDirUnusable, match=r"too long for Unix sockets: \d+ bytes, at most 74; choose a shorter"
+    ):
+        SandboxFolder(tmp_path / ("x" * 100)).prepare()
+
+
+def test_run_dir_that_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path.parent / "f"
+    file.touch()
+    with pytest.raises(RunDirUnusable, match="cannot be used"):
+        SandboxFolder(file).prepare()
+
+
+def test_full_disk_has_its_own_reason(folder: SandboxFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(DiskFull, match="no room left"):
+        folder.create(record(folder))
+
+
+def test_unknown_provider_is_named() -> None:
+    with pytest.raises(ValueError, match=r"--sandbox docker.*choose one of bubblewrap, process"):
+        open_provider("docker", run_dir="/tmp", node="n")
+
+
+def test_identity_is_pid_and_start_time() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    ref = process_ref(child.pid)
+    assert ref is not None
+    assert ref.alive()
+    other = ProcessRef(ref.pid, ref.started - 1)
+    assert not other.alive()
+    assert kill_and_wait(other, 1), "a process that is gone"
+    assert ref.alive(), "the one that has its pid now was not hit"
+    assert kill_and_wait(ref, 10)
+    assert not ref.alive()
+    child.wait()
+    assert process_ref(child.pid) is None
+
+
+def test_kill_tree_reaches_sessions_of_their_own() -> None:
+    code = "import ctypes, subprocess; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); "
+    code += "p = subprocess.Popen(['bash', '-c', 'setsid sleep 99 & sleep 99 & echo; exec sleep 99'], "
+    code += "stdout=-1); "
+    code += "p.stdout.readline(); print(flush=True); p.wait()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        below = descendants(child.pid)
+        assert len(below) == 3
+        root = process_ref(child.pid)
+        assert root is not None
+        assert kill_tree(root, 10)
+        assert not any(ref.alive() for ref in below)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("1", 1), ("500m", 0.5), ("2Gi", 2**31), ("1.5k", 1500), ("3M", 3e6), ("1Ti", 2**40)]
+)
+def test_quantities(text: str, number: float) -> None:
+    assert parse_quantity(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "1Xi", "1GiGi"])
+def test_bad_quantities(text: str) -> None:
+    with pytest.raises(ValueError, match="is no quantity; write for example"):
+        parse_quantity(text)
+
+
+def test_request_merges_job_and_task() -> None:
+    job = SandboxSpec(image="/a", env={"A": "job", "B": "job"})
+    request = SandboxRequest.of(job, TaskSandbox(env={"B": "task"}, files={"f": "x"}))
+    assert request == SandboxRequest(
+        image="/a", env={"A": "job", "B": "task"}, files={"f": "x"}, memory_bytes=2**30, disk_bytes=2**30
+    )
+    assert request.key == SandboxRequest.of(job).key
+    assert SandboxRequest.of(job, TaskSandbox(image="/b")).key != request.key
+
+
+def test_disks_leave_memory_for_processes() -> None:
+    key = SandboxKey(None, 1, 300 << 20, 1 << 30, 10)
+    assert disk_sizes(key) == (100 << 20, 100 << 20)
+    assert disk_sizes(SandboxKey(None, 1, 300 << 20, 10 << 20, 10))[0] == 10 << 20

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 async def test_exit_code_output_and_directory(any_client: ExecClient) -> None:
     result = await any_client.bash("cd /usr; echo out; echo err >&2; (exit 7)")
     assert (result.exit_code, result.output, result.cwd) == (7, b"out\nerr\n", "/usr")
-    assert not (result.timed_out or result.killed or result.shell_restarted or result.truncated_bytes)
+    assert not any((result.timed_out, result.killed, result.shell_restarted, result.truncated_bytes))
     assert result.seconds > 0
 
 

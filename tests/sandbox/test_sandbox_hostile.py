@@ -27,7 +27,7 @@ async def test_programs_do_not_inherit_the_channel(client: ExecClient) -> None:
 
 FORGERIES = [
     # A subshell is a fork: it holds the channel and writes to everything it holds.
-    "( for f in /proc/self/fd/*; do printf '0 00000001' >&${f##*/}; printf '0 %08d' {1..9} >&${f##*/}; done; exit 3 )",
+    "( for f in /proc/self/fd/*; do printf '0 %08d' {1..9} >&${f##*/}; done; exit 3 )",
     "( printf '0 %s' $__ry >&11; printf 'x0 %s /' $__ry >&11; exit 3 )",
     # Opening a socket through /proc fails.
     "bash -c 'for f in /proc/$PPID/fd/*; do printf \"0 00000002\" > $f; done; exit 3'",

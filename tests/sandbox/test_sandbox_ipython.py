@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import glob
-from collections.abc import AsyncIterator
 
 import pytest
 from rollyard_sandbox.client import ExecClient
@@ -14,9 +13,9 @@ pytest.importorskip("ipykernel")
 
 
 @pytest.fixture
-async def kernel(client: ExecClient) -> AsyncIterator[ExecClient]:
+async def kernel(client: ExecClient) -> ExecClient:
     await client.ipython("import os, sys, time, signal")
-    yield client
+    return client
 
 
 async def test_cells(client: ExecClient) -> None:
@@ -24,7 +23,7 @@ async def test_cells(client: ExecClient) -> None:
     first = await client.ipython("x = 6 * 7\nx")
     assert (first.exit_code, first.output, first.result) == (0, b"42\n", "42")
     mixed = await client.ipython(
-        "import sys\nprint('out')\nsys.stdout.flush()\nprint('err', file=sys.stderr)\nsys.stderr.flush()\nx + 1"
+        "import sys\nprint('out', flush=True)\nprint('err', file=sys.stderr, flush=True)\nx + 1"
     )
     assert (mixed.output, mixed.result) == (b"out\nerr\n43\n", "43")
     failed = await client.ipython("print('before')\n1/0")

@@ -126,7 +126,7 @@ async def test_kill_all_finds_every_escapee(client: ExecClient, server: Any) -> 
         " os._exit(0)\n"
     )
     await client.write_file("escape.py", escapee.encode())
-    outside = subprocess.Popen(["sleep", "300"])
+    outside = subprocess.Popen(["sleep", "300"])  # noqa: ASYNC220
     try:
         await client.bash("python3 escape.py; until [ -s pid ]; do sleep 0.01; done")
         await client.bash("sleep 300 & nohup sleep 300 >/dev/null 2>&1 & disown -a; V=1", session="b")
@@ -158,7 +158,7 @@ async def test_kill_all_beats_a_process_that_keeps_forking(client: ExecClient, s
 async def test_orphans_are_reaped(client: ExecClient, server: Any) -> None:
     await client.bash("for i in 1 2 3 4 5; do (setsid true &); done; sleep 0.1")
     async with asyncio.timeout(10):
-        while children(server.process.pid, zombies=True) != children(server.process.pid):
+        while children(server.process.pid, zombies=True) != children(server.process.pid):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
@@ -313,9 +313,9 @@ async def test_the_folder_runs_by_path_without_an_installed_package(tmp_path: Pa
             source, tmp_path / "mounted" / source.name, ignore=shutil.ignore_patterns("__pycache__")
         )
     read, write = os.pipe()
-    command = [sys.executable, "-I", "-S", str(tmp_path / "mounted" / "rollyard_sandbox"),
-               "--listen", f"unix:{tmp_path}/s", "--workdir", str(tmp_path), "--ready-fd", str(write)]  # fmt: skip
-    process = subprocess.Popen(command, pass_fds=(write,))
+    command = [sys.executable, "-I", "-S", str(tmp_path / "mounted" / "rollyard_sandbox")]
+    command += ["--listen", f"unix:{tmp_path}/s", "--workdir", str(tmp_path), "--ready-fd", str(write)]
+    process = subprocess.Popen(command, pass_fds=(write,))  # noqa: ASYNC220
     os.close(write)
     try:
         assert os.read(read, 1000)

@@ -119,6 +119,7 @@ def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: flo
         alive = [p for p in processes.values() if p.pid not in (1, me) and p.state not in "ZX"]
         alive = alive if own_namespace else descendants(me, processes)
         if not alive or monotonic() > deadline:
+            reap()  # those that ended between the first look and the second
             return len(killed)
         pids = [p.pid for p in alive]
         killed.update(pids)

@@ -36,8 +36,6 @@ class Capture:
 
     def finish(self) -> tuple[bytes, int]:
         """(what was kept, the number of bytes left out); a line in the middle says so where any were."""
-        if not self._tail:
-            return bytes(self._head), 0
         tail = b"".join(self._tail)
         if len(tail) > self._tail_limit:
             tail = tail[len(tail) - self._tail_limit :]

@@ -16,9 +16,9 @@ from functools import partial
 from time import monotonic
 
 from rollyard_sandbox.capture import Capture
+from rollyard_sandbox.commands import Outcome
 from rollyard_sandbox.errors import IPythonUnavailable, SandboxError, SessionBusy
 from rollyard_sandbox.processes import prefer_for_oom, send_signal, session_members
-from rollyard_sandbox.session import Outcome
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -6,16 +6,18 @@ import os
 import sys
 
 from rollyard_sandbox import files
+from rollyard_sandbox.commands import Outcome
 from rollyard_sandbox.errors import (
     BadRequest,
     CommandTooLarge,
+    LaunchError,
     NoCommandRunning,
     ProtocolError,
     SandboxError,
     TooManySessions,
 )
 from rollyard_sandbox.frames import MAX_BODY, PROTOCOL_VERSION
-from rollyard_sandbox.session import BashSession, Outcome
+from rollyard_sandbox.session import BashSession
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -99,6 +101,9 @@ class Operations:
             handler(connection, request, header, body)
         except SandboxError as error:
             connection.refuse(request, error)
+        except OSError as error:
+            # Out of descriptors, processes or memory: the sandbox's limits, met in the middle of something.
+            connection.refuse(request, LaunchError(f"{operation}: {error}", reason="ResourceExhausted"))
 
     def close(self) -> None:
         """The server is ending, and every process has been killed."""

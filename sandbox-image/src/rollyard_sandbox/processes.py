@@ -118,15 +118,14 @@ def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: flo
         processes = snapshot()
         alive = [p for p in processes.values() if p.pid not in (1, me) and p.state not in "ZX"]
         alive = alive if own_namespace else descendants(me, processes)
-        if not alive or monotonic() > deadline:
+        # A zombie whose other threads are still exiting cannot be reaped yet.
+        unreaped = any(p.parent == me and p.state in "ZX" for p in processes.values())
+        if not (alive or unreaped) or monotonic() > deadline:
             return len(killed)
         pids = [p.pid for p in alive]
         killed.update(pids)
-        if own_namespace:
-            try:
-                os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        if own_namespace and alive:
+            send_signal((-1,), signal.SIGKILL)
         else:
             send_signal(pids, signal.SIGSTOP)
             send_signal(pids, signal.SIGKILL)

@@ -7,10 +7,10 @@ import signal
 from time import monotonic
 
 from rollyard_sandbox.capture import Capture
+from rollyard_sandbox.commands import Outcome
 from rollyard_sandbox.errors import BadRequest, LaunchError, SandboxError
 from rollyard_sandbox.eventloop import WRITE
 from rollyard_sandbox.processes import prefer_for_oom, send_signal, session_members
-from rollyard_sandbox.session import Outcome
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

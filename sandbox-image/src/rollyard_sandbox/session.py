@@ -7,6 +7,7 @@ import signal
 from time import monotonic
 
 from rollyard_sandbox.capture import Capture
+from rollyard_sandbox.commands import Command, Outcome
 from rollyard_sandbox.errors import LaunchError, NoCommandRunning, SandboxError, SessionBusy
 from rollyard_sandbox.eventloop import READ, WRITE
 from rollyard_sandbox.processes import send_signal, session_members
@@ -16,56 +17,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollyard_sandbox.eventloop import EventLoop, Timer
+    from rollyard_sandbox.eventloop import EventLoop
 
 START_LIMIT = 10.0  # seconds for bash to report for the first time
 INTERRUPT_GRACE = 1.0  # seconds between SIGINT and SIGKILL
 KILL_GRACE = 0.5  # seconds between killing the foreground and killing the shell
 REAP_GRACE = 2.0  # seconds for a killed shell to end
+_REPEATS = 2
+_REPEAT_AFTER = 0.1  # seconds
 IDLE_OUTPUT = 64 * 1024  # bytes kept of what background jobs print between commands
 _INPUT_BACKLOG = 1024 * 1024  # bytes of unread input
 _READ = 65536
 _DRAIN_LIMIT = 256 * 1024  # bytes read after a report; a terminal buffers less
-
-
-class Outcome:
-    """How a command ended; the fields are those of `results.ExecResult`."""
-
-    __slots__ = (
-        "cwd", "exit_code", "killed", "output", "seconds", "shell_restarted", "timed_out", "truncated_bytes",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.exit_code: int | None = None
-        self.output = b""
-        self.cwd = ""
-        self.seconds = 0.0
-        self.timed_out = False
-        self.killed = False
-        self.truncated_bytes = 0
-        self.shell_restarted = False
-
-
-class Command:
-    """The command that a session is running."""
-
-    __slots__ = ("capture", "command", "done", "number", "on_output", "outcome", "started", "timer")
-
-    def __init__(
-        self,
-        command: bytes,
-        max_output: int,
-        on_output: Callable[[bytes], None] | None,
-        done: Callable[[Outcome | SandboxError], None],
-    ) -> None:
-        self.command = command
-        self.capture = Capture(max_output)
-        self.on_output = on_output
-        self.done = done
-        self.number = ""
-        self.outcome = Outcome()
-        self.started = monotonic()
-        self.timer: Timer | None = None
 
 
 class BashSession:
@@ -86,6 +49,7 @@ class BashSession:
         self._ready = False
         self._command: Command | None = None
         self._count = 0
+        self._queued: Command | None = None
         self._lost_state = False
         self._idle_output = Capture(IDLE_OUTPUT)
         self._input = bytearray()
@@ -111,24 +75,39 @@ class BashSession:
     ) -> Command:
         """Runs `command`; `done` is called once, at the latest a few seconds after `timeout`.
 
+        While a cancelled command is being stopped, one that follows it waits.
+
         Raises:
             SessionBusy: another command is running.
             LaunchError: no shell could be started.
         """
-        if self._command is not None:
+        running = Command(command, timeout, max_output, on_output, done)
+        if self._command is None and self._queued is None:
+            self._begin(running)
+        elif self._command is not None and self._command.cancelled and self._queued is None:
+            self._queued = running
+        else:
             raise SessionBusy(f"session {self.name!r} is running another command")
+        return running
+
+    def _begin(self, running: Command) -> None:
         if self._shell is not None and not self._shell.reads_terminal():
             self._discard_shell()
         if self._shell is None:
             self._start_shell()
-        running = Command(command, max_output, on_output, done)
         self._command = running
         if self._ready:
             self._dispatch(running)
-            running.timer = self._loop.call_later(timeout, self._time_out)
         else:
-            running.timer = self._loop.call_later(min(timeout, START_LIMIT), self._time_out)
-        return running
+            running.timer = self._loop.call_later(START_LIMIT, self._time_out)
+
+    def _begin_queued(self) -> None:
+        running, self._queued = self._queued, None
+        if running is not None:
+            try:
+                self._begin(running)
+            except SandboxError as error:
+                running.done(error)
 
     def send_input(self, data: bytes) -> None:
         """Types `data` on the terminal of the running command.
@@ -152,12 +131,16 @@ class BashSession:
         """
         if self._command is None or self._shell is None:
             raise NoCommandRunning(f"session {self.name!r} runs no command")
-        self._signal_foreground(signal.SIGINT)
+        self._interrupt_foreground(self._command, _REPEATS)
 
     def cancel(self, command: Command) -> None:
         """Ends `command` as a timeout would, at once; does nothing where it has ended."""
         if self._command is command:
+            command.cancelled = True
             self._stop_command()
+        elif self._queued is command:
+            self._queued = None
+            command.done(command.outcome)
 
     def expect_kill(self) -> None:
         """The caller is about to kill every process: a running command will end as `killed`."""
@@ -268,6 +251,9 @@ class BashSession:
             running.capture.add(idle)
             if running.on_output is not None:
                 running.on_output(idle)
+        if running.timer is not None:
+            running.timer.cancel()
+        running.timer = self._loop.call_later(running.timeout, self._time_out)
         running.started = monotonic()
         try:
             shell.run(running.command, running.number)
@@ -370,7 +356,7 @@ class BashSession:
         outcome.cwd = self._cwd
         outcome.shell_restarted = self._lost_state or lost
         self._lost_state = False
-        running.done(outcome)
+        self._ended(running, outcome)
 
     def _fail(self, error: SandboxError) -> None:
         running = self._command
@@ -378,7 +364,13 @@ class BashSession:
         self._command = None
         if running.timer is not None:
             running.timer.cancel()
-        running.done(error)
+        self._ended(running, error)
+
+    def _ended(self, running: Command, outcome: Outcome | SandboxError) -> None:
+        running.done(outcome)
+        if self._queued is not None:
+            # Not now: the shell of the ended command may be in the middle of being replaced.
+            self._loop.call_later(0.0, self._begin_queued)
 
     def _idle_text(self) -> str:
         return self._idle_output.finish()[0].decode(errors="replace").strip()
@@ -404,8 +396,21 @@ class BashSession:
         if not self._ready:
             self._discard_shell()
             return
-        self._signal_foreground(signal.SIGINT)
+        self._interrupt_foreground(running, _REPEATS)
         running.timer = self._loop.call_later(INTERRUPT_GRACE, self._kill_foreground)
+
+    def _interrupt_foreground(self, running: Command, repeats: int, signalled: int = 0) -> None:
+        """SIGINT, again where the foreground changes: bash forgets one that comes while it starts a job."""
+        shell = self._shell
+        if shell is None or self._command is not running:
+            return
+        group = shell.foreground()
+        if group != signalled:
+            self._signal_foreground(signal.SIGINT)
+        if repeats:
+            self._loop.call_later(
+                _REPEAT_AFTER, lambda: self._interrupt_foreground(running, repeats - 1, group)
+            )
 
     def _signal_foreground(self, number: int) -> None:
         shell = self._shell

@@ -120,9 +120,8 @@ class Shell:
         self.channel = channel
         self._memory = memory
         self._terminal = os.fstat(slave).st_rdev
-        self._clean = b""
+        self._clean = fcntl.ioctl(slave, termios.TCGETS, bytes(60))
         self._input = f"/proc/{self.pid}/fd/0"
-        self._set_terminal_modes()
 
     @classmethod
     def spawn(cls, cwd: str, environment: dict[str, str]) -> Shell:
@@ -261,7 +260,8 @@ class Shell:
             return None
         shells = {"bash", "sh", "dash", "zsh", "ash", "ksh", "mksh", "fish", "busybox"}
         return program in shells and all(
-            argument.startswith(b"-") and b"c" not in argument.lstrip(b"-") for argument in arguments[1:]
+            argument.startswith(b"--") or (argument.startswith(b"-") and b"c" not in argument)
+            for argument in arguments[1:]
         )
 
     def environment(self) -> dict[str, str] | None:
@@ -281,18 +281,24 @@ class Shell:
         os.close(self._memory)
         self.channel.close()
 
-    def _set_terminal_modes(self) -> None:
-        modes = termios.tcgetattr(self.slave)
-        modes[0] = (modes[0] | termios.ICRNL) & ~(termios.IXON | termios.IXOFF)
-        modes[1] &= ~termios.OPOST  # "\n" stays "\n"
-        modes[3] |= termios.ICANON | termios.ISIG
-        modes[3] &= ~(termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHONL | termios.TOSTOP)
-        termios.tcsetattr(self.slave, termios.TCSANOW, modes)
-        self._clean = fcntl.ioctl(self.slave, termios.TCGETS, bytes(60))
+
+def _set_terminal_modes(fd: int) -> None:
+    """No echo, no translation of output ("\n" stays "\n"), no flow control."""
+    modes = termios.tcgetattr(fd)
+    modes[0] = (modes[0] | termios.ICRNL) & ~(termios.IXON | termios.IXOFF)
+    modes[1] &= ~termios.OPOST
+    modes[3] |= termios.ICANON | termios.ISIG
+    modes[3] &= ~(termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHONL | termios.TOSTOP)
+    termios.tcsetattr(fd, termios.TCSANOW, modes)
 
 
 def _prepare_child(inherited: list[int]) -> None:
-    """In the child: inheritable descriptors, and the default action for what Python ignores."""
+    """In the child: inheritable descriptors, and the default action for what Python ignores.
+
+    The terminal's modes are set here because bash remembers those that it starts with, and restores them
+    whenever a signal ends a program.
+    """
+    _set_terminal_modes(0)
     for fd in inherited:
         os.set_inheritable(fd, True)
     for number in (

@@ -1,0 +1,372 @@
+"""The server: programs, files, kill_all, lease, signals, protocol and tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_sandbox import errors
+from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.frames import FrameReader, encode
+
+
+async def test_run_is_a_fresh_process(any_client: ExecClient) -> None:
+    await any_client.bash("export LEAK=1; cd /usr")
+    result = await any_client.run(
+        ["sh", "-c", "cat; echo err >&2; echo $LEAK$GIVEN; pwd; test -t 0 || exit 4"],
+        stdin=b"in\n", env={"GIVEN": "g"}, cwd="/etc",
+    )  # fmt: skip
+    assert (result.exit_code, result.output, result.cwd) == (4, b"in\nerr\ng\n/etc\n", "/etc")
+
+
+async def test_run_limits(client: ExecClient) -> None:
+    result = await client.run(["sh", "-c", "echo partial; sleep 100"], timeout=0.3)
+    assert (result.exit_code, result.output, result.timed_out, result.killed) == (
+        137,
+        b"partial\n",
+        True,
+        True,
+    )
+    result = await client.run(["seq", "1", "100000"], max_output=100)
+    assert result.truncated_bytes == 588_895 - 100
+    big = b"x" * 3_000_000
+    assert (await client.run(["wc", "-c"], stdin=big)).text().strip() == "3000000"
+    assert (await client.run(["true"], stdin=big)).exit_code == 0
+    with pytest.raises(errors.LaunchError, match="no-such-program"):
+        await client.run(["no-such-program"])
+    with pytest.raises(errors.BadRequest, match="argv"):
+        await client.run([])
+
+
+async def test_run_leaves_nothing_behind(client: ExecClient) -> None:
+    result = await client.run(["sh", "-c", "sleep 300 & echo $!; setsid sleep 300 & echo done"])
+    pid = int(result.text().split()[0])
+    assert result.text().endswith("done\n")
+    assert await ended(pid)
+
+
+async def test_files(any_client: ExecClient) -> None:
+    data = os.urandom(2_000_000)
+    await any_client.write_file("a/b/c.bin", data, mode=0o750)
+    content = await any_client.read_file("a/b/c.bin", max_bytes=1 << 22)
+    assert (content.data, content.size, content.mode, content.complete) == (data, len(data), 0o750, True)
+    part = await any_client.read_file("a/b/c.bin", offset=1_999_990, max_bytes=5)
+    assert (part.data, part.offset, part.complete) == (data[-10:-5], 1_999_990, False)
+    await any_client.write_file("a/b/c.bin", b"new")
+    assert (await any_client.read_file("a/b/c.bin")).text() == "new"
+    entries = await any_client.list_dir("a/b")
+    assert [(entry.name, entry.kind, entry.size, entry.mode) for entry in entries] == [
+        ("c.bin", "file", 3, 0o644)
+    ]
+    await any_client.remove("a")
+    assert await any_client.list_dir(".") == []
+    assert (await any_client.read_file("/proc/self/stat")).data
+
+
+async def test_writing_follows_symlinks_and_leaves_no_part(client: ExecClient) -> None:
+    await client.bash("mkdir real; echo old > real/file; ln -s real/file link")
+    await client.write_file("link", b"new")
+    assert (await client.bash("cat real/file; readlink link; ls -A real")).text() == "newreal/file\nfile\n"
+
+
+@pytest.mark.parametrize(
+    ("operation", "reason"),
+    [
+        (lambda c: c.read_file("none"), "FileNotFound"),
+        (lambda c: c.read_file("/tmp"), "IsADirectory"),
+        (lambda c: c.read_file("/etc/passwd/x"), "NotADirectory"),
+        (lambda c: c.write_file("/etc/passwd/x", b""), "NotADirectory"),
+        (lambda c: c.write_file("/tmp", b""), "IsADirectory"),
+        (lambda c: c.write_file("n" * 300, b""), "NameTooLong"),
+        (lambda c: c.list_dir("none"), "FileNotFound"),
+        (lambda c: c.list_dir("/etc/passwd"), "NotADirectory"),
+        (lambda c: c.remove("none"), "FileNotFound"),
+    ],
+)
+async def test_file_errors(client: ExecClient, operation: Callable[[ExecClient], Any], reason: str) -> None:
+    with pytest.raises(errors.FileError) as caught:
+        await operation(client)
+    assert caught.value.reason == reason
+
+
+async def test_a_full_disk(client: ExecClient) -> None:
+    await client.write_file("f", b"old")
+    # A file-size limit of the server fails its writes in the middle, as a full disk does.
+    resource.prlimit((await client.info()).pid, resource.RLIMIT_FSIZE, (4096, 4096))
+    with pytest.raises(errors.FileError) as caught:
+        await client.write_file("f", b"x" * 10_000)
+    assert caught.value.reason == "FileTooLarge"
+    assert (await client.read_file("f")).data == b"old"
+    assert [entry.name for entry in await client.list_dir(".")] == ["f"]
+
+
+def test_a_full_disk_is_disk_full() -> None:
+    error = errors.file_error(OSError(28, "No space left on device"), "/x")
+    assert (error.reason, str(error)) == ("DiskFull", "/x: No space left on device")
+
+
+async def test_kill_all_finds_every_escapee(client: ExecClient, server: Any) -> None:
+    escapee = (
+        "import os,time\n"
+        "if os.fork() == 0:\n"
+        " os.setsid()\n"
+        " if os.fork() == 0:\n"
+        "  open('pid','w').write(str(os.getpid())); time.sleep(300)\n"
+        " os._exit(0)\n"
+    )
+    await client.write_file("escape.py", escapee.encode())
+    outside = subprocess.Popen(["sleep", "300"])  # noqa: ASYNC220
+    try:
+        await client.bash("python3 escape.py; until [ -s pid ]; do sleep 0.01; done")
+        await client.bash("sleep 300 & nohup sleep 300 >/dev/null 2>&1 & disown -a; V=1", session="b")
+        running = await client.start("echo on; sleep 300", session="c", timeout=100)
+        await running.wait_for_output(b"on")
+        pid = int((await client.read_file("pid")).text())
+        assert await client.kill_all() >= 7
+        assert await ended(pid)
+        result = await running.result()
+        assert (result.killed, result.exit_code) == (True, 137)
+        assert children(server.process.pid) == []
+        assert outside.poll() is None
+        fresh = await client.bash("echo v=$V; pwd", session="b")
+        assert (fresh.text(), fresh.shell_restarted) == (f"v=\n{server.work}\n", False)
+    finally:
+        outside.kill()
+        outside.wait()
+
+
+async def test_kill_all_beats_a_process_that_keeps_forking(client: ExecClient, server: Any) -> None:
+    await client.write_file("fork.sh", b"sleep 0.2 & exec setsid sh fork.sh\n")
+    await client.bash("setsid sh fork.sh >/dev/null 2>&1 &")
+    for _ in range(3):
+        await client.bash("sleep 0.02")
+    await client.kill_all()
+    assert children(server.process.pid) == []
+
+
+async def test_orphans_are_reaped(client: ExecClient, server: Any) -> None:
+    await client.bash("for i in 1 2 3 4 5; do (setsid true &); done; sleep 0.1")
+    async with asyncio.timeout(10):
+        while children(server.process.pid, zombies=True) != children(server.process.pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_the_lease_ends_the_server_and_its_processes(start_server: Callable[..., Any]) -> None:
+    server = start_server("--lease", "1")
+    async with await server.connect() as client:
+        pid = int((await client.bash("sleep 300 >/dev/null & echo $!")).text().split()[-1])
+        await client.renew(60)
+        left = (await client.info()).lease_seconds_left
+        assert left is not None
+        assert 50 < left <= 60
+        await client.renew(0.2)
+        assert await server.exit_status() == 75
+        with pytest.raises(errors.ConnectionLost):
+            await client.bash("true")
+    assert await ended(pid)
+    assert not Path(server.addresses[0].removeprefix("unix:")).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signals_end_it_cleanly(start_server: Callable[..., Any], number: int) -> None:
+    server = start_server()
+    client = await server.connect()
+    pid = int((await client.bash("setsid sleep 300 >/dev/null & echo $!")).text().split()[-1])
+    server.process.send_signal(number)
+    assert await server.exit_status() == 0
+    assert await ended(pid)
+    with pytest.raises(errors.ConnectionLost):
+        await client.bash("true")
+    await client.close()
+
+
+async def test_a_killed_server_fails_every_waiting_call(start_server: Callable[..., Any]) -> None:
+    server = start_server()
+    client = await server.connect()
+    calls = [asyncio.create_task(client.bash("sleep 100", session=f"s{i}")) for i in range(3)]
+    await client.bash("true")
+    server.process.kill()
+    for call in calls:
+        with pytest.raises(errors.ConnectionLost) as caught:
+            await call
+        assert caught.value.reason == "SandboxLost"
+    await client.close()
+
+
+async def test_shutdown(start_server: Callable[..., Any]) -> None:
+    server = start_server()
+    client = await server.connect()
+    await client.shutdown()
+    assert await server.exit_status() == 0
+
+
+@pytest.mark.parametrize("token", [None, "wrong", "ünicode"])
+async def test_a_wrong_token_is_refused(start_server: Callable[..., Any], token: str | None) -> None:
+    server = start_server(transports=("unix", "tcp"))
+    for index in (0, 1):
+        with pytest.raises(errors.Unauthorized):
+            await server.connect(index, token)
+        async with await server.connect(index) as client:
+            assert (await client.bash("echo ok")).text() == "ok\n"
+
+
+async def test_nobody_there(tmp_path: Path) -> None:
+    with pytest.raises(errors.ConnectionLost):
+        await ExecClient.connect(f"unix:{tmp_path}/none")
+    with pytest.raises(errors.BadRequest):
+        await ExecClient.connect("http://localhost")
+
+
+async def test_a_silent_server_is_given_up(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/s")
+        listener.listen()
+        with pytest.raises(errors.ConnectionLost):
+            await ExecClient.connect(f"unix:{tmp_path}/s", timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (struct.pack("!II", 1 << 30, 0), "ProtocolError"),
+        (struct.pack("!II", 10, 1 << 31), "ProtocolError"),
+        (struct.pack("!II", 3, 0) + b"{{{", "ProtocolError"),
+        (struct.pack("!II", 2, 0) + b"[]", "ProtocolError"),
+        (encode({"op": "bash", "id": 1, "session": "main"}, b"id"), "Unauthorized"),
+        (encode({"op": "hello", "id": 1, "version": 99}), "ProtocolError"),
+        (encode({"op": "hello"}), "ProtocolError"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "ProtocolError"),
+    ],
+)
+async def test_broken_frames_are_answered(server: Any, sent: bytes, reason: str) -> None:
+    reader, writer = await asyncio.open_unix_connection(server.addresses[0].removeprefix("unix:"))
+    writer.write(sent)
+    frames = list(FrameReader().feed(await reader.read(65536)))
+    writer.close()
+    assert frames[0][0]["error"] == reason
+    async with await server.connect() as client:
+        assert (await client.bash("echo ok")).text() == "ok\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"op": "nonsense"}, "op"),
+        ({"op": "bash", "timeout": 1, "max_output": 1}, "session"),
+        ({"op": "bash", "session": "s", "timeout": -1, "max_output": 1}, "timeout"),
+        ({"op": "bash", "session": "s", "timeout": True, "max_output": 1}, "timeout"),
+        ({"op": "bash", "session": "s", "timeout": 1, "max_output": "x"}, "max_output"),
+        ({"op": "bash", "session": "", "timeout": 1, "max_output": 1}, "session"),
+        ({"op": "run", "argv": "ls", "timeout": 1, "max_output": 1}, "argv"),
+        ({"op": "run", "argv": ["ls"], "env": {"a": 1}, "timeout": 1, "max_output": 1}, "env"),
+        ({"op": "read", "path": "a\0b", "offset": 0, "max_bytes": 1}, "path"),
+        ({"op": "read", "path": "a", "offset": -1, "max_bytes": 1}, "offset"),
+        ({"op": "write", "path": "a", "mode": 1 << 20}, "mode"),
+        ({"op": "renew", "seconds": 0}, "seconds"),
+    ],
+)
+async def test_bad_requests_name_the_field(client: ExecClient, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(errors.BadRequest, match=f"^{named}: "):
+        await client._wire.request(fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--listen", "tcp://127.0.0.1:0"], "--token-file"),
+        (["--listen", "nonsense"], "nonsense"),
+        (["--listen", "unix:/nonexistent/dir/sock"], "cannot listen"),
+        (["--listen", "unix:/tmp/x", "--workdir", "/nonexistent"], "--workdir"),
+        (["--listen", "unix:/tmp/x", "--lease", "-1"], "--lease"),
+        (["--listen", "unix:/tmp/x", "--token-file", "/nonexistent"], "--token-file"),
+        ([], "--listen"),
+    ],
+)
+def test_bad_arguments_are_explained(arguments: list[str], named: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-m", "rollyard_sandbox.server", *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+async def test_the_folder_runs_by_path_without_an_installed_package(tmp_path: Path) -> None:
+    import ptyprocess
+    import rollyard_sandbox
+
+    for module in (rollyard_sandbox, ptyprocess):
+        assert module.__file__ is not None
+        source = Path(module.__file__).parent
+        shutil.copytree(
+            source, tmp_path / "mounted" / source.name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    read, write = os.pipe()
+    command = [sys.executable, "-I", "-S", str(tmp_path / "mounted" / "rollyard_sandbox")]
+    command += ["--listen", f"unix:{tmp_path}/s", "--workdir", str(tmp_path), "--ready-fd", str(write)]
+    process = subprocess.Popen(command, pass_fds=(write,))  # noqa: ASYNC220
+    os.close(write)
+    try:
+        assert os.read(read, 1000)
+        async with await ExecClient.connect(f"unix:{tmp_path}/s") as client:
+            assert (await client.bash("echo hi")).text() == "hi\n"
+            if not (await client.info()).ipython:
+                with pytest.raises(errors.IPythonUnavailable, match="ipykernel"):
+                    await client.ipython("1")
+    finally:
+        os.close(read)
+        process.terminate()
+        process.wait(10)
+
+
+def test_starting_imports_nothing_heavy() -> None:
+    code = "import sys, rollyard_sandbox.server; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    modules = set(loaded.stdout.split())
+    heavy = {
+        "asyncio",
+        "subprocess",
+        "typing",
+        "dataclasses",
+        "jupyter_client",
+        "zmq",
+        "ptyprocess",
+        "inspect",
+    }
+    assert not modules & heavy
+
+
+async def ended(pid: int) -> bool:
+    """Whether `pid` ends within two seconds."""
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX":
+                return True
+        except OSError:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+def children(pid: int, *, zombies: bool = False) -> list[int]:
+    """The direct children of `pid`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and (zombies or fields[0] not in "ZX"):
+            found.append(int(path.parent.name))
+    return found

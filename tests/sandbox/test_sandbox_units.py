@@ -1,0 +1,103 @@
+"""The pure parts: capture, frames, quoting, errors."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollyard_sandbox import errors
+from rollyard_sandbox.capture import Capture
+from rollyard_sandbox.frames import FrameReader, encode
+from rollyard_sandbox.shell import parse_report, single_quoted, typed_line
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=50), max_size=30), st.integers(0, 200))
+def test_capture_keeps_head_and_tail(chunks: list[bytes], limit: int) -> None:
+    capture = Capture(limit)
+    for chunk in chunks:
+        capture.add(chunk)
+    full = b"".join(chunks)
+    kept, omitted = capture.finish()
+    assert capture.total == len(full)
+    if len(full) <= limit:
+        assert (kept, omitted) == (full, 0)
+    else:
+        head, tail = limit - limit // 2, limit // 2
+        assert omitted == len(full) - limit
+        assert kept == full[:head] + b"\n[... %d bytes omitted ...]\n" % omitted + full[len(full) - tail :]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.dictionaries(st.text(max_size=5), st.integers(), max_size=3), st.binary(max_size=90)),
+        max_size=3,
+    ),
+    st.integers(1, 40),
+)
+def test_frames_survive_any_cutting(messages: list[tuple[dict[str, int], bytes]], step: int) -> None:
+    stream = b"".join(encode(header, body) for header, body in messages)
+    reader = FrameReader()
+    received = [frame for i in range(0, len(stream), step) for frame in reader.feed(stream[i : i + step])]
+    assert received == messages
+
+
+def test_frames_too_large_are_refused_before_they_are_stored() -> None:
+    with pytest.raises(errors.CommandTooLarge):
+        encode({}, b"x" * (64 * 1024 * 1024 + 1))
+    with pytest.raises(errors.ProtocolError):
+        list(FrameReader(max_body=10).feed(encode({}, b"x" * 11)[:8]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.binary(min_size=1, max_size=200).filter(lambda data: b"\0" not in data))
+def test_typed_lines_say_exactly_the_command(data: bytes) -> None:
+    line = typed_line(data)
+    assert line is not None
+    assert line.endswith(b"\n")
+    assert all(0x20 <= byte < 0x7F for byte in line[:-1])
+    word = line.removeprefix(b"\\builtin eval -- ")
+    done = subprocess.run(["bash", "-c", b"printf %s " + word], capture_output=True, check=True)
+    assert done.stdout == data
+
+
+def test_long_lines_are_not_typed() -> None:
+    assert typed_line(b"x" * 3500) is not None
+    assert typed_line(b"x" * 3501) is None
+    assert typed_line(b"\n" * 3000) is None
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30))
+def test_single_quoted_has_no_special_characters(text: str) -> None:
+    quoted = single_quoted(text)
+    assert quoted.startswith("'")
+    assert quoted.replace("'\\''", "").strip("'") == text.replace("'", "")
+
+
+@pytest.mark.parametrize("message", [b"", b"x", b"1", b"a b", b"-1 00000001", b"x 1", b"\xff \xff"])
+def test_messages_that_are_no_reports(message: bytes) -> None:
+    assert parse_report(message) is None
+
+
+def test_reports() -> None:
+    report = parse_report(b"x3 00000007 /a b")
+    assert report is not None
+    assert (report.status, report.number, report.leaving, report.cwd) == (3, "00000007", True, "/a b")
+    report = parse_report(b"0 ")
+    assert report is not None
+    assert (report.status, report.number, report.leaving) == (0, "", False)
+
+
+@pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "from_wire"])
+def test_errors_survive_the_wire(name: str) -> None:
+    cls = getattr(errors, name)
+    raised = errors.from_wire(cls.reason, "text")
+    assert (type(raised), raised.reason, str(raised)) == (cls, cls.reason, "text")
+
+
+def test_unknown_reasons_are_kept() -> None:
+    raised = errors.from_wire("FromTheFuture", "text")
+    assert (type(raised), raised.reason) == (errors.SandboxError, "FromTheFuture")

@@ -337,8 +337,15 @@ def timestamp(seconds: float | None) -> str | None:
     )
 
 
-def document(conn: Connection, job: Any) -> dict[str, Any]:
-    """The whole RolloutJob, as REST answers it, with live counts."""
+def _without_tasks(spec: bytes) -> dict[str, Any]:
+    document: dict[str, Any] = loads(spec)
+    if "inline" in document["tasks"]:
+        document["tasks"] = {"stream": True}
+    return document
+
+
+def document(conn: Connection, job: Any, *, bare: bool = False) -> dict[str, Any]:
+    """The whole RolloutJob, as REST answers it, with live counts; `bare`: without inline tasks."""
     meta = loads(job.metadata)
     annotations = dict(meta.get("annotations") or {})
     if job.closed:
@@ -368,13 +375,13 @@ def document(conn: Connection, job: Any) -> dict[str, Any]:
             "generation": job.generation,
             "creationTimestamp": timestamp(job.created_at),
         },
-        "spec": orjson.Fragment(job.spec),
+        "spec": _without_tasks(job.spec) if bare else orjson.Fragment(job.spec),
         "status": {k: v for k, v in status.items() if v is not None},
     }
 
 
 def listed(
-    conn: Connection, namespace: str | None, limit: int, after: int
+    conn: Connection, namespace: str | None, limit: int, after: int, *, bare: bool
 ) -> tuple[list[dict[str, Any]], int | None]:
     """Up to `limit` jobs made after the one with id `after`; and where to go on, if there are more."""
     query = sa.select(jobs).where(jobs.c.deleted_at.is_(None), jobs.c.id > after).order_by(jobs.c.id)
@@ -382,7 +389,7 @@ def listed(
         query = query.where(jobs.c.namespace == namespace)
     rows = list(conn.execute(query.limit(limit + 1)))
     more = rows[limit - 1].id if len(rows) > limit else None
-    return [document(conn, row) for row in rows[:limit]], more
+    return [document(conn, row, bare=bare) for row in rows[:limit]], more
 
 
 def worker_spec(conn: Connection, namespace: str, name: str, uid: str | None) -> dict[str, Any]:
@@ -394,9 +401,7 @@ def worker_spec(conn: Connection, namespace: str, name: str, uid: str | None) ->
     job = find(conn, namespace, name)
     if uid is not None and uid != job.uid:
         raise NotFound(f"RolloutJob {name!r} with uid {uid} is gone", reason="JobNotFound")
-    spec = loads(job.spec)
-    if "inline" in spec["tasks"]:
-        spec["tasks"] = {"stream": True}
+    spec = _without_tasks(job.spec)
     return {"uid": job.uid, "namespace": namespace, "name": name, "generation": job.generation, "spec": spec}
 
 

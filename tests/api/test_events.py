@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import pytest
 from rollyard_api.events import Event, EventHub, SlowConsumer
 
@@ -15,15 +17,20 @@ async def test_a_slow_subscriber_is_dropped_and_may_resume() -> None:
     assert first.number == 1
     for n in range(1, 8):
         hub.publish(1, "transition", {"n": n})
-    got = []
+    got: list[int] = []
     with pytest.raises(SlowConsumer):
-        async for event in slow:
-            assert event is not None
-            got.append(event.number)
+        await _drain(slow, got)
     assert len(got) <= 4
     again = hub.subscribe(1, f"{hub.process}-5", 5.0)
-    assert [event.number for _ in range(3) if (event := await anext(again)) is not None] == [6, 7, 8]
+    resumed = [await anext(again) for _ in range(3)]
+    assert [event.number for event in resumed if event is not None] == [6, 7, 8]
     await again.aclose()
+
+
+async def _drain(events: AsyncIterator[Event | None], into: list[int]) -> None:
+    async for event in events:
+        assert event is not None
+        into.append(event.number)
 
 
 async def test_idle_and_ids_of_another_process() -> None:

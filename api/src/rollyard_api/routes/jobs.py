@@ -14,7 +14,7 @@ from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import cancelling, entrypoints, jobs, tasks, wire
+from rollyard_api import cancelling, entrypoints, jobs, jobviews, tasks, wire
 from rollyard_api.jobs import NewJob
 from rollyard_api.problems import Invalid, Malformed
 from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
@@ -64,7 +64,7 @@ async def manifest_of(request: Request, kind: Literal["RolloutJob", "BackendPool
 
 
 def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
-    return jobs.document(conn, jobs.find(conn, namespace, name))
+    return jobviews.document(conn, jobs.find(conn, namespace, name))
 
 
 async def _tasks(job: RolloutJob) -> list[TaskRow]:
@@ -115,7 +115,9 @@ async def list_jobs(
     `omit=tasks`: inline tasks are left out (`spec.tasks` says `stream` then), for drivers that look often.
     """
     found, more = await plane.database.read(
-        partial(jobs.listed, namespace=namespace, limit=limit, after=int(after or 0), bare=omit == "tasks")
+        partial(
+            jobviews.listed, namespace=namespace, limit=limit, after=int(after or 0), bare=omit == "tasks"
+        )
     )
     meta = {} if more is None else {"continue": str(more)}
     kind = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJobList"}

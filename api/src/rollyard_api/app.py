@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard_api import auth
-from rollyard_api.problems import ApiError, Forbidden, Invalid, NotFound, TooLarge, response
+from rollyard_api.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
 from rollyard_api.routes import jobs, leases, pools, probes, results
 from rollyard_api.service import ControlPlane, running
 from rollyard_api.settings import Settings
@@ -94,11 +94,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return response(NotFound(f"there is no {request.url.path}"))
     if error.status_code == 405:
-        wrong = Forbidden(f"{request.url.path} does not take {request.method}", reason="MethodNotAllowed")
-        wrong.status = 405  # type: ignore[misc]
-        return response(wrong)
+        return response(MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
     other = ApiError(str(error.detail))
     return response(other)
+
+
+async def _unexpected(_request: Request, error: Exception) -> Response:
+    # Starlette raises it again after the answer, so that the server logs it with its traceback.
+    return response(ApiError(f"unexpected {type(error).__name__}; the server's log says more"))
 
 
 def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None = None) -> FastAPI:
@@ -127,6 +130,7 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
             ApiError: _api_error,
             RequestValidationError: _validation_error,
             HTTPException: _http_error,
+            Exception: _unexpected,
         },
     )
     for routes in (leases, results, jobs, pools, probes):

@@ -1,4 +1,4 @@
-"""RolloutJobs: made, looked up, listed, changed, reported on."""
+"""RolloutJobs: made, found, given tasks, changed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -23,10 +22,6 @@ from rollyard_api.problems import Conflict, NotFound, QueueFull
 from rollyard_api.schema import groups, jobs, rollouts
 from rollyard_api.tasks import TaskRow
 
-CLOSED = "rollyard.dev/closed"
-"""Annotation of a job to which no task will be added: every batch job, and a closed stream."""
-CANCEL_REASON = "rollyard.dev/cancel-reason"
-"""Annotation of a cancelled job: `Cancelled`, `DeadlineExceeded` or `Deleted`."""
 _OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
 
 
@@ -303,101 +298,6 @@ def merge_conditions(before: list[dict[str, Any]], after: list[dict[str, Any]]) 
         else c
         for c in after
     ]
-
-
-def counts(conn: Connection, job: Any) -> dict[str, Any]:
-    """Live RolloutCounts of a job's row."""
-    waiting = {
-        row.state: row.n
-        for row in conn.execute(
-            sa.select(rollouts.c.state, sa.func.count().label("n"))
-            .where(rollouts.c.job_id == job.id, rollouts.c.state < states.SUCCEEDED)
-            .group_by(rollouts.c.state)
-        )
-    }
-    return {
-        "total": job.total,
-        **{
-            stage: {
-                "queued": waiting.get(states.queued(stage), 0),
-                "active": waiting.get(states.leased(stage), 0),
-            }
-            for stage in ("init", "run", "eval")
-        },
-        "succeeded": job.succeeded,
-        "failed": job.failed,
-        "cancelled": job.cancelled,
-    }
-
-
-def timestamp(seconds: float | None) -> str | None:
-    """RFC 3339 in UTC, as Kubernetes writes times."""
-    return (
-        None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-    )
-
-
-def document(conn: Connection, job: Any) -> dict[str, Any]:
-    """The whole RolloutJob, as REST answers it, with live counts."""
-    meta = loads(job.metadata)
-    annotations = dict(meta.get("annotations") or {})
-    if job.closed:
-        annotations[CLOSED] = "true"
-    if job.cancel_reason is not None:
-        annotations[CANCEL_REASON] = job.cancel_reason
-    status = {
-        "phase": "Pending",
-        "conditions": [],
-        "observedGeneration": 0,
-        "message": "",
-        **loads(job.status),
-        "counts": counts(conn, job),
-        "rewardMean": job.reward_sum / job.succeeded if job.succeeded else None,
-        "startTime": timestamp(job.started_at),
-        "completionTime": timestamp(job.finished_at),
-    }
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {
-            **meta,
-            "annotations": annotations,
-            "name": job.name,
-            "namespace": job.namespace,
-            "uid": job.uid,
-            "generation": job.generation,
-            "creationTimestamp": timestamp(job.created_at),
-        },
-        "spec": orjson.Fragment(job.spec),
-        "status": {k: v for k, v in status.items() if v is not None},
-    }
-
-
-def listed(
-    conn: Connection, namespace: str | None, limit: int, after: int
-) -> tuple[list[dict[str, Any]], int | None]:
-    """Up to `limit` jobs made after the one with id `after`; and where to go on, if there are more."""
-    query = sa.select(jobs).where(jobs.c.deleted_at.is_(None), jobs.c.id > after).order_by(jobs.c.id)
-    if namespace is not None:
-        query = query.where(jobs.c.namespace == namespace)
-    rows = list(conn.execute(query.limit(limit + 1)))
-    more = rows[limit - 1].id if len(rows) > limit else None
-    return [document(conn, row) for row in rows[:limit]], more
-
-
-def worker_spec(conn: Connection, namespace: str, name: str, uid: str | None) -> dict[str, Any]:
-    """What a stage worker needs of a job: its spec, inline tasks left out (each lease carries its task).
-
-    Raises:
-        NotFound: no such job, or it was made anew under another uid.
-    """
-    job = find(conn, namespace, name)
-    if uid is not None and uid != job.uid:
-        raise NotFound(f"RolloutJob {name!r} with uid {uid} is gone", reason="JobNotFound")
-    spec = loads(job.spec)
-    if "inline" in spec["tasks"]:
-        spec["tasks"] = {"stream": True}
-    return {"uid": job.uid, "namespace": namespace, "name": name, "generation": job.generation, "spec": spec}
 
 
 def by_id(conn: Connection, job_id: int) -> Any | None:

@@ -16,7 +16,8 @@ from rollyard_api import states
 from rollyard_api.bus import QUEUE
 from rollyard_api.codec import dumps, loads
 from rollyard_api.database import Transaction
-from rollyard_api.jobs import merge_conditions, timestamp
+from rollyard_api.jobs import merge_conditions
+from rollyard_api.jobviews import timestamp
 from rollyard_api.problems import Conflict, NotFound
 from rollyard_api.schema import backends, pools, rollouts
 

@@ -62,6 +62,13 @@ class NotFound(ApiError):
     reason = "NotFound"
 
 
+class MethodNotAllowed(ApiError):
+    """The path is known, and takes other methods."""
+
+    status = 405
+    reason = "MethodNotAllowed"
+
+
 class Conflict(ApiError):
     status = 409
     reason = "Conflict"

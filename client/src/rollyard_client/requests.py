@@ -106,13 +106,18 @@ def submit(manifest: RolloutJob | Mapping[str, Any], timeout: float) -> Call[Rol
     return Call("POST", JOBS, _job, body=encode(document_of(manifest)), wait=timeout)
 
 
-def jobs(namespace: str | None, after: str | None) -> Call[tuple[list[RolloutJob], str | None]]:
+def jobs(
+    namespace: str | None, after: str | None, *, bare: bool = False
+) -> Call[tuple[list[RolloutJob], str | None]]:
+    """`bare`: without inline tasks."""
+
     def parse(answer: httpx.Response) -> tuple[list[RolloutJob], str | None]:
         document = as_json(answer)
         found = [RolloutJob.model_validate(item) for item in document["items"]]
         return found, document["metadata"].get("continue")
 
-    return Call("GET", JOBS, parse, query={"namespace": namespace, "continue": after})
+    query = {"namespace": namespace, "continue": after, "omit": "tasks" if bare else None}
+    return Call("GET", JOBS, parse, query=query)
 
 
 def job(name: str, namespace: str) -> Call[RolloutJob]:

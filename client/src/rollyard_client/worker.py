@@ -102,8 +102,8 @@ class DriverClient(_Connected):
     """What drivers ask and report; all methods raise RollyardError."""
 
     async def jobs(self) -> list[RolloutJob]:
-        """All jobs of all namespaces."""
-        pages: Listing[RolloutJob] = Listing(lambda after: requests.jobs(None, after))
+        """All jobs of all namespaces, without inline tasks."""
+        pages: Listing[RolloutJob] = Listing(lambda after: requests.jobs(None, after, bare=True))
         found: list[RolloutJob] = []
         while not pages.done:
             found += pages.take(await self._transport.send(pages.next()))

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from rollyard_crds.manifest import ManifestError, parse
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import cancelling, entrypoints, jobs, tasks, wire
+from rollyard_api import cancelling, entrypoints, jobs, jobviews, tasks, wire
 from rollyard_api.jobs import NewJob
 from rollyard_api.problems import Invalid, Malformed
 from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
@@ -29,7 +29,7 @@ class Patch(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     suspend: bool | None = None
-    priority: Annotated[int, Query(ge=-1000, le=1000)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
 
 
 class Cancel(BaseModel):
@@ -64,7 +64,7 @@ async def manifest_of(request: Request, kind: Literal["RolloutJob", "BackendPool
 
 
 def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
-    return jobs.document(conn, jobs.find(conn, namespace, name))
+    return jobviews.document(conn, jobs.find(conn, namespace, name))
 
 
 async def _tasks(job: RolloutJob) -> list[TaskRow]:
@@ -108,10 +108,16 @@ async def list_jobs(
     namespace: Annotated[str | None, Query(max_length=63)] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 500,
     after: Annotated[str, Query(alias="continue", pattern=r"^[0-9]*$")] = "",
+    omit: Literal["", "tasks"] = "",
 ) -> Response:
-    """Jobs of one namespace, or of all; `metadata.continue` says how to get the rest."""
+    """Jobs of one namespace, or of all; `metadata.continue` says how to get the rest.
+
+    `omit=tasks`: inline tasks are left out (`spec.tasks` says `stream` then), for drivers that look often.
+    """
     found, more = await plane.database.read(
-        partial(jobs.listed, namespace=namespace, limit=limit, after=int(after or 0))
+        partial(
+            jobviews.listed, namespace=namespace, limit=limit, after=int(after or 0), bare=omit == "tasks"
+        )
     )
     meta = {} if more is None else {"continue": str(more)}
     kind = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJobList"}

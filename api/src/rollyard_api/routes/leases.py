@@ -21,7 +21,7 @@ from rollyard_crds.lease import (
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import jobs, leasing, liveness, outcomes, wire
+from rollyard_api import jobs, jobviews, leasing, liveness, outcomes, wire
 from rollyard_api.bus import QUEUE
 from rollyard_api.codec import encode
 from rollyard_api.database import Transaction
@@ -147,5 +147,5 @@ async def job_spec(
 ) -> Response:
     """The spec of a job, for workers; `spec.tasks` holds no inline tasks."""
     return answer(
-        await plane.database.read(partial(jobs.worker_spec, namespace=namespace, name=name, uid=uid))
+        await plane.database.read(partial(jobviews.worker_spec, namespace=namespace, name=name, uid=uid))
     )

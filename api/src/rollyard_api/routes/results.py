@@ -14,7 +14,7 @@ from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response, StreamingResponse
 
-from rollyard_api import grouping, jobs, records, states
+from rollyard_api import grouping, jobs, jobviews, records, states
 from rollyard_api.bus import job_topic
 from rollyard_api.codec import MSGPACK, dumps, loads
 from rollyard_api.events import Event, SlowConsumer
@@ -201,7 +201,7 @@ async def events(
 
 def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None:
     row = jobs.by_id(conn, job_id)
-    return None if row is None else (jobs.counts(conn, row), row.finished_at is not None)
+    return None if row is None else (jobviews.counts(conn, row), row.finished_at is not None)
 
 
 async def _stream(plane: ControlPlane, job_id: int, last_id: str) -> AsyncIterator[bytes]:

@@ -1,0 +1,121 @@
+"""RolloutJobs as REST shows them: the manifest with live counts."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from rollyard_api import states
+from rollyard_api.codec import loads
+from rollyard_api.jobs import find
+from rollyard_api.problems import NotFound
+from rollyard_api.schema import jobs, rollouts
+
+CLOSED = "rollyard.dev/closed"
+"""Annotation of a job to which no task will be added: every batch job, and a closed stream."""
+CANCEL_REASON = "rollyard.dev/cancel-reason"
+"""Annotation of a cancelled job: `Cancelled`, `DeadlineExceeded` or `Deleted`."""
+
+
+def counts(conn: Connection, job: Any) -> dict[str, Any]:
+    """Live RolloutCounts of a job's row."""
+    waiting = {
+        row.state: row.n
+        for row in conn.execute(
+            sa.select(rollouts.c.state, sa.func.count().label("n"))
+            .where(rollouts.c.job_id == job.id, rollouts.c.state < states.SUCCEEDED)
+            .group_by(rollouts.c.state)
+        )
+    }
+    return {
+        "total": job.total,
+        **{
+            stage: {
+                "queued": waiting.get(states.queued(stage), 0),
+                "active": waiting.get(states.leased(stage), 0),
+            }
+            for stage in ("init", "run", "eval")
+        },
+        "succeeded": job.succeeded,
+        "failed": job.failed,
+        "cancelled": job.cancelled,
+    }
+
+
+def timestamp(seconds: float | None) -> str | None:
+    """RFC 3339 in UTC, as Kubernetes writes times."""
+    return (
+        None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    )
+
+
+def _without_tasks(spec: bytes) -> dict[str, Any]:
+    document: dict[str, Any] = loads(spec)
+    if "inline" in document["tasks"]:
+        document["tasks"] = {"stream": True}
+    return document
+
+
+def document(conn: Connection, job: Any, *, bare: bool = False) -> dict[str, Any]:
+    """The whole RolloutJob, as REST answers it, with live counts; `bare`: without inline tasks."""
+    meta = loads(job.metadata)
+    annotations = dict(meta.get("annotations") or {})
+    if job.closed:
+        annotations[CLOSED] = "true"
+    if job.cancel_reason is not None:
+        annotations[CANCEL_REASON] = job.cancel_reason
+    status = {
+        "phase": "Pending",
+        "conditions": [],
+        "observedGeneration": 0,
+        "message": "",
+        **loads(job.status),
+        "counts": counts(conn, job),
+        "rewardMean": job.reward_sum / job.succeeded if job.succeeded else None,
+        "startTime": timestamp(job.started_at),
+        "completionTime": timestamp(job.finished_at),
+    }
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {
+            **meta,
+            "annotations": annotations,
+            "name": job.name,
+            "namespace": job.namespace,
+            "uid": job.uid,
+            "generation": job.generation,
+            "creationTimestamp": timestamp(job.created_at),
+        },
+        "spec": _without_tasks(job.spec) if bare else orjson.Fragment(job.spec),
+        "status": {k: v for k, v in status.items() if v is not None},
+    }
+
+
+def listed(
+    conn: Connection, namespace: str | None, limit: int, after: int, *, bare: bool
+) -> tuple[list[dict[str, Any]], int | None]:
+    """Up to `limit` jobs made after the one with id `after`; and where to go on, if there are more."""
+    query = sa.select(jobs).where(jobs.c.deleted_at.is_(None), jobs.c.id > after).order_by(jobs.c.id)
+    if namespace is not None:
+        query = query.where(jobs.c.namespace == namespace)
+    rows = list(conn.execute(query.limit(limit + 1)))
+    more = rows[limit - 1].id if len(rows) > limit else None
+    return [document(conn, row, bare=bare) for row in rows[:limit]], more
+
+
+def worker_spec(conn: Connection, namespace: str, name: str, uid: str | None) -> dict[str, Any]:
+    """What a stage worker needs of a job: its spec, inline tasks left out (each lease carries its task).
+
+    Raises:
+        NotFound: no such job, or it was made anew under another uid.
+    """
+    job = find(conn, namespace, name)
+    if uid is not None and uid != job.uid:
+        raise NotFound(f"RolloutJob {name!r} with uid {uid} is gone", reason="JobNotFound")
+    spec = _without_tasks(job.spec)
+    return {"uid": job.uid, "namespace": namespace, "name": name, "generation": job.generation, "spec": spec}

@@ -1,0 +1,279 @@
+"""Jobs over REST: submit, streams, cancel, delete, deadlines, status, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_api import cancelling
+from rollyard_api.database import Transaction
+
+
+async def _post(served: Any, manifest: Any) -> Any:
+    return await served.admin.post("/v1/rolloutjobs", json=manifest)
+
+
+async def _job(served: Any, name: str = "job") -> dict[str, Any]:
+    answer = await served.admin.get(f"/v1/rolloutjobs/{name}")
+    assert answer.status_code == 200, answer.text
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+async def test_submitting_twice_is_the_same_as_once(served: Any, make_manifest: Any) -> None:
+    first = await _post(served, make_manifest())
+    again = await _post(served, make_manifest())
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json()["metadata"]["uid"] == again.json()["metadata"]["uid"]
+    other = await _post(served, make_manifest(samplesPerTask=2))
+    assert other.status_code == 409
+    assert other.headers["content-type"] == "application/problem+json"
+    assert other.json()["reason"] == "AlreadyExists"
+    assert other.json()["type"] == "https://rollyard.dev/problems/already-exists"
+
+
+async def test_same_name_in_another_namespace(served: Any, make_manifest: Any) -> None:
+    await _post(served, make_manifest())
+    answer = await served.admin.post("/v1/rolloutjobs?namespace=team", json=make_manifest(samplesPerTask=2))
+    assert answer.status_code == 201
+    assert answer.json()["metadata"]["namespace"] == "team"
+    listed = (await served.admin.get("/v1/rolloutjobs", params={"limit": 1})).json()
+    rest = await served.admin.get("/v1/rolloutjobs", params={"continue": listed["metadata"]["continue"]})
+    namespaces = [item["metadata"]["namespace"] for item in listed["items"] + rest.json()["items"]]
+    assert namespaces == ["default", "team"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "right"),
+    [
+        ({"colour": "red"}, "spec.colour", "unknown field"),
+        ({"samplesPerTask": "many"}, "spec.samplesPerTask", "integer"),
+        ({"handler": "nobody"}, "spec.handler", "installed: math, shell"),
+        (
+            {"agent": {"type": "oracle", "tools": ["bash", "hammer"]}},
+            "spec.agent.tools[1]",
+            "installed: bash",
+        ),
+        (
+            {"agent": {"type": "psychic"}, "backendRef": {"name": "p"}},
+            "spec.agent.type",
+            "no agent 'psychic'",
+        ),
+        ({"tasks": {"inline": []}}, "spec.tasks", "at least one task"),
+        ({"tasks": {"stream": True, "url": "file:///x"}}, "spec.tasks", "exactly one of"),
+        (
+            {"tasks": {"inline": [{"id": "a", "prompt": "p"}] * 2}},
+            "spec.tasks.inline[1].id",
+            "stands already",
+        ),
+        ({"tasks": {"url": "file:///nowhere/tasks.jsonl"}}, "spec.tasks.url", "cannot be read"),
+        ({"agent": {"type": "tools"}}, "spec", "'backendRef' is required"),
+    ],
+)
+async def test_refused_by_field(served: Any, make_manifest: Any, change: Any, field: str, right: str) -> None:
+    answer = await _post(served, make_manifest(**change))
+    assert answer.status_code == 422, answer.text
+    (line,) = [line for line in answer.json()["errors"] if line.startswith(field)]
+    assert right in line
+    assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
+
+
+async def test_body_that_is_no_json(served: Any) -> None:
+    answer = await served.admin.post("/v1/rolloutjobs", content=b"{")
+    assert (answer.status_code, answer.json()["reason"]) == (400, "MalformedBody")
+
+
+async def test_body_too_long(serving: Any, settings: Any) -> None:
+    async with serving(settings, max_body_bytes=1000) as served:
+        answer = await served.admin.post("/v1/rolloutjobs", content=b" " * 1001)
+        assert (answer.status_code, answer.json()["reason"]) == (413, "BodyTooLarge")
+
+
+def _write_tasks(path: Path, broken: dict[int, str] | None = None) -> None:
+    lines = [json.dumps({"id": f"t{i}", "prompt": "p"}) for i in range(1, 10_001)]
+    for number, line in (broken or {}).items():
+        lines[number - 1] = line
+    text = "\n".join(lines) + "\n"
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+
+
+async def test_broken_line_refuses_the_whole_list(served: Any, make_manifest: Any, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    _write_tasks(file, {7312: '{"id": "t7312", "prompt": 5}'})
+    answer = await _post(served, make_manifest(tasks={"url": f"file://{file}"}))
+    assert answer.status_code == 422
+    assert answer.json()["errors"] == ["line 7312: prompt: Input should be a valid string (got 5)"]
+    assert "line 7312" in answer.json()["detail"]
+    assert (await served.admin.get("/v1/rolloutjobs")).json()["items"] == []
+
+
+async def test_ten_thousand_tasks_from_a_compressed_file(
+    served: Any, make_manifest: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "tasks.jsonl.gz"
+    _write_tasks(file)
+    answer = await _post(served, make_manifest(tasks={"url": f"file://{file}"}))
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["status"]["counts"]["init"] == {"queued": 10_000, "active": 0}
+    file.unlink()
+    assert (await _post(served, make_manifest(tasks={"url": f"file://{file}"}))).status_code == 200
+
+
+async def test_stream(served: Any, make_manifest: Any, worker_of: Any) -> None:
+    await _post(served, make_manifest(tasks={"stream": True}))
+    assert "rollyard.dev/closed" not in (await _job(served))["metadata"]["annotations"]
+    push = "/v1/rolloutjobs/job/tasks"
+    one, two = ({"id": name, "prompt": "p"} for name in ("a", "b"))
+    assert (await served.admin.post(push, json={"tasks": [one]})).json() == {"accepted": 1, "repeated": 0}
+    body = f"{json.dumps(one)}\n{json.dumps(two)}\n"
+    headers = {"Content-Type": "application/x-ndjson"}
+    answer = await served.admin.post(push, content=body, headers=headers)
+    assert answer.json() == {"accepted": 1, "repeated": 1}
+    broken = await served.admin.post(push, content=body + '{"id": 3}\n', headers=headers)
+    assert broken.status_code == 422
+    assert broken.json()["errors"][0].startswith("line 3: id:")
+    assert await worker_of(served.worker).finish_all() == 2
+    assert "completionTime" not in (await _job(served))["status"]
+    await served.admin.post("/v1/rolloutjobs/job/close")
+    closed = await _job(served)
+    assert "completionTime" in closed["status"]
+    assert closed["metadata"]["annotations"]["rollyard.dev/closed"] == "true"
+    late = await served.admin.post(push, json={"tasks": [{"id": "c", "prompt": "p"}]})
+    assert (late.status_code, late.json()["reason"]) == (409, "JobClosed")
+
+
+async def test_full_queue_answers_429(serving: Any, settings: Any, make_manifest: Any) -> None:
+    async with serving(settings, max_queued=3) as served:
+        assert (await _post(served, make_manifest())).status_code == 201
+        answer = await _post(served, make_manifest("other"))
+        assert (answer.status_code, answer.json()["reason"]) == (429, "QueueFull")
+        assert int(answer.headers["retry-after"]) > 0
+        assert (await served.admin.get("/v1/rolloutjobs/other")).status_code == 404
+
+
+async def test_cancel_a_job(served: Any, make_manifest: Any, worker_of: Any) -> None:
+    await _post(served, make_manifest(samplesPerTask=2))
+    worker = worker_of(served.worker)
+    (lease, *_) = await worker.lease(init=2)
+    answer = await served.admin.post("/v1/rolloutjobs/job/cancel", json={})
+    assert answer.json()["status"]["counts"]["cancelled"] == 4
+    assert answer.json()["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "Cancelled"
+    assert await worker.complete(worker.result(lease)) == ["cancelled"]
+    records = [
+        json.loads(line) for line in (await served.admin.get("/v1/rolloutjobs/job/trajectories")).iter_lines()
+    ]
+    assert {(r["status"], r["reason"], r["reward"]) for r in records} == {("cancelled", "Cancelled", None)}
+
+
+async def test_cancel_a_group(served: Any, make_manifest: Any) -> None:
+    await _post(served, make_manifest(samplesPerTask=2))
+    cancel = "/v1/rolloutjobs/job/cancel"
+    answer = await served.admin.post(cancel, json={"group": "t1"})
+    assert answer.json()["status"]["counts"]["cancelled"] == 2
+    assert (await served.admin.post(cancel, json={"group": "t9"})).json()["reason"] == "GroupNotFound"
+    assert (await served.admin.post(cancel, json={"rollout": "r"})).json()["reason"] == "RolloutNotFound"
+    assert (await served.admin.post(cancel, json={"grup": "t1"})).status_code == 422
+
+
+async def test_delete_frees_the_name_and_removes_the_rows(
+    served: Any, make_manifest: Any, worker_of: Any, eventually: Any
+) -> None:
+    await _post(served, make_manifest())
+    worker = worker_of(served.worker)
+    (lease,) = await worker.lease(init=1)
+    assert (await served.admin.delete("/v1/rolloutjobs/job")).status_code == 202
+    assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
+    assert (await _post(served, make_manifest(samplesPerTask=3))).status_code == 201
+    assert (await worker.heartbeat(lease))["cancelled"] == [{"rollout": lease["rollout"], "token": 1}]
+
+    async def stored() -> bool:
+        return await served.plane.archive.unstored() == 0
+
+    await eventually(stored)
+    await served.plane.sweep()
+    assert (await worker.heartbeat(lease))["lost"] == [{"rollout": lease["rollout"], "token": 1}]
+    assert (await _job(served))["status"]["counts"]["total"] == 6
+
+
+async def test_active_deadline(served: Any, make_manifest: Any) -> None:
+    await _post(served, make_manifest(activeDeadlineSeconds=60))
+
+    def later(tx: Transaction) -> None:
+        tx.now += 61
+        cancelling.enforce(tx)
+
+    await served.plane.database.write(later)
+    await served.plane.sweep()
+    told = await _job(served)
+    assert told["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "DeadlineExceeded"
+    assert told["status"]["counts"]["cancelled"] == 2
+
+
+async def test_time_to_live(served: Any, make_manifest: Any, worker_of: Any) -> None:
+    await _post(served, make_manifest(ttlSecondsAfterFinished=60))
+    await worker_of(served.worker).finish_all()
+    await served.plane.sweep()
+    await _job(served)
+
+    def later(tx: Transaction) -> None:
+        tx.now += 61
+        cancelling.enforce(tx)
+
+    await served.plane.database.write(later)
+    assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
+
+
+async def test_suspend_and_priority(served: Any, make_manifest: Any, worker_of: Any) -> None:
+    await _post(served, make_manifest())
+    await _post(served, make_manifest("other"))
+    worker = worker_of(served.worker)
+    patched = await served.admin.patch("/v1/rolloutjobs/job", json={"suspend": True})
+    assert patched.json()["spec"]["suspend"] is True
+    assert patched.json()["metadata"]["generation"] == 2
+    assert {lease["job"] for lease in await worker.lease(init=1)} == {"other"}
+    await served.admin.patch("/v1/rolloutjobs/job", json={"suspend": False, "priority": 5})
+    assert [lease["job"] for lease in await worker.lease(init=2)] == ["job", "job"]
+    assert (await _post(served, make_manifest())).status_code == 200
+
+
+async def test_status_of_the_driver(served: Any, make_manifest: Any) -> None:
+    await _post(served, make_manifest())
+
+    def condition(status: str, when: str) -> dict[str, Any]:
+        return {"type": "Running", "status": status, "reason": "Workers", "lastTransitionTime": when}
+
+    async def put(phase: str, status: str, when: str) -> dict[str, Any]:
+        body = {"phase": phase, "conditions": [condition(status, when)], "observedGeneration": 1}
+        answer = await served.driver.put("/v1/rolloutjobs/job/status", json=body)
+        assert answer.status_code == 200, answer.text
+        told: dict[str, Any] = answer.json()["status"]
+        return told
+
+    first = await put("Init", "False", "2026-01-01T00:00:00Z")
+    same = await put("Run", "False", "2026-01-01T00:00:09Z")
+    assert same["phase"] == "Run"
+    assert same["conditions"][0]["lastTransitionTime"] == first["conditions"][0]["lastTransitionTime"]
+    flipped = await put("Run", "True", "2026-01-01T00:00:10Z")
+    assert flipped["conditions"][0]["lastTransitionTime"] == "2026-01-01T00:00:10Z"
+    assert flipped["counts"]["total"] == 2
+
+
+async def test_roles(served: Any, make_manifest: Any) -> None:
+    path = "/v1/rolloutjobs"
+    assert (await served.anonymous.get(path)).status_code == 401
+    wrong = await served.anonymous.get(path, headers={"Authorization": "Bearer x"})
+    assert (wrong.status_code, wrong.json()["reason"]) == (401, "Unauthorized")
+    assert (await served.worker.get(path)).status_code == 403
+    assert (await served.driver.get(path)).status_code == 200
+    assert (await served.driver.post(path, json=make_manifest())).json()["reason"] == "Forbidden"
+    assert (await served.anonymous.get("/healthz")).text == "ok"
+    assert (await served.anonymous.get("/readyz")).text == "ok"
+    assert b"rollyard_leases_granted_total" in (await served.anonymous.get("/metrics")).content
+    assert (await served.admin.get("/v1/nothing")).json()["reason"] == "NotFound"
+    assert "/v1/leases" in (await served.anonymous.get("/openapi.json")).json()["paths"]

@@ -1,0 +1,172 @@
+"""The control plane as a process: tokens, ports, signals, kill -9, events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+
+def _http(process: Any, role: str = "admin", **options: Any) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {process.tokens[role]}"}
+    return httpx.AsyncClient(base_url=process.url, headers=headers, timeout=70, **options)
+
+
+async def test_tokens_and_graceful_stop_with_a_long_poll_open(
+    tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    with start_api(tmp_path) as process:
+        assert stat.S_IMODE((tmp_path / "tokens.json").stat().st_mode) == 0o600
+        assert set(process.tokens) == {"admin", "worker", "driver"}
+        assert len(set(process.tokens.values())) == 3
+        async with _http(process, "worker") as http:
+            waiting = asyncio.create_task(worker_of(http).lease(wait=60, init=1))
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+            process.popen.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(waiting, 10) == []
+        assert await asyncio.to_thread(process.popen.wait, 10) == 0
+    tokens = process.tokens
+    with start_api(tmp_path) as again:
+        assert again.tokens == tokens
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert f"port {port}" in done.stderr
+    assert "--port" in done.stderr
+
+
+def test_broken_token_file(tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text("[]")
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode != 0
+    assert "tokens.json" in done.stderr + done.stdout
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("seed", range(5))
+async def test_kill_9_loses_and_doubles_nothing(
+    seed: int, tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    rng = random.Random(seed)
+    tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(40)]}
+    rewards: dict[str, float] = {}
+    submitted = False
+    for life in range(4):
+        with start_api(tmp_path) as process:
+            async with _http(process) as http:
+                if not submitted:
+                    answer = await http.post(
+                        "/v1/rolloutjobs", json=make_manifest(tasks=tasks, samplesPerTask=2)
+                    )
+                    assert answer.status_code == 201
+                    submitted = True
+                if life < 3:
+                    work = asyncio.create_task(_work(worker_of(http), rewards))
+                    await asyncio.sleep(rng.uniform(0.05, 0.6))
+                    process.kill()
+                    with pytest.raises(httpx.TransportError):
+                        await work
+                    continue
+                await _recover(worker_of(http), rewards)
+                await _judge(http, tmp_path, rewards)
+
+
+async def _work(worker: Any, rewards: dict[str, float]) -> None:
+    """Until the connection breaks; a reward counts as told only once it was answered `accepted`."""
+    while True:
+        leases = await worker.lease(init=3, run=3, eval=3, wait=1)
+        results = [
+            worker.result(one, **({"reward": float(one["sample_index"])} if one["stage"] == "eval" else {}))
+            for one in leases
+        ]
+        if results:
+            outcomes = await worker.complete(*results)
+            for result, outcome in zip(results, outcomes, strict=True):
+                if outcome == "accepted" and "reward" in result:
+                    assert result["rollout"] not in rewards
+                    rewards[result["rollout"]] = result["reward"]
+
+
+async def _recover(worker: Any, rewards: dict[str, float]) -> None:
+    """What died holding a lease is cancelled by rollout, as nobody will complete it in time."""
+    while leases := await worker.lease(init=16, run=16, eval=16):
+        await worker.complete(*[worker.result(one) for one in leases])
+    answer = await worker.http.get("/v1/rolloutjobs/job/rollouts", params={"status": "leased"})
+    for item in answer.json()["items"]:
+        assert item["id"] not in rewards
+        await worker.http.post("/v1/rolloutjobs/job/cancel", json={"rollout": item["id"]})
+
+
+async def _judge(http: httpx.AsyncClient, folder: Path, rewards: dict[str, float]) -> None:
+    answer = await http.get("/v1/rolloutjobs/job/trajectories", params={"limit": 1000})
+    assert answer.headers["rollyard-finished"] == "true"
+    records = {record["id"]: record for record in map(json.loads, answer.iter_lines())}
+    assert len(records) == len(answer.content.splitlines()) == 80
+    for rollout, reward in rewards.items():
+        assert records[rollout]["reward"] == reward, "an accepted result was lost"
+    end = time.monotonic() + 20
+    stored: list[bytes] = []
+    while len(stored) < 80 and time.monotonic() < end:
+        await asyncio.sleep(0.1)
+        files = (folder / "trajectories").rglob("*.ndjson")
+        stored = [line for file in files for line in file.read_bytes().splitlines()]
+    assert sorted(stored) == sorted(answer.content.splitlines()), "the store holds each record exactly once"
+
+
+async def test_events(tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any) -> None:
+    from rollyard_client.sse import JobEvent, Parser
+
+    with start_api(tmp_path) as process:
+        async with _http(process) as http:
+            await http.post("/v1/rolloutjobs", json=make_manifest())
+            got: list[JobEvent] = []
+
+            async def listen(last_id: str, enough: int | None) -> None:
+                parser = Parser()
+                headers = {"Last-Event-ID": last_id} if last_id else {}
+                async with http.stream("GET", "/v1/rolloutjobs/job/events", headers=headers) as answer:
+                    async for line in answer.aiter_lines():
+                        got.extend(parser.feed(line))
+                        if enough is not None and len([e for e in got if e.name == "transition"]) >= enough:
+                            return
+
+            listening = asyncio.create_task(listen("", 2))
+            await asyncio.sleep(0.5)
+            worker = worker_of(http)
+            leases = await worker.lease(init=2)
+            await asyncio.wait_for(listening, 20)
+            first = [e for e in got if e.name == "transition"]
+            assert {e.data["status"] for e in first} == {"leased"}
+            assert any(e.name == "counts" and e.data["total"] == 2 for e in got)
+            await worker.complete(*[worker.result(one) for one in leases])
+            await worker.finish_all()
+            got.clear()
+            await asyncio.wait_for(listen(first[-1].id, None), 30)
+            assert got[-1].name == "end"
+            resumed = [e for e in got if e.name == "transition"]
+            numbers = [int(e.id.partition("-")[2]) for e in [first[-1], *resumed]]
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            ends = [e.data for e in resumed if e.data["status"] == "succeeded"]
+            assert [e["reward"] for e in ends] == [1.0, 1.0]

@@ -1,0 +1,62 @@
+"""Two control planes on one PostgreSQL database: neither loses nor doubles what the other does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from rollyard_api.settings import Settings
+
+
+@pytest.fixture
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Settings, Settings]:
+    database = request.getfixturevalue("fresh_postgres")
+    common: dict[str, Any] = {"db": database, "sweep_seconds": 3600.0, "recheck_seconds": 0.1}
+    store = str(tmp_path / "store")
+    return (
+        Settings(state_dir=tmp_path / "a", trajectories=store, **common),
+        Settings(state_dir=tmp_path / "b", trajectories=store, **common),
+    )
+
+
+async def test_two_replicas(
+    both: Any, serving: Any, make_manifest: Any, worker_of: Any, eventually: Any
+) -> None:
+    async with serving(both[0]) as one, serving(both[1]) as two:
+        tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(30)]}
+        waiting = asyncio.create_task(worker_of(two.worker, "w").lease(wait=30, init=1))
+        manifest = make_manifest(tasks=tasks, samplesPerTask=2)
+        assert (await one.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+        assert (await two.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 200
+        (lease,) = await asyncio.wait_for(waiting, 20)
+        workers = [worker_of(replica.worker, f"w{i}") for i, replica in enumerate((one, two, one, two))]
+        assert await workers[0].complete(workers[0].result(lease)) == ["accepted"]
+        async with asyncio.TaskGroup() as group:
+            done = [group.create_task(_work(worker)) for worker in workers]
+        taken = [lease for task in done for lease in task.result()]
+        assert len(taken) == len(set(taken)) == 3 * 60 - 1, "a stage was leased twice, or never"
+
+        async def stored() -> bool:
+            return await one.plane.archive.unstored() == 0
+
+        await eventually(stored, 30)
+        records = (await two.admin.get("/v1/rolloutjobs/job/trajectories", params={"limit": 1000})).content
+        assert len({orjson.loads(line)["id"] for line in records.splitlines()}) == 60
+        files = Path(both[0].trajectories).rglob("*.ndjson")
+        stored_lines = [line for file in files for line in file.read_bytes().splitlines()]
+        assert sorted(stored_lines) == sorted(records.splitlines())
+
+
+async def _work(worker: Any) -> list[tuple[str, str]]:
+    taken: list[tuple[str, str]] = []
+    idle = 0
+    while idle < 10:
+        leases = await worker.lease(init=3, run=3, eval=3, wait=0.1)
+        idle = 0 if leases else idle + 1
+        taken += [(lease["rollout"], lease["stage"]) for lease in leases]
+        if leases:
+            assert set(await worker.complete(*[worker.result(lease) for lease in leases])) == {"accepted"}
+    return taken

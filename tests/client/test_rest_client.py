@@ -1,0 +1,296 @@
+"""The client against a real control plane process, and against servers that misbehave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollyard_client import (
+    AsyncClient,
+    Client,
+    Conflict,
+    ContextError,
+    DriverClient,
+    Invalid,
+    NotFound,
+    Retry,
+    ServerUnavailable,
+    TooMany,
+    Unauthorized,
+    WaitTimeout,
+    WorkerClient,
+)
+from rollyard_client.call import Call, as_json
+from rollyard_client.context import Context, resolve
+from rollyard_client.transport import AsyncTransport, SyncTransport
+from rollyard_crds.backendpool import BackendPool, BackendStatus
+from rollyard_crds.base import Condition
+from rollyard_crds.lease import CompleteRequest, LeaseRequest, StageResult
+from rollyard_crds.rolloutjob import RolloutJobStatus
+from rollyard_crds.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    url: str
+    tokens: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("api")
+    port_file = folder / "port"
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([*command, "--port-file", str(port_file)], stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + 50
+        while not port_file.exists():
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError((folder / "log").read_text())
+            time.sleep(0.02)
+        tokens = json.loads((folder / "tokens.json").read_text())
+        yield Server(f"http://127.0.0.1:{port_file.read_text().strip()}", tokens)
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def manifest(name: str, **spec: Any) -> dict[str, Any]:
+    tasks = {"inline": [{"id": "t/0", "prompt": "p"}, {"id": "t/1", "prompt": "p"}]}
+    body = {"tasks": tasks, "handler": "shell", "agent": {"type": "oracle"}, "samplesPerTask": 2, **spec}
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": name},
+        "spec": body,
+    }
+
+
+async def work(server: Server, job: str) -> None:
+    """Take a job's rollouts through all stages with the worker's client."""
+    async with WorkerClient(server.url, server.tokens["worker"]) as worker:
+        ask = LeaseRequest(worker="w", node="n", capacity={"init": 16, "run": 16, "eval": 16}, job=job)
+        while leases := (await worker.lease(ask)).leases:
+            assert (await worker.job_spec("default", job, leases[0].job_uid)).handler == "shell"
+            results = []
+            for lease in leases:
+                result = StageResult(rollout=lease.rollout, token=lease.token, stage=lease.stage)
+                if lease.stage == "run":
+                    result.trajectory = Trajectory(
+                        id=lease.rollout,
+                        job=lease.job,
+                        task_id=lease.task.id,
+                        group_id=lease.group_id,
+                        sample_index=lease.sample_index,
+                    )
+                elif lease.stage == "eval":
+                    result.reward = float(lease.sample_index)
+                results.append(result)
+            told = await worker.complete(CompleteRequest(worker="w", results=results))
+            assert {item.outcome for item in told.outcomes} == {"accepted"}
+
+
+async def finish(server: Server, job: str) -> None:
+    """What a driver reports at the end."""
+    async with DriverClient(server.url, server.tokens["driver"]) as driver:
+        (found,) = [one for one in await driver.jobs() if one.metadata.name == job]
+        assert found.metadata.annotations["rollyard.dev/closed"] == "true"
+        done = Condition(
+            type="Finished",
+            status="True",
+            reason="Done",
+            last_transition_time=found.metadata.creation_timestamp,
+        )
+        await driver.put_job_status(found, RolloutJobStatus(phase="Succeeded", conditions=[done]))
+
+
+async def test_sync_and_async_say_the_same(server: Server) -> None:
+    with Client(server.url, server.tokens["admin"]) as client:
+        client.ready()
+        job = client.submit(manifest("both"))
+        assert client.submit(job).metadata.uid == job.metadata.uid
+        with pytest.raises(WaitTimeout, match="0 of 4 rollouts ended"):
+            client.wait("both", timeout=0.01)
+        await work(server, "both")
+        await finish(server, "both")
+        assert client.wait("both", timeout=5).status.phase == "Succeeded"
+        trajectories = list(client.trajectories("both", follow=True))
+        assert len(trajectories) == 4
+        assert client.trajectory("both", trajectories[0].id) == trajectories[0]
+        groups = list(client.groups("both", informative=True, follow=True))
+        assert {group.group_id for group in groups} == {"t/0", "t/1"}
+        summaries = list(client.rollouts("both", status="succeeded"))
+        assert len(summaries) == 4
+        assert [event.name for event in client.events("both")][-1] == "end"
+        files = list(client.parquet("both"))
+        assert len(files) == 1
+        assert files[0][:4] == b"PAR1"
+        assert [one.metadata.name for one in client.jobs("default")].count("both") == 1
+    async with AsyncClient(server.url, server.tokens["admin"]) as other:
+        await other.ready()
+        assert (await other.wait("both", timeout=5)).status.phase == "Succeeded"
+        assert [t async for t in other.trajectories("both", follow=True)] == trajectories
+        assert [g async for g in other.groups("both", informative=True)] == groups
+        assert [r async for r in other.rollouts("both", status="succeeded")] == summaries
+        assert [f async for f in other.parquet("both")] == files
+        assert [event.name async for event in other.events("both")][-1] == "end"
+        assert await other.trajectory("both", trajectories[0].id) == trajectories[0]
+        await other.delete("both")
+        with pytest.raises(NotFound) as missing:
+            await other.job("both")
+        assert missing.value.reason == "JobNotFound"
+
+
+async def test_streams_cancel_and_update(server: Server) -> None:
+    async with AsyncClient(server.url, server.tokens["admin"]) as client:
+        await client.submit(manifest("stream", tasks={"stream": True}))
+        assert await client.push_tasks(
+            "stream", [{"id": "a", "prompt": "p"}, {"id": "b", "prompt": "p"}]
+        ) == {
+            "accepted": 2,
+            "repeated": 0,
+        }
+        with pytest.raises(Invalid) as wrong:
+            await client.push_tasks("stream", [{"id": "c"}])
+        assert wrong.value.errors
+        assert (await client.update("stream", suspend=True, priority=3)).spec.priority == 3
+        assert (await client.cancel("stream", group="a")).status.counts.cancelled == 2
+        await client.close("stream")
+        with pytest.raises(Conflict) as late:
+            await client.push_tasks("stream", [{"id": "d", "prompt": "p"}])
+        assert late.value.reason == "JobClosed"
+        assert (await client.cancel("stream")).status.counts.cancelled == 4
+
+
+async def test_pools(server: Server) -> None:
+    document = {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": "pool"},
+        "spec": {"model": "m"},
+    }
+    with Client(server.url, server.tokens["admin"]) as client:
+        client.create_pool(document)
+        assert client.create_pool(BackendPool.model_validate(document)).spec.model == "m"
+        async with DriverClient(server.url, server.tokens["driver"]) as driver:
+            (pool,) = await driver.pools()
+            told = await driver.put_backends(pool, [BackendStatus(url="http://b", ready=True)])
+            assert told.status.ready_replicas == 1
+            assert (await driver.put_pool_status(pool, told.status)).status.replicas == 1
+        assert client.pool("pool").status.backends[0].ready
+        client.delete_pool("pool")
+        assert client.pools("default") == []
+
+
+def test_problems_become_exceptions(server: Server) -> None:
+    with Client(server.url, server.tokens["admin"]) as client:
+        with pytest.raises(Invalid, match=r"spec\.handler") as wrong:
+            client.submit(manifest("x", handler="nobody"))
+        assert wrong.value.errors == [str(wrong.value)]
+        client.submit(manifest("conflict"))
+        with pytest.raises(Conflict) as conflict:
+            client.submit(manifest("conflict", samplesPerTask=3))
+        assert conflict.value.reason == "AlreadyExists"
+        client.cancel("conflict")
+    with Client(server.url, "nobody") as client, pytest.raises(Unauthorized):
+        client.jobs()
+
+
+def test_no_server() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    retry = Retry(attempts=2, base=0.001)
+    with (
+        Client(f"http://127.0.0.1:{port}", "t", retry=retry) as client,
+        pytest.raises(ServerUnavailable) as gone,
+    ):
+        client.jobs()
+    assert str(gone.value).startswith(f"no server at http://127.0.0.1:{port}; start one with `rollyard up`")
+
+
+class Flaky:
+    """Breaks the first calls, then answers."""
+
+    def __init__(self, failures: list[Exception | httpx.Response]) -> None:
+        self.failures = failures
+        self.calls = 0
+
+    def __call__(self, _request: httpx.Request) -> httpx.Response:
+        self.calls += 1
+        if self.failures:
+            failure = self.failures.pop(0)
+            if isinstance(failure, Exception):
+                raise failure
+            return failure
+        return httpx.Response(200, json={"ok": True})
+
+
+def _sync(flaky: Flaky, attempts: int = 4) -> SyncTransport:
+    made = SyncTransport(Context("http://x", "t"), retry=Retry(attempts, base=0.001), timeout=1)
+    made.client.close()
+    made.client = httpx.Client(base_url="http://x", transport=httpx.MockTransport(flaky))
+    return made
+
+
+def test_broken_connections_are_retried_where_that_is_harmless() -> None:
+    again: Call[Any] = Call("GET", "/", as_json)
+    once: Call[Any] = Call("POST", "/", as_json, idempotent=False)
+    flaky = Flaky([httpx.ReadError("reset"), httpx.Response(503), httpx.ConnectError("refused")])
+    assert _sync(flaky).send(again) == {"ok": True}
+    assert flaky.calls == 4
+    flaky = Flaky([httpx.ReadError("reset")])
+    with pytest.raises(ServerUnavailable):
+        _sync(flaky).send(once)
+    assert flaky.calls == 1
+    flaky = Flaky([httpx.ConnectError("refused")])
+    assert _sync(flaky).send(once) == {"ok": True}, "what never arrived may be sent again"
+    flaky = Flaky([httpx.ReadError("reset")] * 9)
+    with pytest.raises(ServerUnavailable):
+        _sync(flaky, attempts=3).send(again)
+    assert flaky.calls == 3
+
+
+async def test_full_queues_are_waited_for_within_bounds() -> None:
+    problem = {"reason": "QueueFull", "detail": "full", "status": 429}
+    flaky = Flaky([httpx.Response(429, json=problem, headers={"Retry-After": "0"})])
+    made = AsyncTransport(Context("http://x", "t"), retry=Retry(3, base=0.001), timeout=1)
+    await made.client.aclose()
+    made.client = httpx.AsyncClient(base_url="http://x", transport=httpx.MockTransport(flaky))
+    assert await made.send(Call("GET", "/", as_json)) == {"ok": True}
+    flaky.failures = [httpx.Response(429, json=problem, headers={"Retry-After": "10"})]
+    with pytest.raises(TooMany) as full:
+        await made.send(Call("GET", "/", as_json))
+    assert (full.value.retry_after, full.value.reason) == (10.0, "QueueFull")
+    await made.close()
+
+
+def test_context(tmp_path: Path) -> None:
+    assert resolve("http://a/", "t", {}) == Context("http://a", "t")
+    assert resolve(None, None, {"ROLLYARD_URL": "http://b", "ROLLYARD_TOKEN": "u"}) == Context(
+        "http://b", "u"
+    )
+    env = {"ROLLYARD_HOME": str(tmp_path)}
+    with pytest.raises(ContextError, match="ROLLYARD_TOKEN"):
+        resolve(None, None, env)
+    (tmp_path / "tokens.json").write_text('{"admin": "secret", "worker": "w"}')
+    file = tmp_path / "context.json"
+    file.write_text(json.dumps({"url": "http://c", "token_file": str(tmp_path / "tokens.json")}))
+    assert resolve(None, None, env) == Context("http://c", "secret")
+    file.write_text(json.dumps({"url": "http://c", "token": "direct"}))
+    assert resolve(None, None, env) == Context("http://c", "direct")
+    with pytest.raises(ContextError):
+        resolve("http://elsewhere", None, env)
+    file.write_text("[")
+    with pytest.raises(ContextError, match="remove it"):
+        resolve(None, None, env)

@@ -93,7 +93,8 @@ class Stages:
                     return await self._eval(held, spec, times)
         finally:
             times.active_seconds = time.monotonic() - held.started
-            times.own_seconds = max(0.0, times.active_seconds - times.model_seconds - times.tool_seconds)
+            if held.lease.stage == "run":
+                times.own_seconds = max(0.0, times.active_seconds - times.model_seconds - times.tool_seconds)
 
     async def _init(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.init.timeout_seconds

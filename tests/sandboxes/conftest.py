@@ -38,6 +38,7 @@ class Kit:
 
     NODE = NODE
     SMALL = SMALL
+    require_bwrap = staticmethod(require_bwrap)
 
     @staticmethod
     async def clean(provider: NodeProvider) -> None:

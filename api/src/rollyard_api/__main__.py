@@ -157,6 +157,9 @@ def serve(settings: Settings, sock: socket.socket, port_file: Path | None, log_l
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         timeout_keep_alive=75,
     )
+    # The writer thread gives the interpreter up at every SQLite call; at the default of 5 ms it
+    # would wait that long for each return while requests are being parsed.
+    sys.setswitchinterval(0.0005)
     server = Server(config, port_file, sock.getsockname()[1])
     try:
         with sock:

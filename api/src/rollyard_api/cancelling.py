@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.engine import Connection
 
 from rollyard_api import states
 from rollyard_api.bus import QUEUE, job_topic
@@ -118,10 +119,10 @@ def delete_job(tx: Transaction, namespace: str, name: str) -> int:
     return job_id
 
 
-def unfinished_cancellations(tx: Transaction) -> list[int]:
+def unfinished_cancellations(conn: Connection) -> list[int]:
     """Jobs whose cancellation was begun and not ended: also those of before a restart."""
     query = sa.select(jobs.c.id).where(jobs.c.cancel_reason.is_not(None), jobs.c.finished_at.is_(None))
-    return list(tx.conn.scalars(query))
+    return list(conn.scalars(query))
 
 
 def enforce(tx: Transaction) -> None:
@@ -152,13 +153,13 @@ def enforce(tx: Transaction) -> None:
     )
 
 
-def deleted_jobs(tx: Transaction) -> list[int]:
+def deleted_jobs(conn: Connection) -> list[int]:
     """Deleted jobs whose rollouts have all ended and lie in the trajectory store: ready to be removed."""
     pending = sa.exists().where(rollouts.c.job_id == jobs.c.id, rollouts.c.pending.is_not(None))
     query = sa.select(jobs.c.id).where(
         jobs.c.deleted_at.is_not(None), jobs.c.finished_at.is_not(None), sa.not_(pending)
     )
-    return list(tx.conn.scalars(query))
+    return list(conn.scalars(query))
 
 
 def purge_some(tx: Transaction, job_id: int) -> bool:

@@ -5,8 +5,11 @@ in one transaction and answers each only after the commit, so that one fsync ser
 requests. If any of them fails, the transaction is rolled back and each is run again alone:
 ops touch nothing but the connection, and say through `tx` what is to be told after commit.
 
-SQLite runs in WAL with synchronous=FULL: a commit is on the disk before it is answered,
-even through a power cut; group commit makes the fsync cheap enough. Every replica of a
+SQLite runs in WAL. What was promised to somebody (a job, tasks, a result) is committed with
+synchronous=FULL: on the disk before it is answered, even through a power cut; group commit
+makes the fsync cheap enough. A transaction of ops that say `durable=False` (leases, heartbeats,
+expiry) uses NORMAL: a killed process loses nothing of it either, a power cut may, and then the
+rollout is leased again. Every replica of a
 PostgreSQL control plane has a writer of its own; rows are locked, and a deadlock is
 answered by running the op again.
 """
@@ -26,7 +29,7 @@ from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.engine import URL, Connection, Engine, make_url
+from sqlalchemy.engine import URL, Connection, Engine, RootTransaction, make_url
 from sqlalchemy.exc import DBAPIError
 
 from rollyard_api.problems import ApiError, Conflict, StorageFull, Unavailable
@@ -73,6 +76,7 @@ AfterCommit = Callable[[Sequence[Transaction]], None]
 class _Waiting(Generic[T]):
     op: Callable[[Transaction], T]
     future: asyncio.Future[T]
+    durable: bool
     tx: Transaction | None = None
     result: T | None = None
 
@@ -160,6 +164,7 @@ class Database:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._after: AfterCommit = lambda _committed: None
+        self._synchronous = ""
 
     def start(self, after_commit: AfterCommit) -> None:
         """Start the writer; `after_commit` is called in the event loop's thread, before the answers."""
@@ -178,8 +183,12 @@ class Database:
         self.writer.dispose()
         self.reader.dispose()
 
-    async def write(self, op: Callable[[Transaction], T]) -> T:
+    async def write(self, op: Callable[[Transaction], T], *, durable: bool = True) -> T:
         """Run `op` in the writer; returns once its changes are committed.
+
+        Args:
+            op: what to do; may be run more than once, each time on a transaction that begins anew.
+            durable: whether the commit must survive a power cut, not only a killed process.
 
         Raises:
             Unavailable: too many wait, or the database is gone.
@@ -190,7 +199,7 @@ class Database:
             raise Unavailable("the database is closed")
         future: asyncio.Future[T] = self._loop.create_future()
         try:
-            self._waiting.put_nowait(_Waiting(op, future))
+            self._waiting.put_nowait(_Waiting(op, future, durable))
         except queue.Full:
             raise Unavailable(
                 "too many requests wait for the database", headers={"Retry-After": "1"}
@@ -257,10 +266,20 @@ class Database:
 
     def _commit(self, batch: list[_Waiting[Any]]) -> None:
         now = time.time()
-        with self.writer.begin() as conn:
+        with self.writer.connect() as conn, self._begin(conn, any(item.durable for item in batch)):
             for item in batch:
                 item.tx = Transaction(conn, now, self.sqlite)
                 item.result = item.op(item.tx)
+
+    def _begin(self, conn: Connection, durable: bool) -> RootTransaction:
+        level = "FULL" if durable else "NORMAL"
+        if self.sqlite and level != self._synchronous:
+            # On the driver's connection: through SQLAlchemy, the pragma would begin a transaction.
+            driver = conn.connection.driver_connection
+            assert driver is not None
+            driver.execute(f"PRAGMA synchronous={level}").close()
+            self._synchronous = level
+        return conn.begin()
 
     def _answer(self, batch: list[_Waiting[Any]], error: Exception | None) -> None:
         assert self._loop is not None

@@ -74,16 +74,14 @@ class ControlPlane:
 
     async def sweep(self) -> None:
         """One round of expiry, deadlines, cancellations and removals."""
-        write = self.database.write
-        while (
-            await write(partial(liveness.expire, max_expiries=self.settings.max_expiries))
-            == liveness.EXPIRY_BATCH
-        ):
+        write, read = self.database.write, self.database.read
+        expire = partial(liveness.expire, max_expiries=self.settings.max_expiries)
+        while await write(expire, durable=False) == liveness.EXPIRY_BATCH:
             pass
-        await write(cancelling.enforce)
-        for job_id in await write(cancelling.unfinished_cancellations):
+        await write(cancelling.enforce, durable=False)
+        for job_id in await read(cancelling.unfinished_cancellations):
             await self.cancel_rest(job_id)
-        for job_id in await write(cancelling.deleted_jobs):
+        for job_id in await read(cancelling.deleted_jobs):
             while not await write(partial(cancelling.purge_some, job_id=job_id)):
                 pass
 

@@ -24,6 +24,25 @@ ShortText = Annotated[str, Field(max_length=256)]
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
+def cel(*rules: tuple[str, str]) -> dict[str, Any]:
+    """CEL rules (expression, message) as the schema extension that the API server evaluates.
+
+    They stand beside the pydantic validator that says the same, and reach only the CRD YAML.
+    """
+    return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in rules]}
+
+
+IMMUTABLE: Final = cel(("self == oldSelf", "is immutable: delete the job and make it anew"))
+"""Schema extension of a field that must not change after creation."""
+
+
+LIST_MAP_BY_TYPE: Final[dict[str, Any]] = {
+    "x-kubernetes-list-type": "map",
+    "x-kubernetes-list-map-keys": ["type"],
+}
+"""Schema extension of a list of conditions: server-side apply merges it by `type`."""
+
+
 class Model(BaseModel):
     """Strict: unknown fields are refused, names are camelCase outside and snake_case inside."""
 
@@ -32,6 +51,7 @@ class Model(BaseModel):
         populate_by_name=True,
         extra="forbid",
         validate_default=True,
+        use_attribute_docstrings=True,
     )
 
     def to_json(self) -> dict[str, Any]:
@@ -45,13 +65,21 @@ class ObjectMeta(Model):
     model_config = ConfigDict(extra="allow")
 
     name: Name
+    """Unique within its namespace."""
     namespace: Name = "default"
+    """Names are per namespace."""
     labels: Annotated[dict[str, str], Field(max_length=64)] = Field(default_factory=dict)
+    """Labels, passed on to the children where the driver has labels."""
     annotations: Annotated[dict[str, str], Field(max_length=64)] = Field(default_factory=dict)
+    """Free-form notes of tools."""
     uid: str | None = None
+    """Set by the server; changes when an object of the same name is made anew."""
     generation: int | None = None
+    """Set by the server; rises with every change of the spec."""
     creation_timestamp: datetime | None = None
+    """Set by the server."""
     deletion_timestamp: datetime | None = None
+    """Set by the server once deletion was asked for."""
 
 
 ConditionStatus = Literal["True", "False", "Unknown"]
@@ -61,8 +89,14 @@ class Condition(Model):
     """A condition for programs; `last_transition_time` moves only when `status` flips."""
 
     type: Annotated[str, Field(max_length=64)]
+    """What is claimed, such as `Finished`."""
     status: ConditionStatus
+    """Whether it holds."""
     reason: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+    """Why, in one CamelCase word that programs may branch on."""
     message: Annotated[str, Field(max_length=4096)] = ""
+    """Why, for people."""
     observed_generation: Annotated[int, Field(ge=0)] | None = None
+    """The generation of the spec that this was judged by."""
     last_transition_time: datetime
+    """When `status` flipped last."""

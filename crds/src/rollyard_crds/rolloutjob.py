@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from rollyard_crds.base import API_VERSION, Condition, Model, Name, ObjectMeta, ShortText
+from rollyard_crds.base import (
+    API_VERSION,
+    IMMUTABLE,
+    LIST_MAP_BY_TYPE,
+    Condition,
+    Model,
+    Name,
+    ObjectMeta,
+    ShortText,
+    cel,
+)
 from rollyard_crds.task import Task
 
 EntryPointName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]*$", max_length=63)]
@@ -24,9 +34,20 @@ MAX_INLINE_TASKS = 4096
 class TaskSource(Model):
     """Where tasks come from: exactly one of a file, an inline list, or a stream."""
 
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            (
+                "(has(self.url) ? 1 : 0) + (has(self.inline) ? 1 : 0) + (self.stream ? 1 : 0) == 1",
+                "give exactly one of 'url', 'inline' and 'stream: true'",
+            ),
+            ("!has(self.inline) || size(self.inline) > 0", "'inline' must hold at least one task"),
+        )
+    )
+
     url: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """`file:///path/tasks.jsonl` or any URL that fsspec opens; one JSON object a line, `.gz` too."""
     inline: Annotated[list[Task], Field(max_length=MAX_INLINE_TASKS)] | None = None
+    """The tasks themselves."""
     stream: bool = False
     """Tasks are pushed over REST until the job is closed."""
 
@@ -43,42 +64,56 @@ class AgentSpec(Model):
     """The agent that talks to the model: an entry point of the group `rollyard.agents`."""
 
     type: EntryPointName = "tools"
+    """`tools`, `single_turn`, `oracle`, or an agent of an installed package."""
     tools: Annotated[list[EntryPointName], Field(max_length=32)] = Field(
         default_factory=lambda: ["bash", "ipython", "edit", "submit"]
     )
+    """Entry points of the group `rollyard.tools` that the model may call."""
     tool_parser: EntryPointName = "hermes"
+    """How calls are read from the model's text: an entry point of `rollyard.tool_parsers`."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 20
+    """Assistant turns; a rollout that needs more is evaluated as truncated."""
     max_context_tokens: Annotated[int, Field(ge=16, le=10_000_000)] = 8192
     """Prompt, sampled and tool tokens together, in tokens."""
     tool_timeout_seconds: Seconds = 60
+    """Of one tool call; the call is interrupted and the session goes on."""
     max_tool_output_bytes: Annotated[int, Field(ge=256, le=1 << 20)] = 16_384
+    """Of one tool call; longer output keeps its head and tail."""
 
 
 class SamplingSpec(Model):
     """How the policy samples; every request's seed is a hash of `seed`, task, sample and turn."""
 
     temperature: Annotated[float, Field(ge=0.0, le=5.0)] = 1.0
+    """0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """1: no limit."""
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] = -1
     """-1: no limit."""
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
     """Sampled tokens a turn."""
     seed: Annotated[int, Field(ge=0, le=(1 << 53) - 1)] = 0
+    """Base of every request's seed."""
 
 
 class BackendRef(Model):
     """The BackendPool, in the job's namespace, that samples."""
 
     name: Name
+    """Name of the BackendPool."""
 
 
 class SandboxResources(Model):
     """Limits of one sandbox."""
 
     cpu: Quantity = "1"
+    """Cores."""
     memory: Quantity = "1Gi"
+    """Of all its processes together."""
     disk: Quantity = "1Gi"
+    """Of its work folder and everything else that it can write."""
     processes: Annotated[int, Field(ge=16, le=65_536)] = 512
+    """Processes and threads at once."""
 
 
 class SandboxSpec(Model):
@@ -87,8 +122,11 @@ class SandboxSpec(Model):
     image: Annotated[str, Field(max_length=1024)] | None = None
     """A root folder under bubblewrap; nothing means the host's read-only system."""
     network: Literal["none"] = "none"
+    """No network at all."""
     resources: SandboxResources = Field(default_factory=SandboxResources)
+    """Limits of each sandbox."""
     env: Annotated[dict[str, str], Field(max_length=256)] = Field(default_factory=dict)
+    """Environment variables of every command."""
     warm: Annotated[int, Field(ge=0, le=1024)] = 4
     """Sandboxes kept started and unclaimed by each Init worker."""
 
@@ -97,55 +135,106 @@ class StageSpec(Model):
     """One stage: its workers, how many rollouts each holds at once, its limit and retries."""
 
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """Worker processes."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Rollouts that each worker holds at once."""
     timeout_seconds: Seconds = 300
     """Of work, never of waiting in the queue."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    """Tries of one rollout in this stage before it ends as Failed."""
 
 
-def _init_stage() -> StageSpec:
-    return StageSpec(concurrency=16, timeout_seconds=120, max_attempts=3)
+class InitStageSpec(StageSpec):
+    """Init: makes the sandbox ready."""
+
+    timeout_seconds: Seconds = 120
+    """Of work, never of waiting in the queue."""
 
 
-def _run_stage() -> StageSpec:
-    return StageSpec(concurrency=64, timeout_seconds=600, max_attempts=2)
+class RunStageSpec(StageSpec):
+    """Run: the agent and the model."""
+
+    concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Rollouts that each worker holds at once."""
+    timeout_seconds: Seconds = 600
+    """Of work, never of waiting in the queue; a rollout past it is evaluated as truncated."""
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 2
+    """Tries of one rollout in this stage before it ends as Failed."""
 
 
-def _eval_stage() -> StageSpec:
-    return StageSpec(concurrency=16, timeout_seconds=300, max_attempts=3)
+class EvalStageSpec(StageSpec):
+    """Eval: the reward."""
+
+
+def _given_fields(value: Any) -> Any:
+    # What a general StageSpec leaves open takes this stage's own defaults.
+    if type(value) is StageSpec:
+        return value.model_dump(exclude_unset=True)
+    return value
 
 
 class StagesSpec(Model):
     """The three stages, each with its own workers and limits."""
 
-    init: StageSpec = Field(default_factory=_init_stage)
-    run: StageSpec = Field(default_factory=_run_stage)
-    eval: StageSpec = Field(default_factory=_eval_stage)
+    init: Annotated[InitStageSpec, BeforeValidator(_given_fields)] = Field(default_factory=InitStageSpec)
+    """Makes the sandbox ready."""
+    run: Annotated[RunStageSpec, BeforeValidator(_given_fields)] = Field(default_factory=RunStageSpec)
+    """The agent and the model."""
+    eval: Annotated[EvalStageSpec, BeforeValidator(_given_fields)] = Field(default_factory=EvalStageSpec)
+    """The reward."""
 
 
 class FailurePolicy(Model):
+    """How many rollouts may fail before the job does."""
+
     max_failed_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """The job succeeds while at most this share of its rollouts failed for infrastructure reasons."""
 
 
 class RolloutJobSpec(Model):
-    tasks: TaskSource
-    handler: EntryPointName
+    """Which tasks to roll out, and how."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            (
+                "has(self.backendRef) || self.agent.type == 'oracle'",
+                "'backendRef' is required by every agent but 'oracle'",
+            ),
+            (
+                "has(self.backendRef) == has(oldSelf.backendRef)",
+                "'backendRef' is immutable: delete the job and make it anew",
+            ),
+        )
+    )
+
+    tasks: Annotated[TaskSource, Field(json_schema_extra=IMMUTABLE)]
+    """Where the tasks come from."""
+    handler: Annotated[EntryPointName, Field(json_schema_extra=IMMUTABLE)]
     """An entry point of the group `rollyard.handlers`."""
-    samples_per_task: Annotated[int, Field(ge=1, le=1024)] = 1
-    min_group_size: Annotated[int, Field(ge=1, le=1024)] = 2
-    agent: AgentSpec = Field(default_factory=AgentSpec)
-    sampling: SamplingSpec = Field(default_factory=SamplingSpec)
-    backend_ref: BackendRef | None = None
+    samples_per_task: Annotated[int, Field(ge=1, le=1024, json_schema_extra=IMMUTABLE)] = 1
+    """Rollouts of each task; together they are its group."""
+    min_group_size: Annotated[int, Field(ge=1, le=1024, json_schema_extra=IMMUTABLE)] = 2
+    """A group with failed members is delivered if at least this many others remain."""
+    agent: AgentSpec = Field(default_factory=AgentSpec, json_schema_extra=IMMUTABLE)
+    """Who talks to the model."""
+    sampling: SamplingSpec = Field(default_factory=SamplingSpec, json_schema_extra=IMMUTABLE)
+    """How the policy samples."""
+    backend_ref: Annotated[BackendRef, Field(json_schema_extra=IMMUTABLE)] | None = None
     """May be left out where the agent needs no model (`oracle`)."""
-    sandbox: SandboxSpec = Field(default_factory=SandboxSpec)
+    sandbox: SandboxSpec = Field(default_factory=SandboxSpec, json_schema_extra=IMMUTABLE)
+    """Where the tools act."""
     stages: StagesSpec = Field(default_factory=StagesSpec)
+    """Workers, limits and retries of each stage."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Rollouts of a higher priority are leased first; equal ones share fairly between jobs."""
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
+    """When a job with failed rollouts still succeeds."""
     suspend: bool = False
+    """True: workers are drained, and nothing starts until it is false again."""
     active_deadline_seconds: Seconds | None = None
+    """Counted from admission; what has not ended by then is cancelled and the job fails."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
+    """The job and its trajectories are deleted this long after it ended; default: kept."""
 
     @model_validator(mode="after")
     def _model_where_needed(self) -> RolloutJobSpec:
@@ -161,38 +250,63 @@ class StageCounts(Model):
     """Rollouts of one stage: waiting in its queue, and leased by a worker."""
 
     queued: Annotated[int, Field(ge=0)] = 0
+    """Waiting."""
     active: Annotated[int, Field(ge=0)] = 0
+    """Leased by a worker."""
 
 
 class RolloutCounts(Model):
     """Counts of a job's rollouts; `total` is the sum of all the others."""
 
     total: Annotated[int, Field(ge=0)] = 0
+    """All rollouts so far."""
     init: StageCounts = Field(default_factory=StageCounts)
+    """In Init."""
     run: StageCounts = Field(default_factory=StageCounts)
+    """In Run."""
     eval: StageCounts = Field(default_factory=StageCounts)
+    """In Eval."""
     succeeded: Annotated[int, Field(ge=0)] = 0
     """Ended with a reward, whatever the reward."""
     failed: Annotated[int, Field(ge=0)] = 0
     """Ended for infrastructure reasons; their reward is null."""
     cancelled: Annotated[int, Field(ge=0)] = 0
+    """Ended because somebody asked, or the deadline passed."""
 
 
 class RolloutJobStatus(Model):
+    """How a job stands; nothing about single rollouts."""
+
     phase: Phase = "Pending"
-    conditions: Annotated[list[Condition], Field(max_length=16)] = Field(default_factory=list)
+    """For people; programs read the conditions."""
+    conditions: Annotated[list[Condition], Field(max_length=16)] = Field(
+        default_factory=list, json_schema_extra=LIST_MAP_BY_TYPE
+    )
+    """`Admitted`, `Suspended`, `Running`, `Degraded`; at the end `Finished` and one outcome."""
     observed_generation: Annotated[int, Field(ge=0)] = 0
+    """The generation of the spec that this status was made from."""
     counts: RolloutCounts = Field(default_factory=RolloutCounts)
+    """Rollouts by stage and outcome."""
     start_time: datetime | None = None
+    """When the job was first admitted."""
     completion_time: datetime | None = None
+    """When the last rollout ended."""
     reward_mean: float | None = None
     """Mean reward of the rollouts that have one."""
     message: ShortText = ""
+    """What it waits for, or why it ended so."""
 
 
 class RolloutJob(Model):
+    """A list or a stream of tasks, rolled out by an agent in sandboxes and evaluated."""
+
     api_version: Literal["rollyard.dev/v1alpha1"] = API_VERSION
+    """Group and version of this schema."""
     kind: Literal["RolloutJob"] = "RolloutJob"
+    """What this object is."""
     metadata: ObjectMeta
+    """Name, namespace, labels, annotations."""
     spec: RolloutJobSpec
+    """What is wanted."""
     status: RolloutJobStatus = Field(default_factory=RolloutJobStatus)
+    """How it stands; written by the driver and the control plane."""

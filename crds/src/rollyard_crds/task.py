@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from rollyard_crds.base import Model, Path
+from rollyard_crds.base import Model, Path, cel
 
 TaskId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
@@ -15,15 +15,20 @@ class FunctionCall(Model):
     """Name and arguments of a tool call, as chat templates expect them."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
+    """Name of the tool."""
     arguments: dict[str, Any] = Field(default_factory=dict)
+    """The tool's arguments, a free-form object."""
 
 
 class ToolCall(Model):
     """A tool call inside an assistant message of a task's own history."""
 
     id: Annotated[str, Field(max_length=128)] | None = None
+    """What a tool message refers to by `tool_call_id`."""
     type: Literal["function"] = "function"
+    """The only kind of call there is."""
     function: FunctionCall
+    """What is called."""
 
 
 class Message(Model):
@@ -33,17 +38,24 @@ class Message(Model):
     model_config = ConfigDict(alias_generator=None, extra="forbid")
 
     role: Literal["system", "user", "assistant", "tool"]
+    """Who speaks."""
     content: Annotated[str, Field(max_length=1 << 20)] = ""
+    """What is said."""
     tool_calls: Annotated[list[ToolCall], Field(max_length=64)] | None = None
+    """Calls that an assistant message makes."""
     tool_call_id: Annotated[str, Field(max_length=128)] | None = None
+    """The call that a tool message answers."""
     name: Annotated[str, Field(max_length=128)] | None = None
+    """Name of the speaker or of the tool."""
 
 
 class TaskSandbox(Model):
     """What this task adds to the job's sandbox; applied when the sandbox is handed out."""
 
     image: Annotated[str, Field(max_length=1024)] | None = None
+    """Instead of the job's image."""
     env: Annotated[dict[str, str], Field(max_length=256)] = Field(default_factory=dict)
+    """Environment variables, beside and before the job's."""
     files: Annotated[dict[Path, Annotated[str, Field(max_length=1 << 20)]], Field(max_length=1024)] = Field(
         default_factory=dict
     )
@@ -59,11 +71,20 @@ class Task(Model):
         pydantic.ValidationError: neither or both of `prompt` and `messages` are given.
     """
 
-    model_config = ConfigDict(alias_generator=None, extra="forbid")
+    model_config = ConfigDict(
+        alias_generator=None,
+        extra="forbid",
+        json_schema_extra=cel(
+            ("has(self.prompt) != has(self.messages)", "give exactly one of 'prompt' and 'messages'")
+        ),
+    )
 
     id: TaskId
+    """Unique within its job."""
     prompt: Annotated[str, Field(min_length=1, max_length=1 << 20)] | None = None
+    """The user's message, where the conversation is just that."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    """The conversation to start from; it may already hold turns."""
     answer: Annotated[str, Field(max_length=1 << 16)] | None = None
     """Gold answer (handler `math`)."""
     test_script: Annotated[str, Field(max_length=1 << 20)] | None = None
@@ -71,7 +92,9 @@ class Task(Model):
     solution: Annotated[list[FunctionCall], Field(max_length=256)] | None = None
     """Reference solution for the `oracle` agent: tool calls, one a turn."""
     sandbox: TaskSandbox = Field(default_factory=TaskSandbox)
+    """What this task adds to the job's sandbox."""
     metadata: dict[str, Any] = Field(default_factory=dict)
+    """Free-form; comes back with every trajectory of the task."""
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Task:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollyard_engine.errors import EngineError
-from rollyard_engine.server import Settings, run
+from rollyard_engine.settings import Settings
 
 USAGE_ERROR = 2
+INTERRUPTED = 130
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Settings:
@@ -89,11 +90,16 @@ def parse_arguments(argv: Sequence[str] | None) -> Settings:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve; the exit status: 0 after a signal, 2 with one line on standard error if it cannot start."""
     settings = parse_arguments(argv)
+    # Imported late: --help and bad arguments answer at once.
+    from rollyard_engine.server import run
+
     try:
         run(settings)
     except EngineError as error:
         sys.stderr.write(f"rollyard_engine: {error.reason}: {error.message}\n")
         return USAGE_ERROR
+    except KeyboardInterrupt:  # before the server's own handling of signals is in place
+        return INTERRUPTED
     return 0
 
 

@@ -48,12 +48,12 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
+    "priority": (0,),
+    "cache_salt": (),
     "output_kind": (2,),
 }
 # Fields that concern vLLM's logging or scheduling only: ignoring them changes no token.
-IGNORED = frozenset(
-    {"user", "priority", "session_id", "cache_salt", "detokenize", "flat_logprobs", "stream_interval"}
-)
+IGNORED = frozenset({"user", "session_id", "detokenize", "flat_logprobs", "stream_interval"})
 ADVICE = {
     "stop": "; end generation by stop_token_ids",
     "n": "; send one request a sample, each with its own seed",

@@ -9,11 +9,20 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
+import uvicorn
+import uvloop
+
+from rollyard_engine.app import create_app
 from rollyard_engine.errors import StartupFailed
 from rollyard_engine.folder import ModelFolder, read_folder
+from rollyard_engine.model import load_model
+from rollyard_engine.scheduler import Limits, Scheduler
+from rollyard_engine.sequence import Sequence
+from rollyard_engine.service import EngineService, ServedModel, now
+from rollyard_engine.settings import Settings
+from rollyard_engine.thread import EngineThread
+from rollyard_engine.tokens import load_tokenizer
 
 SHUTDOWN_SECONDS = 1.0
 """How long the engine thread may take to end; connections then have one more second to drain."""
@@ -22,24 +31,6 @@ SWITCH_INTERVAL_SECONDS = 0.0005
 """The runtime holds the interpreter lock through a step; this bounds how long the event loop waits for it."""
 
 SMALLEST_DEFAULT_CONTEXT = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The command line, parsed; sizes in tokens, requests and bytes."""
-
-    model: Path
-    host: str
-    port: int
-    served_names: tuple[str, ...]
-    policy_version: str
-    max_num_seqs: int
-    max_waiting: int
-    max_kept: int
-    max_model_len: int | None
-    cache_bytes: int
-    threads: int
-    port_file: Path | None
 
 
 def context_limit(folder: ModelFolder, settings: Settings) -> int:
@@ -84,8 +75,6 @@ def run(settings: Settings) -> None:
         folder = read_folder(settings.model)
         max_model_len = context_limit(folder, settings)
         sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
-        import uvloop
-
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             clean = runner.run(_serve(settings, listener, max_model_len))
     if not clean:
@@ -94,36 +83,17 @@ def run(settings: Settings) -> None:
         os._exit(0)
 
 
-async def _serve(settings: Settings, listener: socket.socket, max_model_len: int) -> bool:
-    """Serve until told to stop; whether the engine thread ended in time."""
-    import uvicorn
-
-    from rollyard_engine.app import create_app
-    from rollyard_engine.model import load_model
-    from rollyard_engine.scheduler import Limits, Scheduler
-    from rollyard_engine.sequence import Sequence
-    from rollyard_engine.service import EngineService, ServedModel, now
-    from rollyard_engine.thread import EngineThread
-    from rollyard_engine.tokens import load_tokenizer
-
-    loop = asyncio.get_running_loop()
+def build_service(
+    settings: Settings, max_model_len: int, notify: Callable[[list[Sequence]], None]
+) -> EngineService:
+    """Load the model and its tokenizer; nothing runs yet. Raises ``ModelFolderInvalid``."""
     model = load_model(settings.model, settings.threads)
     tokenizer = load_tokenizer(settings.model)
     eos = {*model.folder.eos_token_ids}
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     limits = Limits(max_model_len, settings.max_num_seqs, settings.max_kept, settings.cache_bytes)
-
-    def notify(sequences: list[Sequence]) -> None:
-        callbacks = [sequence.on_progress for sequence in sequences]
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to be told
-            loop.call_soon_threadsafe(_call_all, callbacks)
-
-    engine = EngineThread(
-        Scheduler(model, settings.policy_version, eos, limits),
-        max_waiting=settings.max_waiting,
-        notify=notify,
-    )
+    scheduler = Scheduler(model, settings.policy_version, eos, limits)
     served = ServedModel(
         names=settings.served_names,
         root=settings.model,
@@ -132,8 +102,22 @@ async def _serve(settings: Settings, listener: socket.socket, max_model_len: int
         threads=settings.threads,
         created=now(),
     )
+    engine = EngineThread(scheduler, max_waiting=settings.max_waiting, notify=notify)
+    return EngineService(served, tokenizer, engine)
+
+
+async def _serve(settings: Settings, listener: socket.socket, max_model_len: int) -> bool:
+    """Serve until told to stop; whether the engine thread ended in time."""
+    loop = asyncio.get_running_loop()
+
+    def notify(sequences: list[Sequence]) -> None:
+        callbacks = [sequence.on_progress for sequence in sequences]
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to be told
+            loop.call_soon_threadsafe(_call_all, callbacks)
+
+    service = build_service(settings, max_model_len, notify)
     config = uvicorn.Config(
-        create_app(EngineService(served, tokenizer, engine)),
+        create_app(service),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -160,12 +144,12 @@ async def _serve(settings: Settings, listener: socket.socket, max_model_len: int
     server = Server(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    engine.start()
+    service.engine.start()
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[listener]))
         await stopping.wait()
         # Requests end with what they have first, so that their answers go out while connections drain.
-        ended = await asyncio.to_thread(engine.stop, SHUTDOWN_SECONDS)
+        ended = await asyncio.to_thread(service.engine.stop, SHUTDOWN_SECONDS)
         server.should_exit = True
     return ended
 

@@ -44,4 +44,4 @@ class Capture:
         omitted = self.total - len(self._head) - len(tail)
         if not omitted:
             return bytes(self._head) + tail, 0
-        return b"%b\n[... %d bytes omitted ...]\n%b" % (self._head, omitted, tail), omitted
+        return b"%b\n[... %d bytes omitted ...]\n%b" % (bytes(self._head), omitted, tail), omitted

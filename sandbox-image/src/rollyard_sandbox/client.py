@@ -22,6 +22,7 @@ from rollyard_sandbox.results import DirEntry, ExecResult, FileContent, ServerIn
 __all__ = ["DirEntry", "ExecClient", "ExecResult", "FileContent", "RunningCommand", "ServerInfo"]
 
 _ANSWER_LIMIT = 30.0  # seconds for a request that has no time limit of its own
+_KERNEL_START = 60.0  # seconds that the first cell may wait for its kernel
 _LIMIT_MARGIN = 15.0  # seconds beyond a command's timeout: the server interrupts, kills and answers within 5
 
 
@@ -244,7 +245,7 @@ class ExecClient:
     async def start(
         self, command: str, *, session: str = "main", timeout: float = 30.0, max_output: int = 65536
     ) -> RunningCommand:
-        """Like `bash`, but returns at once: the command can be sent input, and its output read as it comes."""
+        """Like `bash`, but returns at once: input can be sent, and the output read as it comes."""
         running = RunningCommand(self, session)
         header = {
             "op": "bash", "session": session, "timeout": timeout, "max_output": max_output, "stream": True,
@@ -300,16 +301,17 @@ class ExecClient:
             LaunchError: it cannot be started.
         """
         header = {
-            "op": "run", "argv": argv, "env": env or {}, "cwd": cwd, "timeout": timeout, "max_output": max_output,
+            "op": "run", "argv": argv, "env": env or {}, "cwd": cwd,
+            "timeout": timeout, "max_output": max_output,
         }  # fmt: skip
         return _result(*await self._wire.request(header, stdin, limit=timeout + _LIMIT_MARGIN))
 
     async def ipython(self, code: str, *, timeout: float = 60.0, max_output: int = 65536) -> ExecResult:
         """Runs a cell in the sandbox's IPython kernel, which starts at the first one.
 
-        Printed text, results and tracebacks are in `output` in order; `exit_code` is 0 or, after an exception,
-        1; `result` is the text of the last expression. Past `timeout` seconds the cell is interrupted, then
-        the kernel is replaced.
+        Printed text, results and tracebacks are in `output` in order; `exit_code` is 0 or, after an
+        exception, 1; `result` is the text of the last expression (its first 16 Ki characters). Past
+        `timeout` seconds the cell is interrupted, then the kernel is replaced.
 
         Raises:
             IPythonUnavailable: ipykernel is not importable in the sandbox, or the kernel does not start.

@@ -87,7 +87,7 @@ class EventLoop:
         try:
             os.write(self._wake_write, b"\0")
         except BlockingIOError:
-            pass  # the pipe is full, so the loop is about to wake anyway
+            return  # the pipe is full, so the loop is about to wake anyway
 
     def on_exit(self, pid: int, callback: Callable[[int], None]) -> None:
         """Calls back with the wait status of child `pid`."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.connection import Connection
     from rollyard_sandbox.eventloop import EventLoop
+    from rollyard_sandbox.ipython import IPython
     from rollyard_sandbox.programs import Program
 
     class Control(Protocol):
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _MAX_COMMAND = 32 * 1024 * 1024  # bytes
 _MAX_SECONDS = 7 * 24 * 3600.0
+_MAX_RESULT = 16 * 1024  # characters of a cell's result, besides its output
 _MAX_IN_FLIGHT = 1024  # requests of one connection
 _PAGERS = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "SYSTEMD_PAGER": "cat"}
 
@@ -54,6 +56,7 @@ class Operations:
         self._control = control
         self._sessions: dict[str, BashSession] = {}
         self._programs: set[Program] = set()
+        self._ipython: IPython | None = None
         self._handlers: dict[str, Callable[[Connection, int, dict[str, Any], bytes], None]] = {
             "hello": self._hello,
             "info": self._info,
@@ -62,6 +65,7 @@ class Operations:
             "interrupt": self._interrupt,
             "close_session": self._close_session,
             "run": self._run,
+            "ipython": self._run_cell,
             "read": self._read,
             "write": self._write,
             "list": self._list,
@@ -96,6 +100,11 @@ class Operations:
         except SandboxError as error:
             connection.refuse(request, error)
 
+    def close(self) -> None:
+        """The server is ending, and every process has been killed."""
+        if self._ipython is not None:
+            self._ipython.close()
+
     # The server itself
 
     def _hello(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
@@ -127,7 +136,11 @@ class Operations:
     def _set_env(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         variables = header.get("env")
         if not isinstance(variables, dict) or not all(
-            isinstance(name, str) and isinstance(value, str) and name and "=" not in name and "\0" not in name + value
+            isinstance(name, str)
+            and isinstance(value, str)
+            and name
+            and "=" not in name
+            and "\0" not in name + value
             for name, value in variables.items()
         ):
             raise BadRequest("env: an object of strings is needed, without NUL and without = in names")
@@ -143,10 +156,14 @@ class Operations:
             session.expect_kill()
         for program in self._programs:
             program.expect_kill()
+        if self._ipython is not None:
+            self._ipython.expect_kill()
         count = self._control.kill_all()  # reaps, which ends the commands and programs
         for session in self._sessions.values():
             session.kill()
         self._sessions.clear()
+        if self._ipython is not None:
+            self._ipython.forget()
         connection.answer(request, {"count": count})
 
     # bash
@@ -226,7 +243,7 @@ class Operations:
         program: Program | None = None
 
         def done(outcome: Outcome | SandboxError) -> None:
-            self._programs.discard(program)  # type: ignore[arg-type]
+            self._programs.discard(program)
             _reply(connection, request, outcome)
 
         program = Program(
@@ -235,6 +252,23 @@ class Operations:
         )  # fmt: skip
         self._programs.add(program)
         connection.in_flight[request] = program.cancel
+
+    def _run_cell(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        from rollyard_sandbox.ipython import IPython
+
+        timeout, max_output = _seconds(header, "timeout"), self._limit(header)
+        try:
+            code = body.decode()
+        except UnicodeDecodeError as error:
+            raise BadRequest(f"code: not UTF-8: {error}") from None
+        if self._ipython is None:
+            self._ipython = IPython(self._loop, self._workdir)
+
+        def done(outcome: Outcome | SandboxError, result: str) -> None:
+            # The result travels in the header, whose size is limited; the output has all of it.
+            _reply(connection, request, outcome, result[: min(max_output, _MAX_RESULT)])
+
+        connection.in_flight[request] = self._ipython.execute(code, timeout, max_output, done)
 
     def _read(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         data, size, mode = files.read(
@@ -267,7 +301,7 @@ class Operations:
         return min(_whole(header, "max_output", 0, 1 << 62), self._max_output)
 
 
-def _reply(connection: Connection, request: int, outcome: Outcome | SandboxError) -> None:
+def _reply(connection: Connection, request: int, outcome: Outcome | SandboxError, result: str = "") -> None:
     if isinstance(outcome, SandboxError):
         connection.refuse(request, outcome)
         return
@@ -281,6 +315,7 @@ def _reply(connection: Connection, request: int, outcome: Outcome | SandboxError
             "killed": outcome.killed,
             "truncated": outcome.truncated_bytes,
             "restarted": outcome.shell_restarted,
+            "result": result,
         },
         outcome.output,
     )

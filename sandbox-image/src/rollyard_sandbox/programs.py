@@ -8,6 +8,7 @@ from time import monotonic
 
 from rollyard_sandbox.capture import Capture
 from rollyard_sandbox.errors import BadRequest, LaunchError, SandboxError
+from rollyard_sandbox.eventloop import WRITE
 from rollyard_sandbox.processes import prefer_for_oom, send_signal, session_members
 from rollyard_sandbox.session import Outcome
 
@@ -77,7 +78,7 @@ class Program:
         self._stdin_open = True
         self._write_input(0)
         if self._stdin_open:
-            loop.watch(self._stdin, self._write_input, 4)  # EPOLLOUT
+            loop.watch(self._stdin, self._write_input, WRITE)
 
     def expect_kill(self) -> None:
         """The caller is about to kill every process: the program will end as `killed`."""

@@ -24,6 +24,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from rollyard_sandbox.eventloop import Timer
+
 LEASE_ENDED = 75  # exit status when the lease was not renewed (EX_TEMPFAIL)
 _MAX_CONNECTIONS = 64
 
@@ -38,7 +40,7 @@ class Server:
         self._listeners: list[socket.socket] = []
         self._unix_paths: list[str] = []
         self._own_namespace: bool = options.own_pid_namespace or os.getpid() == 1
-        self._lease_timer = None
+        self._lease_timer: Timer | None = None
         self._lease_end: float | None = None
         self._status = 0
         self._operations = Operations(
@@ -89,6 +91,7 @@ class Server:
         for listener in self._listeners:
             listener.close()
         self.kill_all()
+        self._operations.close()
         for path in self._unix_paths:
             try:
                 os.unlink(path)
@@ -168,22 +171,38 @@ def _split_tcp(address: str) -> tuple[str, int]:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rollyard_sandbox.server", description="Exec server of a sandbox.")
-    parser.add_argument("--listen", action="append", required=True, metavar="ADDRESS",
-                        help="unix:/path, tcp://host:port (port 0: any free one) or fd:N (a bound socket); "
-                             "may be repeated")  # fmt: skip
-    parser.add_argument("--workdir", default="/", help="where sessions start")
-    parser.add_argument("--lease", type=float, metavar="SECONDS",
-                        help="kill everything and exit when not renewed for so long")  # fmt: skip
-    parser.add_argument(
-        "--token-file", metavar="FILE", help="the token that clients must show; needed for TCP"
+    add = parser.add_argument
+    add(
+        "--listen",
+        action="append",
+        required=True,
+        metavar="ADDRESS",
+        help="unix:/path, tcp://host:port (port 0: any free one) or fd:N (a bound socket); may be repeated",
     )
-    parser.add_argument("--max-sessions", type=int, default=64)
-    parser.add_argument("--max-output", type=int, default=16 * 1024 * 1024, metavar="BYTES",
-                        help="upper bound of a request's max_output")  # fmt: skip
-    parser.add_argument("--ready-fd", type=int, metavar="N",
-                        help="write one JSON line (pid, listen) to this descriptor when ready, then close it")  # fmt: skip
-    parser.add_argument("--own-pid-namespace", action="store_true",
-                        help="only this server and pid 1 may survive kill_all: the pid namespace is its own")  # fmt: skip
+    add("--workdir", default="/", help="where sessions start")
+    add(
+        "--lease", type=float, metavar="SECONDS", help="kill everything and exit when not renewed for so long"
+    )
+    add("--token-file", metavar="FILE", help="the token that clients must show; TCP needs it")
+    add("--max-sessions", type=int, default=64)
+    add(
+        "--max-output",
+        type=int,
+        default=16 * 1024 * 1024,
+        metavar="BYTES",
+        help="upper bound of a request's max_output",
+    )
+    add(
+        "--ready-fd",
+        type=int,
+        metavar="N",
+        help="write one JSON line (pid, listen) to this descriptor when ready, then close it",
+    )
+    add(
+        "--own-pid-namespace",
+        action="store_true",
+        help="only this server and pid 1 may survive kill_all: the pid namespace is its own",
+    )
     options = parser.parse_args(arguments)
     if not os.path.isdir(options.workdir):
         parser.error(f"--workdir: {options.workdir} is not a directory")

@@ -8,6 +8,7 @@ from time import monotonic
 
 from rollyard_sandbox.capture import Capture
 from rollyard_sandbox.errors import LaunchError, NoCommandRunning, SandboxError, SessionBusy
+from rollyard_sandbox.eventloop import READ, WRITE
 from rollyard_sandbox.processes import send_signal, session_members
 from rollyard_sandbox.shell import Report, Shell, parse_report
 
@@ -308,9 +309,9 @@ class BashSession:
         shell = self._shell
         if shell is None:
             return
-        if self._input and events & 4:  # EPOLLOUT
+        if self._input and events & WRITE:
             self._write_input()
-        if events & ~4:
+        if events & ~WRITE:
             self._read_terminal(shell)
 
     def _read_terminal(self, shell: Shell) -> int:
@@ -344,12 +345,12 @@ class BashSession:
     def _write_input(self) -> None:
         shell = self._shell
         assert shell is not None
-        if self._input:
-            try:
-                del self._input[: os.write(shell.master, self._input)]
-            except BlockingIOError:
-                pass  # the program does not read; go on when it does
-        self._loop.change(shell.master, 5 if self._input else 1)  # EPOLLIN, EPOLLOUT
+        try:
+            written = os.write(shell.master, self._input) if self._input else 0
+        except BlockingIOError:
+            written = 0  # the program does not read; go on when it does
+        del self._input[:written]
+        self._loop.change(shell.master, READ | WRITE if self._input else READ)
 
     def _finish(self, exit_code: int | None, *, lost: bool = False) -> None:
         running = self._command
@@ -359,7 +360,7 @@ class BashSession:
             running.timer.cancel()
         if self._input and self._shell is not None:
             self._input.clear()
-            self._loop.change(self._shell.master, 1)
+            self._loop.change(self._shell.master, READ)
         outcome = running.outcome
         outcome.seconds = monotonic() - running.started
         outcome.exit_code = exit_code

@@ -62,6 +62,11 @@ _ESCAPES = {code: b"\\%03o" % code for code in range(256) if code not in _PLAIN}
 }
 
 
+_DEFAULTED = (
+    signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ,
+)  # fmt: skip
+
+
 def single_quoted(text: str) -> str:
     """`text` as one word for a shell."""
     return "'" + text.replace("'", "'\\''") + "'"

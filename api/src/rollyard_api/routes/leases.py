@@ -56,7 +56,7 @@ async def lease(request: Request) -> Response:
     op = partial(leasing.grant, ask=ask, lease_seconds=plane.settings.lease_seconds)
 
     async def look() -> tuple[list[dict[str, Any]], bool]:
-        leases = await plane.database.write(op)
+        leases = await plane.database.write(op, durable=False)
         if leases or ask.job is None:
             return leases, False
         return leases, await plane.database.read(partial(_over, namespace=ask.namespace, name=ask.job))
@@ -81,7 +81,7 @@ async def heartbeat(request: Request) -> Response:
         unnamed, oldest = liveness.claims(tx, beat.node, beat.sandboxes)
         return lost, cancelled, unnamed, oldest, tx.now
 
-    lost, cancelled, unnamed, oldest, now = await plane.database.write(op)
+    lost, cancelled, unnamed, oldest, now = await plane.database.write(op, durable=False)
     return _reply(
         request,
         {

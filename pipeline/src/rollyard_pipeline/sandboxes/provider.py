@@ -145,7 +145,7 @@ class NodeProvider:
     async def _start_warm(self, key: SandboxKey) -> WarmSandbox:
         """Starts a sandbox and connects to it; on any failure nothing of it is left."""
         async with self._starts:
-            sandbox_id = await in_thread(self._folder.create)
+            sandbox_id = self._folder.new_id()
             groups = cgroups.group_paths(self._places, sandbox_id)
             record = SandboxRecord(
                 id=sandbox_id,
@@ -157,7 +157,7 @@ class NodeProvider:
                 workdir=self._starter.workdir(self._folder.folder(sandbox_id)),
             )
             try:
-                await in_thread(self._folder.publish, record)
+                await in_thread(self._folder.create, record)
                 await in_thread(self._make_groups, sandbox_id, key)
                 started = await self._starter.start(key, self._folder.folder(sandbox_id), groups)
                 record = record.model_copy(
@@ -170,7 +170,6 @@ class NodeProvider:
                 self._folder.save(record)
                 client = await connect(self._folder.socket_path(sandbox_id), CONNECT_SECONDS)
             except BaseException as error:
-                # Shielded by being a thread: a cancelled start leaves nothing behind either.
                 if record.root is not None:
                     with contextlib.suppress(FileNotFoundError):
                         self._folder.save(record)

@@ -100,23 +100,20 @@ class SandboxFolder:
         except OSError as error:
             raise RunDirUnusable(f"run dir {self.run_dir} cannot be used: {error}") from error
 
-    def create(self) -> str:
-        """A new sandbox's empty private folder; returns its id.
+    @staticmethod
+    def new_id() -> str:
+        return secrets.token_hex(ID_LENGTH // 2)
 
-        The id appears under `path` only with `publish`, so that no sweep ever sees a
-        folder without a record.
+    def create(self, record: SandboxRecord) -> None:
+        """Makes a sandbox's private folder with its first record.
+
+        Both appear at once, so that no sweep ever sees a folder without a record.
 
         Raises:
             DiskFull: no room on the run folder's disk.
         """
-        sandbox_id = secrets.token_hex(ID_LENGTH // 2)
         with self._disk():
-            self._hidden(sandbox_id).mkdir(mode=0o700)
-        return sandbox_id
-
-    def publish(self, record: SandboxRecord) -> None:
-        """Writes the first record of a folder made by `create`, and lets others see it."""
-        with self._disk():
+            self._hidden(record.id).mkdir(mode=0o700)
             self._write(self._hidden(record.id), record)
             self._hidden(record.id).rename(self.folder(record.id))
 

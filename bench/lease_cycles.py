@@ -1,0 +1,211 @@
+"""Lease → complete cycles a second, through HTTP, of a real control plane process on SQLite.
+
+Eight connections each ask for up to 8 rollouts of any stage and complete them in one request,
+until every rollout of a job has been through Init, Run and Eval. A cycle is one rollout leased
+and completed in one stage. Every completion of a Run carries a trajectory of 512 tokens. The
+control plane commits before it answers. Client and server share the machine; the client writes
+HTTP/1.1 by hand, so that it is the server that is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+CONNECTIONS = 8
+BATCH = 8
+TOKENS = 512
+START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A control plane process."""
+
+    pid: int
+    port: int
+    token: str
+
+
+@contextmanager
+def control_plane(*arguments: str) -> Iterator[Server]:
+    """A fresh control plane in a temporary folder, ended with the block."""
+    with tempfile.TemporaryDirectory(prefix="ry-bench-") as name:
+        folder = Path(name)
+        port_file = folder / "port"
+        command = [sys.executable, "-m", "rollyard_api", "--state-dir", name, "--port", "0"]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [*command, "--port-file", str(port_file), *arguments], stdout=log, stderr=log, cwd=folder
+            )
+        try:
+            end = time.monotonic() + START_SECONDS
+            while not port_file.exists():
+                if process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(
+                        f"the control plane did not start: {(folder / 'log').read_text()[-2000:]}"
+                    )
+                time.sleep(0.02)
+            token = json.loads((folder / "tokens.json").read_text())["admin"]
+            yield Server(process.pid, int(port_file.read_text()), token)
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+class Connection:
+    """One keep-alive HTTP/1.1 connection."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._head = f"Host: 127.0.0.1\r\nAuthorization: Bearer {server.token}\r\n"
+
+    async def __aenter__(self) -> Connection:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+    async def call(self, method: str, path: str, body: bytes = b"") -> Any:
+        """The decoded JSON answer; RuntimeError for any status but 200 and 201."""
+        head = f"{method} {path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
+        self._writer.write(head.encode() + body)
+        headers = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        length = int(headers.partition(b"content-length:")[2].split(b"\r\n", 1)[0])
+        answer = await self._reader.readexactly(length)
+        if headers.split(b" ", 2)[1] not in (b"200", b"201"):
+            raise RuntimeError(answer.decode(errors="replace"))
+        return orjson.loads(answer)
+
+
+def _trajectory(lease: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": lease["rollout"],
+        "job": lease["job"],
+        "task_id": lease["task"]["id"],
+        "group_id": lease["group_id"],
+        "sample_index": lease["sample_index"],
+        "segments": [
+            {
+                "prompt_ids": list(range(64)),
+                "response_ids": list(range(TOKENS)),
+                "loss_mask": [1] * TOKENS,
+                "logprobs": [-0.123456] * TOKENS,
+                "policy_versions": ["v1"] * TOKENS,
+            }
+        ],
+    }
+
+
+def _result(lease: dict[str, Any]) -> dict[str, Any]:
+    item = {key: lease[key] for key in ("rollout", "token", "stage")}
+    if lease["stage"] == "init":
+        item["sandbox"] = {
+            "provider": "none",
+            "id": f"{lease['rollout']}-{lease['token']}",
+            "node": "bench",
+            "address": "unix:/none",
+        }
+    elif lease["stage"] == "run":
+        item["trajectory"] = _trajectory(lease)
+    else:
+        item["reward"] = 1.0
+    return item
+
+
+async def _drive(server: Server, latencies: list[float]) -> int:
+    cycles = 0
+    ask = orjson.dumps(
+        {"worker": "bench", "node": "bench", "capacity": {"init": BATCH, "run": 0, "eval": 0}, "wait": 0}
+    )
+    asks = [ask.replace(b'"init":8,"run":0,"eval":0', caps) for caps in _CAPACITIES]
+    async with Connection(server) as connection:
+        idle = 0
+        turn = 0
+        while idle < len(asks):
+            leases = (await connection.call("POST", "/v1/leases", asks[turn % len(asks)]))["leases"]
+            turn += 1
+            if not leases:
+                idle += 1
+                continue
+            idle = 0
+            body = orjson.dumps({"worker": "bench", "results": [_result(lease) for lease in leases]})
+            began = time.perf_counter()
+            told = await connection.call("POST", "/v1/leases/complete", body)
+            latencies.append(time.perf_counter() - began)
+            cycles += sum(item["outcome"] == "accepted" for item in told["outcomes"])
+    return cycles
+
+
+_CAPACITIES = (b'"eval":8', b'"run":8', b'"init":8')
+
+
+async def _measure(server: Server, rollouts: int) -> dict[str, float]:
+    samples = 8
+    manifest = {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "bench"},
+        "spec": {
+            "tasks": {"inline": [{"id": f"t{i}", "prompt": "x" * 400} for i in range(rollouts // samples)]},
+            "handler": "shell",
+            "agent": {"type": "oracle"},
+            "samplesPerTask": samples,
+        },
+    }
+    async with Connection(server) as connection:
+        await connection.call("POST", "/v1/rolloutjobs", orjson.dumps(manifest))
+    latencies: list[float] = []
+    cpu, began = _cpu_seconds(server.pid), time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_drive(server, latencies)) for _ in range(CONNECTIONS)]
+    seconds = time.perf_counter() - began
+    cpu = _cpu_seconds(server.pid) - cpu
+    cycles = sum(task.result() for task in tasks)
+    async with Connection(server) as connection:
+        counts = (await connection.call("GET", "/v1/rolloutjobs/bench"))["status"]["counts"]
+    if counts["succeeded"] != counts["total"] or cycles != 3 * counts["total"]:
+        raise RuntimeError(f"{cycles} cycles were accepted, and the job says {counts}")
+    latencies.sort()
+    return {
+        "cycles_per_second": cycles / seconds,
+        "rollouts_per_second": counts["total"] / seconds,
+        "complete_p50_ms": 1e3 * latencies[len(latencies) // 2],
+        "server_cpu_ms_per_cycle": 1e3 * cpu / cycles,
+        "rss_mb": _rss_mb(server.pid),
+    }
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100.0  # USER_HZ is 100 on every Linux
+
+
+def _rss_mb(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("no VmRSS")
+
+
+def measure(rollouts: int = 2000) -> dict[str, float]:
+    """Cycles and whole rollouts a second, latency of a complete request of 8, server CPU, memory."""
+    with control_plane() as server:
+        return asyncio.run(_measure(server, rollouts))
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=2))

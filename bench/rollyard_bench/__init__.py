@@ -1,0 +1,1 @@
+"""Rollyard's benchmarks: every figure beside its named baseline, measured in the same run."""

@@ -1,0 +1,1 @@
+"""What Rollyard is measured against, written from public interfaces only."""

@@ -1,0 +1,91 @@
+"""A bash on a pseudo-terminal without a server: read by blocking, or looked at every 10 ms.
+
+The end of a command is learnt in the customary way, from a marker that the shell prints after it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from contextlib import suppress
+
+import ptyprocess
+
+READ_SIZE = 1 << 16
+
+
+class PtyTimeout(TimeoutError):
+    """The marker did not come in time."""
+
+    reason = "PtyTimeout"
+
+
+class RawShell:
+    """One interactive bash outside every sandbox. Use as a context manager."""
+
+    def __init__(self, timeout: float = 30.0) -> None:
+        environment = {**os.environ, "PS1": "", "PS2": "", "PROMPT_COMMAND": "", "TERM": "dumb"}
+        self._process = ptyprocess.PtyProcess.spawn(
+            ["bash", "--norc", "--noprofile", "--noediting"],
+            env=environment,
+            echo=False,
+            dimensions=(50, 200),
+        )
+        self._fd: int = self._process.fd
+        self._timeout = timeout
+        self._number = 0
+
+    def __enter__(self) -> RawShell:
+        self.blocking("PS1='' PS2=''")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # close() hangs up, then kills; a shell that is gone already is what we want.
+        with suppress(ptyprocess.PtyProcessError, OSError):
+            self._process.close(force=True)
+
+    def _send(self, command: str) -> bytes:
+        self._number += 1
+        os.write(self._fd, f"{command}\nprintf '\\036{self._number}:%d\\036' $?\n".encode())
+        return f"\036{self._number}:".encode()
+
+    def blocking(self, command: str) -> bytes:
+        """Run `command`; read the terminal as soon as there is something. Output, without the marker.
+
+        Raises:
+            PtyTimeout: the shell did not answer in time.
+        """
+        marker = self._send(command)
+        deadline = time.monotonic() + self._timeout
+        output = bytearray()
+        while True:
+            seen = max(0, len(output) - len(marker) - 8)
+            chunk = self._read(deadline)
+            output += chunk
+            at = output.find(marker, seen)
+            if at >= 0 and output.find(b"\036", at + len(marker)) >= 0:
+                return bytes(output[:at])
+
+    def polled(self, command: str, pause: float) -> bytes:
+        """Run `command`; look at once, then again every `pause` seconds, as an agent's tool loop does.
+
+        Raises:
+            PtyTimeout: the shell did not answer in time.
+        """
+        marker = self._send(command)
+        deadline = time.monotonic() + self._timeout
+        output = bytearray()
+        while time.monotonic() < deadline:
+            while select.select([self._fd], [], [], 0)[0]:
+                output += os.read(self._fd, READ_SIZE)
+            at = output.find(marker)
+            if at >= 0 and output.find(b"\036", at + len(marker)) >= 0:
+                return bytes(output[:at])
+            time.sleep(pause)
+        raise PtyTimeout(f"no marker within {self._timeout} s after {command!r}")
+
+    def _read(self, deadline: float) -> bytes:
+        if not select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise PtyTimeout(f"no marker within {self._timeout} s")
+        return os.read(self._fd, READ_SIZE)

@@ -1,0 +1,69 @@
+"""A bash in a tmux session, driven by send-keys and capture-pane through libtmux."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import libtmux
+
+
+class TmuxTimeout(TimeoutError):
+    """The marker did not appear on the pane in time."""
+
+    reason = "TmuxTimeout"
+
+
+class TmuxShell:
+    """One tmux server of our own with one session. Use as a context manager."""
+
+    def __init__(self, timeout: float = 30.0) -> None:
+        if shutil.which("tmux") is None:
+            raise FileNotFoundError("tmux is not installed (Debian package tmux)")
+        self._folder = Path(tempfile.mkdtemp(prefix="rollyard-bench-"))
+        self._timeout = timeout
+        self._number = 0
+        # No configuration file: the user's own might slow it or change the shell.
+        self._server = libtmux.Server(socket_path=self._folder / "tmux.sock", config_file="/dev/null")
+        session = self._server.new_session(
+            session_name="bench", window_command="bash --norc --noprofile", x=120, y=40
+        )
+        pane = session.active_pane
+        if pane is None:
+            raise RuntimeError("tmux made a session without a pane")
+        self._pane = pane
+
+    def __enter__(self) -> TmuxShell:
+        self.run("true", pause=0.01, look_first=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._server.kill()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, command: str, *, pause: float, look_first: bool) -> None:
+        """Type `command` and read the pane until its marker is there.
+
+        `look_first`: read at once, else only after the first `pause`; `pause` 0 reads at once and again.
+
+        Raises:
+            TmuxTimeout: the marker did not appear in time.
+        """
+        self._number += 1
+        marker = f"=={self._number}:"
+        self._pane.send_keys(f"{command}; echo {marker}$?", enter=True, suppress_history=False)
+        deadline = time.monotonic() + self._timeout
+        if not look_first:
+            time.sleep(pause)
+        while time.monotonic() < deadline:
+            lines = self._pane.capture_pane()
+            # The typed line holds the marker too, but behind the prompt and the command.
+            if any(line.startswith(marker) for line in reversed(lines)):
+                return
+            if pause:
+                time.sleep(pause)
+        raise TmuxTimeout(f"no marker within {self._timeout} s after {command!r}")

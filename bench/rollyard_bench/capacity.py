@@ -1,0 +1,80 @@
+"""What the latencies alone allow: lower bounds on makespans, and the speed-up that follows.
+
+Pure arithmetic, in seconds. The bounds hold for every schedule, so no order of rollouts, however
+lucky, can beat them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """How many rollouts each stage holds at once."""
+
+    init: int
+    run: int
+    eval: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`rollouts` of fixed latencies; every `slow_every`th evaluates for `eval_slow` seconds."""
+
+    rollouts: int
+    init: float
+    model_call: float
+    turns: int
+    """Model calls of one rollout's Run."""
+    eval: float
+    eval_slow: float
+    slow_every: int
+
+    @property
+    def run(self) -> float:
+        """Seconds of model time in one Run."""
+        return self.model_call * self.turns
+
+    @property
+    def slow(self) -> int:
+        """Rollouts that evaluate slowly: numbers 0, `slow_every`, 2 `slow_every`, …"""
+        return -(-self.rollouts // self.slow_every)
+
+    @property
+    def eval_total(self) -> float:
+        """Seconds of evaluation of all rollouts together."""
+        return self.slow * self.eval_slow + (self.rollouts - self.slow) * self.eval
+
+    def eval_of(self, number: int) -> float:
+        """Seconds that the evaluation of this sample of its group takes."""
+        return self.eval_slow if number % self.slow_every == 0 else self.eval
+
+
+def stage_bounds(work: Workload, slots: Slots) -> dict[str, float]:
+    """Per stage: fill + total work / slots + drain.
+
+    Fill is the least time that any rollout needs before the stage, drain the least after it: no slot
+    of the stage can begin earlier, and the rollout that leaves it last still has to pass the rest.
+    """
+    shortest_eval = min(work.eval, work.eval_slow) if work.slow < work.rollouts else work.eval_slow
+    return {
+        "init": work.rollouts * work.init / slots.init + work.run + shortest_eval,
+        "run": work.init + work.rollouts * work.run / slots.run + shortest_eval,
+        "eval": work.init + work.run + work.eval_total / slots.eval,
+    }
+
+
+def pipeline_bound(work: Workload, slots: Slots) -> float:
+    """No pipeline of these slots ends sooner: the largest of its stages' bounds."""
+    return max(stage_bounds(work, slots).values())
+
+
+def coupled_bound(work: Workload, slots: Slots) -> float:
+    """No loop that holds one of `slots.run` slots through all three stages ends sooner."""
+    return (work.rollouts * (work.init + work.run) + work.eval_total) / slots.run
+
+
+def predicted_speed_up(work: Workload, slots: Slots) -> float:
+    """How many times faster the pipeline is when both ends reach their bounds."""
+    return coupled_bound(work, slots) / pipeline_bound(work, slots)

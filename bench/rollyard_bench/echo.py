@@ -1,0 +1,163 @@
+"""One command through the asyncio client, the socket, the exec server, a pseudo-terminal, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from rollyard_sandbox.client import ExecClient
+
+from rollyard_bench.baselines.pty import RawShell
+from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Baseline
+from rollyard_bench.sandboxes import COMMAND_SECONDS, bubblewrap, claimed
+from rollyard_bench.servers import exec_server
+from rollyard_bench.stats import Contestant, Sample, interleave
+
+if TYPE_CHECKING:
+    from rollyard_bench.baselines.tmux import TmuxShell
+
+ECHO = "echo hi"
+SEQ = "seq 1 20000"
+SEQ_BYTES = sum(len(str(number)) + 1 for number in range(1, 20_001))
+MAX_OUTPUT = 1 << 20
+POLL = 0.01  # seconds between two looks at the polled pty
+SLEEP = 0.1  # seconds, the usual wait before a tmux pane is read
+ROUNDS = 10
+
+
+class WrongOutput(RuntimeError):
+    """A command did not give what it must; its time would mean nothing."""
+
+    reason = "WrongOutput"
+
+
+def ours(client: ExecClient, command: str, size: int) -> Callable[[], Awaitable[None]]:
+    """A step that runs `command` and checks that all `size` bytes of output came, with exit status 0."""
+
+    async def step() -> None:
+        result = await client.bash(command, timeout=COMMAND_SECONDS, max_output=MAX_OUTPUT)
+        got = len(result.output.replace(b"\r\n", b"\n"))
+        if result.exit_code != 0 or got != size:
+            raise WrongOutput(f"{command!r}: exit code {result.exit_code}, {got} bytes instead of {size}")
+
+    return step
+
+
+def raw(shell: RawShell, command: str, size: int) -> Callable[[], None]:
+    """The same on the raw pty."""
+
+    def step() -> None:
+        got = len(shell.blocking(command).replace(b"\r\n", b"\n"))
+        if got != size:
+            raise WrongOutput(f"raw pty: {command!r}: {got} bytes instead of {size}")
+
+    return step
+
+
+def _polled(shell: RawShell) -> Callable[[], None]:
+    def step() -> None:
+        shell.polled(ECHO, POLL)
+
+    return step
+
+
+def _tmux(shell: TmuxShell, *, pause: float, look_first: bool) -> Callable[[], None]:
+    def step() -> None:
+        shell.run(ECHO, pause=pause, look_first=look_first)
+
+    return step
+
+
+async def _echo(settings: Settings) -> tuple[dict[str, Sample], str]:
+    """All ways to run `echo hi` in turns; and why tmux is missing, if it is."""
+    scale = 1 if settings.quick else 3
+    missing = ""
+    with ExitStack() as stack:
+        shell = stack.enter_context(RawShell())
+        polled = stack.enter_context(RawShell())
+        contestants = {
+            "raw": Contestant(raw(shell, ECHO, 3), 300 * scale, warm_up=20),
+            "polled": Contestant(_polled(polled), 40 * scale),
+        }
+        try:
+            # Late: without libtmux the other figures still stand.
+            from rollyard_bench.baselines.tmux import TmuxShell
+
+            at_once = stack.enter_context(TmuxShell())
+            slept = stack.enter_context(TmuxShell())
+        except (ImportError, OSError, RuntimeError) as error:
+            missing = f"no tmux baseline: {error}"
+        else:
+            contestants["tmux_at_once"] = Contestant(_tmux(at_once, pause=0, look_first=True), 40 * scale)
+            contestants["tmux_slept"] = Contestant(_tmux(slept, pause=SLEEP, look_first=False), 10 * scale)
+        async with bubblewrap() as provider, claimed(provider) as (sandbox,):
+            step = ours(sandbox.client, ECHO, 3)
+            contestants["ours"] = Contestant(step, 300 * scale, warm_up=20)
+            return await interleave(contestants, ROUNDS), missing
+
+
+async def _unix_and_tcp(settings: Settings) -> dict[str, Sample]:
+    samples = 300 if settings.quick else 900
+    async with exec_server("unix") as unix, exec_server("tcp") as tcp:
+        contestants = {
+            "unix": Contestant(ours(unix, ECHO, 3), samples, warm_up=20),
+            "tcp": Contestant(ours(tcp, ECHO, 3), samples, warm_up=20),
+        }
+        return await interleave(contestants, ROUNDS)
+
+
+async def _seq(settings: Settings) -> dict[str, Sample]:
+    samples = 40 if settings.quick else 120
+    async with bubblewrap() as provider, claimed(provider) as (sandbox,):
+        with RawShell() as shell:
+            contestants = {
+                "ours": Contestant(ours(sandbox.client, SEQ, SEQ_BYTES), samples),
+                "raw": Contestant(raw(shell, SEQ, SEQ_BYTES), samples),
+            }
+            return await interleave(contestants, ROUNDS)
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """The figures of one command, each beside its baseline."""
+    times, missing = await _echo(settings)
+    own = times["ours"]
+
+    def beside(figure: str, key: str, name: str, how: str) -> Measurement:
+        if key not in times:
+            return Measurement(figure, own.p50, None, missing)
+        text = f"ours {own.text()}; {name} {times[key].text()}; {how}"
+        return Measurement(figure, own.p50, Baseline(name, times[key].p50), text)
+
+    found = [
+        beside("echo_p50", "raw", "raw pty, blocking read", "the raw pty is outside of any sandbox"),
+        beside(
+            "echo_vs_tmux_at_once",
+            "tmux_at_once",
+            "tmux, read at once and again",
+            "libtmux send_keys, then capture_pane in a tight loop until the marker shows",
+        ),
+        beside(
+            "echo_vs_tmux_after_sleep",
+            "tmux_slept",
+            "tmux, read after 0.1 s",
+            "libtmux send_keys, sleep 0.1 s, capture_pane",
+        ),
+        beside(
+            "echo_vs_pty_polled",
+            "polled",
+            "pty polled every 10 ms",
+            "non-blocking read at once, then every 10 ms",
+        ),
+    ]
+    ways = await _unix_and_tcp(settings)
+    how = f"exec server outside of a sandbox; Unix socket {ways['unix'].text()}; TCP {ways['tcp'].text()}"
+    tcp = Baseline("TCP loopback with token", ways["tcp"].p50)
+    found.append(Measurement("echo_unix_vs_tcp", ways["unix"].p50, tcp, how))
+    long = await _seq(settings)
+    how = f"all {SEQ_BYTES} bytes checked; ours in a sandbox {long['ours'].text()}; raw {long['raw'].text()}"
+    found.append(
+        Measurement("seq_20000", long["ours"].p50, Baseline("raw pty, blocking read", long["raw"].p50), how)
+    )
+    return found

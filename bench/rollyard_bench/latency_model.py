@@ -1,0 +1,178 @@
+"""The instrument of the pipeline figures: a server of vLLM's shape that answers after a fixed time.
+
+`python -m rollyard_bench.latency_model --latency 0.5 --turns 4 --folder DIR --port-file FILE`. Every call
+sleeps `latency` seconds, however many run at once, and gives the token ids of one tool call: `bash` in
+the turns before the last, `submit` in the last. It holds no state: the turn is counted in the prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+MODEL = "fixed-latency"
+MAX_MODEL_LEN = 32_768
+START, END = "<|im_start|>", "<|im_end|>"
+
+TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def make_tokenizer() -> Tokenizer:
+    """One token a byte, and the two special tokens of the template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(START, special=True), AddedToken(END, special=True)])
+    return tokenizer
+
+
+def write_folder(folder: Path) -> None:
+    """tokenizer.json, its configuration and the chat template, as stage workers read them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+class LatencyModel:
+    """The ASGI application."""
+
+    def __init__(self, latency: float, turns: int) -> None:
+        self._latency = latency
+        self._turns = turns
+        tokenizer = make_tokenizer()
+        self._assistant_start = tuple(tokenizer.encode(START + "a").ids)
+        self._step = self._answer(tokenizer, "bash", {"command": "echo step"})
+        self._last = self._answer(tokenizer, "submit", {"answer": "done"})
+
+    @staticmethod
+    def _answer(tokenizer: Tokenizer, tool: str, arguments: dict[str, str]) -> tuple[list[int], str]:
+        text = f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+        return list(tokenizer.encode(text + END).ids), text
+
+    def turn(self, prompt: list[int]) -> int:
+        """How many assistant messages have begun; of the template's roles only that one begins with `a`."""
+        return sum(pair == self._assistant_start for pair in pairwise(prompt))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"unexpected ASGI scope {scope['type']!r}")
+        arrived = time.perf_counter()
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        status, answer = 200, self._static(scope["path"])
+        if answer is None:
+            if scope["path"] == "/v1/completions":
+                answer = self.completion(json.loads(body))
+                await asyncio.sleep(max(0.0, arrived + self._latency - time.perf_counter()))
+            else:
+                status, answer = (
+                    404,
+                    {"error": {"message": "Not Found", "type": "NotFoundError", "code": 404}},
+                )
+        payload = json.dumps(answer).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": payload})
+
+    def _static(self, path: str) -> dict[str, Any] | None:
+        model = {"id": MODEL, "object": "model", "owned_by": "bench", "max_model_len": MAX_MODEL_LEN}
+        known: dict[str, dict[str, Any]] = {
+            "/health": {},
+            "/ping": {},
+            "/version": {"version": "0.0.0"},
+            "/v1/models": {"object": "list", "data": [model]},
+        }
+        return known.get(path)
+
+    def completion(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer of `/v1/completions`."""
+        prompt = request["prompt"]
+        ids, text = self._step if self.turn(prompt) < self._turns else self._last
+        logprobs = {
+            "text_offset": [0] * len(ids),
+            "token_logprobs": [-0.5] * len(ids),
+            "tokens": [str(token) for token in ids],
+            "top_logprobs": [{} for _ in ids],
+        }
+        choice = {
+            "index": 0,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "token_ids": ids,
+            "prompt_token_ids": prompt,
+            "prompt_logprobs": None,
+        }
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(ids),
+            "total_tokens": len(prompt) + len(ids),
+        }
+        return {
+            "id": "cmpl-bench",
+            "object": "text_completion",
+            "created": 0,
+            "model": request.get("model", MODEL),
+            "choices": [choice],
+            "usage": usage,
+        }
+
+
+def main() -> None:
+    """Serve on a free port of the loopback interface until a signal; the port goes to `--port-file`."""
+    parse = argparse.ArgumentParser(description=__doc__)
+    parse.add_argument("--latency", type=float, required=True, help="seconds of each call")
+    parse.add_argument("--turns", type=int, required=True, help="model calls of one rollout")
+    parse.add_argument("--folder", type=Path, required=True, help="where the tokenizer is written")
+    parse.add_argument("--port-file", type=Path, required=True)
+    options = parse.parse_args()
+    write_folder(options.folder)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    partial = options.port_file.with_suffix(".partial")
+    partial.write_text(str(listener.getsockname()[1]))
+    os.replace(partial, options.port_file)
+    app = LatencyModel(options.latency, options.turns)
+    config = uvicorn.Config(
+        app, loop="uvloop", http="httptools", lifespan="off", log_level="warning", access_log=False
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

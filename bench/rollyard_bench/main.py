@@ -1,0 +1,104 @@
+"""The benchmark's command line: runs the groups one by one, judges, prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from rollyard_bench import results
+from rollyard_bench.registry import FIGURES, Measurement, Settings, failed, judge, selected
+from rollyard_bench.results import Entry
+
+GROUP_SECONDS = 240.0
+
+Measure = Callable[[Settings], Coroutine[Any, Any, list[Measurement]]]
+
+
+def _load(group: str) -> Measure:
+    """The group's `measure`. Imported late: one group's missing part must not stop the others."""
+    measure: Measure = importlib.import_module(f"rollyard_bench.{group}").measure
+    return measure
+
+
+async def _bounded(group: str, settings: Settings) -> list[Measurement]:
+    async with asyncio.timeout(GROUP_SECONDS):
+        return await _load(group)(settings)
+
+
+def _cause(error: BaseException) -> str:
+    """One line of an error; the first leaf of an exception group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1500]
+
+
+def run_group(group: str, settings: Settings) -> list[Entry]:
+    """All result lines of one group. Whatever goes wrong inside becomes lines that are not met."""
+    figures = [figure for figure in FIGURES if figure.group == group]
+    try:
+        # The loop that the stage workers run on.
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            measured = {item.figure: item for item in runner.run(_bounded(group, settings))}
+    except TimeoutError as error:
+        return [failed(figure, str(error) or f"took longer than {GROUP_SECONDS:.0f} s") for figure in figures]
+    except Exception as error:
+        return [failed(figure, _cause(error)) for figure in figures]
+    return [
+        judge(figure, measured[figure.name])
+        if figure.name in measured
+        else failed(figure, "its group gave no number for it")
+        for figure in figures
+    ]
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    # Unwinds every context manager, so that all that was started is stopped.
+    raise SystemExit(128 + signum)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parse = argparse.ArgumentParser(prog="bench/run.py", description="Measure Rollyard beside its baselines.")
+    parse.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="groups or figures (a figure runs its group)"
+    )
+    parse.add_argument("--quick", action="store_true", help="fewer samples, shorter runs (under 3 minutes)")
+    parse.add_argument("--out", type=Path, default=Path("bench/results.json"), metavar="FILE")
+    return parse
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, write. 0: all goals met; 1: some missed; 2: bad arguments."""
+    options = parser().parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        groups = selected(options.only)
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _stop)
+    entries: list[Entry] = []
+    begin = time.monotonic()
+    for group in groups:
+        started = time.monotonic()
+        console.print(f"bench: {group} …", style="dim", highlight=False)
+        entries += run_group(group, Settings(quick=options.quick))
+        console.print(f"bench: {group}: {time.monotonic() - started:.1f} s", style="dim", highlight=False)
+    results.write(entries, options.out)
+    results.show(entries, console)
+    missed = sum(entry.met is False for entry in entries)
+    console.print(
+        f"{len(entries)} figures, {missed} goals missed, {time.monotonic() - begin:.0f} s; {options.out}"
+    )
+    return 1 if missed else 0

@@ -1,0 +1,117 @@
+"""Resident memory of a real control plane that holds 10,000 queued rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rollyard_bench.processes import ControlPlane, ProgramFailed, control_plane, memory
+from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Baseline
+
+TASKS = 1250
+SAMPLES = 8
+NAME = "queued"
+QUEUED_SECONDS = 60.0
+MB = 1e6
+TAKE = "cat data/*.csv | sort -t, -k3n | tail -n 1 | cut -d, -f2"
+
+
+def _task(number: int) -> dict[str, Any]:
+    """A shell task of the quickstart's kind and size: a few files, a test script, a reference solution."""
+    files = {
+        f"data/part{part}.csv": "".join(
+            f"{row},name-{number}-{part}-{row},{row * 7 % 13}\n" for row in range(8)
+        )
+        for part in range(3)
+    }
+    command = f"{TAKE} > answer.txt"
+    return {
+        "id": f"task-{number:04d}",
+        "prompt": "Find the row with the largest third column in the files under data/ and write its second "
+        f"column into answer.txt. This is case {number}.",
+        "sandbox": {"files": files},
+        "test_script": f'want=$({TAKE})\n[ "$(cat answer.txt)" = "$want" ] # {number}\n',
+        "solution": [
+            {"name": "bash", "arguments": {"command": command}},
+            {"name": "submit", "arguments": {"answer": "done"}},
+        ],
+        "metadata": {"family": "csv", "number": number},
+    }
+
+
+def manifest(name: str, **spec: Any) -> dict[str, Any]:
+    """A RolloutJob manifest."""
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
+
+
+async def posted(client: httpx.AsyncClient, path: str, **request: Any) -> Any:
+    """POST; the answer's JSON.
+
+    Raises:
+        ProgramFailed: any answer but 2xx; the text holds what the control plane said.
+    """
+    answer = await client.post(path, **request)
+    if answer.status_code // 100 != 2:
+        raise ProgramFailed(f"POST {path} answered {answer.status_code}: {answer.text[:600]}")
+    return answer.json() if answer.content else None
+
+
+async def counts(client: httpx.AsyncClient, name: str) -> dict[str, Any]:
+    """`status.counts` of a job."""
+    answer = await client.get(f"/v1/rolloutjobs/{name}")
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()["status"]["counts"]
+    return found
+
+
+async def _submit(plane: ControlPlane) -> int:
+    """Bytes of the tasks that were submitted, once all rollouts are queued."""
+    lines = "".join(json.dumps(_task(number)) + "\n" for number in range(TASKS)).encode()
+    async with plane.client() as client:
+        job = manifest(
+            NAME,
+            tasks={"stream": True},
+            handler="shell",
+            samplesPerTask=SAMPLES,
+            # No model is asked for: nothing is leased while memory is read.
+            agent={"type": "oracle"},
+        )
+        await posted(client, "/v1/rolloutjobs", json=job)
+        content_type = {"Content-Type": "application/x-ndjson"}
+        await posted(client, f"/v1/rolloutjobs/{NAME}/tasks", content=lines, headers=content_type)
+        async with asyncio.timeout(QUEUED_SECONDS):
+            while (seen := (await counts(client, NAME))["init"]["queued"]) < TASKS * SAMPLES:
+                plane.program.check("rollyard_api")
+                await asyncio.sleep(0.2)
+        if seen != TASKS * SAMPLES:
+            raise ProgramFailed(f"{seen} rollouts are queued, {TASKS * SAMPLES} were submitted")
+    return len(lines)
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """Start the control plane, queue 1,250 tasks × 8 samples, read its resident set."""
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as folder:
+        async with control_plane(Path(folder)) as plane:
+            idle = memory(plane.program.process.pid)
+            size = await _submit(plane)
+            # Until the submission's own garbage is as good as gone, and the sweeps have seen the queue.
+            await asyncio.sleep(2.0)
+            full = memory(plane.program.process.pid)
+    how = (
+        f"VmRSS of the control plane (with children), {TASKS} × {SAMPLES} = {TASKS * SAMPLES} rollouts "
+        f"queued on SQLite, {size / TASKS:.0f} bytes a task, pushed over REST in one request; highest ever "
+        f"(VmHWM) {full['VmHWM'] / MB:.0f} MB; the baseline is the same process before the job"
+    )
+    baseline = Baseline("the same process, idle", idle["VmRSS"] / MB)
+    return [Measurement("queued_10000_resident", full["VmRSS"] / MB, baseline, how)]

@@ -1,0 +1,251 @@
+"""The real pipeline against a fixed-latency model, beside its capacity bound and a coupled loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from rollyard_bench import coupled
+from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, stage_bounds
+from rollyard_bench.latency_model import MODEL
+from rollyard_bench.memory import manifest, posted
+from rollyard_bench.processes import (
+    ControlPlane,
+    Program,
+    ProgramFailed,
+    answers,
+    control_plane,
+    port_of,
+    program,
+)
+from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Baseline
+
+HERE = Path(__file__).resolve().parents[1]
+NAME = "latency"
+SAMPLES = 8
+SLOTS = Slots(init=8, run=8, eval=8)
+WAIT = 20  # seconds of one long poll
+
+
+def workload(settings: Settings) -> Workload:
+    """Run is the narrowest stage; one rollout in eight evaluates five times as long."""
+    return Workload(
+        rollouts=96 if settings.quick else 160,
+        init=1.0,
+        model_call=0.5,
+        turns=4,
+        eval=0.2,
+        eval_slow=1.0,
+        slow_every=8,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRun:
+    """From the submission until the last trajectory was delivered."""
+
+    seconds: float
+    run_active: float
+    """Seconds of Run, over all rollouts."""
+    trajectories: list[dict[str, Any]]
+
+    @property
+    def busy(self) -> float:
+        """Share of the Run slots' time."""
+        return self.run_active / (SLOTS.run * self.seconds)
+
+
+@asynccontextmanager
+async def model_server(folder: Path, work: Workload) -> AsyncIterator[str]:
+    """The fixed-latency model; gives its URL. Its tokenizer lies in `folder/model`."""
+    port_file = folder / "model.port"
+    command = [sys.executable, "-m", "rollyard_bench.latency_model", "--latency", str(work.model_call)]
+    command += ["--turns", str(work.turns), "--folder", str(folder / "model"), "--port-file", str(port_file)]
+    async with program(command, folder / "model.log", {"PYTHONPATH": str(HERE)}) as running:
+        url = f"http://127.0.0.1:{await port_of(running, 'the latency model', port_file)}"
+        await answers(running, "the latency model", f"{url}/health")
+        yield url
+
+
+def _job(work: Workload) -> dict[str, Any]:
+    metadata = {
+        "init": work.init,
+        "eval": work.eval,
+        "eval_slow": work.eval_slow,
+        "slow_every": work.slow_every,
+    }
+    tasks = [
+        {"id": f"task-{number:03d}", "prompt": "Take four steps.", "metadata": metadata}
+        for number in range(work.rollouts // SAMPLES)
+    ]
+    return manifest(
+        NAME,
+        tasks={"inline": tasks},
+        handler="bench_latency",
+        samplesPerTask=SAMPLES,
+        agent={"type": "tools", "tools": ["bash", "submit"], "maxTurns": work.turns + 2},
+        sampling={"maxTokens": 256},
+        backendRef={"name": "latency"},
+        sandbox={"warm": 4, "resources": {"memory": "256Mi", "disk": "32Mi"}},
+        stages={
+            "init": {"concurrency": SLOTS.init},
+            "run": {"concurrency": SLOTS.run},
+            "eval": {"concurrency": SLOTS.eval},
+        },
+    )
+
+
+async def _pool(client: httpx.AsyncClient, driver: httpx.AsyncClient, folder: Path, url: str) -> None:
+    """Registers the model server; returns once the control plane calls it ready."""
+    spec = {
+        "model": MODEL,
+        "tokenizer": str(folder / "model"),
+        "engine": {"type": "external", "external": {"urls": [url]}},
+    }
+    pool = {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": "latency"},
+        "spec": spec,
+    }
+    await posted(client, "/v1/backendpools", json=pool)
+    async with asyncio.timeout(30.0):
+        while True:
+            answer = await client.get("/v1/backendpools/latency")
+            answer.raise_for_status()
+            backends = answer.json()["status"]["backends"]
+            if backends and all(backend["ready"] for backend in backends):
+                return
+            await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def _worker(plane: ControlPlane, folder: Path, environment: dict[str, str]) -> AsyncIterator[Program]:
+    command = [sys.executable, "-m", "rollyard_pipeline", "--url", plane.url]
+    command += ["--token-file", str(plane.tokens_file), "--stages", "init,run,eval"]
+    command += ["--concurrency", f"init={SLOTS.init},run={SLOTS.run},eval={SLOTS.eval}"]
+    command += ["--run-dir", str(folder / "run"), "--sandbox", "bubblewrap", "--name", "bench"]
+    async with program(command, folder / "worker.log", environment) as running:
+        yield running
+
+
+async def _deliver(client: httpx.AsyncClient, worker: Program, count: int) -> list[dict[str, Any]]:
+    """Follows the job as a trainer does, until the control plane says that it is finished."""
+    delivered: list[dict[str, Any]] = []
+    cursor = ""
+    while True:
+        worker.check("rollyard_pipeline")
+        query = {"cursor": cursor, "wait": str(WAIT)} if cursor else {"wait": str(WAIT)}
+        answer = await client.get(f"/v1/rolloutjobs/{NAME}/trajectories", params=query)
+        answer.raise_for_status()
+        delivered += [json.loads(line) for line in answer.text.splitlines() if line]
+        cursor = answer.headers["Rollyard-Cursor"]
+        if len(delivered) >= count or answer.headers["Rollyard-Finished"] == "true":
+            return delivered
+
+
+def _check(found: list[dict[str, Any]], work: Workload) -> None:
+    """A makespan counts only if every rollout was really played: each with a reward of 1."""
+    bad = [item for item in found if item["status"] != "succeeded" or item["reward"] != 1.0]
+    if bad:
+        first = bad[0]
+        raise ProgramFailed(
+            f"{len(bad)} of {len(found)} rollouts did not succeed; {first['id']}: {first['status']} "
+            f"{first['reason']} {first['message'][:300]} reward {first['reward']}"
+        )
+    if len(found) != work.rollouts or any(len(item["turns"]) != work.turns for item in found):
+        raise ProgramFailed(
+            f"{len(found)} trajectories, {work.rollouts} expected, each of {work.turns} turns"
+        )
+
+
+async def _pipeline(folder: Path, url: str, work: Workload) -> PipelineRun:
+    environment = {"PYTHONPATH": str(HERE / "latency_handler")}
+    async with (
+        control_plane(folder, environment) as plane,
+        plane.client() as client,
+        plane.client("driver") as driver,
+        _worker(plane, folder, environment) as worker,
+    ):
+        await _pool(client, driver, folder, url)
+        # The worker waits for its first lease, as it does between two steps of a training run.
+        await asyncio.sleep(2.0)
+        begin = time.perf_counter()
+        await posted(client, "/v1/rolloutjobs", json=_job(work))
+        try:
+            async with asyncio.timeout(4 * pipeline_bound(work, SLOTS)):
+                found = await _deliver(client, worker, work.rollouts)
+        except TimeoutError as error:
+            raise ProgramFailed(
+                f"not finished in four times the bound; the worker said: {worker.tail()}"
+            ) from error
+        seconds = time.perf_counter() - begin
+    _check(found, work)
+    active = sum(item["timings"]["run"]["active_seconds"] for item in found)
+    return PipelineRun(seconds, active, found)
+
+
+def _overhead(run: PipelineRun, work: Workload) -> str:
+    """Where the seconds beyond the latencies lie, per rollout."""
+    timings = [item["timings"] for item in run.trajectories]
+    own = median(item["own_seconds"] for item in timings)
+    tools = median(item["tool_seconds"] for item in timings)
+    model = median(item["model_seconds"] for item in timings) - work.run
+    init = median(item["init"]["active_seconds"] for item in timings) - work.init
+    # A slot is idle between two rollouts: complete, lease, attach.
+    gaps = (SLOTS.run * run.seconds - run.run_active) / len(timings)
+    return (
+        f"per rollout, median: Run's own code {own * 1e3:.0f} ms, tools {tools * 1e3:.0f} ms, model calls "
+        f"beyond their latency {model * 1e3:.0f} ms, Init beyond its latency {init * 1e3:.0f} ms; a Run slot "
+        f"is empty for {gaps * 1e3:.0f} ms a rollout, fill and drain included"
+    )
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """The pipeline first, then the coupled loop against the same server."""
+    work = workload(settings)
+    with tempfile.TemporaryDirectory(prefix="ryb-") as name:
+        folder = Path(name)
+        os.chmod(folder, 0o700)
+        async with model_server(folder, work) as url:
+            run = await _pipeline(folder, url, work)
+            loop = await coupled.run(work, SLOTS.run, url, MODEL)
+    bound = pipeline_bound(work, SLOTS)
+    stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stage_bounds(work, SLOTS).items())
+    shape = (
+        f"{work.rollouts} rollouts of {work.turns} model calls of {work.model_call} s, Init {work.init} s, "
+        f"Eval {work.eval} s and {work.eval_slow} s for one in {work.slow_every}; slots of Init, Run, Eval: "
+        f"{SLOTS.init}, {SLOTS.run}, {SLOTS.eval}"
+    )
+    how = f"{shape}; bounds: {stages}; {_overhead(run, work)}"
+    speed_up = loop.seconds / run.seconds
+    predicted = coupled_bound(work, SLOTS) / bound
+    how_loop = (
+        f"{shape}; pipeline {run.seconds:.2f} s, coupled loop {loop.seconds:.2f} s; predicted from their "
+        f"bounds {bound:.2f} s and {coupled_bound(work, SLOTS):.2f} s"
+    )
+    return [
+        Measurement("pipeline_makespan", run.seconds, Baseline("stage-capacity bound", bound), how),
+        Measurement(
+            "pipeline_speed_up", speed_up, Baseline("predicted by the latencies", predicted), how_loop
+        ),
+        Measurement(
+            "pipeline_run_slots_busy",
+            run.busy,
+            Baseline("coupled loop", loop.busy),
+            f"seconds in Run / (Run slots × makespan); {shape}",
+        ),
+    ]

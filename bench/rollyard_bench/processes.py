@@ -1,0 +1,158 @@
+"""Starting the real programs for a measurement, and stopping all that was started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+START_SECONDS = 30.0
+STOP_SECONDS = 20.0
+
+
+class ProgramFailed(RuntimeError):
+    """A program ended early or did not come up; the text holds the end of its log."""
+
+    reason = "ProgramFailed"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A running program; its output goes to `log`."""
+
+    process: asyncio.subprocess.Process
+    log: Path
+
+    def tail(self) -> str:
+        """The last lines that it said."""
+        return " | ".join(self.log.read_text(errors="replace").strip().splitlines()[-6:])[-900:]
+
+    def check(self, name: str) -> None:
+        """Raises ProgramFailed if it has ended."""
+        if self.process.returncode is not None:
+            raise ProgramFailed(f"{name} ended with code {self.process.returncode}: {self.tail()}")
+
+
+@asynccontextmanager
+async def program(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Program]:
+    """Run `command` in a session of its own.
+
+    On leaving it gets SIGTERM; where that is not enough in time, its whole session SIGKILL.
+    """
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+    try:
+        yield Program(process, log)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await process.wait()
+            except TimeoutError:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+
+
+async def port_of(running: Program, name: str, port_file: Path) -> int:
+    """The port that the program wrote to its port file.
+
+    Raises:
+        ProgramFailed: it ended, or wrote none in time.
+    """
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while not (port_file.exists() and port_file.read_text().strip()):
+                running.check(name)
+                await asyncio.sleep(0.05)
+    except TimeoutError as error:
+        raise ProgramFailed(
+            f"{name} opened no port within {START_SECONDS:.0f} s: {running.tail()}"
+        ) from error
+    return int(port_file.read_text())
+
+
+async def answers(running: Program, name: str, url: str) -> None:
+    """Wait until `url` answers 200.
+
+    Raises:
+        ProgramFailed: it ended, or did not answer in time.
+    """
+    try:
+        async with asyncio.timeout(START_SECONDS), httpx.AsyncClient(timeout=5.0) as client:
+            while True:
+                running.check(name)
+                try:
+                    if (await client.get(url)).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.05)
+    except TimeoutError as error:
+        raise ProgramFailed(f"{name} did not answer at {url}: {running.tail()}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    """A running control plane on SQLite."""
+
+    program: Program
+    url: str
+    tokens: Mapping[str, str]
+    """By role: admin, worker, driver."""
+    tokens_file: Path
+
+    def client(self, role: str = "admin") -> httpx.AsyncClient:
+        """An HTTP client with the role's token."""
+        headers = {"Authorization": f"Bearer {self.tokens[role]}"}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60.0)
+
+
+@asynccontextmanager
+async def control_plane(
+    folder: Path, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[ControlPlane]:
+    """`python -m rollyard_api` with its state in `folder`, ready for requests."""
+    state, port_file = folder / "state", folder / "port"
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(state)]
+    command += ["--port", "0", "--port-file", str(port_file)]
+    async with program(command, folder / "api.log", environment) as running:
+        port = await port_of(running, "rollyard_api", port_file)
+        url = f"http://127.0.0.1:{port}"
+        await answers(running, "rollyard_api", f"{url}/readyz")
+        tokens_file = state / "tokens.json"
+        yield ControlPlane(running, url, json.loads(tokens_file.read_text()), tokens_file)
+
+
+def memory(pid: int) -> dict[str, int]:
+    """`VmRSS` and `VmHWM` (the highest so far) of a process and its children together, in bytes."""
+    totals = {"VmRSS": 0, "VmHWM": 0}
+    waiting = [pid]
+    while waiting:
+        current = waiting.pop()
+        folder = Path(f"/proc/{current}")
+        for line in (folder / "status").read_text().splitlines():
+            key, _, rest = line.partition(":")
+            if key in totals:
+                totals[key] += int(rest.split()[0]) * 1024
+        for task in (folder / "task").iterdir():
+            waiting += [int(child) for child in (task / "children").read_text().split()]
+    return totals

@@ -1,0 +1,125 @@
+"""Every figure that the benchmark names: its unit, its goal, how its ratio is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rollyard_bench.results import Baseline, Entry, Goal
+
+RatioKind = Literal["times faster", "times the baseline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a group of figures may know of the run."""
+
+    quick: bool
+    """Fewer samples and shorter runs; the same figures, the same goals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a group measured for one figure."""
+
+    figure: str
+    value: float
+    baseline: Baseline | None
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of the table in bench/README.md."""
+
+    name: str
+    group: str
+    unit: str
+    goal: Goal | None
+    ratio: RatioKind
+    """`times faster`: baseline / value. `times the baseline`: value / baseline."""
+
+
+def _value(op: Literal["<=", ">="], limit: float, what: str) -> Goal:
+    return Goal("value", op, limit, what)
+
+
+def _ratio(op: Literal["<=", ">="], limit: float, what: str) -> Goal:
+    return Goal("ratio", op, limit, what)
+
+
+FIGURES: tuple[Figure, ...] = (
+    Figure("echo_p50", "echo", "ms", _value("<=", 0.6, "≤ 0.6 ms"), "times the baseline"),
+    Figure("echo_vs_tmux_at_once", "echo", "ms", _ratio(">=", 10, "≥ 10× faster"), "times faster"),
+    Figure("echo_vs_tmux_after_sleep", "echo", "ms", _ratio(">=", 150, "≥ 150× faster"), "times faster"),
+    Figure("echo_vs_pty_polled", "echo", "ms", _ratio(">=", 15, "≥ 15× faster"), "times faster"),
+    Figure("echo_unix_vs_tcp", "echo", "ms", None, "times faster"),
+    Figure("seq_20000", "echo", "ms", _ratio("<=", 1.5, "≤ 1.5× a raw pty"), "times the baseline"),
+    Figure("ipython_p50", "ipython", "ms", _value("<=", 5, "≤ 5 ms"), "times faster"),
+    Figure("sessions_16_sandboxes", "sessions", "ms", _value("<=", 5, "≤ 5 ms"), "times the baseline"),
+    Figure("sessions_16_one_sandbox", "sessions", "ms", _value("<=", 5, "≤ 5 ms"), "times the baseline"),
+    Figure("sandbox_warm", "start", "ms", _value("<=", 10, "≤ 10 ms"), "times faster"),
+    Figure("sandbox_cold", "start", "ms", _ratio("<=", 1.5, "≤ 1.5× bare"), "times the baseline"),
+    Figure("lease_cycles", "leases", "/s", _value(">=", 1000, "≥ 1,000/s"), "times the baseline"),
+    Figure("queued_10000_resident", "memory", "MB", _value("<=", 300, "≤ 300 MB"), "times the baseline"),
+    Figure(
+        "pipeline_makespan", "pipeline", "s", _ratio("<=", 1.05, "≤ 1.05× the bound"), "times the baseline"
+    ),
+    Figure("pipeline_speed_up", "pipeline", "×", _ratio(">=", 0.9, "≥ 0.9× predicted"), "times the baseline"),
+    Figure("pipeline_run_slots_busy", "pipeline", "of 1", None, "times the baseline"),
+)
+
+GROUPS: tuple[str, ...] = tuple(dict.fromkeys(figure.group for figure in FIGURES))
+
+
+def selected(names: list[str]) -> list[str]:
+    """Groups to run for these names of groups or figures, in the registry's order; all for none.
+
+    Raises:
+        ValueError: a name that is neither; the text lists the names there are.
+    """
+    known = {figure.name: figure.group for figure in FIGURES} | {group: group for group in GROUPS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        figures = ", ".join(figure.name for figure in FIGURES)
+        raise ValueError(
+            f"--only: unknown: {', '.join(unknown)}; there are the groups {', '.join(GROUPS)} "
+            f"and the figures {figures}"
+        )
+    wanted = {known[name] for name in names} or set(GROUPS)
+    return [group for group in GROUPS if group in wanted]
+
+
+def judge(figure: Figure, measured: Measurement) -> Entry:
+    """The result line of a measured figure."""
+    ratio: float | None = None
+    if measured.baseline is not None:
+        ratio = measured.value / measured.baseline.value
+        if figure.ratio == "times faster":
+            ratio = 1 / ratio
+    goal = figure.goal
+    return Entry(
+        name=figure.name,
+        value=measured.value,
+        unit=figure.unit,
+        baseline=measured.baseline,
+        ratio=ratio,
+        goal=goal.what if goal else None,
+        met=goal.met(measured.value, ratio) if goal else None,
+        how=measured.how,
+    )
+
+
+def failed(figure: Figure, error: str) -> Entry:
+    """The result line of a figure that could not be measured."""
+    goal = figure.goal
+    return Entry(
+        name=figure.name,
+        value=None,
+        unit=figure.unit,
+        baseline=None,
+        ratio=None,
+        goal=goal.what if goal else None,
+        met=False if goal else None,
+        how=f"not measured: {error}",
+    )

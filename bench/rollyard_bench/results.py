@@ -1,0 +1,161 @@
+"""One measured figure, its goal and its baseline; the result file and the printed table."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+FIELDS = ("name", "value", "unit", "baseline", "ratio", "goal", "met", "how")
+
+
+class ResultError(ValueError):
+    """A result entry that says too little or contradicts itself; the text names entry and field."""
+
+    reason = "MalformedResult"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a figure has to reach: a limit on its `value` or on its `ratio` to the baseline."""
+
+    on: Literal["value", "ratio"]
+    op: Literal["<=", ">="]
+    limit: float
+    what: str
+    """Text for people, such as `≤ 0.6 ms`."""
+
+    def met(self, value: float, ratio: float | None) -> bool:
+        """Whether the goal is reached; a ratio that could not be taken reaches nothing."""
+        measured = value if self.on == "value" else ratio
+        if measured is None:
+            return False
+        return measured <= self.limit if self.op == "<=" else measured >= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What the figure stands beside; `value` in the figure's unit."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of results.json."""
+
+    name: str
+    value: float | None
+    """None only where the measurement failed; `how` then says why."""
+    unit: str
+    baseline: Baseline | None
+    ratio: float | None
+    goal: str | None
+    """None for a figure that is only printed beside the others."""
+    met: bool | None
+    """None exactly where there is no goal."""
+    how: str
+
+
+def _number(entry: str, field: str, value: Any, *, positive: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ResultError(f"{entry}: {field}: must be a finite number, not {value!r}")
+    if positive and value <= 0:
+        raise ResultError(f"{entry}: {field}: must be greater than 0, not {value!r}")
+
+
+def check(entry: Entry) -> None:
+    """Refuse an entry that says too little or contradicts itself.
+
+    Raises:
+        ResultError: an empty text, a number that is none, a ratio without a baseline, a goal
+            without a verdict, or a goal that is met without a value.
+    """
+    name = entry.name if isinstance(entry.name, str) and entry.name.strip() else "(unnamed)"
+    for field in ("name", "unit", "how"):
+        text = getattr(entry, field)
+        if not isinstance(text, str) or not text.strip():
+            raise ResultError(f"{name}: {field}: must be a text that says something, not {text!r}")
+    if entry.value is not None:
+        _number(name, "value", entry.value, positive=True)
+    if entry.baseline is not None:
+        if not entry.baseline.name.strip():
+            raise ResultError(f"{name}: baseline.name: must say what was measured beside")
+        _number(name, "baseline.value", entry.baseline.value, positive=True)
+    if entry.ratio is not None:
+        _number(name, "ratio", entry.ratio, positive=True)
+        if entry.baseline is None or entry.value is None:
+            raise ResultError(f"{name}: ratio: needs both a value and a baseline")
+    if (entry.goal is None) != (entry.met is None):
+        raise ResultError(f"{name}: met: must be true or false exactly where there is a goal")
+    if entry.met is not None and not isinstance(entry.met, bool):
+        raise ResultError(f"{name}: met: must be true or false, not {entry.met!r}")
+    if entry.met and entry.value is None:
+        raise ResultError(f"{name}: met: cannot be true without a value")
+
+
+def to_json(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """The entries as results.json holds them.
+
+    Raises:
+        ResultError: an entry is malformed, or two have one name.
+    """
+    seen: set[str] = set()
+    for entry in entries:
+        check(entry)
+        if entry.name in seen:
+            raise ResultError(f"{entry.name}: name: stands twice in the results")
+        seen.add(entry.name)
+    return [asdict(entry) for entry in entries]
+
+
+def write(entries: Sequence[Entry], path: Path) -> None:
+    """Write results.json; a reader never sees half of it.
+
+    Raises:
+        ResultError: an entry is malformed; nothing is written.
+    """
+    text = json.dumps(to_json(entries), indent=2, ensure_ascii=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _short(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.3g} {unit}"
+
+
+def table(entries: Sequence[Entry]) -> Table:
+    """The entries as a table for people."""
+    grid = Table(title="Rollyard beside its baselines", title_justify="left", expand=False)
+    for title in ("figure", "measured", "baseline", "ratio", "goal", "met"):
+        grid.add_column(title, justify="right" if title in {"measured", "ratio"} else "left")
+    for entry in entries:
+        beside = "-"
+        if entry.baseline is not None:
+            beside = f"{_short(entry.baseline.value, entry.unit)} ({entry.baseline.name})"
+        met = {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[entry.met]
+        ratio = "-" if entry.ratio is None else f"{entry.ratio:.3g}"
+        grid.add_row(
+            entry.name, _short(entry.value, entry.unit), beside, ratio, entry.goal or "printed beside", met
+        )
+    return grid
+
+
+def show(entries: Sequence[Entry], console: Console) -> None:
+    """Print the table, then the reason of every goal that was missed."""
+    console.print(table(entries))
+    for entry in entries:
+        if entry.met is False:
+            console.print(f"[red]missed[/] {entry.name}: {entry.how}", highlight=False)

@@ -1,0 +1,43 @@
+"""Sandboxes for measurements: the stage workers' own provider, in a run folder of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
+
+OWNER = "bench"
+COMMAND_SECONDS = 30.0
+
+REQUEST = SandboxRequest(memory_bytes=1 << 29, disk_bytes=1 << 26)
+"""The sandbox of every figure: no network, all limits on."""
+
+
+@asynccontextmanager
+async def bubblewrap() -> AsyncIterator[SandboxProvider]:
+    """A started bubblewrap provider; leaves nothing behind."""
+    with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
+        provider = open_provider("bubblewrap", run_dir=Path(folder), node="bench")
+        await provider.start()
+        try:
+            yield provider
+        finally:
+            for left in provider.claimed():
+                await provider.release(left)
+            await provider.aclose()
+
+
+@asynccontextmanager
+async def claimed(provider: SandboxProvider, count: int = 1) -> AsyncIterator[list[Sandbox]]:
+    """`count` sandboxes, started one after the other; all are released on leaving."""
+    async with AsyncExitStack() as stack:
+        sandboxes: list[Sandbox] = []
+        for _ in range(count):
+            sandbox = await provider.acquire(REQUEST, OWNER)
+            stack.push_async_callback(provider.release, sandbox.handle)
+            sandboxes.append(await stack.enter_async_context(sandbox))
+        yield sandboxes

@@ -1,0 +1,94 @@
+"""The exec server outside of a sandbox, as a user would start it by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Literal
+
+from rollyard_sandbox.client import ExecClient
+
+START_SECONDS = 30.0
+LEASE_SECONDS = 600
+
+
+class ExecServerFailed(RuntimeError):
+    """The exec server ended, or did not become ready in time."""
+
+    reason = "ExecServerFailed"
+
+
+@asynccontextmanager
+async def exec_server(kind: Literal["unix", "tcp"]) -> AsyncIterator[ExecClient]:
+    """A running exec server and a client connected to it, by Unix socket or by TCP with a token.
+
+    Raises:
+        ExecServerFailed: it did not become ready; the text holds what it said.
+    """
+    with tempfile.TemporaryDirectory(prefix="ryb-") as name:
+        folder = Path(name)
+        token = secrets.token_hex(16) if kind == "tcp" else None
+        if kind == "unix":
+            address = f"unix:{folder / 'exec.sock'}"
+        else:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        ready_read, ready_write = os.pipe()
+        command = [sys.executable, "-I", "-m", "rollyard_sandbox.server", "--listen", address]
+        command += ["--workdir", name, "--lease", str(LEASE_SECONDS), "--ready-fd", str(ready_write)]
+        if token is not None:
+            token_file = folder / "token"
+            token_file.write_text(token)
+            token_file.chmod(0o600)
+            command += ["--token-file", str(token_file)]
+        with FileIO(ready_read) as ready:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(ready_write,),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(ready_write)
+            try:
+                await _wait_ready(process, ready.fileno())
+                client = await ExecClient.connect(address, token=token)
+                try:
+                    yield client
+                finally:
+                    await client.close()
+            finally:
+                if process.returncode is None:
+                    process.terminate()
+                await process.communicate()
+
+
+async def _wait_ready(process: asyncio.subprocess.Process, ready: int) -> None:
+    """Returns when the server has written to its ready descriptor."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(ready, readable.set)
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            await readable.wait()
+    except TimeoutError as error:
+        raise ExecServerFailed(f"not ready within {START_SECONDS:.0f} s") from error
+    finally:
+        loop.remove_reader(ready)
+    if not os.read(ready, 64):
+        _, said = await process.communicate()
+        raise ExecServerFailed(
+            f"ended with code {process.returncode}: {said.decode(errors='replace')[-600:]}"
+        )

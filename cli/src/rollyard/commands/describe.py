@@ -1,0 +1,35 @@
+"""`rollyard describe`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rollyard.connection import connect, server_options
+
+
+@click.command()
+@click.argument("kind", metavar="[KIND]")
+@click.argument("name", required=False)
+@server_options
+def command(kind: str, name: str | None, url: str | None, home: Path | None, namespace: str) -> None:
+    """Everything about one job or pool, for people: `describe NAME`, or `describe rj|bp NAME`."""
+    from collections import Counter
+
+    from rich.console import Console
+    from rollyard_crds import RolloutJob
+
+    from rollyard.commands.get import find
+    from rollyard.render.describe import describe_job, describe_pool
+
+    console = Console(highlight=False)
+    with connect(url, home, namespace) as client:
+        thing = find(client, kind, name, namespace)
+        if isinstance(thing, RolloutJob):
+            meta = thing.metadata
+            failed = client.rollouts(meta.name, status="failed", namespace=meta.namespace)
+            reasons = Counter((item.reason, item.message) for item in failed)
+            describe_job(console, thing, reasons)
+        else:
+            describe_pool(console, thing)

@@ -1,0 +1,27 @@
+"""`rollyard doctor`."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+def command() -> int:
+    """What works on this machine, and what to do about the rest. Exit status 1 if something is missing."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from rollyard.doctor import CHECKS
+
+    console = Console(highlight=False)
+    styles = {"ok": "green", "missing": "bold red", "optional": "yellow"}
+    missing = False
+    for check in CHECKS:
+        finding = check()
+        missing = missing or finding.verdict == "missing"
+        line = Text(f"{finding.verdict:<9}", style=styles[finding.verdict])
+        line.append(f"{finding.name:<16} {finding.found}", style="default")
+        console.print(line, soft_wrap=True)
+        if finding.verdict != "ok" and finding.advice:
+            console.print(Text(f"{'':<26}{finding.advice}", style="dim"), soft_wrap=True)
+    return int(missing)

@@ -1,0 +1,32 @@
+"""`rollyard down`: stops what `rollyard up` started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+GRACE_SECONDS = 25.0
+
+
+@click.command()
+@click.option("--home", type=click.Path(path_type=Path), help="State folder [~/.local/state/rollyard].")
+def command(home: Path | None) -> None:
+    """Stop what `rollyard up` started on this machine. State and trajectories stay."""
+    from rollyard.errors import CliError
+    from rollyard.local.child import sweep
+    from rollyard.local.home import Home, default_home
+    from rollyard.local.processes import end
+
+    place = Home((home or default_home()).expanduser().resolve())
+    running = place.supervisor()
+    if running is None:
+        with place.locked():
+            left = sweep(place.pids)
+        told = f"; removed leftovers: {', '.join(left)}" if left else ""
+        click.echo(f"nothing runs on {place.root}{told}")
+        return
+    if not end(running, GRACE_SECONDS):
+        raise CliError(f"process {running.pid} does not end; see {place.logs}")
+    sweep(place.pids)
+    click.echo(f"stopped (process {running.pid}); state and trajectories stay in {place.root}")

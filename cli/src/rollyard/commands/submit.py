@@ -1,0 +1,57 @@
+"""`rollyard submit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rollyard.connection import connect, server_options
+
+
+@click.command()
+@click.option(
+    "-f", "--file", "path", required=True, type=click.Path(path_type=Path), help="Manifest (YAML or JSON)."
+)
+@click.option("--name", help="Submit the job under this name.")
+@click.option("--wait", is_flag=True, help="Show progress until the job has ended.")
+@server_options
+def command(
+    path: Path, name: str | None, wait: bool, url: str | None, home: Path | None, namespace: str
+) -> None:
+    """Submit a job or a backend pool from a manifest. The same manifest twice is the same as once."""
+    from rollyard_crds import BackendPool, RolloutJob
+
+    from rollyard.errors import InvalidInput, UsageProblem
+    from rollyard.manifests import entry_point_problems, read_manifests
+    from rollyard.watching import require_success, watch
+
+    manifests = read_manifests(path)
+    jobs = [manifest for manifest in manifests if isinstance(manifest, RolloutJob)]
+    if name is not None:
+        if len(jobs) != 1:
+            raise UsageProblem(f"--name needs a file with one RolloutJob; {path} holds {len(jobs)}")
+        jobs[0].metadata.name = name
+    for job in jobs:
+        problems = entry_point_problems(job)
+        if problems:
+            click.echo(f"rollyard: not installed here: {'; '.join(problems)}", err=True)
+    with connect(url, home, namespace) as client:
+        for manifest in manifests:
+            if "namespace" not in manifest.metadata.model_fields_set:
+                manifest.metadata.namespace = namespace
+            if isinstance(manifest, BackendPool):
+                client.create_pool(manifest)
+                click.echo(f"backendpool/{manifest.metadata.name} submitted")
+            else:
+                job = client.submit(manifest)
+                click.echo(f"rolloutjob/{job.metadata.name} submitted ({job.status.counts.total} rollouts)")
+        if not jobs:
+            if wait:
+                raise InvalidInput(f"{path}: holds no RolloutJob to wait for")
+            return
+        if wait:
+            for job in jobs:
+                require_success(watch(client, job.metadata.name, job.metadata.namespace))
+        elif not jobs[0].spec.tasks.stream:
+            click.echo(f"Follow it with `rollyard watch {jobs[0].metadata.name}`")

@@ -1,0 +1,126 @@
+"""`rollyard view`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollyard.connection import connect, server_options
+
+if TYPE_CHECKING:
+    from rollyard_client import Client
+    from rollyard_crds.trajectory import Trajectory
+
+    from rollyard.render.trajectory import Decode
+
+
+@click.command()
+@click.argument("arguments", nargs=-1, metavar="[NAME] [ROLLOUT]")
+@click.option(
+    "--from",
+    "path",
+    type=click.Path(path_type=Path),
+    help="A .jsonl or .parquet file instead of NAME.",
+)
+@click.option("--failed", is_flag=True, help="Only rollouts that failed or have reward 0, and why.")
+@click.option("--step", is_flag=True, help="Show them one after another instead of a list.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Model folder, to show the exact tokens.")
+@server_options
+def command(
+    arguments: tuple[str, ...],
+    path: Path | None,
+    failed: bool,
+    step: bool,
+    tokenizer: Path | None,
+    url: str | None,
+    home: Path | None,
+    namespace: str,
+) -> None:
+    """Read a trajectory turn by turn, sampled tokens marked (coloured; «…» without a terminal).
+
+    Without a ROLLOUT, lists the job's rollouts. ROLLOUT is an id, the end of one, or a task's id.
+    """
+    if path is not None:
+        from rollyard.trajectories import read_file, tokenizer_of
+
+        if len(arguments) > 1:
+            raise click.UsageError("with --from give at most the ROLLOUT")
+        _view(read_file(path), arguments, failed, step, lambda: _decode(tokenizer or tokenizer_of(path)))
+        return
+    if not 1 <= len(arguments) <= 2:
+        raise click.UsageError("give the job's NAME (and a ROLLOUT), or --from FILE")
+    name, rest = arguments[0], arguments[1:]
+    with connect(url, home, namespace) as client:
+        found = _of_job(client, name, rest, namespace)
+        _view(found, rest, failed, step, lambda: _decode(tokenizer or _tokenizer(client, name, namespace)))
+
+
+def _of_job(client: Client, name: str, rest: tuple[str, ...], namespace: str) -> Iterable[Trajectory]:
+    from rollyard_client.errors import NotFound
+
+    if rest:
+        try:
+            return [client.trajectory(name, rest[0], namespace)]
+        except NotFound:
+            client.job(name, namespace)  # a wrong job is another error than a shortened rollout id
+    return client.trajectories(name, namespace=namespace)
+
+
+def _tokenizer(client: Client, name: str, namespace: str) -> Path | None:
+    """The folder of the job's pool, if it lies on this machine."""
+    from rollyard_client.errors import NotFound
+
+    reference = client.job(name, namespace).spec.backend_ref
+    if reference is None:
+        return None
+    try:
+        spec = client.pool(reference.name, namespace).spec
+    except NotFound:
+        return None
+    folder = Path(spec.tokenizer or spec.model)
+    return folder if (folder / "tokenizer.json").is_file() else None
+
+
+def _decode(folder: Path | None) -> Decode | None:
+    from rollyard.errors import NotFound
+    from rollyard.render.trajectory import tokenizer_decode
+
+    if folder is None:
+        return None
+    try:
+        return tokenizer_decode(folder)
+    except (OSError, ValueError) as error:
+        raise NotFound(f"--tokenizer {folder}: {error}") from error
+
+
+def _view(
+    found: Iterable[Trajectory],
+    rest: tuple[str, ...],
+    failed: bool,
+    step: bool,
+    decode: object,
+) -> None:
+    from rich.console import Console
+
+    from rollyard.render.tables import print_table, trajectories_table
+    from rollyard.render.trajectory import TrajectoryView, why
+    from rollyard.trajectories import find
+
+    console = Console(highlight=False)
+    if rest:
+        chosen: Iterator[Trajectory] = iter([find(iter(found), rest[0])])
+    else:
+        chosen = (trajectory for trajectory in found if not failed or why(trajectory))
+        if not step:
+            print_table(console, trajectories_table(chosen))
+            return
+    view = TrajectoryView(console, decode() if callable(decode) else None)
+    for number, trajectory in enumerate(chosen):
+        if number:
+            if console.is_terminal and not click.confirm("Next?", default=True):
+                return
+            console.print()
+        view.show(trajectory)

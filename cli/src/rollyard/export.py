@@ -1,0 +1,74 @@
+"""A job's trajectories into a file, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from rollyard.errors import CliError, UsageProblem
+
+if TYPE_CHECKING:
+    from rollyard_client import Client
+
+
+def write(client: Client, name: str, namespace: str, path: Path, follow: bool = False) -> int:
+    """Writes .parquet, .jsonl or .jsonl.gz by the file's name; returns how many trajectories.
+
+    Raises:
+        UsageProblem: another file name.
+        CliError: the file cannot be written.
+    """
+    if not path.name.endswith((".parquet", ".jsonl", ".jsonl.gz")):
+        raise UsageProblem(f"--output must end in .parquet, .jsonl or .jsonl.gz (got {path.name!r})")
+    try:
+        with _whole(path) as file:
+            if path.suffix == ".parquet":
+                return _parquet(client, name, namespace, file)
+            return _lines(client, name, namespace, file, path.suffix == ".gz", follow)
+    except OSError as error:
+        raise CliError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[IO[bytes]]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _lines(client: Client, name: str, namespace: str, file: IO[bytes], packed: bool, follow: bool) -> int:
+    count = 0
+    with gzip.GzipFile(fileobj=file, mode="wb") if packed else contextlib.nullcontext(file) as out:
+        for trajectory in client.trajectories(name, follow=follow, namespace=namespace):
+            out.write(trajectory.model_dump_json().encode() + b"\n")
+            count += 1
+    return count
+
+
+def _parquet(client: Client, name: str, namespace: str, file: IO[bytes]) -> int:
+    import pyarrow.parquet
+
+    count = 0
+    writer = None
+    try:
+        for part in client.parquet(name, namespace=namespace):
+            table = pyarrow.parquet.read_table(io.BytesIO(part))
+            if writer is None:
+                writer = pyarrow.parquet.ParquetWriter(file, table.schema, compression="zstd")
+            if table.num_rows:
+                writer.write_table(table)
+            count += table.num_rows
+    finally:
+        if writer is not None:
+            writer.close()
+    return count

@@ -1,0 +1,1 @@
+"""The local driver: control plane, stage workers and backends as subprocesses of `rollyard up`."""

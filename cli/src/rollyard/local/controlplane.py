@@ -1,0 +1,123 @@
+"""The control plane as a subprocess: started, waited for, restarted on the same port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+
+from rollyard.errors import StartFailed
+from rollyard.local.child import Child, Folders
+from rollyard.local.home import Home, read_json
+from rollyard.local.options import Options
+
+NAME = "control-plane"
+READY_SECONDS = 60.0
+POLL_SECONDS = 0.05
+BACKOFF_SECONDS = 0.5
+BACKOFF_CAP_SECONDS = 15.0
+STABLE_SECONDS = 60.0
+
+
+class ControlPlane:
+    """One `python -m rollyard_api`; its port stays the same over restarts."""
+
+    def __init__(self, home: Home, options: Options, http: httpx.AsyncClient) -> None:
+        self._home = home
+        self._options = options
+        self._http = http
+        self._port = options.port
+        self._child: Child | None = None
+        self._ended = asyncio.Event()
+        self.restarts = 0
+
+    @property
+    def url(self) -> str:
+        """Base URL, once started."""
+        return f"http://{self._options.host}:{self._port}"
+
+    def token(self, role: str) -> str:
+        """The bearer token of a role.
+
+        Raises:
+            StartFailed: tokens.json cannot be read.
+        """
+        document = read_json(self._home.state / "tokens.json") or {}
+        token = document.get(role)
+        if not isinstance(token, str):
+            raise StartFailed(f"{self._home.state / 'tokens.json'} holds no token for the role {role!r}")
+        return token
+
+    async def start(self) -> None:
+        """Starts it and waits until it is ready.
+
+        Raises:
+            StartFailed: it ended, or was not ready within a minute; its last words are in the message.
+        """
+        port_file = self._home.pids / f"{NAME}.port"
+        port_file.unlink(missing_ok=True)
+        self._ended.clear()
+        arguments = [
+            *("-m", "rollyard_api", "--state-dir", str(self._home.state), "--host", self._options.host),
+            *("--port", str(self._port), "--port-file", str(port_file)),
+        ]
+        folders = Folders(self._home.logs, self._home.pids)
+        try:
+            child = await Child.start(NAME, arguments, folders, on_exit=self._ended.set)
+        except OSError as error:
+            raise StartFailed(f"the control plane cannot be started: {error}") from error
+        self._child = child
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                while not await self._is_ready(port_file.exists() and port_file.read_text().strip()):
+                    if child.exit_code is not None:
+                        raise StartFailed(self._last_words(child))
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            await child.stop(2.0)
+            raise StartFailed(
+                f"the control plane was not ready within {READY_SECONDS:.0f} s; see {self._log}"
+            ) from None
+
+    @property
+    def _log(self) -> str:
+        return str(self._home.logs / f"{NAME}.log")
+
+    def _last_words(self, child: Child) -> str:
+        words = child.last_line or f"it said nothing; exit status {child.exit_code}"
+        return f"the control plane did not start: {words} (log: {self._log})"
+
+    async def _is_ready(self, port: str | bool) -> bool:
+        if not port:
+            return False
+        self._port = int(port)
+        try:
+            answer = await self._http.get(f"{self.url}/readyz", timeout=2.0)
+        except httpx.HTTPError:
+            return False
+        return answer.is_success
+
+    async def keep(self, wake: Callable[[], None]) -> None:
+        """Restarts it whenever it dies, with bounded backoff, until cancelled."""
+        loop = asyncio.get_running_loop()
+        delay = BACKOFF_SECONDS
+        while True:
+            began = loop.time()
+            await self._ended.wait()
+            if loop.time() - began > STABLE_SECONDS:
+                delay = BACKOFF_SECONDS
+            await asyncio.sleep(delay)
+            delay = min(BACKOFF_CAP_SECONDS, delay * 2)
+            self.restarts += 1
+            try:
+                await self.start()
+            except StartFailed:
+                # Its log says why; the next try follows after a longer pause.
+                self._ended.set()
+            wake()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Ends it within the grace."""
+        if self._child is not None:
+            await self._child.stop(grace_seconds)

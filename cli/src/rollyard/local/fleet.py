@@ -1,0 +1,174 @@
+"""Carries plans out with subprocesses, and says what is seen of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop, Workload, WorkloadState
+
+from rollyard.local.backend import Health, watch_backend
+from rollyard.local.child import Child, Folders
+from rollyard.local.home import Home
+from rollyard.local.options import Options
+
+HAND_OVER_SECONDS = 6.0
+"""After a second SIGTERM a stage worker hands over what it holds at once."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    workload: Workload
+    restarts: int
+    child: Child | None
+    """None: it could not even be started."""
+    started_at: datetime
+    failure: str = ""
+    stopping: asyncio.Task[None] | None = None
+    probe: asyncio.Task[None] | None = None
+    health: Health = field(default_factory=Health)
+
+
+class Fleet:
+    """The stage workers and backends of one supervisor, by name."""
+
+    def __init__(
+        self, home: Home, options: Options, url: str, http: httpx.AsyncClient, wake: Callable[[], None]
+    ) -> None:
+        self._home = home
+        self._options = options
+        self._url = url
+        self._http = http
+        self._wake = wake
+        self._entries: dict[str, _Entry] = {}
+        self._folders = Folders(home.logs, home.pids)
+
+    def owners(self) -> set[Owner]:
+        """Whose workloads there are."""
+        return {entry.workload.owner for entry in self._entries.values()}
+
+    def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
+        """What is seen of an owner's workloads."""
+        return tuple(
+            self._observe(entry) for entry in self._entries.values() if entry.workload.owner == owner
+        )
+
+    def running(self) -> int:
+        """Processes that run."""
+        return sum(
+            entry.child is not None and entry.child.exit_code is None for entry in self._entries.values()
+        )
+
+    def _observe(self, entry: _Entry) -> ObservedWorkload:
+        child, health = entry.child, entry.health
+        exited = child is None or child.exit_code is not None
+        state: WorkloadState
+        if entry.stopping is not None:
+            state = "stopping"
+        elif exited:
+            state = "exited"
+        else:
+            state = "running" if entry.workload.kind == "stage-worker" or health.warmed_up else "starting"
+        message = entry.failure or (child.last_line if child is not None and exited else health.message)
+        return ObservedWorkload(
+            name=entry.workload.name,
+            spec_hash=entry.workload.spec_hash,
+            state=state,
+            started_at=entry.started_at,
+            restarts=entry.restarts,
+            exit_code=child.exit_code if child is not None else None,
+            exited_at=child.exited_at if child is not None else entry.started_at,
+            ready=health.ready if entry.workload.kind == "backend" else True,
+            unready_since=health.unready_since,
+            url=health.url,
+            message=message,
+        )
+
+    async def carry_out(self, plan: Plan[Any]) -> None:
+        """Starts and stops what the plan says; stopping goes on in the background."""
+        for stop in plan.stop:
+            self.stop(stop)
+        for launch in plan.launch:
+            await self._launch(launch)
+
+    async def _launch(self, launch: Launch) -> None:
+        workload = launch.workload
+        before = self._entries.pop(workload.name, None)
+        if before is not None and before.probe is not None:
+            before.probe.cancel()
+        arguments = self._arguments(workload)
+        entry = _Entry(workload, launch.restarts, None, datetime.now(UTC))
+        self._entries[workload.name] = entry
+        try:
+            entry.child = await Child.start(workload.name, arguments, self._folders, on_exit=self._wake)
+        except OSError as error:
+            entry.failure = f"cannot be started: {error}"
+            return
+        if workload.kind == "backend":
+            entry.probe = asyncio.create_task(self._watch(entry), name=f"health of {workload.name}")
+
+    async def _watch(self, entry: _Entry) -> None:
+        def report(health: Health) -> None:
+            changed = (health.ready, health.url) != (entry.health.ready, entry.health.url)
+            entry.health = health
+            if changed:
+                self._wake()
+
+        model = entry.workload.model
+        port_file = self._home.pids / f"{entry.workload.name}.port"
+        await watch_backend(port_file, self._options.host, model, self._http, report)
+
+    def _arguments(self, workload: Workload) -> Sequence[str]:
+        if workload.kind == "backend":
+            port_file = self._home.pids / f"{workload.name}.port"
+            port_file.unlink(missing_ok=True)
+            return [
+                *("-m", "rollyard_engine", "--model", workload.model, "--host", self._options.host),
+                *("--port", "0", "--port-file", str(port_file)),
+                *("--served-model-name", workload.model, *workload.args),
+            ]
+        concurrency = ",".join(f"{stage}={number}" for stage, number in workload.concurrency)
+        return [
+            *("-m", "rollyard_pipeline", "--url", self._url),
+            *("--token-file", str(self._home.state / "tokens.json")),
+            *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
+            *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
+            *("--run-dir", str(self._home.run), "--sandbox", self._options.sandbox),
+            *("--name", workload.name),
+        ]
+
+    def stop(self, stop: Stop) -> None:
+        """Ends a workload within its grace, in the background; forgets one that has ended."""
+        entry = self._entries.get(stop.name)
+        if entry is None or entry.stopping is not None:
+            return
+        if entry.probe is not None:
+            entry.probe.cancel()
+        if entry.child is None or entry.child.exit_code is not None:
+            del self._entries[stop.name]
+            return
+        entry.stopping = asyncio.create_task(self._end(entry, stop.grace_seconds), name=f"stop {stop.name}")
+
+    async def _end(self, entry: _Entry, grace_seconds: float) -> None:
+        if entry.child is not None:
+            insist = max(0.0, grace_seconds - HAND_OVER_SECONDS)
+            worker = entry.workload.kind == "stage-worker"
+            await entry.child.stop(grace_seconds, insist if worker else None)
+        if self._entries.get(entry.workload.name) is entry:
+            del self._entries[entry.workload.name]
+        self._wake()
+
+    async def stop_all(self, kind: str, grace_seconds: float) -> None:
+        """Ends every workload of a kind, at the same time, within the grace and five seconds."""
+        ending = [entry for entry in self._entries.values() if entry.workload.kind == kind]
+        for entry in ending:
+            if entry.stopping is not None:
+                entry.stopping.cancel()
+                entry.stopping = None
+            if entry.probe is not None:
+                entry.probe.cancel()
+        await asyncio.gather(*(self._end(entry, grace_seconds) for entry in ending))

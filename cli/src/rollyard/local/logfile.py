@@ -1,0 +1,56 @@
+"""A log file bounded in size: at the bound it becomes `NAME.1` and a new one begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+LIMIT_BYTES = 8 << 20
+_TAIL_BYTES = 4096
+
+
+class LogFile:
+    """Appends bytes; at most two files of `limit` bytes each exist. Remembers the last lines."""
+
+    def __init__(self, path: Path, limit: int = LIMIT_BYTES) -> None:
+        self.path = path
+        self._limit = limit
+        self._file: BinaryIO = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
+        self._tail = b""
+
+    def write(self, data: bytes) -> None:
+        """Appends; a full disk loses log lines, not the process."""
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        try:
+            if self._size + len(data) > self._limit and self._size:
+                self._file.close()
+                self.path.replace(self.path.with_name(self.path.name + ".1"))
+                self._file = self.path.open("ab", buffering=0)
+                self._size = 0
+            self._size += self._file.write(data[-self._limit :]) or 0
+        except OSError:
+            return
+
+    def last_line(self) -> str:
+        """The last line that says something, at most 300 characters."""
+        return _last_of(self._tail)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log file that says something; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            tail = file.read()
+    except OSError:
+        return ""
+    return _last_of(tail)
+
+
+def _last_of(tail: bytes) -> str:
+    lines = [line.strip() for line in tail.decode(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "")[:300]

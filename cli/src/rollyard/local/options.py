@@ -1,0 +1,46 @@
+"""What `rollyard up` was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rollyard.errors import NotFound
+
+DEFAULT_PORT = 8765
+DEFAULT_POOL = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Settings of one supervisor."""
+
+    home: Path
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    """0: a free one."""
+    backend_url: str = ""
+    """A running vLLM-compatible server; empty: an embedded engine."""
+    model: str = ""
+    """Embedded: model folder. External: the name that the server serves."""
+    tokenizer: str = ""
+    """External: folder with tokenizer.json and the chat template."""
+    sandbox: str = "bubblewrap"
+
+
+def shipped_model() -> Path:
+    """The folder of the policy that the engine ships.
+
+    Raises:
+        NotFound: this installation lacks it.
+    """
+    spec = find_spec("rollyard_engine")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / "models" / "tiny-policy"
+        if (path / "genai_config.json").is_file():
+            return path
+    raise NotFound(
+        "this installation lacks the shipped model (rollyard_engine/models/tiny-policy); "
+        "give one with --model DIR, or a running server with --backend URL"
+    )

@@ -1,0 +1,90 @@
+"""Processes by identity: a pid together with its start time, so that a reused pid is not mistaken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_START_TIME = 19  # field 22 of /proc/PID/stat, counted after the command name and its parenthesis
+_STATE = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One process for good: pid, start time in clock ticks since boot, and the boot."""
+
+    pid: int
+    start_ticks: int
+    boot_id: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Identity | None:
+        """The identity in a pid file; None if the file is not one."""
+        try:
+            return cls(int(document["pid"]), int(document["start_ticks"]), str(document["boot_id"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text.rsplit(")", 1)[1].split()
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def identify(pid: int) -> Identity | None:
+    """The identity of a living process; None if there is none."""
+    fields = _stat(pid)
+    if fields is None:
+        return None
+    return Identity(pid, int(fields[_START_TIME]), _boot_id())
+
+
+def is_alive(identity: Identity) -> bool:
+    """Whether this very process runs (a zombie does not)."""
+    fields = _stat(identity.pid)
+    return (
+        fields is not None
+        and fields[_STATE] not in ("Z", "X")
+        and int(fields[_START_TIME]) == identity.start_ticks
+        and _boot_id() == identity.boot_id
+    )
+
+
+def send(identity: Identity, number: signal.Signals, group: bool = False) -> None:
+    """Signals a process (or the group that it leads), if it is still the same one."""
+    if is_alive(identity):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(identity.pid, number) if group else os.kill(identity.pid, number)
+
+
+def end(identity: Identity, grace_seconds: float) -> bool:
+    """SIGTERM, then SIGKILL after the grace; whether it is gone. For processes that are not children."""
+    send(identity, signal.SIGTERM)
+    deadline = time.monotonic() + grace_seconds
+    while is_alive(identity) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if is_alive(identity):
+        send(identity, signal.SIGKILL, group=True)
+        deadline = time.monotonic() + 5.0
+        while is_alive(identity) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    return not is_alive(identity)

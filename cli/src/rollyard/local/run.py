@@ -1,0 +1,63 @@
+"""Runs a supervisor with everything real: REST, sandboxes, signals, and a compact account of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+
+from rollyard.local.home import Home
+from rollyard.local.options import Options
+from rollyard.local.store import RestStore
+from rollyard.local.supervisor import Ready, Supervisor, install_signals
+
+SWEEP_SECONDS = 15.0
+
+
+def make_supervisor(
+    options: Options, on_ready: Callable[[Ready], None], say: Callable[[str], None]
+) -> Supervisor:
+    """A supervisor over REST that removes its sandboxes when it ends."""
+    return Supervisor(
+        options,
+        RestStore,
+        on_ready=on_ready,
+        on_trouble=lambda trouble: say(f"trouble: {trouble}"),
+        sweep_sandboxes=lambda: remove_sandboxes(Home(options.home), options.sandbox),
+    )
+
+
+async def remove_sandboxes(home: Home, provider_name: str) -> None:
+    """Removes every sandbox of this home. Those that resist die by their own lease."""
+    from rollyard_pipeline.sandboxes import open_provider
+
+    provider = open_provider(provider_name, run_dir=home.run, node=socket.gethostname())
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SWEEP_SECONDS):
+            for sandbox in provider.claimed():
+                await provider.release(sandbox)
+            await provider.sweep()
+            await provider.aclose()
+
+
+async def run_supervisor(options: Options, say: Callable[[str], None]) -> None:
+    """`rollyard up` in the foreground: until Ctrl-C, SIGTERM, or a failure to start.
+
+    Raises:
+        HomeInUse, StartFailed: see Supervisor.run.
+    """
+
+    def ready(what: Ready) -> None:
+        if what.swept:
+            say(f"removed what an earlier run left: {', '.join(what.swept)}")
+        say(f"Rollyard runs at {what.url}  (API: {what.url}/docs)")
+        say(f"  backend  {what.backend}")
+        say(f"  sandbox  {options.sandbox}")
+        say(f"  home     {options.home}  (logs in {Home(options.home).logs})")
+        say("Submit with `rollyard submit -f job.yaml`; stop with Ctrl-C.")
+
+    supervisor = make_supervisor(options, ready, say)
+    install_signals(supervisor)
+    await supervisor.run()
+    say("stopped; nothing is left running")

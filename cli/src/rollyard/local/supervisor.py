@@ -1,0 +1,311 @@
+"""`rollyard up`: one control plane, and a reconcile loop over its jobs and pools.
+
+Level-based: every turn looks at everything and acts on the difference. What wakes it
+(a child's end, a backend's health, half a second) only decides when it looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+import httpx
+from rollyard_crds import (
+    BackendPool,
+    BackendPoolStatus,
+    BackendStatus,
+    RolloutJob,
+    RolloutJobStatus,
+)
+from rollyard_operator.conditions import holds
+from rollyard_operator.plan import ObservedJob, ObservedPool, Owner, PoolState, Profile, Stop
+from rollyard_operator.reconcile import reconcile_job, reconcile_pool
+
+from rollyard.errors import CliError
+from rollyard.local.child import sweep
+from rollyard.local.controlplane import ControlPlane
+from rollyard.local.fleet import Fleet
+from rollyard.local.home import Home
+from rollyard.local.options import DEFAULT_POOL, Options, shipped_model
+
+TURN_SECONDS = 0.5
+WORKER_GRACE_SECONDS = 8.0
+BACKEND_GRACE_SECONDS = 3.0
+CONTROL_PLANE_GRACE_SECONDS = 3.0
+CLOSED = "rollyard.dev/closed"
+CANCEL_REASON = "rollyard.dev/cancel-reason"
+PROFILE = Profile(combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=30.0, stable_seconds=60.0)
+
+
+class Store(Protocol):
+    """What the driver asks of the control plane."""
+
+    async def jobs(self) -> Sequence[RolloutJob]: ...
+    async def pools(self) -> Sequence[BackendPool]: ...
+    async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> None: ...
+    async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> None: ...
+    async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> None: ...
+    async def cancel(self, job: RolloutJob) -> None: ...
+    async def create_pool(self, pool: BackendPool) -> None: ...
+    async def delete_pool(self, namespace: str, name: str) -> None: ...
+    async def close(self) -> None: ...
+
+
+class StoreTrouble(CliError):
+    """A call to the control plane failed just now; the next turn tries again."""
+
+    reason = "StoreTrouble"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What `rollyard up` tells when everything was started."""
+
+    url: str
+    token: str
+    backend: str
+    swept: tuple[str, ...]
+
+
+def default_pool(options: Options) -> BackendPool:
+    """The pool `default` that `rollyard up` makes: the given server, or an embedded engine."""
+    if options.backend_url:
+        spec = {
+            "model": options.model,
+            "engine": {"type": "external", "external": {"urls": [options.backend_url.rstrip("/")]}},
+        }
+        if options.tokenizer:
+            spec["tokenizer"] = options.tokenizer
+    else:
+        spec = {"model": options.model or str(shipped_model())}
+    return BackendPool.model_validate({"metadata": {"name": DEFAULT_POOL}, "spec": spec})
+
+
+class Supervisor:
+    """Runs one home until it is told to stop; leaves nothing behind."""
+
+    def __init__(
+        self,
+        options: Options,
+        make_store: Callable[[str, str], Store],
+        on_ready: Callable[[Ready], None] = lambda ready: None,
+        on_trouble: Callable[[str], None] = lambda trouble: None,
+        sweep_sandboxes: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._options = options
+        self._make_store = make_store
+        self._on_ready = on_ready
+        self._sweep_sandboxes = sweep_sandboxes
+        self._home = Home(options.home)
+        self._wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._on_trouble = on_trouble
+        self._trouble = ""
+
+    def stop(self) -> None:
+        """Ends `run`; everything is drained and stopped first."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Holds the home, starts everything, reconciles until stopped.
+
+        Raises:
+            HomeInUse: another supervisor runs on this home.
+            StartFailed: the control plane does not become ready.
+        """
+        pool = default_pool(self._options)
+        with self._home.locked():
+            swept = sweep(self._home.pids)
+            self._home.write_supervisor(os.getpid())
+            try:
+                async with httpx.AsyncClient(trust_env=False) as http:
+                    await self._serve(http, pool, tuple(swept))
+            finally:
+                self._home.remove_context()
+                self._home.supervisor_file.unlink(missing_ok=True)
+
+    async def _serve(self, http: httpx.AsyncClient, pool: BackendPool, swept: tuple[str, ...]) -> None:
+        plane = ControlPlane(self._home, self._options, http)
+        fleet: Fleet | None = None
+        store: Store | None = None
+        try:
+            if not await self._unless_stopped(plane.start()):
+                return
+            fleet = Fleet(self._home, self._options, plane.url, http, self._wake.set)
+            store = self._make_store(plane.url, plane.token("admin"))
+            await self._make_pool(store, pool)
+            self._home.write_context(plane.url)
+            self._on_ready(
+                Ready(plane.url, plane.token("admin"), self._options.backend_url or pool.spec.model, swept)
+            )
+            async with asyncio.TaskGroup() as group:
+                keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
+                turning = group.create_task(self._loop(store, fleet), name="reconcile")
+                await self._stop.wait()
+                keeping.cancel()
+                turning.cancel()
+        finally:
+            await self._shut_down(plane, fleet)
+            if store is not None:
+                await store.close()
+
+    async def _unless_stopped(self, start: Awaitable[None]) -> bool:
+        starting = asyncio.ensure_future(start)
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return False
+            await starting
+            return True
+        finally:
+            for task in (starting, stopping):
+                task.cancel()
+            await asyncio.gather(starting, stopping, return_exceptions=True)
+
+    async def _shut_down(self, plane: ControlPlane, fleet: Fleet | None) -> None:
+        # Workers first: they hand over what they hold while somebody is there to take it.
+        if fleet is not None:
+            await fleet.stop_all("stage-worker", WORKER_GRACE_SECONDS)
+            await fleet.stop_all("backend", BACKEND_GRACE_SECONDS)
+        await plane.stop(CONTROL_PLANE_GRACE_SECONDS)
+        if self._sweep_sandboxes is not None:
+            await self._sweep_sandboxes()
+
+    async def _make_pool(self, store: Store, pool: BackendPool) -> None:
+        """The pool `default` as asked for now; one of an earlier `up` gives way to it."""
+        meta = pool.metadata
+        for old in await store.pools():
+            same_name = (old.metadata.namespace, old.metadata.name) == (meta.namespace, meta.name)
+            if same_name and old.spec != pool.spec:
+                await store.delete_pool(meta.namespace, meta.name)
+        await store.create_pool(pool)
+
+    async def _loop(self, store: Store, fleet: Fleet) -> None:
+        while True:
+            self._wake.clear()
+            with self._tolerant():
+                await self._turn(store, fleet, datetime.now(UTC))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TURN_SECONDS):
+                    await self._wake.wait()
+
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        # A control plane that does not answer is being restarted, and an object may vanish
+        # between two calls: the children go on, and the next turn looks again.
+        try:
+            yield
+        except StoreTrouble as trouble:
+            if str(trouble) != self._trouble:
+                self._trouble = str(trouble)
+                self._on_trouble(self._trouble)
+
+    async def _turn(self, store: Store, fleet: Fleet, now: datetime) -> None:
+        jobs, pools = await store.jobs(), await store.pools()
+        here = {owner_of(job) for job in jobs} | {owner_of(pool) for pool in pools}
+        for owner in fleet.owners() - here:
+            for seen in fleet.observed(owner):
+                fleet.stop(Stop(seen.name, PROFILE.stop_seconds))
+        for pool in pools:
+            with self._tolerant():
+                await self._pool_turn(store, fleet, pool, now)
+        ready = {(pool.metadata.namespace, pool.metadata.name): _pool_state(pool) for pool in pools}
+        active = {owner_of(job) for job in jobs if _is_active(job)}
+        for job in sorted(jobs, key=_age):
+            with self._tolerant():
+                await self._job_turn(store, fleet, job, ready, active, now)
+
+    async def _pool_turn(self, store: Store, fleet: Fleet, pool: BackendPool, now: datetime) -> None:
+        owner = owner_of(pool)
+        external = pool.spec.engine.type == "external"
+        observed = ObservedPool(
+            workloads=fleet.observed(owner), external=tuple(pool.status.backends) if external else ()
+        )
+        plan = reconcile_pool(pool, observed, now, PROFILE)
+        await fleet.carry_out(plan)
+        if not external and _told(plan.status.backends) != _told(pool.status.backends):
+            await store.put_backends(pool, plan.status.backends)
+        if _without_counts(plan.status) != _without_counts(pool.status):
+            await store.put_pool_status(pool, plan.status)
+        pool.status = plan.status
+
+    async def _job_turn(
+        self,
+        store: Store,
+        fleet: Fleet,
+        job: RolloutJob,
+        pools: dict[tuple[str, str], PoolState],
+        active: set[Owner],
+        now: datetime,
+    ) -> None:
+        owner = owner_of(job)
+        workloads = fleet.observed(owner)
+        if holds(job.status.conditions, "Finished") and not workloads:
+            return
+        reference = job.spec.backend_ref
+        annotations = job.metadata.annotations
+        observed = ObservedJob(
+            workloads=workloads,
+            pool=pools.get((job.metadata.namespace, reference.name)) if reference is not None else None,
+            closed=CLOSED in annotations,
+            cancelled=annotations.get(CANCEL_REASON, ""),
+            admitted_others=len(active - {owner}),
+        )
+        plan = reconcile_job(job, observed, now, PROFILE)
+        await fleet.carry_out(plan)
+        if plan.cancel and CANCEL_REASON not in annotations:
+            await store.cancel(job)
+        before, after = job.status, plan.status
+        if (before.phase, before.conditions, before.observed_generation, before.message) != (
+            after.phase,
+            after.conditions,
+            after.observed_generation,
+            after.message,
+        ):
+            await store.put_job_status(job, after)
+        if holds(after.conditions, "Admitted") and not holds(after.conditions, "Finished"):
+            active.add(owner)
+
+
+def owner_of(thing: RolloutJob | BackendPool) -> Owner:
+    """The object as its workloads name it."""
+    meta = thing.metadata
+    return Owner(thing.kind, meta.namespace, meta.name, meta.uid or "")
+
+
+def _is_active(job: RolloutJob) -> bool:
+    conditions = job.status.conditions
+    return holds(conditions, "Admitted") and not holds(conditions, "Finished")
+
+
+def _age(job: RolloutJob) -> tuple[int, datetime]:
+    return (-job.spec.priority, job.metadata.creation_timestamp or datetime.min.replace(tzinfo=UTC))
+
+
+def _pool_state(pool: BackendPool) -> PoolState:
+    trouble = next(
+        (c.message for c in pool.status.conditions if c.type == "Ready" and c.status != "True"), ""
+    )
+    return PoolState(pool.status.ready_replicas, trouble)
+
+
+def _told(backends: Sequence[BackendStatus]) -> list[tuple[str, bool, str]]:
+    return [(backend.url, backend.ready, backend.message) for backend in backends]
+
+
+def _without_counts(status: BackendPoolStatus) -> tuple[object, ...]:
+    return (status.conditions, status.observed_generation, status.replicas, status.selector)
+
+
+def install_signals(supervisor: Supervisor) -> None:
+    """Ctrl-C and SIGTERM stop the supervisor of the running loop; a second one changes nothing."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, supervisor.stop)

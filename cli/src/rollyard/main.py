@@ -1,0 +1,94 @@
+"""The `rollyard` command: names and one-line helps here, everything else loaded when called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from rollyard.errors import CliError, UsageProblem
+
+COMMANDS: dict[str, str] = {
+    "up": "Start control plane, workers and a backend on this machine",
+    "down": "Stop what `rollyard up` started",
+    "doctor": "What works on this machine, and what to do about the rest",
+    "submit": "Submit a job or a backend pool from a manifest",
+    "get": "List jobs (rj) or backend pools (bp), or show one",
+    "describe": "Everything about one job or pool, for people",
+    "watch": "Follow a job's progress until it ends",
+    "trajectories": "Write a job's trajectories to a file (.parquet or .jsonl)",
+    "view": "Read a trajectory turn by turn, sampled tokens marked",
+    "cancel": "Cancel a job, a group or a rollout",
+    "validate": "Check manifests and the tasks they name, without a server",
+    "worker": "Run a stage worker against a control plane",
+    "quickstart": "Run the quickstart job on this machine, from nothing to trajectories",
+    "version": "Print the version",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called, never for `--help`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"rollyard.commands.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else " See `rollyard --help`."
+            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+def cli() -> None:
+    """Rollouts as a service for reinforcement learning of multi-turn LLM agents.
+
+    Start with `rollyard quickstart`, or `rollyard up` and `rollyard submit -f job.yaml`.
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; the exit status: 0, 1 with one line of error, 2 for wrong usage, 130 on Ctrl-C."""
+    arguments: Any = list(argv) if argv is not None else None
+    try:
+        result = cli.main(args=arguments, prog_name="rollyard", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe went away; nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except UsageProblem as error:
+        click.echo(f"rollyard: {error}", err=True)
+        return 2
+    except CliError as error:
+        click.echo(f"rollyard: {error}", err=True)
+        return 1
+    return result if isinstance(result, int) else 0

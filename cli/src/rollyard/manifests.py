@@ -1,0 +1,180 @@
+"""Manifests and task lists on this machine: read, checked, and made absolute for the control plane."""
+
+from __future__ import annotations
+
+import gzip
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, TextIO, cast
+from urllib.parse import unquote, urlsplit
+
+from rollyard_crds import Manifest, ManifestError, RolloutJob, Task, TaskListError, load, parse_lines
+
+from rollyard.errors import InvalidInput, NotFound
+
+MAX_MANIFEST_BYTES = 16 << 20
+MAX_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a check found: lines about what is good, and problems."""
+
+    good: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def read_manifests(path: Path) -> list[Manifest]:
+    """Every manifest of a file, with task paths made absolute (relative ones: to the file).
+
+    Raises:
+        NotFound: there is no such file.
+        InvalidInput: a document is refused; the message names field and fault.
+    """
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise InvalidInput(f"{path}: larger than {MAX_MANIFEST_BYTES >> 20} MiB; is it a manifest?")
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path}: not UTF-8 text ({error})") from error
+    except OSError as error:
+        raise NotFound(f"{path}: {error.strerror}") from error
+    try:
+        manifests = load(text)
+    except ManifestError as error:
+        raise InvalidInput(f"{path}: {error}") from error
+    return [_absolute(manifest, path.parent.resolve()) for manifest in manifests]
+
+
+def _absolute(manifest: Manifest, folder: Path) -> Manifest:
+    """A task path that is no URL is meant relative to the manifest."""
+    if isinstance(manifest, RolloutJob) and manifest.spec.tasks.url is not None:
+        url = manifest.spec.tasks.url
+        if "://" not in url:
+            manifest.spec.tasks.url = (folder / url).resolve().as_uri()
+    return manifest
+
+
+def local_path(url: str) -> Path | None:
+    """The path of a `file:` URL; None for any other."""
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """The tasks of a JSON-lines file (`.gz` too).
+
+    Raises:
+        NotFound: there is no such file.
+        TaskListError: a line is malformed; its number and field are named.
+    """
+    try:
+        with text_file(path) as file:
+            return parse_lines(file)
+    except OSError as error:
+        raise NotFound(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise TaskListError([f"not UTF-8 text ({error})"]) from error
+
+
+def text_file(path: Path) -> AbstractContextManager[TextIO]:
+    """A text file opened for reading, unpacked if its name ends in `.gz`."""
+    if path.suffix == ".gz":
+        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
+    return path.open(encoding="utf-8")
+
+
+def names_of(group: str) -> list[str]:
+    """The installed entry points of a group, sorted."""
+    return sorted({point.name for point in entry_points(group=f"rollyard.{group}")})
+
+
+def entry_point_problems(job: RolloutJob) -> list[str]:
+    """Handlers, agents, tools and parsers that are not installed here."""
+    wanted = [
+        ("spec.handler", "handlers", job.spec.handler),
+        ("spec.agent.type", "agents", job.spec.agent.type),
+        ("spec.agent.toolParser", "tool_parsers", job.spec.agent.tool_parser),
+        *((f"spec.agent.tools[{i}]", "tools", tool) for i, tool in enumerate(job.spec.agent.tools)),
+    ]
+    problems = []
+    for field, group, name in wanted:
+        installed = names_of(group)
+        if name not in installed:
+            kind = group.rstrip("s").replace("_", "-")
+            problems.append(f"{field}: no {kind} {name!r} is installed; installed: {', '.join(installed)}")
+    return problems
+
+
+def handler_problems(handler: str, tasks: list[Task]) -> list[str]:
+    """What the handler itself finds wrong with the tasks, by task id."""
+    points = [point for point in entry_points(group="rollyard.handlers") if point.name == handler]
+    if not points:
+        return [f"no handler {handler!r} is installed; installed: {', '.join(names_of('handlers'))}"]
+    made: Any = points[0].load()
+    instance = made() if isinstance(made, type) else made
+    check = getattr(instance, "check", None)
+    if check is None:
+        return []
+    problems: list[str] = []
+    for task in tasks:
+        problems += [f"task {task.id!r}: {problem}" for problem in check(task)]
+        if len(problems) >= MAX_PROBLEMS:
+            return [*problems[:MAX_PROBLEMS], "… (more)"]
+    return problems
+
+
+def check_job(job: RolloutJob) -> Report:
+    """One job with its tasks, as far as this machine can tell."""
+    where = f"RolloutJob {job.metadata.name!r}"
+    problems = [f"{where}: {problem}" for problem in entry_point_problems(job)]
+    source = job.spec.tasks
+    path = local_path(source.url) if source.url is not None else None
+    tasks: list[Task] = []
+    if source.inline is not None:
+        tasks = source.inline
+    elif path is not None:
+        try:
+            tasks = read_tasks(path)
+        except TaskListError as error:
+            return Report(problems=(*problems, *(f"{path}: {problem}" for problem in error.problems)))
+        except NotFound as error:
+            return Report(problems=(*problems, f"{where}: spec.tasks.url: {error}"))
+    if tasks and not problems:
+        problems += [f"{where}: {problem}" for problem in handler_problems(job.spec.handler, tasks)]
+    if problems:
+        return Report(problems=tuple(problems))
+    told = f"{len(tasks)} tasks" if tasks else f"tasks at {source.url}" if source.url else "a stream"
+    return Report(good=(f"{where} is valid ({told}, {job.spec.samples_per_task} samples each)",))
+
+
+def check_file(path: Path, handler: str | None = None) -> Report:
+    """A manifest file or a task list, told apart by the file's name.
+
+    Raises:
+        NotFound: there is no such file.
+    """
+    if path.name.endswith((".jsonl", ".jsonl.gz", ".ndjson")):
+        try:
+            tasks = read_tasks(path)
+        except TaskListError as error:
+            return Report(problems=tuple(error.problems))
+        problems = handler_problems(handler, tasks) if handler else []
+        if problems:
+            return Report(problems=tuple(problems))
+        return Report(good=(f"{len(tasks)} tasks are valid",))
+    try:
+        manifests = read_manifests(path)
+    except InvalidInput as error:
+        return Report(problems=(str(error).removeprefix(f"{path}: "),))
+    good: tuple[str, ...] = ()
+    problems_found: tuple[str, ...] = ()
+    for manifest in manifests:
+        if isinstance(manifest, RolloutJob):
+            report = check_job(manifest)
+            good, problems_found = good + report.good, problems_found + report.problems
+        else:
+            good += (f"BackendPool {manifest.metadata.name!r} is valid",)
+    return Report(good, problems_found)

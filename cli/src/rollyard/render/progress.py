@@ -1,0 +1,139 @@
+"""Progress of a job: bars per stage on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rollyard_crds import STAGES, RolloutCounts, RolloutJob, StageName
+
+LINE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress:
+    """How far one stage is: rollouts that are past it, in it, and waiting for it."""
+
+    stage: StageName
+    done: int
+    active: int
+    queued: int
+
+
+def stage_progress(counts: RolloutCounts) -> tuple[StageProgress, ...]:
+    """Per stage. A rollout that has ended is past every stage."""
+    done = counts.succeeded + counts.failed + counts.cancelled
+    out = []
+    for stage in reversed(STAGES):
+        here = getattr(counts, stage)
+        out.append(StageProgress(stage, done, here.active, here.queued))
+        done += here.active + here.queued
+    return tuple(reversed(out))
+
+
+class ProgressView(Protocol):
+    """Shows one job's state after another."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def update(self, job: RolloutJob) -> None: ...
+
+
+def reward_text(job: RolloutJob) -> str:
+    """`reward 0.412, 3 failed`, as far as there is something to tell."""
+    status = job.status
+    parts = [] if status.reward_mean is None else [f"reward {status.reward_mean:.3f}"]
+    parts += [f"{status.counts.failed} failed"] if status.counts.failed else []
+    parts += [f"{status.counts.cancelled} cancelled"] if status.counts.cancelled else []
+    return ", ".join(parts)
+
+
+class Bars:
+    """One bar for each stage."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:<5}"),
+            BarColumn(bar_width=36),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._tasks: dict[StageName, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        for stage in STAGES:
+            self._tasks[stage] = self._progress.add_task(stage.capitalize(), total=None, note="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, job: RolloutJob) -> None:
+        """Moves the bars to this state."""
+        for item in stage_progress(job.status.counts):
+            note = f"{item.active} active, {item.queued} queued"
+            if item.stage == "eval":
+                note = ", ".join(part for part in (note, reward_text(job)) if part)
+            if item.stage == "init" and job.status.message and job.status.phase == "Pending":
+                note = job.status.message
+            self._progress.update(
+                self._tasks[item.stage],
+                completed=item.done,
+                total=job.status.counts.total or None,
+                note=note,
+            )
+
+
+class Lines:
+    """One line now and then, and one at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last = ""
+        self._at = float("-inf")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def update(self, job: RolloutJob) -> None:
+        """Writes a line if the state has changed and the last line is old enough, or the job ended."""
+        line = progress_line(job)
+        ended = job.status.completion_time is not None
+        now = time.monotonic()
+        if line == self._last or (now - self._at < LINE_SECONDS and not ended):
+            return
+        self._last, self._at = line, now
+        self._console.print(line, soft_wrap=True)
+
+
+def progress_line(job: RolloutJob) -> str:
+    """`Run: init 64/64, run 12/64 (16 active), eval 3/64, reward 0.500`."""
+    counts = job.status.counts
+    parts = []
+    for item in stage_progress(counts):
+        busy = f" ({item.active} active)" if item.active else ""
+        parts.append(f"{item.stage} {item.done}/{counts.total}{busy}")
+    tail = [reward_text(job)] if reward_text(job) else []
+    waiting = [job.status.message] if job.status.message and job.status.completion_time is None else []
+    return f"{job.status.phase}: " + ", ".join([*parts, *tail, *waiting])
+
+
+def progress_view(console: Console) -> ProgressView:
+    """Bars on a terminal, lines elsewhere."""
+    return Bars(console) if console.is_terminal else Lines(console)

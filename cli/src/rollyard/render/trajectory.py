@@ -1,0 +1,213 @@
+"""A trajectory for reading: turn by turn, sampled tokens marked, with their log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from rollyard_crds.trajectory import Segment, Trajectory, Turn
+
+Decode = Callable[[Sequence[int]], str]
+
+SAMPLED = "bold green"
+OUTSIDE = "default"
+DIM = "dim"
+OPEN, CLOSE = "«", "»"
+PROMPT_LIMIT = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobStats:
+    """Of the sampled tokens of one turn, in nats."""
+
+    count: int
+    mean: float
+    lowest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> LogprobStats:
+        if not values:
+            return cls(0, 0.0, 0.0)
+        return cls(len(values), sum(values) / len(values), min(values))
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "no tokens"
+        return f"{self.count} tokens, logprob mean {self.mean:.3f}, lowest {self.lowest:.2f}"
+
+
+def tokenizer_decode(folder: Path) -> Decode:
+    """Decodes with `tokenizer.json` of a model folder, special tokens shown.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it cannot be read as a tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json" if folder.is_dir() else folder
+    text = file.read_text()
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises its own bare Exception
+        raise ValueError(f"{file}: not a tokenizer: {error}") from error
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    return decode
+
+
+def why(trajectory: Trajectory) -> str:
+    """Why a rollout has no reward or a reward of zero, in one line; empty if neither."""
+    if trajectory.status != "succeeded":
+        detail = f": {trajectory.message}" if trajectory.message else ""
+        return f"{trajectory.status}, {trajectory.reason or 'no reason given'}{detail}"
+    if trajectory.reward is None or trajectory.reward > 0:
+        return ""
+    parts = []
+    if trajectory.truncated:
+        parts.append(f"truncated ({trajectory.truncated_reason})")
+    errors = [call.error for turn in trajectory.turns for call in turn.tool_calls if call.error]
+    if errors:
+        parts.append(f"{len(errors)} tool calls failed, last: {errors[-1]}")
+    calls = sum(len(turn.tool_calls) for turn in trajectory.turns)
+    if not calls:
+        parts.append("it never called a tool")
+    return "reward 0: " + ("; ".join(parts) if parts else f"not solved in {len(trajectory.turns)} turns")
+
+
+def header(trajectory: Trajectory) -> Iterator[Text]:
+    """What the rollout is and how it ended."""
+    reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
+    yield Text(f"{trajectory.id}", style="bold")
+    yield Text(
+        f"task {trajectory.task_id}, sample {trajectory.sample_index}: {trajectory.status}, reward {reward}"
+        + (f", truncated ({trajectory.truncated_reason})" if trajectory.truncated else "")
+    )
+    reasons = why(trajectory)
+    if reasons:
+        yield Text(reasons, style="yellow")
+    if trajectory.reward_components:
+        parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.reward_components.items())
+        yield Text(f"reward components: {parts}", style=DIM)
+    timings = trajectory.timings
+    for name in ("init", "run", "eval"):
+        stage = getattr(timings, name)
+        yield Text(
+            f"{name:<5} worked {stage.active_seconds:.3f} s after {stage.queued_seconds:.3f} s in the queue"
+            + (f", {stage.attempts} attempts" if stage.attempts > 1 else ""),
+            style=DIM,
+        )
+    yield Text(
+        f"of Run: model {timings.model_seconds:.3f} s, tools {timings.tool_seconds:.3f} s, "
+        f"own code {timings.own_seconds:.3f} s",
+        style=DIM,
+    )
+
+
+class TrajectoryView:
+    """Writes trajectories to a console; without a terminal, sampled text stands in «…»."""
+
+    def __init__(self, console: Console, decode: Decode | None = None) -> None:
+        self._console = console
+        self._decode = decode
+
+    def show(self, trajectory: Trajectory) -> None:
+        """The whole trajectory."""
+        for line in header(trajectory):
+            self._console.print(line, soft_wrap=True)
+        self._console.print()
+        self._start(trajectory)
+        if self._decode is not None and trajectory.segments:
+            self._tokens(trajectory, self._decode)
+        else:
+            self._messages(trajectory)
+
+    def _sampled(self, text: str) -> Text:
+        if self._console.is_terminal:
+            return Text(text, style=SAMPLED)
+        return Text(f"{OPEN}{text}{CLOSE}")
+
+    def _start(self, trajectory: Trajectory) -> None:
+        for message in trajectory.messages:
+            if message.role == "assistant":
+                break
+            if message.role in ("system", "user"):
+                text = message.content
+                shown = (
+                    text if len(text) <= PROMPT_LIMIT else f"{text[:PROMPT_LIMIT]}… ({len(text)} characters)"
+                )
+                self._rule(message.role)
+                self._console.print(Text(shown), soft_wrap=True)
+
+    def _rule(self, title: str) -> None:
+        self._console.print(Text(f"── {title}", style=DIM), soft_wrap=True)
+
+    def _turn_title(self, number: int, turn: Turn, values: Sequence[float]) -> None:
+        self._rule(
+            f"turn {number}: {LogprobStats.of(values)}, ended by {turn.finish_reason}, "
+            f"model {turn.model_seconds:.3f} s, tools {turn.tool_seconds:.3f} s"
+        )
+
+    def _calls(self, turn: Turn) -> None:
+        for call in turn.tool_calls:
+            line = Text(f"   {call.name} {_arguments(call.arguments)}  {call.seconds:.3f} s", style="cyan")
+            if call.error:
+                line.append(f"  {call.error}", style="red")
+            self._console.print(line, soft_wrap=True)
+
+    def _tokens(self, trajectory: Trajectory, decode: Decode) -> None:
+        for number, turn in enumerate(trajectory.turns, start=1):
+            segment = trajectory.segments[turn.segment]
+            previous = trajectory.turns[number - 2] if number > 1 else None
+            if previous is not None and previous.segment != turn.segment:
+                self._rule(f"segment {turn.segment + 1}: the prompt was rendered anew")
+            self._turn_title(number, turn, segment.logprobs[turn.start : turn.end])
+            self._console.print(
+                self._sampled(decode(segment.response_ids[turn.start : turn.end])), soft_wrap=True
+            )
+            self._calls(turn)
+            outside = _outside_after(trajectory, number - 1, segment)
+            if outside:
+                self._console.print(Text(decode(outside), style=OUTSIDE), soft_wrap=True)
+
+    def _messages(self, trajectory: Trajectory) -> None:
+        turns = iter(enumerate(trajectory.turns, start=1))
+        started = False
+        for message in trajectory.messages:
+            if message.role == "assistant":
+                started = True
+                number, turn = next(turns, (0, None))
+                if turn is not None:
+                    segment = trajectory.segments[turn.segment] if trajectory.segments else None
+                    values = segment.logprobs[turn.start : turn.end] if segment is not None else []
+                    self._turn_title(number, turn, values)
+                self._console.print(self._sampled(message.content), soft_wrap=True)
+                if turn is not None:
+                    self._calls(turn)
+            elif started:
+                self._rule(message.role)
+                self._console.print(Text(message.content), soft_wrap=True)
+
+
+def _outside_after(trajectory: Trajectory, index: int, segment: Segment) -> list[int]:
+    """Tokens between a turn's end and the next turn (or the segment's end): tool results and template."""
+    turn = trajectory.turns[index]
+    following = trajectory.turns[index + 1] if index + 1 < len(trajectory.turns) else None
+    end = following.start if following is not None and following.segment == turn.segment else None
+    return segment.response_ids[turn.end : end]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= PROMPT_LIMIT else f"{text[:PROMPT_LIMIT]}… ({len(text)} characters)"
+
+
+def _arguments(arguments: dict[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text if len(text) <= 400 else f"{text[:400]}…"

@@ -1,0 +1,96 @@
+"""Trajectories in files: JSON lines and Parquet, read back for viewing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rollyard_crds.manifest import describe
+from rollyard_crds.trajectory import Trajectory
+
+from rollyard.errors import InvalidInput, NotFound
+from rollyard.manifests import text_file
+
+JSON_COLUMNS = frozenset({"reward_components", "messages", "turns", "sampling", "timings", "metadata"})
+
+
+def read_file(path: Path) -> Iterator[Trajectory]:
+    """Every trajectory of a file that `rollyard trajectories` or the quickstart wrote.
+
+    Raises:
+        NotFound: there is no such file.
+        InvalidInput: it holds something else; line and field are named.
+    """
+    if not path.is_file():
+        raise NotFound(f"{path}: no such file")
+    if path.suffix == ".parquet":
+        yield from _parquet(path)
+    else:
+        yield from _lines(path)
+
+
+def _lines(path: Path) -> Iterator[Trajectory]:
+    with text_file(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield Trajectory.model_validate_json(line)
+            except ValidationError as error:
+                raise InvalidInput(f"{path}: line {number}: {describe(error)[0]}") from error
+
+
+def _parquet(path: Path) -> Iterator[Trajectory]:
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path}: not a Parquet file: {error}") from error
+    with file:
+        for batch in file.iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                yield _from_row(row, path)
+
+
+def _from_row(row: dict[str, Any], path: Path) -> Trajectory:
+    # Parts of no fixed shape are JSON text in Parquet.
+    present = {name: value for name, value in row.items() if value is not None}
+    for name in JSON_COLUMNS & present.keys():
+        present[name] = json.loads(present[name])
+    try:
+        return Trajectory.model_validate(present)
+    except ValidationError as error:
+        raise InvalidInput(f"{path}: {describe(error)[0]}") from error
+
+
+def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:
+    """The one with this id, or the only one whose id ends so.
+
+    Raises:
+        NotFound: there is none, or several.
+    """
+    near = []
+    for trajectory in trajectories:
+        if trajectory.id == rollout:
+            return trajectory
+        if trajectory.id.endswith(rollout) or trajectory.task_id == rollout:
+            near.append(trajectory)
+    if len(near) == 1:
+        return near[0]
+    if near:
+        ids = ", ".join(trajectory.id for trajectory in near[:8])
+        raise NotFound(f"{rollout!r} fits {len(near)} rollouts: {ids}{', …' if len(near) > 8 else ''}")
+    raise NotFound(f"no rollout {rollout!r}; `rollyard view NAME` without a rollout lists them")
+
+
+def tokenizer_of(path: Path) -> Path | None:
+    """The model folder that `tokenizer.txt` beside a trajectory file names, if it is still there."""
+    try:
+        folder = Path(path.with_name("tokenizer.txt").read_text().strip())
+    except OSError:
+        return None
+    return folder if (folder / "tokenizer.json").is_file() else None

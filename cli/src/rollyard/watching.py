@@ -1,0 +1,38 @@
+"""Following one job until it ends."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rollyard_crds import RolloutJob
+
+from rollyard.errors import JobFailed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rollyard_client import Client
+
+POLL_SECONDS = 0.25
+
+
+def watch(client: Client, name: str, namespace: str, console: Console | None = None) -> RolloutJob:
+    """Shows the job's progress until it is Finished; returns it as it ended."""
+    from rich.console import Console as RichConsole
+    from rollyard_client.finish import finished
+
+    from rollyard.render.progress import progress_view
+
+    with progress_view(console or RichConsole(highlight=False)) as view:
+        while True:
+            job = client.job(name, namespace)
+            view.update(job)
+            if finished(job):
+                return job
+            time.sleep(POLL_SECONDS)
+
+
+def require_success(job: RolloutJob) -> None:
+    """Raises JobFailed unless the job succeeded."""
+    if job.status.phase != "Succeeded":
+        raise JobFailed(f"job {job.metadata.name!r} is {job.status.phase}: {job.status.message}")

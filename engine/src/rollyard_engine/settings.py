@@ -1,0 +1,24 @@
+"""What the command line settles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The command line, parsed; sizes in tokens, requests and bytes."""
+
+    model: Path
+    host: str
+    port: int
+    served_names: tuple[str, ...]
+    policy_version: str
+    max_num_seqs: int
+    max_waiting: int
+    max_kept: int
+    max_model_len: int | None
+    cache_bytes: int
+    threads: int
+    port_file: Path | None

@@ -1,0 +1,62 @@
+"""Conditions: claims with a reason, whose transition time moves only when they flip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+from rollyard_crds import Condition
+
+MESSAGE_LIMIT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One condition, before it is compared with what was said before."""
+
+    type: str
+    status: bool
+    reason: str
+    message: str = ""
+
+
+def find(conditions: Iterable[Condition], kind: str) -> Condition | None:
+    """The condition of this type, if it was ever set."""
+    return next((condition for condition in conditions if condition.type == kind), None)
+
+
+def holds(conditions: Iterable[Condition], kind: str) -> bool:
+    """Whether the condition of this type is True."""
+    condition = find(conditions, kind)
+    return condition is not None and condition.status == "True"
+
+
+def since(conditions: Iterable[Condition], kind: str) -> datetime | None:
+    """When the condition of this type became True, if it holds."""
+    condition = find(conditions, kind)
+    return condition.last_transition_time if condition is not None and condition.status == "True" else None
+
+
+def updated(
+    before: list[Condition], claims: Iterable[Claim], generation: int | None, now: datetime
+) -> list[Condition]:
+    """`claims` as conditions, in their order; those of other types stay as they were."""
+    out = []
+    named = set()
+    for claim in claims:
+        named.add(claim.type)
+        old = find(before, claim.type)
+        status = "True" if claim.status else "False"
+        flipped = old is None or old.status != status
+        out.append(
+            Condition(
+                type=claim.type,
+                status="True" if claim.status else "False",
+                reason=claim.reason,
+                message=claim.message[:MESSAGE_LIMIT],
+                observed_generation=generation,
+                last_transition_time=now if flipped or old is None else old.last_transition_time,
+            )
+        )
+    return out + [condition for condition in before if condition.type not in named]

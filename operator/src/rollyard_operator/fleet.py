@@ -1,0 +1,101 @@
+"""Keeping a set of workloads as it should be: launch, restart with backoff, stop what is too much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from rollyard_operator.plan import Launch, ObservedWorkload, Profile, Stop, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What to launch and stop, and what is wrong meanwhile."""
+
+    launch: tuple[Launch, ...]
+    stop: tuple[Stop, ...]
+    running: int
+    """Wanted workloads that run now, with the spec that is wanted."""
+    troubles: tuple[str, ...]
+    """One line for each wanted workload that died and waits, or died lately."""
+    crash_looping: bool
+    """One of them died more than once within the stable time."""
+    requeue_after: float | None
+
+
+def earliest(times: Iterable[float | None]) -> float | None:
+    """The smallest of the times that are set, never below zero."""
+    given = [max(0.0, time) for time in times if time is not None]
+    return min(given) if given else None
+
+
+def restart_delay(restarts: int, profile: Profile) -> float:
+    """Seconds to wait before restart number `restarts` (from 0): doubling, bounded."""
+    return min(profile.backoff_cap_seconds, profile.backoff_seconds * 2.0 ** min(restarts, 30))
+
+
+def _lived(observed: ObservedWorkload, now: datetime) -> float:
+    return ((observed.exited_at or now) - observed.started_at).total_seconds()
+
+
+def _exit_text(observed: ObservedWorkload) -> str:
+    code = observed.exit_code
+    how = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+    return f"{observed.name} {how}" + (f" ({observed.message})" if observed.message else "")
+
+
+def keep(
+    wanted: Iterable[Workload],
+    observed: Iterable[ObservedWorkload],
+    now: datetime,
+    profile: Profile,
+    grace_seconds: float,
+) -> FleetPlan:
+    """The steps from `observed` to `wanted`.
+
+    A name is launched only while nothing of that name exists or the last one has exited.
+    One of another spec is stopped first; its successor follows once it is gone.
+    """
+    there: Mapping[str, ObservedWorkload] = {workload.name: workload for workload in observed}
+    launch: list[Launch] = []
+    stop: list[Stop] = []
+    troubles: list[str] = []
+    waits: list[float | None] = []
+    running = 0
+    looping = False
+    names = set()
+    for workload in wanted:
+        names.add(workload.name)
+        seen = there.get(workload.name)
+        if seen is None:
+            launch.append(Launch(workload))
+        elif seen.state == "exited":
+            same_life = _lived(seen, now) < profile.stable_seconds
+            restarts = seen.restarts if same_life else 0
+            ended = seen.exited_at or seen.started_at
+            left = restart_delay(restarts, profile) - (now - ended).total_seconds()
+            looping = looping or restarts > 0
+            if left > 0:
+                troubles.append(f"{_exit_text(seen)}; restart {restarts + 1} in {left:.0f} s")
+                waits.append(left)
+            else:
+                troubles.append(f"{_exit_text(seen)}; restart {restarts + 1} now")
+                launch.append(Launch(workload, restarts=restarts + 1))
+        elif seen.spec_hash != workload.spec_hash:
+            if seen.state != "stopping":
+                stop.append(Stop(seen.name, grace_seconds))
+        elif seen.state == "stopping":
+            # Wanted again while it ends: it is launched anew once it is gone.
+            continue
+        else:
+            running += seen.state == "running"
+            steady = profile.stable_seconds - _lived(seen, now)
+            if seen.restarts and steady > 0:
+                troubles.append(f"{seen.name} was restarted {seen.restarts} times")
+                looping = looping or seen.restarts > 1
+                waits.append(steady)
+    for seen in there.values():
+        if seen.name not in names and seen.state != "stopping":
+            stop.append(Stop(seen.name, 0.0 if seen.state == "exited" else grace_seconds))
+    return FleetPlan(tuple(launch), tuple(stop), running, tuple(troubles), looping, earliest(waits))

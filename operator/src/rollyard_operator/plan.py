@@ -1,0 +1,163 @@
+"""What reconcile reads and what it says: workloads, observations and plans.
+
+All of it is immutable data. A driver (local, Kubernetes, Slurm) fills an `Observed…`
+with what it sees, calls reconcile, carries the plan out and sees again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Generic, Literal, TypeVar
+
+from rollyard_crds import BackendPoolStatus, BackendStatus, RolloutJobStatus, StageName
+
+WorkloadKind = Literal["stage-worker", "backend"]
+WorkloadState = Literal["starting", "running", "stopping", "exited"]
+StatusT = TypeVar("StatusT", RolloutJobStatus, BackendPoolStatus)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The object that a workload belongs to."""
+
+    kind: Literal["RolloutJob", "BackendPool"]
+    namespace: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One process, pod or batch job that should run. Its name is deterministic, so a repeat is harmless."""
+
+    name: str
+    kind: WorkloadKind
+    owner: Owner
+    index: int = 0
+    """Replica index, from 0."""
+    stages: tuple[StageName, ...] = ()
+    """Stage workers: the stages it leases from."""
+    concurrency: tuple[tuple[StageName, int], ...] = ()
+    """Stage workers: rollouts at once, for each of its stages."""
+    model: str = ""
+    """Backends: model folder."""
+    args: tuple[str, ...] = ()
+    """Backends: further arguments of the engine's command line."""
+
+    @property
+    def spec_hash(self) -> str:
+        """16 hex digits; changes with everything that a running workload cannot take over."""
+        text = repr((self.stages, self.concurrency, self.model, self.args))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedWorkload:
+    """A workload as its driver sees it."""
+
+    name: str
+    spec_hash: str
+    state: WorkloadState
+    started_at: datetime
+    restarts: int = 0
+    """As the launch that began it said."""
+    exit_code: int | None = None
+    """Exited: its status; negative is a signal."""
+    exited_at: datetime | None = None
+    ready: bool = True
+    """Backends: passed health check and warm-up completion."""
+    unready_since: datetime | None = None
+    """Backends: since when the health check fails."""
+    url: str = ""
+    """Backends: base URL, once known."""
+    message: str = ""
+    """What the driver knows about its trouble (the last line of its log)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """The job's BackendPool, as far as a job needs to know."""
+
+    ready_backends: int
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedJob:
+    """What surrounds a job; its counts stand in the job's own status."""
+
+    workloads: tuple[ObservedWorkload, ...] = ()
+    pool: PoolState | None = None
+    """None: there is no such pool (or the job names none)."""
+    closed: bool = False
+    """No task will come any more: a batch is loaded, or a stream was closed."""
+    cancelled: str = ""
+    """Why the job was cancelled (`Cancelled`, `DeadlineExceeded`, `Deleted`); empty if it was not."""
+    admitted_others: int = 0
+    """Other jobs of this driver that are admitted and not finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedPool:
+    """What surrounds a pool."""
+
+    workloads: tuple[ObservedWorkload, ...] = ()
+    external: tuple[BackendStatus, ...] = ()
+    """External pools: what the probes of its URLs say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start this workload; `restarts` is to be kept with what is observed of it."""
+
+    workload: Workload
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Let a workload drain for at most `grace_seconds`, then end it; forget one that has exited."""
+
+    name: str
+    grace_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[StatusT]):
+    """What to do now, and the status that follows."""
+
+    status: StatusT
+    launch: tuple[Launch, ...] = ()
+    stop: tuple[Stop, ...] = ()
+    cancel: str = ""
+    """Jobs: cancel every rollout that has not ended, for this reason."""
+    delete: bool = False
+    """Jobs: delete the object; its time to live has passed."""
+    requeue_after: float | None = None
+    """Seconds after which time alone changes the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What differs between drivers, and the bounds of restarting."""
+
+    combine_stages: bool = False
+    """One worker for all three stages where each stage wants one replica."""
+    max_active_jobs: int = 16
+    """More are Pending until one has finished."""
+    backoff_seconds: float = 1.0
+    """Delay before the first restart; doubles with each."""
+    backoff_cap_seconds: float = 60.0
+    """Longest delay between restarts."""
+    stable_seconds: float = 120.0
+    """A workload that ran this long starts over with the shortest delay."""
+    start_seconds: float = 300.0
+    """A backend that is not ready by then is restarted."""
+    unready_seconds: float = 60.0
+    """A backend whose health check fails this long is restarted."""
+    drain_seconds: float = 30.0
+    """For stage workers of a suspended job to finish what they hold."""
+    stop_seconds: float = 10.0
+    """For everything else to end by itself."""

@@ -1,0 +1,394 @@
+"""The reconcile that every driver shares: what is wanted and what is seen, to what to do.
+
+Pure: no I/O, no clock, nothing of Kubernetes. `now` and everything observed come in; a
+plan comes out. Calling it again after the plan was carried out plans nothing new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from rollyard_crds import (
+    STAGES,
+    BackendPool,
+    BackendPoolStatus,
+    BackendStatus,
+    RolloutCounts,
+    RolloutJob,
+    RolloutJobStatus,
+    StageName,
+)
+
+from rollyard_operator.conditions import Claim, find, holds, since, updated
+from rollyard_operator.fleet import FleetPlan, earliest, keep
+from rollyard_operator.plan import (
+    ObservedJob,
+    ObservedPool,
+    ObservedWorkload,
+    Owner,
+    Plan,
+    Profile,
+    Stop,
+    Workload,
+)
+
+NAME_LIMIT = 63
+_PROFILE = Profile()
+
+
+def child_name(owner: Owner, role: str, index: int) -> str:
+    """`<owner>-<first 8 of uid>-<role>-<index>`, a DNS label: one name, one workload."""
+    tail = f"-{owner.uid[:8]}-{role}-{index}" if owner.uid else f"-{role}-{index}"
+    return owner.name[: NAME_LIMIT - len(tail)].rstrip("-") + tail.lower()
+
+
+def _owner(thing: RolloutJob | BackendPool) -> Owner:
+    meta = thing.metadata
+    return Owner(thing.kind, meta.namespace, meta.name, meta.uid or "")
+
+
+# -- jobs ---------------------------------------------------------------------------------
+
+
+def job_workloads(job: RolloutJob, profile: Profile = _PROFILE) -> tuple[Workload, ...]:
+    """The stage workers that a running job wants."""
+    owner = _owner(job)
+    specs = {stage: getattr(job.spec.stages, stage) for stage in STAGES}
+    if profile.combine_stages and all(spec.replicas == 1 for spec in specs.values()):
+        groups: list[tuple[str, tuple[StageName, ...], int]] = [("worker", STAGES, 1)]
+    else:
+        groups = [(stage, (stage,), specs[stage].replicas) for stage in STAGES]
+    return tuple(
+        Workload(
+            name=child_name(owner, role, index),
+            kind="stage-worker",
+            owner=owner,
+            index=index,
+            stages=stages,
+            concurrency=tuple((stage, specs[stage].concurrency) for stage in stages),
+        )
+        for role, stages, replicas in groups
+        for index in range(replicas)
+    )
+
+
+def ended(counts: RolloutCounts) -> int:
+    """Rollouts that will not change any more."""
+    return counts.succeeded + counts.failed + counts.cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    succeeded: bool
+    reason: str
+    message: str
+
+
+def _outcome(job: RolloutJob, observed: ObservedJob, now: datetime) -> _Outcome | None:
+    counts = job.status.counts
+    before = find(job.status.conditions, "Finished")
+    if before is not None and before.status == "True":
+        return _Outcome(holds(job.status.conditions, "Succeeded"), before.reason, before.message)
+    done = ended(counts)
+    left = _deadline_left(job, now)
+    late = left is not None and left <= 0
+    if observed.cancelled and observed.cancelled != "DeadlineExceeded":
+        return _Outcome(False, "Cancelled", f"cancelled; {counts.succeeded} of {counts.total} have a reward")
+    if late or observed.cancelled:
+        limit = job.spec.active_deadline_seconds
+        return _Outcome(
+            False, "DeadlineExceeded", f"{done} of {counts.total} rollouts had ended after {limit} s"
+        )
+    if not observed.closed or done < counts.total:
+        return None
+    allowed = job.spec.failure_policy.max_failed_fraction
+    if counts.failed > allowed * counts.total:
+        return _Outcome(
+            False,
+            "TooManyFailures",
+            f"{counts.failed} of {counts.total} rollouts failed for infrastructure reasons; "
+            f"failurePolicy.maxFailedFraction allows {allowed:g}",
+        )
+    return _Outcome(True, "AllEnded", f"{counts.succeeded} rollouts have a reward, {counts.failed} failed")
+
+
+def _deadline_left(job: RolloutJob, now: datetime) -> float | None:
+    start = since(job.status.conditions, "Admitted")
+    if job.spec.active_deadline_seconds is None or start is None:
+        return None
+    return job.spec.active_deadline_seconds - (now - start).total_seconds()
+
+
+def _phase(job: RolloutJob, outcome: _Outcome | None, admitted: bool) -> str:
+    counts = job.status.counts
+    if outcome is not None:
+        if outcome.succeeded:
+            return "Succeeded"
+        return "Cancelled" if outcome.reason == "Cancelled" else "Failed"
+    before_eval = [counts.init, counts.run]
+    entered_run = sum((counts.run.queued, counts.run.active, counts.eval.queued, counts.eval.active))
+    entered_run += ended(counts)
+    if not admitted and not entered_run:
+        return "Pending"
+    if not entered_run:
+        return "Init"
+    in_eval = counts.eval.queued + counts.eval.active
+    if any(stage.queued + stage.active for stage in before_eval) or not in_eval:
+        return "Run"
+    return "Eval"
+
+
+def _admission(job: RolloutJob, observed: ObservedJob, profile: Profile) -> Claim:
+    if job.spec.suspend:
+        return Claim("Admitted", False, "Suspended", "the job is suspended")
+    if holds(job.status.conditions, "Admitted") or observed.admitted_others < profile.max_active_jobs:
+        return Claim("Admitted", True, "Admitted")
+    return Claim(
+        "Admitted",
+        False,
+        "Queued",
+        f"{observed.admitted_others} jobs are active, which is the most that this driver runs at once",
+    )
+
+
+def _running(
+    job: RolloutJob, observed: ObservedJob, admission: Claim, fleet: FleetPlan, wanted: int
+) -> Claim:
+    reference = job.spec.backend_ref
+    if not admission.status:
+        return Claim("Running", False, admission.reason, admission.message)
+    if reference is not None and observed.pool is None:
+        return Claim(
+            "Running",
+            False,
+            "BackendPoolNotFound",
+            f"there is no BackendPool {reference.name!r} in namespace {job.metadata.namespace!r}; "
+            "the job starts when there is one",
+        )
+    if not wanted:
+        return Claim("Running", False, "NoWorkers", "every stage has replicas 0")
+    if fleet.running < wanted:
+        return Claim("Running", False, "WorkersStarting", f"{fleet.running} of {wanted} stage workers run")
+    if observed.pool is not None and reference is not None and not observed.pool.ready_backends:
+        detail = f": {observed.pool.message}" if observed.pool.message else ""
+        return Claim(
+            "Running",
+            False,
+            "BackendPoolNotReady",
+            f"BackendPool {reference.name!r} has no ready backend{detail}",
+        )
+    return Claim("Running", True, "WorkersReady", f"{wanted} stage workers run")
+
+
+def reconcile_job(
+    job: RolloutJob, observed: ObservedJob, now: datetime, profile: Profile = _PROFILE
+) -> Plan[RolloutJobStatus]:
+    """What to do for `job` now.
+
+    The counts in `job.status` are the control plane's, live; everything else of the status
+    is made here. A job that was Finished stays so, with the same reason.
+    """
+    outcome = _outcome(job, observed, now)
+    admission = _admission(job, observed, profile)
+    if outcome is not None:
+        return _finished_plan(job, observed, outcome, now, profile)
+    missing_pool = job.spec.backend_ref is not None and observed.pool is None
+    # A pool that vanished later leaves the workers alone: they wait, and it may come back.
+    start = admission.status and not (missing_pool and not observed.workloads)
+    wanted = job_workloads(job, profile) if start else ()
+    grace = profile.drain_seconds
+    fleet = keep(wanted, observed.workloads, now, profile, grace)
+    running = _running(job, observed, admission, fleet, len(wanted))
+    claims = (
+        admission,
+        Claim("Suspended", job.spec.suspend, "Suspended" if job.spec.suspend else "NotSuspended"),
+        running,
+        _degraded(fleet),
+        Claim("Finished", False, "NotFinished"),
+    )
+    return Plan(
+        status=_job_status(job, claims, _phase(job, None, admission.status), now),
+        launch=fleet.launch,
+        stop=fleet.stop,
+        requeue_after=earliest((fleet.requeue_after, _deadline_left(job, now))),
+    )
+
+
+def _degraded(fleet: FleetPlan) -> Claim:
+    if not fleet.troubles:
+        return Claim("Degraded", False, "Healthy")
+    reason = "CrashLoopBackOff" if fleet.crash_looping else "Restarting"
+    return Claim("Degraded", True, reason, "; ".join(fleet.troubles))
+
+
+def _finished_plan(
+    job: RolloutJob, observed: ObservedJob, outcome: _Outcome, now: datetime, profile: Profile
+) -> Plan[RolloutJobStatus]:
+    verdict = "Succeeded" if outcome.succeeded else "Failed"
+    other = "Failed" if outcome.succeeded else "Succeeded"
+    admitted = holds(job.status.conditions, "Admitted")
+    claims = (
+        Claim("Admitted", admitted, "Admitted" if admitted else "Finished"),
+        Claim("Suspended", False, "Finished"),
+        Claim("Running", False, outcome.reason, outcome.message),
+        Claim("Degraded", False, "Finished"),
+        Claim("Finished", True, outcome.reason, outcome.message),
+        Claim(verdict, True, outcome.reason, outcome.message),
+        Claim(other, False, outcome.reason),
+    )
+    status = _job_status(job, claims, _phase(job, outcome, admitted), now, outcome.message)
+    since_end = (now - (since(status.conditions, "Finished") or now)).total_seconds()
+    ttl = job.spec.ttl_seconds_after_finished
+    left = None if ttl is None else ttl - since_end
+    expired = left is not None and left <= 0 and not observed.workloads
+    unfinished = job.status.counts.total - ended(job.status.counts)
+    return Plan(
+        status=status,
+        stop=tuple(
+            Stop(seen.name, 0.0 if seen.state == "exited" else profile.stop_seconds)
+            for seen in observed.workloads
+            if seen.state != "stopping"
+        ),
+        cancel=outcome.reason if unfinished or not observed.closed else "",
+        delete=expired,
+        requeue_after=None if expired else earliest((left,)),
+    )
+
+
+def _job_status(
+    job: RolloutJob, claims: tuple[Claim, ...], phase: str, now: datetime, message: str | None = None
+) -> RolloutJobStatus:
+    before = job.status
+    generation = job.metadata.generation
+    conditions = updated(before.conditions, claims, generation, now)
+    running = find(conditions, "Running")
+    if message is None:
+        message = running.message if running is not None and running.status == "False" else ""
+    return before.model_copy(
+        update={
+            "phase": phase,
+            "conditions": conditions,
+            "observed_generation": generation or 0,
+            "start_time": before.start_time or since(conditions, "Admitted"),
+            "completion_time": before.completion_time or since(conditions, "Finished"),
+            "message": message[:256],
+        }
+    )
+
+
+# -- pools --------------------------------------------------------------------------------
+
+
+def pool_workloads(pool: BackendPool) -> tuple[Workload, ...]:
+    """The backends that a pool wants; none for external ones."""
+    if pool.spec.engine.type == "external":
+        return ()
+    owner = _owner(pool)
+    return tuple(
+        Workload(
+            name=child_name(owner, "backend", index),
+            kind="backend",
+            owner=owner,
+            index=index,
+            model=pool.spec.model,
+            args=tuple(pool.spec.engine.args),
+        )
+        for index in range(pool.spec.replicas)
+    )
+
+
+def _hung(seen: ObservedWorkload, now: datetime, profile: Profile) -> bool:
+    """A backend that never got ready, or whose health check has failed for long."""
+    if seen.state == "starting":
+        return (now - seen.started_at).total_seconds() > profile.start_seconds
+    if seen.state != "running" or seen.ready or seen.unready_since is None:
+        return False
+    return (now - seen.unready_since).total_seconds() > profile.unready_seconds
+
+
+def _hang_check_after(seen: ObservedWorkload, now: datetime, profile: Profile) -> float | None:
+    if seen.state == "starting":
+        return profile.start_seconds - (now - seen.started_at).total_seconds()
+    if seen.state == "running" and not seen.ready and seen.unready_since is not None:
+        return profile.unready_seconds - (now - seen.unready_since).total_seconds()
+    return None
+
+
+def _backends(pool: BackendPool, observed: ObservedPool, wanted: tuple[Workload, ...]) -> list[BackendStatus]:
+    if pool.spec.engine.type == "external":
+        return list(observed.external)
+    names = {workload.name for workload in wanted}
+    versions = {backend.url: backend for backend in pool.status.backends}
+    out = []
+    for seen in observed.workloads:
+        if seen.name in names and seen.url and seen.state in ("starting", "running"):
+            known = versions.get(seen.url)
+            out.append(
+                BackendStatus(
+                    url=seen.url,
+                    ready=seen.ready and seen.state == "running",
+                    active_rollouts=known.active_rollouts if known else 0,
+                    policy_version=known.policy_version if known else "",
+                    message="" if seen.ready else seen.message[:1024],
+                )
+            )
+    return out
+
+
+def reconcile_pool(
+    pool: BackendPool, observed: ObservedPool, now: datetime, profile: Profile = _PROFILE
+) -> Plan[BackendPoolStatus]:
+    """What to do for `pool` now. Ready means that at least one backend takes rollouts."""
+    wanted = pool_workloads(pool)
+    hung = tuple(seen for seen in observed.workloads if _hung(seen, now, profile))
+    fleet = keep(wanted, observed.workloads, now, profile, profile.stop_seconds)
+    already = {stop.name for stop in fleet.stop}
+    stops = fleet.stop + tuple(
+        Stop(seen.name, profile.stop_seconds) for seen in hung if seen.name not in already
+    )
+    backends = _backends(pool, observed, wanted)
+    ready = sum(backend.ready for backend in backends)
+    external = pool.spec.engine.type == "external"
+    expected = len(observed.external) if external else len(wanted)
+    troubles = [*fleet.troubles, *(f"{seen.name} does not answer; restarting it" for seen in hung)]
+    troubles += [f"{backend.url}: {backend.message}" for backend in backends if backend.message]
+    claims = (
+        _pool_ready(ready, expected, troubles),
+        Claim("Progressing", True, "Starting", f"{ready} of {expected} backends are ready")
+        if ready < expected
+        else Claim("Progressing", False, "Complete"),
+        Claim(
+            "Degraded",
+            True,
+            "CrashLoopBackOff" if fleet.crash_looping else "BackendsFailing",
+            "; ".join(troubles),
+        )
+        if troubles
+        else Claim("Degraded", False, "Healthy"),
+    )
+    status = pool.status.model_copy(
+        update={
+            "conditions": updated(pool.status.conditions, claims, pool.metadata.generation, now),
+            "observed_generation": pool.metadata.generation or 0,
+            "replicas": len(backends),
+            "ready_replicas": ready,
+            "selector": f"rollyard.dev/pool={pool.metadata.name}",
+            "backends": backends,
+        }
+    )
+    checks = (_hang_check_after(seen, now, profile) for seen in observed.workloads if seen not in hung)
+    return Plan(
+        status=status,
+        launch=fleet.launch,
+        stop=stops,
+        requeue_after=earliest((fleet.requeue_after, *checks)),
+    )
+
+
+def _pool_ready(ready: int, expected: int, troubles: list[str]) -> Claim:
+    if ready:
+        return Claim("Ready", True, "BackendsReady", f"{ready} of {expected} backends are ready")
+    if not expected:
+        return Claim("Ready", False, "NoBackends", "the pool has replicas 0")
+    return Claim("Ready", False, "NoBackendReady", "; ".join(troubles) or "the backends are starting")

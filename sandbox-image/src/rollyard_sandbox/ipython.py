@@ -1,0 +1,288 @@
+"""The IPython kernel of a sandbox: an ipykernel child, spoken to over ipc sockets.
+
+The event loop starts the process and learns of its end; a thread imports jupyter_client (which takes a
+while, and happens while the kernel starts) and then speaks the Jupyter protocol. Nothing polls: the thread
+waits in one `zmq_poll` for the kernel's sockets and for the event loop's word that the kernel died or the
+cell was cancelled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from functools import partial
+from time import monotonic
+
+from rollyard_sandbox.capture import Capture
+from rollyard_sandbox.errors import IPythonUnavailable, SandboxError, SessionBusy
+from rollyard_sandbox.processes import prefer_for_oom, send_signal, session_members
+from rollyard_sandbox.session import Outcome
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from queue import SimpleQueue
+
+    from rollyard_sandbox.eventloop import EventLoop
+    from rollyard_sandbox.kernelwire import Wire
+
+_START_LIMIT = 45.0  # seconds until a new kernel answers
+_INTERRUPT_GRACE = 2.0  # seconds between SIGINT and SIGKILL
+_CLEANUP_LIMIT = 2.0  # seconds
+_PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
+
+
+class Cell:
+    """One cell: what to run, and what came of it."""
+
+    __slots__ = ("capture", "code", "done", "outcome", "result", "timeout")
+
+    def __init__(
+        self,
+        code: str,
+        timeout: float,
+        max_output: int,
+        done: Callable[[Outcome | SandboxError, str], None],
+    ) -> None:
+        self.code = code
+        self.timeout = timeout
+        self.capture = Capture(max_output)
+        self.done = done
+        self.outcome = Outcome()
+        self.result = ""
+
+
+class Kernel:
+    """One kernel process and the thread that speaks to it."""
+
+    def __init__(self, loop: EventLoop, cwd: str) -> None:
+        import subprocess
+        from queue import SimpleQueue
+        from threading import Thread
+
+        self._loop = loop
+        self.directory = f"/tmp/.ipy-{os.urandom(5).hex()}"  # short: socket paths end at 107 bytes
+        os.mkdir(self.directory, 0o700)
+        connection = {
+            "transport": "ipc",
+            "ip": f"{self.directory}/s",
+            "key": os.urandom(16).hex(),
+            "signature_scheme": "hmac-sha256",
+            **{name: number for number, name in enumerate(_PORTS, 1)},
+        }
+        path = f"{self.directory}/kernel.json"
+        with open(path, "w", encoding="ascii", opener=lambda p, flags: os.open(p, flags, 0o600)) as file:
+            json.dump(connection, file)
+        with open(f"{self.directory}/log", "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ipykernel_launcher", "-f", path, "--HistoryManager.enabled=False"],
+                cwd=cwd,
+                env={**os.environ, "IPYTHONDIR": self.directory, "JUPYTER_PLATFORM_DIRS": "1",
+                     "PYDEVD_DISABLE_FILE_VALIDATION": "1", "TERM": "dumb", "PAGER": "cat"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        self._process = process
+        self.pid = process.pid
+        prefer_for_oom(self.pid)
+        self.status: int | None = None
+        self.stop_requested = False
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._cells: SimpleQueue[Cell | None] = SimpleQueue()
+        loop.on_exit(self.pid, self._ended)
+        self._thread = Thread(target=self._serve, args=(connection,), name="ipython", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.status is None
+
+    def submit(self, cell: Cell) -> None:
+        """Runs `cell`; one at a time."""
+        self.stop_requested = False
+        self._cells.put(cell)
+
+    def stop_cell(self) -> None:
+        """Interrupts the running cell, and kills the kernel if that does not help."""
+        self.stop_requested = True
+        os.eventfd_write(self.wake, 1)
+
+    def kill(self) -> None:
+        """Kills the kernel and what it started."""
+        if self.alive:
+            send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
+
+    def _ended(self, status: int) -> None:
+        self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
+        os.eventfd_write(self.wake, 1)
+        self._cells.put(None)
+
+    def join(self) -> None:
+        """Waits until the thread of an ended kernel has cleaned up."""
+        self._thread.join(_CLEANUP_LIMIT)
+
+    # In the thread
+
+    def _serve(self, connection: dict[str, str | int]) -> None:
+        wire: Wire | None = None
+        problem = ""
+        try:
+            from rollyard_sandbox.kernelwire import Wire
+
+            wire = Wire(connection, self.wake)
+        except ImportError as error:
+            problem = f"jupyter_client cannot be imported: {error}"
+        ready = False
+        while True:
+            cell = self._cells.get()
+            if cell is None:
+                break
+            if wire is not None and not ready and not problem:
+                ready = wire.wait_until_ready(_START_LIMIT, lambda: self.alive and not self.stop_requested)
+                problem = "" if ready else f"the kernel did not start: {self._log()}"
+            refusal = None
+            if wire is None or not ready:
+                refusal = IPythonUnavailable(problem)
+                send_signal((self.pid,), signal.SIGKILL)
+            else:
+                self._run(wire, cell)
+            self._loop.call_from_thread(partial(_deliver, cell, refusal))
+        if wire is not None:
+            wire.close()
+        os.close(self.wake)
+        from shutil import rmtree
+
+        rmtree(self.directory, ignore_errors=True)
+
+    def _run(self, wire: Wire, cell: Cell) -> None:
+        outcome = cell.outcome
+        started = monotonic()
+        deadline: float = started + cell.timeout
+        interrupted = False
+        wire.execute(cell.code)
+        while self.alive:
+            ended = wire.receive_until(deadline, cell.capture)
+            if ended:
+                outcome.exit_code = 0 if wire.succeeded else 1
+                break
+            if not self.alive:
+                break
+            now = monotonic()
+            if interrupted and now >= deadline:
+                outcome.killed = True
+                send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
+                deadline = now + _INTERRUPT_GRACE  # its end wakes us
+            elif not interrupted and (now >= deadline or self.stop_requested):
+                interrupted = True
+                outcome.timed_out = now >= deadline
+                send_signal((self.pid,), signal.SIGINT)
+                deadline = now + _INTERRUPT_GRACE
+        else:
+            wire.receive_until(0.0, cell.capture)
+        if outcome.exit_code is None and self.status is not None:
+            outcome.exit_code = self.status if self.status >= 0 else 128 - self.status
+            outcome.shell_restarted = True
+        cell.result = wire.result
+        outcome.seconds = monotonic() - started
+        outcome.output, outcome.truncated_bytes = cell.capture.finish()
+
+    def _log(self) -> str:
+        try:
+            with open(f"{self.directory}/log", encoding="utf-8", errors="replace") as file:
+                return file.read(64 * 1024)[-2000:].strip() or "no answer in time"
+        except OSError as error:
+            return str(error)
+
+
+class IPython:
+    """The sandbox's kernel, started when first used and replaced when it is lost."""
+
+    def __init__(self, loop: EventLoop, cwd: str) -> None:
+        self._loop = loop
+        self._cwd = cwd
+        self._kernel: Kernel | None = None
+        self._cell: Cell | None = None
+        self._lost_state = False
+
+    def execute(
+        self,
+        code: str,
+        timeout: float,
+        max_output: int,
+        done: Callable[[Outcome | SandboxError, str], None],
+    ) -> Callable[[], None]:
+        """Runs a cell; `done(outcome, result text)` is called once. The answer cancels the cell.
+
+        Raises:
+            SessionBusy: another cell is running.
+            IPythonUnavailable: ipykernel is not importable here, or the kernel cannot be started.
+        """
+        if self._cell is not None:
+            raise SessionBusy("IPython is running another cell")
+        if self._kernel is None or not self._kernel.alive:
+            self._lost_state = self._kernel is not None
+            self._kernel = self._start()
+        kernel = self._kernel
+
+        def ended(outcome: Outcome | SandboxError, result: str) -> None:
+            self._cell = None
+            if isinstance(outcome, Outcome):
+                outcome.shell_restarted |= self._lost_state
+                self._lost_state = False
+                outcome.cwd = self._cwd
+                try:
+                    outcome.cwd = os.readlink(f"/proc/{kernel.pid}/cwd")
+                except OSError:
+                    outcome.cwd = self._cwd  # the kernel has ended
+                if not kernel.alive:
+                    self._kernel = None  # the loss has been told
+            elif self._kernel is kernel:
+                self._kernel = None
+            done(outcome, result)
+
+        cell = Cell(code, timeout, max_output, ended)
+        self._cell = cell
+        kernel.submit(cell)
+
+        def cancel() -> None:
+            if self._cell is cell:
+                kernel.stop_cell()
+
+        return cancel
+
+    def expect_kill(self) -> None:
+        """The caller is about to kill every process: a running cell will end as `killed`."""
+        if self._cell is not None:
+            self._cell.outcome.killed = True
+
+    def forget(self) -> None:
+        """The kernel has been killed on purpose: the next cell starts a new one and mentions no loss."""
+        self._kernel = None
+        self._lost_state = False
+
+    def close(self) -> None:
+        """After the kernel has been killed at the server's end: its private folder is removed."""
+        if self._kernel is not None:
+            self._kernel.join()
+
+    def _start(self) -> Kernel:
+        from importlib.util import find_spec
+
+        missing = [name for name in ("ipykernel", "jupyter_client", "zmq") if find_spec(name) is None]
+        if missing:
+            raise IPythonUnavailable(
+                f"{sys.executable} cannot import {', '.join(missing)}; install ipykernel"
+            )
+        try:
+            return Kernel(self._loop, self._cwd)
+        except OSError as error:
+            raise IPythonUnavailable(f"the kernel cannot be started: {error}") from error
+
+
+def _deliver(cell: Cell, error: SandboxError | None) -> None:
+    cell.done(error or cell.outcome, cell.result)

@@ -1,0 +1,163 @@
+"""The Jupyter protocol on the client's side: execute requests out, output in. Used in one thread only."""
+
+from __future__ import annotations
+
+import os
+import re
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from jupyter_client.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollyard_sandbox.capture import Capture
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_PROBE_INTERVAL = 0.1  # seconds; the first subscription may miss what was published before it arrived
+_HIGH_WATER = 20_000  # messages
+
+
+class Wire:
+    """The shell and iopub sockets of one kernel.
+
+    Attributes:
+        succeeded: whether the last cell raised nothing.
+        result: text of the last cell's last expression.
+    """
+
+    def __init__(self, connection: dict[str, Any], wake: int) -> None:
+        self._session = Session(
+            key=connection["key"].encode(), signature_scheme=connection["signature_scheme"]
+        )
+        self._context = zmq.Context()
+        self._shell = self._socket(zmq.DEALER, connection, "shell_port")
+        self._iopub = self._socket(zmq.SUB, connection, "iopub_port")
+        self._iopub.setsockopt(zmq.SUBSCRIBE, b"")
+        self._wake = wake
+        self._poller = zmq.Poller()
+        for source in (self._shell, self._iopub, wake):
+            self._poller.register(source, zmq.POLLIN)
+        self._request = ""
+        self._replied = self._idle = False
+        self.succeeded = False
+        self.result = ""
+
+    def _socket(self, kind: int, connection: dict[str, Any], port: str) -> Any:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds; the kernel binds when it has started
+        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+        socket.connect(f"ipc://{connection['ip']}-{connection[port]}")
+        return socket
+
+    def wait_until_ready(self, limit: float, wanted: Callable[[], bool]) -> bool:
+        """Whether the kernel answered on both sockets within `limit` seconds, while it was `wanted`."""
+        deadline = monotonic() + limit
+        sent, replied, published = set(), False, False
+        while wanted() and monotonic() < deadline:
+            sent.add(self._send("kernel_info_request", {}))
+            probe_end = monotonic() + _PROBE_INTERVAL
+            while (left := probe_end - monotonic()) > 0 and wanted():
+                ready = dict(self._poller.poll(int(left * 1000) + 1))
+                if self._wake in ready:
+                    self._clear_wake()
+                if self._shell in ready:
+                    replied |= self._parent(self._receive(self._shell)) in sent
+                if self._iopub in ready:
+                    published |= self._parent(self._receive(self._iopub)) in sent
+                if replied and published:
+                    return True
+        return False
+
+    def execute(self, code: str) -> None:
+        """Sends a cell."""
+        self._replied = self._idle = self.succeeded = False
+        self.result = ""
+        self._request = self._send(
+            "execute_request",
+            {
+                "code": code,
+                "silent": False,
+                "store_history": True,
+                "user_expressions": {},
+                "allow_stdin": False,
+                "stop_on_error": False,
+            },
+        )
+
+    def receive_until(self, deadline: float, capture: Capture) -> bool:
+        """Collects output until the cell ends; False when `deadline` (monotonic) or a wake-up came first."""
+        while not (self._replied and self._idle):
+            ready = dict(self._poller.poll(_milliseconds(deadline)))
+            if not ready:
+                return False
+            if self._iopub in ready:
+                self._published(self._receive(self._iopub), capture)
+            if self._shell in ready:
+                message = self._receive(self._shell)
+                if self._parent(message) == self._request:
+                    self._replied = True
+                    self.succeeded = message["content"].get("status") == "ok"
+            if self._wake in ready and len(ready) == 1:
+                # Last, so that what the kernel said before it died is not lost.
+                self._clear_wake()
+                return False
+        return True
+
+    def close(self) -> None:
+        """Closes the sockets."""
+        self._shell.close()
+        self._iopub.close()
+        self._context.term()
+
+    def _published(self, message: dict[str, Any], capture: Capture) -> None:
+        kind, content = message.get("msg_type"), message.get("content", {})
+        if kind == "stream":
+            # Also of earlier cells: a thread that they started still prints.
+            capture.add(content["text"].encode("utf-8", "surrogateescape"))
+        elif kind in ("execute_result", "display_data", "update_display_data"):
+            text = content["data"].get("text/plain", "")
+            if kind == "execute_result" and self._parent(message) == self._request:
+                self.result = text
+            capture.add((text + "\n").encode("utf-8", "replace"))
+        elif kind == "error":
+            capture.add((_ANSI.sub("", "\n".join(content["traceback"])) + "\n").encode("utf-8", "replace"))
+        elif kind == "status" and self._parent(message) == self._request:
+            self._idle |= content["execution_state"] == "idle"
+
+    def _send(self, kind: str, content: dict[str, Any]) -> str:
+        message = self._session.send(self._shell, kind, content)
+        assert message is not None
+        identifier = message["header"]["msg_id"]
+        assert isinstance(identifier, str)
+        return identifier
+
+    def _receive(self, socket: Any) -> dict[str, Any]:
+        """The next message; one that is not signed with the kernel's key is an empty one."""
+        parts = socket.recv_multipart(zmq.NOBLOCK)
+        try:
+            _, parts = self._session.feed_identities(parts)
+            message = self._session.deserialize(parts)
+        except (ValueError, TypeError):
+            return {}
+        assert isinstance(message, dict)
+        return message
+
+    @staticmethod
+    def _parent(message: dict[str, Any]) -> str:
+        return str(message.get("parent_header", {}).get("msg_id", ""))
+
+    def _clear_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+
+
+def _milliseconds(deadline: float) -> int:
+    """Until `deadline`, rounded up: rounding down would spin in the last millisecond."""
+    left = deadline - monotonic()
+    return int(left * 1000) + 1 if left > 0 else 0

@@ -1,0 +1,37 @@
+"""The pipeline figures' instrument counts turns in the prompt; its template never rewrites history."""
+
+from pathlib import Path
+
+import pytest
+from rollyard_bench.latency_model import LatencyModel, write_folder
+from rollyard_pipeline.chat.template import ChatTemplate
+from rollyard_pipeline.chat.tokenizer import load_folder
+from rollyard_pipeline.tool_parsers.hermes import HermesParser
+
+TURNS = 3
+
+
+@pytest.mark.parametrize("content", ["hello", "assistant\né<|im_end|>", "a"])
+def test_an_episode_takes_as_many_calls_as_asked_and_ends_with_submit(content: str, tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    tokenizer, source = load_folder(tmp_path)
+    template = ChatTemplate(source, tokenizer.variables())
+    model = LatencyModel(latency=0.0, turns=TURNS)
+    messages = [{"role": "user", "content": "Take four steps."}]
+    called = []
+    ids: list[int] = []
+    for _ in range(TURNS):
+        prompt = tokenizer.encode(template.render(messages))
+        assert prompt[: len(ids)] == ids
+        answer = model.completion({"model": "m", "prompt": prompt})["choices"][0]
+        assert answer["prompt_token_ids"] == prompt
+        assert len(answer["token_ids"]) == len(answer["logprobs"]["token_logprobs"])
+        ids = prompt + answer["token_ids"]
+        (call,) = HermesParser().parse(answer["text"]).calls
+        called.append(call.name)
+        function = {"name": call.name, "arguments": call.arguments}
+        messages.append(
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        )
+        messages.append({"role": "tool", "content": content})
+    assert called == ["bash", "bash", "submit"]

@@ -1,0 +1,129 @@
+"""The result file refuses what says too little; the README names exactly the registry's figures."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rollyard_bench import results
+from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, predicted_speed_up
+from rollyard_bench.main import run_group
+from rollyard_bench.registry import FIGURES, GROUPS, Measurement, Settings, failed, judge, selected
+from rollyard_bench.results import Baseline, Entry, ResultError
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+GOOD = Entry(
+    name="echo_p50",
+    value=0.4,
+    unit="ms",
+    baseline=Baseline("raw pty", 0.1),
+    ratio=4.0,
+    goal="≤ 0.6 ms",
+    met=True,
+    how="p50 of 900",
+)
+
+MALFORMED = {
+    "name": replace(GOOD, name=" "),
+    "unit": replace(GOOD, unit=""),
+    "how": replace(GOOD, how=""),
+    "value: must be a finite": replace(GOOD, value=float("nan")),
+    "value: must be greater": replace(GOOD, value=-1.0),
+    "baseline.name": replace(GOOD, baseline=Baseline("", 1.0)),
+    "baseline.value": replace(GOOD, baseline=Baseline("raw pty", float("inf"))),
+    "ratio: needs both": replace(GOOD, baseline=None),
+    "ratio: must be": replace(GOOD, ratio=0.0),
+    "met: must be true or false exactly": replace(GOOD, goal=None),
+    "met: must be true or false, not": replace(GOOD, met="yes"),  # type: ignore[arg-type]
+    "met: cannot be true without a value": replace(GOOD, value=None, ratio=None),
+}
+
+
+@pytest.mark.parametrize("problem", MALFORMED)
+def test_malformed_entry_is_refused_by_field_and_nothing_is_written(problem: str, tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    with pytest.raises(ResultError, match=re.escape(problem)):
+        results.write([GOOD, replace(MALFORMED[problem])], out)
+    assert not out.exists()
+
+
+def test_two_entries_of_one_name_are_refused() -> None:
+    with pytest.raises(ResultError, match="stands twice"):
+        results.to_json([GOOD, GOOD])
+
+
+def test_written_entries_have_exactly_the_documented_fields(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "results.json"
+    results.write([GOOD, failed(FIGURES[1], "no tmux")], out)
+    first, second = json.loads(out.read_text())
+    assert tuple(first) == tuple(second) == results.FIELDS
+    assert first["baseline"] == {"name": "raw pty", "value": 0.1}
+    assert second["met"] is False
+    assert second["value"] is None
+    assert second["how"] == "not measured: no tmux"
+    assert [path.name for path in out.parent.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+def test_every_figure_judges_both_ways(figure) -> None:
+    """Half and double the limit lie on either side; without a baseline no ratio is met."""
+    if figure.goal is None:
+        entry = judge(figure, Measurement(figure.name, 1.0, Baseline("b", 2.0), "how"))
+        assert (entry.goal, entry.met) == (None, None)
+        results.check(entry)
+        return
+    verdicts = []
+    for measured in (figure.goal.limit / 2, figure.goal.limit * 2):
+        by_value = figure.goal.on == "value" or figure.ratio == "times the baseline"
+        value = measured if by_value else 1 / measured
+        entry = judge(figure, Measurement(figure.name, value, Baseline("b", 1.0), "how"))
+        results.check(entry)
+        verdicts.append(entry.met)
+        if figure.goal.on == "ratio":
+            assert judge(figure, Measurement(figure.name, value, None, "how")).met is False
+    assert verdicts == ([True, False] if figure.goal.op == "<=" else [False, True])
+
+
+def test_readme_names_exactly_the_figures_of_the_registry() -> None:
+    rows = re.findall(r"^\| `([a-z0-9_]+)` \|", (BENCH / "README.md").read_text(), flags=re.MULTILINE)
+    assert rows == [figure.name for figure in FIGURES]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_group_has_its_module(group: str) -> None:
+    assert (BENCH / "rollyard_bench" / f"{group}.py").is_file()
+
+
+def test_selection_takes_groups_and_figures_and_refuses_others() -> None:
+    assert selected([]) == list(GROUPS)
+    assert selected(["seq_20000", "memory", "echo"]) == ["echo", "memory"]
+    with pytest.raises(ValueError, match=r"unknown: nonsense; there are the groups echo"):
+        selected(["echo", "nonsense"])
+
+
+def test_a_group_that_breaks_is_reported_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(settings: Settings) -> list[Measurement]:
+        raise ExceptionGroup("several", [FileNotFoundError("no such tool: tmux")])
+
+    monkeypatch.setattr("rollyard_bench.main._load", lambda group: broken)
+    entries = run_group("echo", Settings(quick=True))
+    assert [entry.name for entry in entries] == [figure.name for figure in FIGURES if figure.group == "echo"]
+    for entry in entries:
+        results.check(entry)
+        assert entry.value is None
+        assert not entry.met
+        assert "no such tool: tmux" in entry.how
+
+
+def test_bounds_of_a_workload_that_can_be_counted_by_hand() -> None:
+    work = Workload(rollouts=16, init=1.0, model_call=0.5, turns=4, eval=1.0, eval_slow=5.0, slow_every=8)
+    slots = Slots(init=8, run=4, eval=8)
+    assert work.eval_total == 2 * 5.0 + 14 * 1.0
+    # Run: fill 1, 16 * 2 / 4 = 8, drain 1. Init: 2 + 2 + 1. Eval: 1 + 2 + 24 / 8.
+    assert pipeline_bound(work, slots) == pytest.approx(10.0)
+    assert coupled_bound(work, slots) == pytest.approx((16 * 3 + 24) / 4)
+    assert predicted_speed_up(work, slots) == pytest.approx(1.8)
+    # Enough Run slots: evaluation is the narrowest.
+    assert pipeline_bound(work, Slots(init=16, run=16, eval=2)) == pytest.approx(1 + 2 + 12)

@@ -1,0 +1,241 @@
+"""What reconcile says in the situations that users meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
+from rollyard_operator.fleet import restart_delay
+from rollyard_operator.plan import ObservedJob, ObservedPool, ObservedWorkload, PoolState, Profile
+from rollyard_operator.reconcile import job_workloads, pool_workloads, reconcile_job, reconcile_pool
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+LOCAL = Profile(combine_stages=True)
+
+
+def job_of(counts: dict[str, Any] | None = None, **spec: Any) -> RolloutJob:
+    return RolloutJob.model_validate(
+        {
+            "metadata": {"name": "job", "uid": "0123456789abcdef", "generation": 3},
+            "spec": {
+                "tasks": {"url": "file:///t"},
+                "handler": "shell",
+                "backendRef": {"name": "pool"},
+                **spec,
+            },
+            "status": {"counts": counts or {}},
+        }
+    )
+
+
+def running(job: RolloutJob, profile: Profile = LOCAL) -> tuple[ObservedWorkload, ...]:
+    return tuple(
+        ObservedWorkload(workload.name, workload.spec_hash, "running", NOW)
+        for workload in job_workloads(job, profile)
+    )
+
+
+def condition(plan: Any, kind: str) -> Condition:
+    conditions: list[Condition] = plan.status.conditions
+    (found,) = [condition for condition in conditions if condition.type == kind]
+    return found
+
+
+def test_one_process_for_three_stages_only_where_all_have_one_replica() -> None:
+    (worker,) = job_workloads(job_of(), LOCAL)
+    assert worker.stages == ("init", "run", "eval")
+    assert dict(worker.concurrency) == {"init": 16, "run": 64, "eval": 16}
+    several = job_workloads(job_of(stages={"run": {"replicas": 2}}), LOCAL)
+    assert [workload.stages for workload in several] == [("init",), ("run",), ("run",), ("eval",)]
+    assert len({workload.name for workload in several}) == 4
+    assert len(job_workloads(job_of(), Profile())) == 3
+
+
+def test_names_are_dns_labels_even_for_the_longest_job_name() -> None:
+    job = job_of(stages={"run": {"replicas": 10_000}})
+    job.metadata.name = "x" * 63
+    workloads = job_workloads(job)
+    assert max(len(workload.name) for workload in workloads) <= 63
+    assert len({workload.name for workload in workloads}) == len(workloads)
+
+
+def test_missing_pool_is_a_reason_and_no_failure() -> None:
+    plan = reconcile_job(job_of(), ObservedJob(), NOW, LOCAL)
+    assert not plan.launch
+    assert condition(plan, "Admitted").status == "True"
+    assert condition(plan, "Running").reason == "BackendPoolNotFound"
+    assert "'pool'" in plan.status.message
+    assert condition(plan, "Finished").status == "False"
+    assert reconcile_job(job_of(), ObservedJob(pool=PoolState(0)), NOW, LOCAL).launch
+
+
+def test_oracle_needs_no_pool() -> None:
+    job = job_of(agent={"type": "oracle"})
+    job.spec.backend_ref = None
+    plan = reconcile_job(job, ObservedJob(workloads=running(job)), NOW, LOCAL)
+    assert condition(plan, "Running").status == "True"
+
+
+def test_pool_not_ready_is_said() -> None:
+    job = job_of()
+    observed = ObservedJob(workloads=running(job), pool=PoolState(0, "loading"))
+    plan = reconcile_job(job, observed, NOW, LOCAL)
+    assert condition(plan, "Running").reason == "BackendPoolNotReady"
+    assert "loading" in plan.status.message
+
+
+def test_vanished_pool_leaves_workers_alone() -> None:
+    job = job_of()
+    plan = reconcile_job(job, ObservedJob(workloads=running(job)), NOW, LOCAL)
+    assert not plan.stop
+    assert condition(plan, "Running").reason == "BackendPoolNotFound"
+
+
+def test_more_jobs_than_the_bound_wait_their_turn() -> None:
+    profile = replace(LOCAL, max_active_jobs=2)
+    plan = reconcile_job(job_of(), ObservedJob(pool=PoolState(1), admitted_others=2), NOW, profile)
+    assert condition(plan, "Admitted").reason == "Queued"
+    assert (plan.status.phase, plan.launch) == ("Pending", ())
+    admitted = reconcile_job(job_of(), ObservedJob(pool=PoolState(1), admitted_others=1), NOW, profile)
+    job = job_of()
+    job.status = admitted.status
+    later = reconcile_job(job, ObservedJob(pool=PoolState(1), admitted_others=2), NOW, profile)
+    assert condition(later, "Admitted").status == "True", "an admitted job is not put back"
+
+
+def test_suspend_drains_and_resume_launches() -> None:
+    job = job_of(suspend=True)
+    plan = reconcile_job(job, ObservedJob(workloads=running(job), pool=PoolState(1)), NOW, LOCAL)
+    assert [stop.grace_seconds for stop in plan.stop] == [LOCAL.drain_seconds]
+    assert condition(plan, "Suspended").status == "True"
+    assert condition(plan, "Running").reason == "Suspended"
+    job.spec.suspend = False
+    assert reconcile_job(job, ObservedJob(pool=PoolState(1)), NOW, LOCAL).launch
+
+
+@pytest.mark.parametrize(
+    ("counts", "phase"),
+    [
+        ({"total": 2, "init": {"queued": 1, "active": 1}}, "Init"),
+        ({"total": 2, "init": {"queued": 1}, "run": {"queued": 1}}, "Run"),
+        ({"total": 2, "run": {"active": 1}, "eval": {"active": 1}}, "Run"),
+        ({"total": 2, "eval": {"active": 1}, "succeeded": 1}, "Eval"),
+        ({"total": 2, "succeeded": 2}, "Succeeded"),
+        ({"total": 10, "succeeded": 9, "failed": 1}, "Succeeded"),
+        ({"total": 10, "succeeded": 8, "failed": 2}, "Failed"),
+    ],
+)
+def test_phase(counts: dict[str, Any], phase: str) -> None:
+    plan = reconcile_job(job_of(counts), ObservedJob(pool=PoolState(1), closed=True), NOW, LOCAL)
+    assert plan.status.phase == phase
+
+
+def test_an_open_stream_is_not_finished_by_having_nothing_to_do() -> None:
+    job = job_of({"total": 2, "succeeded": 2}, tasks={"stream": True})
+    plan = reconcile_job(job, ObservedJob(pool=PoolState(1)), NOW, LOCAL)
+    assert plan.status.phase == "Run"
+    assert condition(plan, "Finished").status == "False"
+
+
+def test_finished_workers_go_and_ttl_deletes() -> None:
+    job = job_of({"total": 1, "succeeded": 1}, ttlSecondsAfterFinished=60)
+    observed = ObservedJob(workloads=running(job), pool=PoolState(1), closed=True)
+    plan = reconcile_job(job, observed, NOW, LOCAL)
+    assert len(plan.stop) == 1
+    assert plan.requeue_after == 60
+    job.status = plan.status
+    later = reconcile_job(job, replace(observed, workloads=()), NOW + timedelta(seconds=60), LOCAL)
+    assert later.delete
+    assert later.status.completion_time == NOW
+
+
+def test_cancelled() -> None:
+    job = job_of({"total": 3, "run": {"active": 2}, "succeeded": 1})
+    plan = reconcile_job(job, ObservedJob(pool=PoolState(1), cancelled="Cancelled", closed=True), NOW, LOCAL)
+    assert plan.cancel == "Cancelled"
+    assert plan.status.phase == "Cancelled"
+    assert condition(plan, "Failed").reason == "Cancelled"
+
+
+def test_deadline_counts_from_admission() -> None:
+    job = job_of({"total": 3, "run": {"active": 3}}, activeDeadlineSeconds=30)
+    job.status = reconcile_job(job, ObservedJob(pool=PoolState(1), closed=True), NOW, LOCAL).status
+    job.status.counts = job_of({"total": 3, "run": {"active": 3}}).status.counts
+    observed = ObservedJob(workloads=running(job), pool=PoolState(1), closed=True)
+    early = reconcile_job(job, observed, NOW + timedelta(seconds=20), LOCAL)
+    assert early.requeue_after == 10
+    late = reconcile_job(job, observed, NOW + timedelta(seconds=30), LOCAL)
+    assert late.cancel == "DeadlineExceeded"
+    assert late.status.phase == "Failed"
+
+
+def test_dead_worker_waits_then_comes_back_and_is_seen() -> None:
+    job = job_of()
+    (alive,) = running(job)
+    dead = replace(alive, state="exited", exit_code=-9, exited_at=NOW + timedelta(seconds=5), restarts=2)
+    observed = ObservedJob(workloads=(dead,), pool=PoolState(1))
+    plan = reconcile_job(job, observed, NOW + timedelta(seconds=6), LOCAL)
+    assert not plan.launch
+    assert plan.requeue_after == 3.0
+    assert condition(plan, "Degraded").reason == "CrashLoopBackOff"
+    assert "signal 9" in condition(plan, "Degraded").message
+    later = reconcile_job(job, observed, NOW + timedelta(seconds=9), LOCAL)
+    assert [launch.restarts for launch in later.launch] == [3]
+    steady = replace(dead, exited_at=NOW + timedelta(seconds=500))
+    again = reconcile_job(job, replace(observed, workloads=(steady,)), NOW + timedelta(seconds=501), LOCAL)
+    assert [launch.restarts for launch in again.launch] == [1], "it ran long enough to start over"
+
+
+def test_restart_delay_is_bounded() -> None:
+    delays = [restart_delay(n, LOCAL) for n in range(2000)]
+    assert delays[:4] == [1, 2, 4, 8]
+    assert max(delays) == LOCAL.backoff_cap_seconds
+
+
+def pool_of(**spec: Any) -> BackendPool:
+    return BackendPool.model_validate(
+        {"metadata": {"name": "p", "uid": "abc", "generation": 1}, "spec": {"model": "m", **spec}}
+    )
+
+
+def test_external_pool_launches_nothing() -> None:
+    pool = pool_of(engine={"type": "external", "external": {"urls": ["http://a", "http://b"]}})
+    seen = (
+        BackendStatus(url="http://a", ready=True),
+        BackendStatus(url="http://b", message="connection refused"),
+    )
+    plan = reconcile_pool(pool, ObservedPool(external=seen), NOW)
+    assert not plan.launch
+    assert condition(plan, "Ready").status == "True"
+    assert "connection refused" in condition(plan, "Degraded").message
+    assert condition(plan, "Progressing").status == "True"
+
+
+def test_hung_backend_is_restarted() -> None:
+    pool = pool_of()
+    (workload,) = pool_workloads(pool)
+    seen = ObservedWorkload(
+        workload.name,
+        workload.spec_hash,
+        "running",
+        NOW,
+        ready=False,
+        unready_since=NOW,
+        url="http://127.0.0.1:1",
+        message="health check timed out",
+    )
+    soon = reconcile_pool(pool, ObservedPool((seen,)), NOW + timedelta(seconds=10))
+    assert not soon.stop
+    assert soon.requeue_after == 50
+    late = reconcile_pool(pool, ObservedPool((seen,)), NOW + timedelta(seconds=61))
+    assert [stop.name for stop in late.stop] == [workload.name]
+    assert condition(late, "Ready").status == "False"
+
+
+def test_scaled_to_zero() -> None:
+    plan = reconcile_pool(pool_of(replicas=0), ObservedPool(), NOW)
+    assert condition(plan, "Ready").reason == "NoBackends"
+    assert condition(plan, "Degraded").status == "False"

@@ -1,0 +1,110 @@
+"""The same sandboxes for an ordinary user, without control groups: resource limits bind instead."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.real
+_USER = 65534
+
+_PROGRAM = """
+import asyncio, json, os, sys
+from pathlib import Path
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.doctor import sandbox_checks
+from rollyard_pipeline.sandboxes.interface import SandboxRequest
+
+async def main():
+    provider = open_provider("bubblewrap", run_dir=sys.argv[1], node="n", find_places=lambda: [])
+    await provider.start()
+    request = SandboxRequest(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=40)
+    answer = {"uid": os.getuid()}
+    async with await provider.acquire(request, "r-1") as sandbox, await provider.acquire(request, "r-2") as other:
+        for name, script in json.loads(sys.argv[2]).items():
+            result = await sandbox.client.run(["bash", "-c", script], timeout=20)
+            answer[name] = [result.exit_code, result.output.decode(errors="replace").strip()]
+        result = await other.client.run(["bash", "-c", "echo unharmed"], timeout=20)
+        answer["other"] = result.output.decode().strip()
+    for sandbox_id in provider.claimed():
+        await provider.release(sandbox_id)
+    await provider.aclose()
+    answer["left"] = sorted(os.listdir(Path(sys.argv[1]) / "sandboxes"))
+    answer["limits"] = [check.meaning for check in await sandbox_checks(Path(sys.argv[1]), places=lambda: [])
+                        if check.name == "limits"]
+    print(json.dumps(answer))
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def user_run_dir() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="ry-u-"))
+    if os.geteuid() == 0:
+        os.chown(folder, _USER, _USER)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def command_as_user() -> tuple[list[str], dict[str, str]]:
+    """How to start a Python that can import this project as an ordinary user."""
+    path = [entry for entry in sys.path if entry and Path(entry).is_dir()] + site.getsitepackages()
+    if os.geteuid() != 0:
+        return [sys.executable], {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    outside = [entry for entry in path if Path(sys.base_prefix) not in (Path(entry), *Path(entry).parents)]
+    env = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": os.pathsep.join(outside), "HOME": "/nonexistent"}
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    become = ["setpriv", f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups", "--inh-caps=-all"]
+    for python in (sys.executable, f"/usr/bin/{name}", f"/usr/local/bin/{name}"):
+        command = [*become, python]
+        test = [*command, "-c", "import rollyard_pipeline.sandboxes, rollyard_sandbox.client, zmq"]
+        if subprocess.run(test, env=env, cwd="/", capture_output=True, timeout=60).returncode == 0:
+            return command, env
+    pytest.skip("no Python on this machine lets an ordinary user import this project (a checkout in a home folder?)")
+
+
+async def test_ordinary_user(kit: Any, user_run_dir: Path) -> None:
+    kit.require_bwrap()
+    command, env = command_as_user()
+    scripts = {
+        "id": "id -u",
+        "fork": "for i in $(seq 120); do sleep 5 & done 2>&1; kill $(jobs -p)",
+        "memory": "/.rollyard/venv/bin/python -c 'b = bytearray(300 << 20)'",
+        "disk": "head -c 100M /dev/zero > big; rm big",
+        "network": "exec 3<>/dev/tcp/192.0.2.1/80",
+        "home": "ls -A /root /home",
+        "system": "touch /usr/x",
+        "sysctl": "echo x > /proc/sys/kernel/core_pattern",
+        "caps": "grep -c 'Cap.*[1-9a-f]$' /proc/self/status",
+        "alive": "echo alive",
+    }
+    done = subprocess.run(
+        [*command, "-c", _PROGRAM, str(user_run_dir), json.dumps(scripts)],
+        env=env, cwd="/", capture_output=True, text=True, timeout=55,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["uid"] != 0
+    assert answer["id"] == [0, "1000"]
+    assert "Resource temporarily unavailable" in answer["fork"][1]
+    assert "MemoryError" in answer["memory"][1]
+    assert "No space left on device" in answer["disk"][1]
+    assert answer["home"] == [0, "/home:\n\n/root:"]
+    assert answer["caps"] == [1, "0"]
+    for name in ("network", "system", "sysctl"):
+        assert answer[name][0] != 0, name
+    assert answer["alive"] == [0, "alive"]
+    assert answer["other"] == "unharmed"
+    assert answer["left"] == [".sweep"]
+    assert "limited per sandbox (RLIMIT_NPROC)" in answer["limits"][0]

@@ -1,0 +1,201 @@
+"""Sandboxes outlive their workers, are found again, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_crds.lease import SandboxHandle
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.errors import SandboxLost
+from rollyard_pipeline.sandboxes.interface import SandboxRequest
+from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_pipeline.sandboxes.records import SandboxFolder
+
+pytestmark = pytest.mark.real
+
+_WORKER = """
+import asyncio, sys
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.interface import SandboxRequest
+
+async def main():
+    provider = open_provider(sys.argv[1], run_dir=sys.argv[2], node="node-a")
+    await provider.start()
+    request = SandboxRequest(memory_bytes=192 << 20, files={"kept.txt": "kept"}, env={"KEPT": "too"})
+    sandbox = await provider.acquire(request, "r-1")
+    await provider.warm(request, 1)
+    while not provider._warm.ready(request.key):
+        await asyncio.sleep(0.02)
+    print(sandbox.handle.model_dump_json(), flush=True)
+    await asyncio.sleep(300)
+
+asyncio.run(main())
+"""
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Pids of all sandboxes that the run dir knows of."""
+    folder = SandboxFolder(run_dir)
+    records = [record for name in folder.ids() if (record := folder.load(name)) is not None]
+    return [process.pid for record in records for process in (record.root, record.monitor) if process]
+
+
+async def test_outlives_its_killed_worker(kit: Any, provider: NodeProvider, run_dir: Path) -> None:
+    worker = subprocess.Popen(
+        [sys.executable, "-c", _WORKER, provider.name, str(run_dir)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with worker:
+        try:
+            assert worker.stdout is not None
+            line = await asyncio.to_thread(worker.stdout.readline)
+            handle = SandboxHandle.model_validate(json.loads(line))
+            # Ctrl-C in the worker's terminal, then kill -9: neither reaches the sandbox.
+            os.killpg(worker.pid, signal.SIGINT)
+        finally:
+            os.killpg(worker.pid, signal.SIGKILL)
+    assert len(SandboxFolder(run_dir).ids()) == 2
+    assert provider.claimed() == [handle.id]
+    swept = await provider.sweep()
+    assert len(swept) == 1, "the dead worker's warm sandbox, and only that"
+    assert handle.id not in swept
+    async with await provider.attach(handle) as sandbox:
+        assert await kit.sh(sandbox, "cat kept.txt; echo $KEPT") == (0, "kepttoo")
+        assert sandbox.env == {"KEPT": "too"}
+    await provider.release(handle)
+    assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
+    with pytest.raises(SandboxLost, match="is gone"):
+        await provider.attach(handle)
+
+
+async def test_ends_by_itself_when_nobody_renews(kit: Any, provider: NodeProvider, run_dir: Path) -> None:
+    sandbox = await kit.acquire(provider)
+    await kit.sh(sandbox, "sleep 1000 & disown")
+    pids = processes_of(run_dir)
+    await sandbox.close()
+    await provider.renew([sandbox.handle.id, "0" * 12], 0.3)
+    await kit.until(lambda: provider.claimed() == [])
+    await kit.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    with pytest.raises(SandboxLost):
+        await provider.attach(sandbox.handle)
+    assert await provider.sweep() == [sandbox.handle.id]
+    assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
+    assert kit.groups_of([sandbox.handle.id]) == []
+
+
+async def test_ten_at_once_leave_nothing_behind(kit: Any, provider: NodeProvider, run_dir: Path) -> None:
+    async def one(n: int) -> str:
+        async with await kit.acquire(provider, f"r-{n}", env={"N": str(n)}) as sandbox:
+            script = "sleep 1000 & disown; (setsid sleep 1000 &); echo $N"
+            assert await kit.sh(sandbox, script) == (0, str(n))
+            handle = sandbox.handle
+        await provider.release(handle)
+        await provider.release(handle)
+        return str(handle.id)
+
+    seen: list[int] = []
+
+    async def watch() -> None:
+        while True:
+            seen.extend(processes_of(run_dir))
+            await asyncio.sleep(0.05)
+
+    watcher = asyncio.create_task(watch())
+    ids = await asyncio.gather(*(one(n) for n in range(10)))
+    watcher.cancel()
+    assert len(set(ids)) == 10
+    assert seen
+    assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
+    assert kit.groups_of(ids) == []
+    await kit.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in seen))
+
+
+async def test_warm_pool(kit: Any, provider: NodeProvider, run_dir: Path) -> None:
+    request = SandboxRequest(**kit.SMALL)
+    await provider.warm(request, 2)
+    await kit.until(lambda: provider._warm.ready(request.key) == 2)
+    assert provider.claimed() == []
+    warm = set(SandboxFolder(run_dir).ids())
+    # Variables and files do not defeat the pool; another limit is another key.
+    mine = await kit.acquire(provider, env={"A": "1"}, files={"f": "text"})
+    assert mine.handle.id in warm
+    assert await kit.sh(mine, "echo $A; cat f") == (0, "1\ntext")
+    other = await kit.acquire(provider, processes=65)
+    assert other.handle.id not in warm
+    assert set(provider.claimed()) == {mine.handle.id, other.handle.id}
+    await kit.until(lambda: provider._warm.ready(request.key) == 2)
+    for sandbox in (mine, other):
+        await sandbox.close()
+        await provider.release(sandbox.handle)
+    await provider.warm(request, 0)
+    await kit.until(lambda: SandboxFolder(run_dir).ids() == [])
+
+
+async def test_dead_warm_sandbox_is_never_handed_out(kit: Any, provider: NodeProvider, run_dir: Path) -> None:
+    request = SandboxRequest(**kit.SMALL)
+    await provider.warm(request, 1)
+    await kit.until(lambda: provider._warm.ready(request.key) == 1)
+    (name,) = SandboxFolder(run_dir).ids()
+    pids = processes_of(run_dir)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    await kit.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    async with await kit.acquire(provider) as sandbox:
+        assert sandbox.handle.id != name
+        assert await kit.sh(sandbox, "echo alive") == (0, "alive")
+
+
+async def test_close_removes_warm_and_keeps_claimed(kit: Any, run_dir: Path, bubblewrap: NodeProvider) -> None:
+    second = open_provider("bubblewrap", run_dir=run_dir, node=kit.NODE)
+    await second.start()
+    request = SandboxRequest(**kit.SMALL)
+    async with await kit.acquire(second) as sandbox:
+        handle = sandbox.handle
+    await second.warm(request, 1)
+    await kit.until(lambda: second._warm.ready(request.key) == 1)
+    # While their worker lives, warm sandboxes are no business of a sweep by another.
+    assert await bubblewrap.sweep() == []
+    await second.aclose()
+    assert SandboxFolder(run_dir).ids() == [handle.id]
+    async with await bubblewrap.attach(handle) as sandbox:
+        assert await kit.sh(sandbox, "echo here") == (0, "here")
+
+
+async def test_cancelled_start_leaves_nothing(kit: Any, provider: NodeProvider, run_dir: Path) -> None:
+    for delay in (0.0, 0.005, 0.02, 0.05):
+        start = asyncio.create_task(kit.acquire(provider))
+        await asyncio.sleep(delay)
+        start.cancel()
+        result = await asyncio.gather(start, return_exceptions=True)
+        if not isinstance(result[0], asyncio.CancelledError):
+            await result[0].close()
+            await provider.release(result[0].handle)
+        assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
+
+
+async def test_another_nodes_sandbox_is_refused(kit: Any, provider: NodeProvider) -> None:
+    async with await kit.acquire(provider) as sandbox:
+        elsewhere = sandbox.handle.model_copy(update={"node": "node-b"})
+        with pytest.raises(SandboxLost, match="node-b"):
+            await provider.attach(elsewhere)
+
+
+async def test_process_is_loud_and_private(kit: Any, run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    provider = open_provider("process", run_dir=run_dir, node=kit.NODE)
+    assert "bare processes" in caplog.text
+    await provider.start()
+    async with await kit.acquire(provider) as sandbox:
+        assert (await kit.sh(sandbox, "pwd; echo $HOME"))[1].split() == [sandbox.workdir] * 2
+        assert Path(sandbox.workdir).stat().st_mode & 0o777 == 0o700
+        assert Path(sandbox.workdir).parent.stat().st_mode & 0o777 == 0o700
+    await kit.clean(provider)

@@ -40,8 +40,8 @@ class Plane:
 
 def lease(stage, **fields):
     return HeldLease(Lease(
-        rollout="r", token=1, stage=stage, job="j", namespace="default", job_uid="u", group_id="g", sample_index=0,
-        attempt=0, queued_seconds=0, lease_seconds=30, task=task, **fields,
+        rollout="r", token=1, stage=stage, job="j", namespace="default", job_uid="u", group_id="g",
+        sample_index=0, attempt=0, queued_seconds=0, lease_seconds=30, task=task, **fields,
     ))
 
 async def main(run_dir):
@@ -56,7 +56,8 @@ async def main(run_dir):
                 lease("eval", sandbox=init.sandbox, carry=run.carry, trajectory=run.trajectory), StageTimes()
             )
             await provider.release(init.sandbox)
-            print([m.content for m in run.trajectory.messages if m.role == "tool"], done.reward, done.reward_components)
+            seen = [m.content for m in run.trajectory.messages if m.role == "tool"]
+            print(seen, done.reward, done.reward_components)
     finally:
         await provider.aclose()
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from rollyard_pipeline.chat import ChatFormat, ChatTemplate, ChatTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -50,7 +54,8 @@ QWEN = """\
     {%- if message.role == 'assistant' %}
         {%- set reasoning = '' %}
         {%- if '</think>' in content %}
-            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1] %}
+            {%- set reasoning = reasoning.lstrip('\\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
         {%- if loop.index0 > ns.last_query and reasoning %}
@@ -132,3 +137,52 @@ def model_folder(bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pa
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (folder / "chat_template.jinja").write_text(QWEN)
     return folder
+
+
+class ScriptedModel:
+    """A backend that answers what a function of the prompt's text says, with real token ids."""
+
+    def __init__(self, tokenizer: ChatTokenizer, answer: Callable[[str], str]) -> None:
+        self.tokenizer = tokenizer
+        self.answer = answer
+        self.prompts: list[list[int]] = []
+        self.url = ""
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/health":
+            return web.Response()
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "scripted", "max_model_len": 100_000}]})
+        if request.path != "/inference/v1/generate":
+            return web.json_response({"error": "not here"}, status=404)
+        body = await request.json()
+        self.prompts.append(body["token_ids"])
+        ids = self.tokenizer.encode(self.answer(self.tokenizer.decode(body["token_ids"])))
+        cut = ids[: body["sampling_params"]["max_tokens"]]
+        content = [{"token_id": token, "logprob": -0.125} for token in cut]
+        choice = {
+            "token_ids": cut,
+            "finish_reason": "stop" if len(cut) == len(ids) else "length",
+            "logprobs": {"content": content},
+            "weight_versions": [{"version": "step-1", "start": 0, "end": len(cut)}],
+        }
+        return web.json_response({"choices": [choice], "prompt_token_ids": body["token_ids"]})
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[ScriptedModel]:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        listener = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(runner, listener).start()
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+@pytest.fixture
+def scripted(tokenizer: ChatTokenizer) -> Callable[[Callable[[str], str]], ScriptedModel]:
+    return lambda answer: ScriptedModel(tokenizer, answer)

@@ -149,7 +149,8 @@ async def test_generate_answers_are_checked_too(changes: dict[str, Any]) -> None
 
 
 async def test_logprobs_that_are_not_finite_are_refused() -> None:
-    text = '{"choices": [{"token_ids": [5], "finish_reason": "stop", "logprobs": {"content": [{"logprob": NaN}]}}]}'
+    logprobs = '{"content": [{"logprob": NaN}]}'
+    text = f'{{"choices": [{{"token_ids": [5], "finish_reason": "stop", "logprobs": {logprobs}}}]}}'
     server = Server(generate=lambda body: web.Response(text=text, content_type="application/json"))
     async with serving(server) as backend, BackendClient() as client:
         with pytest.raises(BackendMismatch):
@@ -204,14 +205,17 @@ async def test_a_hanging_backend_is_left() -> None:
     async def hang(body: dict[str, Any]) -> Any:
         await asyncio.sleep(60)
 
-    async with serving(Server(generate=hang)) as first, serving(Server(generate=generated)) as second:
-        async with BackendClient(request_timeout=0.2) as client:
+    async with (
+        serving(Server(generate=hang)) as first,
+        serving(Server(generate=generated)) as second,
+        BackendClient(request_timeout=0.2) as client,
+    ):
 
-            async def route(url: str, error: str) -> RouteResponse:
-                assert "no answer within 0.2 s" in error
-                return RouteResponse(backend=second)
+        async def route(url: str, error: str) -> RouteResponse:
+            assert "no answer within 0.2 s" in error
+            return RouteResponse(backend=second)
 
-            sample = await session(client, first, route).turn([1], 8, 0)
+        sample = await session(client, first, route).turn([1], 8, 0)
     assert sample.token_ids == (5, 6)
 
 

@@ -46,7 +46,7 @@ def context(gold: str, said: str, submitted: str | None = None) -> StageContext:
     return StageContext(
         task=task,
         spec=RolloutJobSpec.model_validate(
-            {"tasks": {"inline": [{"id": "t", "prompt": "q"}]}, "handler": "math", "agent": {"type": "oracle"}}
+            {"tasks": {"stream": True}, "handler": "math", "agent": {"type": "oracle"}}
         ),
         rollout="r",
         sample_index=0,

@@ -117,7 +117,11 @@ def test_stripped_thinking_begins_a_segment(formats: dict[str, ChatFormat]) -> N
     more = [{"role": "user", "content": "and folders?"}]
     played = play(
         chat, USER,
-        [(said(chat, thought, "qwen"), RESULT), (said(chat, "seven", "qwen"), more), (said(chat, "two", "qwen"), [])],
+        [
+            (said(chat, thought, "qwen"), RESULT),
+            (said(chat, "seven", "qwen"), more),
+            (said(chat, "two", "qwen"), []),
+        ],
     )  # fmt: skip
     check_invariants(chat, played)
     first, second = played.recorder.segments()
@@ -164,8 +168,10 @@ def test_a_prompt_that_is_not_sampled_leaves_no_trace(formats: dict[str, ChatFor
 def _texts() -> st.SearchStrategy[str]:
     pieces = st.sampled_from(
         [
-            CALL, "<tool_call>", "</tool_call>", "<tool_call>{", "<think>\n", "\n</think>\n\n", "</think>", "<think>",
-            "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "\n", "  ", "seven", "é", "日本", "{{ x }}",
+            CALL, "<tool_call>", "</tool_call>", "<tool_call>{", "<think>\n", "\n</think>\n\n",
+            "</think>", "<think>",
+            "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>",
+            "\n", "  ", "seven", "é", "日本", "{{ x }}",
         ]
     )  # fmt: skip
     return st.lists(st.one_of(pieces, st.text(max_size=8)), max_size=6).map("".join)

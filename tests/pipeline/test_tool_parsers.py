@@ -72,8 +72,8 @@ def test_malformed_calls_say_why(text: str, says: str) -> None:
 
 
 def test_values_that_cannot_be_stored_are_made_storable() -> None:
-    text = '<tool_call>{"name": "bash", "arguments": {"a": "\\ud800\\u0000", "n": 123456789012345678901234}}</tool_call>'
-    (only,) = clean_turn(parse(text)).calls
+    arguments = '{"a": "\\ud800\\u0000", "n": 123456789012345678901234}'
+    (only,) = clean_turn(parse(f'<tool_call>{{"name": "bash", "arguments": {arguments}}}</tool_call>')).calls
     assert only.error is None
     assert only.arguments == {"a": "��", "n": 1.2345678901234568e23}
     deep = '{"k": ' * 100 + "1" + "}" * 100

@@ -452,7 +452,7 @@ async def test_stage_limits(handler: type[Steered]) -> None:
     """Init and Eval past their limit are infrastructure; Run past its limit goes to Eval as truncated."""
     limits = {stage: {"timeoutSeconds": 1} for stage in ("init", "run", "eval")}
     plane = Plane(spec(**limits))
-    async with working(plane, handler):
+    async with working(plane, handler, eval_grace=0.0):
         plane.offer(lease(1), lease(2, "run"), lease(3, "eval"))
         outcomes = {outcome.rollout: outcome for outcome in await plane.wait_for(3)}
     init, run, evaluated = (outcomes[f"r{number}"] for number in (1, 2, 3))

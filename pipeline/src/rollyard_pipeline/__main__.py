@@ -52,6 +52,13 @@ def main(argv: list[str] | None = None) -> int:
 async def _run(options: argparse.Namespace) -> int:
     stages = _stages(options.stages)
     given = _concurrency(options.concurrency)
+    with _Signals() as signals:
+        return await _serve(options, stages, given, signals)
+
+
+async def _serve(
+    options: argparse.Namespace, stages: list[StageName], given: dict[StageName, int], signals: _Signals
+) -> int:
     async with RestControlPlane(options.url, _token(options.token_file)) as control:
         spec = StagesSpec()
         if options.job is not None and set(stages) - set(given):
@@ -77,36 +84,52 @@ async def _run(options: argparse.Namespace) -> int:
                         backend_budget=options.backend_budget,
                     ),
                 )
-                await _until_done(worker)
+                await signals.run(worker)
         finally:
             await provider.aclose()
     return 0
 
 
-async def _until_done(worker: Worker) -> None:
-    """Run the worker: the first SIGTERM or SIGINT drains it, the second stops it at once."""
-    loop = asyncio.get_running_loop()
-    running = asyncio.ensure_future(worker.run())
-    asked = 0
+class _Signals:
+    """SIGTERM and SIGINT: the first drains the worker, the second stops it at once.
 
-    def stop() -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            worker.drain()
-        else:
-            running.cancel()
+    They are caught from before the first sandbox until after the last: an uncaught one in
+    the middle of the clean-up would leave sandboxes behind.
+    """
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    try:
-        await running
-    except asyncio.CancelledError:
-        if asked < 2:
-            raise
-    finally:
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._asked = 0
+        self._worker: Worker | None = None
+        self._running: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> _Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+            self._loop.add_signal_handler(number, self._stop)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+
+    async def run(self, worker: Worker) -> None:
+        """Run the worker to its end."""
+        self._worker = worker
+        self._running = asyncio.ensure_future(worker.run())
+        if self._asked:
+            worker.drain()
+        try:
+            await self._running
+        except asyncio.CancelledError:
+            if self._asked < 2:
+                raise
+
+    def _stop(self) -> None:
+        self._asked += 1
+        if self._asked == 1 and self._worker is not None:
+            self._worker.drain()
+        elif self._asked > 1 and self._running is not None:
+            self._running.cancel()
 
 
 def _loop() -> asyncio.AbstractEventLoop:

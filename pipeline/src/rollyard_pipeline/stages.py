@@ -49,6 +49,8 @@ class Stages:
         provider: starts and finds sandboxes; None on a worker without any.
         extensions: where handlers, agents, tools and parsers come from.
         backend_budget: seconds without any backend before a rollout gives up.
+        eval_grace: seconds that Eval gets beyond its limit, in which a handler that keeps the
+            limit itself (tests that ran out of time) still gives its score.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class Stages:
         extensions: registry.Registry,
         *,
         backend_budget: float = 60.0,
+        eval_grace: float = 30.0,
     ) -> None:
         self._control = control
         self._backends = backends
         self._provider = provider
         self._extensions = extensions
         self._backend_budget = backend_budget
+        self._eval_grace = eval_grace
         self._jobs = JobSpecs(control)
         self._formats = FormatCache()
         self._handlers: dict[str, Handler] = {}
@@ -93,7 +97,8 @@ class Stages:
                     return await self._eval(held, spec, times)
         finally:
             times.active_seconds = time.monotonic() - held.started
-            times.own_seconds = max(0.0, times.active_seconds - times.model_seconds - times.tool_seconds)
+            if held.lease.stage == "run":
+                times.own_seconds = max(0.0, times.active_seconds - times.model_seconds - times.tool_seconds)
 
     async def _init(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.init.timeout_seconds
@@ -184,7 +189,7 @@ class Stages:
         handler = self._handler(spec)
         context = _context(lease, spec, timeout)
         context.trajectory = lease.trajectory
-        limit = asyncio.timeout(timeout)
+        limit = asyncio.timeout(timeout + self._eval_grace)
         try:
             async with limit, self._attached(lease) as sandbox:
                 if sandbox is not None:
@@ -193,7 +198,9 @@ class Stages:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise EvalTimeout(f"Eval took longer than {timeout} s") from error
+            raise EvalTimeout(
+                f"Eval took longer than {timeout} s, and {self._eval_grace:g} s of grace"
+            ) from error
         values = {"reward": evaluation.reward, **evaluation.components}
         for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

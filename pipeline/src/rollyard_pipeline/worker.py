@@ -45,6 +45,7 @@ class WorkerOptions:
     """Claimed sandboxes on the node beyond which Init waits; None: see `sandbox_limit`."""
     drain_seconds: float = 30.0
     backend_budget: float = 60.0
+    eval_grace: float = 30.0
     extensions: Registry = field(default_factory=Registry)
 
     @property
@@ -77,7 +78,12 @@ class Worker:
         self._provider = provider
         self._table = LeaseTable()
         self._stages = Stages(
-            control, backends, provider, options.extensions, backend_budget=options.backend_budget
+            control,
+            backends,
+            provider,
+            options.extensions,
+            backend_budget=options.backend_budget,
+            eval_grace=options.eval_grace,
         )
         self._outbox = Outbox(control, options.worker, self._reported)
         self._heartbeat = Heartbeat(control, self._table, provider, worker=options.worker, node=options.node)

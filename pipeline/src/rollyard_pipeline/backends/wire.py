@@ -85,7 +85,8 @@ def parse_generate(answer: object, prompt: Sequence[int], sampling: Sampling, ve
         item = _mapping(entry, f"logprobs.content[{place}]")
         if place < len(ids) and item.get("token_id", ids[place]) != ids[place]:
             raise BackendMismatch(
-                f"logprobs.content[{place}] is of token {item.get('token_id')}, token_ids[{place}] is {ids[place]}"
+                f"logprobs.content[{place}] is of token {item.get('token_id')}, "
+                f"token_ids[{place}] is {ids[place]}"
             )
         values.append(item.get("logprob"))
     return _sample(choice, ids, values, _versions(choice.get("weight_versions"), len(ids), version), sampling)

@@ -102,8 +102,9 @@ def locate(name: str) -> Path:
         if isinstance(cached, str):
             return Path(cached).parent
     raise TokenizerUnavailable(
-        f"no tokenizer '{name}' on this worker: set the pool's spec.tokenizer to a folder with tokenizer.json "
-        "and chat_template.jinja that every worker can read, or put the model into Hugging Face's cache here"
+        f"no tokenizer '{name}' on this worker: set the pool's spec.tokenizer to a folder with "
+        "tokenizer.json and chat_template.jinja that every worker can read, "
+        "or put the model into Hugging Face's cache here"
     )
 
 

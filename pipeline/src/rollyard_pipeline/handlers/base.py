@@ -41,7 +41,7 @@ class StageContext:
     rollout: str
     sample_index: int
     timeout: float
-    """Seconds that this stage may work in all."""
+    """Seconds that this stage may work. Eval: what its tests may take; a score may come a little later."""
     client: ExecClient | None = None
     """The sandbox; None where neither handler nor agent needs one."""
     workdir: str = "/work"

@@ -16,7 +16,6 @@ from rollyard_pipeline.handlers.scripts import run_script
 
 _OUTPUT: Final = 16_384  # bytes kept of the script's output
 _REWARD_BYTES: Final = 64
-_MARGIN: Final = 0.1  # of the stage's time kept for all but the script
 
 
 class ShellHandler(Handler):
@@ -42,7 +41,7 @@ class ShellHandler(Handler):
             client,
             ctx.task.test_script,
             env={**ctx.env, "ROLLYARD_ANSWER": ctx.answer or "", "ROLLYARD_REWARD_FILE": reward_file},
-            timeout=ctx.timeout * (1 - _MARGIN),
+            timeout=ctx.timeout,
             max_output=_OUTPUT,
         )
         if result.timed_out:

@@ -11,7 +11,8 @@ def render_result(result: ExecResult, timeout: float) -> str:
     `(no output)` for silent success, `[exit code N]` for failure, `[timed out after N s]`
     at the limit; `[shell restarted]` where the session's shell had to be replaced.
     """
-    output = result.text().rstrip("\n")
+    # An interrupted terminal adds a carriage return.
+    output = result.text().rstrip("\r\n")
     notes: list[str] = []
     if result.timed_out:
         notes.append(f"[timed out after {timeout:g} s]")

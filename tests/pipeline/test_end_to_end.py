@@ -1,0 +1,201 @@
+"""Whole jobs: a control plane process, a worker process, real sandboxes, a model over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_client import AsyncClient
+from rollyard_crds.trajectory import Trajectory
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> str:
+    """`bubblewrap` where it works; with ROLLYARD_REQUIRE_REAL=1 it must."""
+    program = shutil.which("bwrap")
+    command = [program or "bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+    if program and subprocess.run(command, capture_output=True, timeout=20).returncode == 0:
+        return "bubblewrap"
+    if os.environ.get("ROLLYARD_REQUIRE_REAL") == "1":
+        pytest.fail("bubblewrap is not usable here")
+    return "process"
+
+
+class Yard:
+    """A control plane, and workers to start beside it."""
+
+    def __init__(self, folder: Path, url: str, client: AsyncClient, sandbox: str) -> None:
+        self.folder = folder
+        self.url = url
+        self.client = client
+        self.sandbox = sandbox
+
+    @asynccontextmanager
+    async def worker(self, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
+        with (self.folder / "worker.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "rollyard_pipeline", "--url", self.url,
+                "--token-file", str(self.folder / "state" / "tokens.json"),
+                "--run-dir", str(self.folder / "run"), "--sandbox", self.sandbox, *options,
+                stderr=log,
+            )  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(60):
+                await process.wait()
+
+    async def job(self, name: str, tasks: list[dict[str, Any]], **spec: Any) -> None:
+        spec = {"tasks": {"inline": tasks}, "handler": "shell", "sandbox": SMALL, **spec}
+        manifest = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": name}}
+        await self.client.submit({**manifest, "spec": spec})
+
+    async def pool(self, name: str, url: str, tokenizer: Path) -> None:
+        spec = {
+            "model": "scripted", "tokenizer": str(tokenizer),
+            "engine": {"type": "external", "external": {"urls": [url]}},
+        }  # fmt: skip
+        manifest = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPool", "metadata": {"name": name}}
+        await self.client.create_pool({**manifest, "spec": spec})
+
+    async def results(self, name: str, count: int) -> list[Trajectory]:
+        found: list[Trajectory] = []
+        async with asyncio.timeout(120):
+            async for trajectory in self.client.trajectories(name, follow=True):
+                found.append(trajectory)
+                if len(found) == count:
+                    return found
+        raise AssertionError(f"{len(found)} of {count} trajectories; {self.log()}")
+
+    def log(self) -> str:
+        return (self.folder / "worker.log").read_text()[-4000:]
+
+    def sandboxes(self) -> list[str]:
+        folder = self.folder / "run" / "sandboxes"
+        return [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
+SMALL = {"resources": {"memory": "192Mi", "disk": "16Mi", "processes": 64}, "warm": 1}
+
+
+@pytest.fixture
+async def yard(tmp_path_factory: pytest.TempPathFactory, sandbox: str) -> AsyncIterator[Yard]:
+    # A socket's path must be short.
+    folder = Path(os.path.realpath(tmp_path_factory.mktemp("y", numbered=True)))
+    port_file = folder / "port"
+    with (folder / "api.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "rollyard_api", "--state-dir", str(folder / "state"), "--port", "0",
+            "--port-file", str(port_file), stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        async with asyncio.timeout(60):
+            while not port_file.exists():
+                assert process.returncode is None, (folder / "api.log").read_text()
+                await asyncio.sleep(0.05)
+        url = f"http://127.0.0.1:{port_file.read_text().strip()}"
+        token = json.loads((folder / "state" / "tokens.json").read_text())["admin"]
+        async with AsyncClient(url, token) as client:
+            yield Yard(folder, url, client, sandbox)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        async with asyncio.timeout(30):
+            await process.wait()
+
+
+def count_task(number: int) -> dict[str, Any]:
+    """Count files, write the number into a file, and submit it."""
+    return {
+        "id": f"count-{number}",
+        "prompt": "How many files are in the folder data? Write the number into result.txt and submit it.",
+        "sandbox": {
+            "files": {f"data/{place}.txt": "x\n" for place in range(number)},
+            "env": {"EXPECTED": str(number)},
+            "setup": "mkdir -p data; touch ready",
+        },
+        "test_script": '[ -f ready ] && [ "$(cat result.txt)$ROLLYARD_ANSWER" = "$EXPECTED$EXPECTED" ]',
+        "solution": [
+            {"name": "bash", "arguments": {"command": "ls data | wc -l > result.txt"}},
+            {"name": "submit", "arguments": {"answer": str(number)}},
+        ],
+    }
+
+
+async def test_the_oracle_solves_every_task(yard: Yard) -> None:
+    tasks = [count_task(number) for number in range(1, 9)]
+    await yard.job("oracle", tasks, agent={"type": "oracle"})
+    async with yard.worker("--job", "oracle") as worker:
+        results = await yard.results("oracle", len(tasks))
+        async with asyncio.timeout(60):
+            code = await worker.wait()
+    assert code == 0, yard.log()
+    assert [(result.status, result.reward) for result in results] == [("succeeded", 1.0)] * len(tasks), (
+        yard.log()
+    )
+    for result in results:
+        assert result.segments == []
+        assert [turn.finish_reason for turn in result.turns] == ["replayed", "replayed"]
+        assert [message.role for message in result.messages] == [
+            "user",
+            "assistant",
+            "tool",
+            "assistant",
+            "tool",
+        ]
+        assert result.timings.run.active_seconds > 0
+    assert yard.sandboxes() == []
+
+
+def call(name: str, **arguments: str) -> str:
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>{END}"
+
+
+def counting_policy(prompt: str) -> str:
+    """Reads what its tools print, as a policy does."""
+    said = prompt.split("<tool_response>\n")[1:]
+    if not said:
+        return call("bash", command="ls data | wc -l | tee result.txt")
+    return call("submit", answer=said[-1].split("\n</tool_response>")[0])
+
+
+async def test_a_policy_with_tools(
+    yard: Yard, scripted: Callable[[Callable[[str], str]], Any], model_folder: Path
+) -> None:
+    async with scripted(counting_policy).serving() as model:
+        await yard.pool("p", model.url, model_folder)
+        tasks = [count_task(number) for number in (2, 3, 5)]
+        await yard.job("policy", tasks, samplesPerTask=2, backendRef={"name": "p"})
+        async with yard.worker("--job", "policy"):
+            results = await yard.results("policy", 6)
+    assert [result.reward for result in results] == [1.0] * 6, yard.log()
+    for result in results:
+        (segment,) = result.segments
+        assert result.template_breaks == 0
+        assert [turn.finish_reason for turn in result.turns] == ["tool_calls", "tool_calls"]
+        assert set(segment.policy_versions) == {"step-1", ""}
+        assert sum(segment.loss_mask) == sum(turn.end - turn.start for turn in result.turns)
+        # The last prompt that the backend read is the record up to the last turn.
+        ids = segment.prompt_ids + segment.response_ids[: result.turns[-1].start]
+        assert ids in model.prompts
+        assert result.backend == model.url
+        assert result.sampling is not None
+        assert 0 < result.timings.model_seconds <= result.timings.run.active_seconds
+    assert yard.sandboxes() == []

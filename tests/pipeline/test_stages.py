@@ -1,0 +1,368 @@
+"""Init, Run and Eval of single rollouts, in sandboxes that are bare processes, with a scripted model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_crds.lease import BackendAssignment, Lease, RouteRequest, RouteResponse, StageResult, StageTimes
+from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task import Task
+from rollyard_crds.trajectory import Trajectory
+from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.errors import BackendUnavailable, SetupFailed, TestScriptError, TokenizerUnavailable
+from rollyard_pipeline.failure import stage_failure
+from rollyard_pipeline.leases import HeldLease
+from rollyard_pipeline.registry import Registry
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.errors import SandboxLost
+from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_pipeline.stages import Stages
+from rollyard_pipeline.tools import ToolContext
+from rollyard_pipeline.tools.edit import EditTool
+from rollyard_sandbox.client import ExecClient
+
+END = "<|im_end|>"
+Answer = Callable[[str], str]
+
+
+class Plane:
+    def __init__(self) -> None:
+        self.spec: RolloutJobSpec | None = None
+        self.routed: list[RouteRequest] = []
+
+    async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
+        assert self.spec is not None
+        return self.spec
+
+    async def route(self, request: RouteRequest) -> RouteResponse:
+        self.routed.append(request)
+        return RouteResponse(backend=None, retry_after=0.05)
+
+
+class Rollout:
+    """Takes one rollout through its stages, as a worker would."""
+
+    def __init__(self, provider: NodeProvider, stages: Stages, plane: Plane) -> None:
+        self.provider = provider
+        self.stages = stages
+        self.plane = plane
+        self.task = Task(id="t", prompt="q")
+        self.backend: BackendAssignment | None = None
+        self.init: StageResult | None = None
+        self.ran: StageResult | None = None
+
+    def configure(self, task: dict[str, Any] | None = None, **spec: Any) -> None:
+        base = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}}
+        sandbox = {"warm": 0, "resources": {"memory": "256Mi", "disk": "32Mi"}}
+        self.plane.spec = RolloutJobSpec.model_validate({**base, "sandbox": sandbox, **spec})
+        self.task = Task.model_validate({"id": "t", "prompt": "q", "test_script": "true", **(task or {})})
+
+    async def stage(self, stage: str, **fields: Any) -> StageResult:
+        lease = Lease(
+            rollout="r", token=1, stage=stage, job="j", namespace="default", job_uid=str(id(self.plane.spec)),  # type: ignore[arg-type]
+            group_id="g", sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0,
+            task=self.task, backend=self.backend, **fields,
+        )  # fmt: skip
+        self.times = StageTimes()
+        return await self.stages.work(HeldLease(lease), self.times)
+
+    async def play(self) -> Trajectory:
+        """Init and Run."""
+        self.init = await self.stage("init")
+        self.ran = await self.stage("run", sandbox=self.init.sandbox, carry=self.init.carry)
+        assert self.ran.trajectory is not None
+        return self.ran.trajectory
+
+    async def score(self) -> StageResult:
+        assert self.init is not None
+        assert self.ran is not None
+        return await self.stage(
+            "eval", sandbox=self.init.sandbox, carry=self.ran.carry, trajectory=self.ran.trajectory
+        )
+
+
+@pytest.fixture
+async def rollout(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rollout]:
+    provider = open_provider("process", run_dir=tmp_path_factory.mktemp("s"), node="n")
+    await provider.start()
+    plane = Plane()
+    try:
+        async with BackendClient(request_timeout=20.0) as backends:
+            stages = Stages(plane, backends, provider, Registry(), backend_budget=1.0)  # type: ignore[arg-type]
+            yield Rollout(provider, stages, plane)
+            await stages.close()
+    finally:
+        for sandbox in provider.claimed():
+            await provider.release(sandbox)
+        await provider.aclose()
+
+
+@pytest.fixture
+async def model(
+    rollout: Rollout, scripted: Callable[[Answer], Any], model_folder: Path
+) -> AsyncIterator[Callable[..., None]]:
+    """Gives the rollout a model whose answers a function of the prompt's text decides."""
+    answer: list[Answer] = []
+
+    def latest(prompt: str) -> str:
+        return answer[-1](prompt)
+
+    server = scripted(latest)
+    async with server.serving():
+
+        def use(
+            answers: Answer,
+            agent: dict[str, Any] | None = None,
+            task: dict[str, Any] | None = None,
+            **spec: Any,
+        ) -> None:
+            answer.append(answers)
+            rollout.backend = BackendAssignment(
+                pool="p", url=server.url, model="scripted", tokenizer=str(model_folder), policy_version="v0"
+            )
+            rollout.configure(
+                task, agent={"type": "tools", **(agent or {})}, backendRef={"name": "p"}, **spec
+            )
+
+        yield use
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>{END}"
+
+
+def oracle(*steps: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    return {"solution": [{"name": name, "arguments": arguments} for name, arguments in steps]}
+
+
+async def test_the_policy_sees_what_went_wrong_and_goes_on(
+    rollout: Rollout, model: Callable[..., None]
+) -> None:
+    steps = [
+        call("bash", command="echo out; exit_code() { return 3; }; exit_code"),
+        f"<tool_call>{{broken</tool_call>{END}",
+        call("no_such_tool", x=1),
+        call("bash", cmd="ls"),
+        call("bash", command=7),
+        call("bash", command="true"),
+        call("bash", command="sleep 30"),
+        "I am done." + END,
+    ]
+    model(lambda prompt: steps[prompt.count("<tool_response>")], {"toolTimeoutSeconds": 1})
+    trajectory = await rollout.play()
+    seen = [message.content for message in trajectory.messages if message.role == "tool"]
+    assert seen == [
+        "out\n[exit code 3]",
+        "error: malformed tool call: not JSON: "
+        "Expecting property name enclosed in double quotes at character 1",
+        "error: unknown tool 'no_such_tool'; tools: bash, ipython, edit, submit",
+        "error: argument 'command' is missing; expected command",
+        "error: argument 'command' must be of type string, not int",
+        "(no output)",
+        "[timed out after 1 s]",
+    ]
+    assert trajectory.messages[-1].content == "I am done."
+    assert not trajectory.truncated
+    assert [turn.finish_reason for turn in trajectory.turns] == ["tool_calls"] * 7 + ["stop"]
+    errors = [turn.tool_calls[0].error for turn in trajectory.turns[:-1]]
+    assert [error is None for error in errors] == [True, False, False, False, False, True, False]
+    assert trajectory.turns[6].tool_seconds >= 1.0
+    assert rollout.times.tool_seconds >= 1.0
+    assert trajectory.template_breaks == 0
+    (segment,) = trajectory.segments
+    assert sum(segment.loss_mask) == sum(turn.end - turn.start for turn in trajectory.turns)
+
+
+@pytest.mark.parametrize(
+    ("agent", "sampling", "reason"),
+    [
+        ({"maxTurns": 2}, {}, "MaxTurns"),
+        ({"maxContextTokens": 1500}, {}, "MaxContext"),
+        ({"maxContextTokens": 16}, {}, "MaxContext"),
+        ({}, {"maxTokens": 4}, "MaxTokens"),
+    ],
+)
+async def test_limits_truncate_and_go_to_eval(
+    rollout: Rollout, model: Callable[..., None], agent: dict[str, Any], sampling: dict[str, Any], reason: str
+) -> None:
+    model(lambda prompt: call("bash", command="seq 1 30"), agent, sampling=sampling)
+    trajectory = await rollout.play()
+    assert (trajectory.truncated, trajectory.truncated_reason) == (True, reason)
+    limit = agent.get("maxContextTokens", 8192)
+    for segment in trajectory.segments:
+        assert len(segment.prompt_ids) + len(segment.response_ids) <= limit
+        assert segment.loss_mask[-1] == 1  # no tool output that nobody answered
+    assert (await rollout.score()).reward == 1.0
+
+
+async def test_a_run_timeout_keeps_what_was_sampled(rollout: Rollout, model: Callable[..., None]) -> None:
+    model(
+        lambda prompt: call("bash", command="sleep 60" if "<tool_response>" in prompt else "touch worked"),
+        task={"test_script": "[ -f worked ]"},
+        stages={"run": {"timeoutSeconds": 3}},
+    )
+    trajectory = await rollout.play()
+    assert (trajectory.truncated, trajectory.truncated_reason) == (True, "RunTimeout")
+    assert len(trajectory.turns) == 2
+    assert sum(trajectory.segments[0].loss_mask) > 0
+    assert (await rollout.score()).reward == 1.0
+
+
+async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: Callable[..., None]) -> None:
+    model(lambda prompt: call("bash", command="true"))
+    assert rollout.backend is not None
+    rollout.backend = rollout.backend.model_copy(update={"url": "http://127.0.0.1:9"})
+    with pytest.raises(BackendUnavailable) as caught:
+        await rollout.play()
+    assert rollout.plane.routed
+    assert rollout.plane.routed[0].failed_url == "http://127.0.0.1:9"
+    assert rollout.init is not None
+    lease = Lease(
+        rollout="r", token=1, stage="run", job="j", namespace="d", job_uid="u", group_id="g", sample_index=0,
+        attempt=0, queued_seconds=0, lease_seconds=30, task=rollout.task, sandbox=rollout.init.sandbox,
+    )  # fmt: skip
+    failure = stage_failure(lease, caught.value, StageTimes())
+    assert (failure.reason, failure.retryable, failure.return_to) == ("BackendUnavailable", True, "init")
+
+
+async def test_a_tokenizer_that_is_not_here_says_what_to_set(
+    rollout: Rollout, model: Callable[..., None]
+) -> None:
+    model(lambda prompt: END)
+    assert rollout.backend is not None
+    rollout.backend = rollout.backend.model_copy(update={"tokenizer": "/no/such/folder"})
+    with pytest.raises(TokenizerUnavailable, match=r"spec\.tokenizer"):
+        await rollout.play()
+
+
+async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None]) -> None:
+    model(lambda prompt: "2 + 2 = \\boxed{4}" + END, {"type": "single_turn"}, {"answer": "4"}, handler="math")
+    trajectory = await rollout.play()
+    assert rollout.init is not None
+    assert rollout.init.sandbox is None
+    assert rollout.provider.claimed() == []
+    assert [message.role for message in trajectory.messages] == ["user", "assistant"]
+    assert (await rollout.score()).reward == 1.0
+
+
+async def test_hidden_tests_come_after_every_process_of_run_is_dead(rollout: Rollout) -> None:
+    mark = f"spy-{secrets.token_hex(8)}"
+    watch = f"setsid bash -c 'while :; do sleep 0.05; done' {mark} & disown; sleep 0.2"
+    count = f"pgrep -fc '^bash -c while.*{mark}$'"
+    rollout.configure({"test_script": f"! {count}", **oracle(("bash", {"command": f"{watch}; {count}"}))})
+    trajectory = await rollout.play()
+    assert trajectory.messages[-1].content.endswith("\n1")
+    assert (await rollout.score()).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("script", "reward", "components"),
+    [
+        ("exit 0", 1.0, {}),
+        ("exit 3", 0.0, {}),
+        ("syntax error (", 0.0, {}),
+        ('echo 0.25 > "$ROLLYARD_REWARD_FILE"; exit 1', 0.25, {"exit_zero": 0.0}),
+        ('[ "$ROLLYARD_ANSWER" = "4 2" ]', 1.0, {}),
+        ("read line; [ -z \"$line\" ]", 1.0, {}),
+        ("sleep 60", 0.0, {"test_timeout": 1.0}),
+    ],
+)  # fmt: skip
+async def test_the_test_script_decides(
+    rollout: Rollout, script: str, reward: float, components: dict[str, float]
+) -> None:
+    rollout.configure(
+        {"test_script": script, **oracle(("submit", {"answer": "4 2"}))},
+        stages={"eval": {"timeoutSeconds": 5}},
+    )
+    await rollout.play()
+    result = await rollout.score()
+    assert (result.reward, result.reward_components) == (reward, components)
+
+
+@pytest.mark.parametrize("written", ["1.5", "nan", "much", "-0.1", ""])
+async def test_a_reward_file_without_a_reward_is_no_reward(rollout: Rollout, written: str) -> None:
+    script = f"printf '%s' '{written}' > $ROLLYARD_REWARD_FILE"
+    rollout.configure({"test_script": script, **oracle(("submit", {"answer": ""}))})
+    await rollout.play()
+    with pytest.raises(TestScriptError, match="between 0 and 1"):
+        await rollout.score()
+
+
+async def test_a_failed_setup_ends_init(rollout: Rollout) -> None:
+    rollout.configure({"sandbox": {"setup": "echo no disk; exit 4"}})
+    with pytest.raises(SetupFailed, match=r"exited with 4: no disk"):
+        await rollout.play()
+
+
+async def test_a_lost_sandbox_goes_back_to_init(rollout: Rollout) -> None:
+    rollout.configure(oracle(("bash", {"command": "true"})))
+    rollout.init = await rollout.stage("init")
+    assert rollout.init.sandbox is not None
+    await rollout.provider.release(rollout.init.sandbox)
+    for stage in ("run", "eval"):
+        with pytest.raises(SandboxLost) as caught:
+            await rollout.stage(stage, sandbox=rollout.init.sandbox)
+        assert (caught.value.reason, caught.value.return_to) == ("SandboxLost", "init")
+
+
+async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path) -> None:
+    mark = tmp_path / "alive"
+    command = f"while :; do date +%s%N > {mark}; sleep 0.02; done"
+    rollout.configure(oracle(("bash", {"command": command})))
+    rollout.init = await rollout.stage("init")
+    task = asyncio.create_task(rollout.stage("run", sandbox=rollout.init.sandbox))
+    async with asyncio.timeout(20):
+        while not mark.exists():  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(20):
+        last = ""
+        while (now := mark.read_text()) != last or not now:
+            last = now
+            await asyncio.sleep(0.5)
+
+
+@pytest.fixture
+async def files(rollout: Rollout) -> AsyncIterator[ExecClient]:
+    rollout.configure()
+    rollout.init = await rollout.stage("init")
+    assert rollout.init.sandbox is not None
+    async with await rollout.provider.attach(rollout.init.sandbox) as sandbox:
+        yield sandbox.client
+
+
+async def test_edit(files: ExecClient) -> None:
+    ctx = ToolContext(client=files, timeout=10.0, max_output_bytes=200)
+
+    async def edit(**arguments: Any) -> str:
+        return (await EditTool().call(arguments, ctx)).text
+
+    assert await edit(command="create", path="a/b.txt", file_text="one\ntwo\ntwo\n") == "created a/b.txt"
+    assert await edit(command="view", path="a/b.txt") == "     1\tone\n     2\ttwo\n     3\ttwo"
+    assert await edit(command="view", path="a/b.txt", view_range=[2, -1]) == "     2\ttwo\n     3\ttwo"
+    assert "view_range" in await edit(command="view", path="a/b.txt", view_range=[9, 2])
+    assert await edit(command="view", path="a") == "b.txt"
+    assert await edit(command="view", path=".") == "a/"
+    twice = await edit(command="str_replace", path="a/b.txt", old_str="two", new_str="2")
+    assert twice == "error: old_str occurs 2 times in a/b.txt, expected once"
+    assert (
+        await edit(command="str_replace", path="a/b.txt", old_str="one\ntwo", new_str="1\n2")
+        == "edited a/b.txt"
+    )
+    assert await edit(command="insert", path="a/b.txt", insert_line=0, new_str="zero") == "edited a/b.txt"
+    assert await edit(command="insert", path="a/b.txt", insert_line=4, new_str="end") == "edited a/b.txt"
+    assert (await files.read_file("a/b.txt")).text() == "zero\n1\n2\ntwo\nend"
+    assert await edit(command="view", path="none.txt") == "error: no such file: none.txt"
+    assert await edit(command="str_replace", path="none.txt", old_str="a") == "error: no such file: none.txt"
+    await files.write_file("binary", b"\xff\xfe")
+    assert (await edit(command="view", path="binary")).startswith("error: binary is not UTF-8 text")
+    await files.write_file("long", b"x" * 1000)
+    assert "bytes left out" in await edit(command="view", path="long")

@@ -13,7 +13,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 from rollyard_sandbox.errors import BadRequest, ConnectionLost, ProtocolError, SandboxError, from_wire
 from rollyard_sandbox.frames import PROTOCOL_VERSION, FrameReader, encode
@@ -40,8 +40,8 @@ class _Wire(asyncio.Protocol):
         self.closed = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports do not derive from asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -62,24 +62,15 @@ def command(
 
         if len(arguments) > 1:
             raise click.UsageError("with --from give at most the ROLLOUT")
-        _view(
-            read_file(path),
-            arguments,
-            Choice(failed, listing, step),
-            lambda: _decode(tokenizer or tokenizer_of(path)),
-        )
+        from_file = read_file(path)
+        _view(from_file, arguments, choice, lambda: _decode(tokenizer or tokenizer_of(path)))
         return
     if not 1 <= len(arguments) <= 2:
         raise click.UsageError("give the job's NAME (and a ROLLOUT), or --from FILE")
     name, rest = arguments[0], arguments[1:]
     with connect(url, home, namespace) as client:
         found = _of_job(client, name, rest, namespace)
-        _view(
-            found,
-            rest,
-            Choice(failed, listing, step),
-            lambda: _decode(tokenizer or _tokenizer(client, name, namespace)),
-        )
+        _view(found, rest, choice, lambda: _decode(tokenizer or _tokenizer(client, name, namespace)))
 
 
 def _of_job(client: Client, name: str, rest: tuple[str, ...], namespace: str) -> Iterable[Trajectory]:
@@ -143,10 +134,10 @@ def _view(
     if rest:
         wanted = iter([find(iter(found), rest[0])])
     elif not choice.step:
-        one = most_telling(wanted)
-        if one is None:
+        telling = most_telling(wanted)
+        if telling is None:
             raise NotFound("no rollout has ended yet; `rollyard watch NAME` follows the job")
-        wanted = iter([one])
+        wanted = iter([telling])
     view = TrajectoryView(console, decode())
     for number, trajectory in enumerate(wanted):
         if number:

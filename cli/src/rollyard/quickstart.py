@@ -102,6 +102,7 @@ def fresh_home(path: Path) -> Home:
     """
     home = Home(path.resolve())
     with home.locked():
+        home.remove_context()
         for folder in (home.state, home.logs):
             shutil.rmtree(folder, ignore_errors=True)
     return home

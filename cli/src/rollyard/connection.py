@@ -63,11 +63,14 @@ def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Clie
 def _no_context(error: Exception, url: str | None, env: dict[str, str]) -> CliError:
     """No token is known. Most often that is because no server runs: say that first."""
     from rollyard_client import Client
-    from rollyard_client.context import DEFAULT_URL
+    from rollyard_client.context import DEFAULT_URL, context_path
     from rollyard_client.errors import RollyardError, ServerUnavailable
     from rollyard_client.transport import Retry
 
-    address = url or env.get("ROLLYARD_URL") or DEFAULT_URL
+    from rollyard.local.home import read_json
+
+    document = read_json(context_path(env)) or {}
+    address = url or env.get("ROLLYARD_URL") or str(document.get("url") or DEFAULT_URL)
     try:
         with Client(address, "none", timeout=3.0, retry=Retry(attempts=1)) as client:
             client.ready()

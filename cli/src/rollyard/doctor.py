@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,53 +42,16 @@ def check_python() -> Finding:
     return Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.release()}")
 
 
-def check_user_namespaces() -> Finding:
-    """Whether unprivileged user namespaces may be made."""
-    code, text = _run("unshare", "--user", "--map-root-user", "true")
-    if code == 0:
-        return Finding("user namespaces", "ok", "allowed")
-    return Finding(
-        "user namespaces",
-        "missing",
-        text,
-        "as root: sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=15000 "
-        "(Ubuntu 24.04 also kernel.apparmor_restrict_unprivileged_userns=0); "
-        "in a container: allow unshare in its seccomp profile",
-    )
+def check_sandboxes(run_dir: Path) -> list[Finding]:
+    """User namespaces, bubblewrap, limits and the run folder, as the sandboxes' own checks see them."""
+    import asyncio
 
+    from rollyard_pipeline.sandboxes.doctor import sandbox_checks
 
-def check_bubblewrap() -> Finding:
-    """Whether bubblewrap makes a sandbox of the kind that we use."""
-    if shutil.which("bwrap") is None:
-        return Finding("bubblewrap", "missing", "not installed", "apt-get install bubblewrap")
-    code, text = _run(
-        *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/"),
-        *("--proc", "/proc", "--dev", "/dev", "true"),
-    )
-    if code == 0:
-        return Finding("bubblewrap", "ok", _run("bwrap", "--version")[1])
-    return Finding(
-        "bubblewrap",
-        "missing",
-        text,
-        "user namespaces are needed (see there); `--sandbox process` runs without isolation",
-    )
-
-
-def check_cgroups() -> Finding:
-    """Whether limits can be set by control groups; without them, by rlimits."""
-    v2 = Path("/sys/fs/cgroup/cgroup.controllers")
-    base = Path("/sys/fs/cgroup") if v2.exists() else Path("/sys/fs/cgroup/memory")
-    kind = "v2" if v2.exists() else "v1"
-    if base.is_dir() and os.access(base, os.W_OK):
-        return Finding("cgroups", "ok", f"{kind}, writable")
-    return Finding(
-        "cgroups",
-        "optional",
-        f"{kind}, not writable" if base.is_dir() else "not mounted",
-        "limits then bind each process; `systemd-run --user --scope -p Delegate=yes rollyard up` "
-        "lets them bind the whole sandbox",
-    )
+    return [
+        Finding(check.name, "ok" if check.ok else "missing", check.meaning, check.remedy)
+        for check in asyncio.run(sandbox_checks(run_dir))
+    ]
 
 
 def check_model() -> Finding:
@@ -138,13 +100,17 @@ def check_cluster() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_python,
-    check_user_namespaces,
-    check_bubblewrap,
-    check_cgroups,
     check_model,
     check_gpu,
     check_apptainer,
     check_slurm,
     check_cluster,
 )
+
+
+def examine(run_dir: Path) -> Iterator[Finding]:
+    """Every check, most important first."""
+    yield check_python()
+    yield from check_sandboxes(run_dir)
+    for check in CHECKS:
+        yield check()

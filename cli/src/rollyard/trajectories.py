@@ -94,3 +94,14 @@ def tokenizer_of(path: Path) -> Path | None:
     except OSError:
         return None
     return folder if (folder / "tokenizer.json").is_file() else None
+
+
+def most_telling(trajectories: Iterator[Trajectory]) -> Trajectory | None:
+    """One worth reading first: solved, in several turns if there is such a one, the earliest of them."""
+    best: Trajectory | None = None
+    rank = (-1, -1)
+    for trajectory in trajectories:
+        this = (int((trajectory.reward or 0.0) > 0), min(len(trajectory.turns), 3))
+        if this > rank:
+            best, rank = trajectory, this
+    return best

@@ -14,18 +14,30 @@ if TYPE_CHECKING:
     from rollyard_client import Client
 
 POLL_SECONDS = 0.25
+UNREACHABLE_SECONDS = 30.0
 
 
 def watch(client: Client, name: str, namespace: str, console: Console | None = None) -> RolloutJob:
     """Shows the job's progress until it is Finished; returns it as it ended."""
     from rich.console import Console as RichConsole
+    from rollyard_client.errors import ServerUnavailable
     from rollyard_client.finish import finished
 
     from rollyard.render.progress import progress_view
 
     with progress_view(console or RichConsole(highlight=False)) as view:
+        silent_since: float | None = None
         while True:
-            job = client.job(name, namespace)
+            try:
+                job = client.job(name, namespace)
+            except ServerUnavailable:
+                # A control plane that was killed comes back within seconds.
+                silent_since = silent_since or time.monotonic()
+                if time.monotonic() - silent_since > UNREACHABLE_SECONDS:
+                    raise
+                time.sleep(POLL_SECONDS)
+                continue
+            silent_since = None
             view.update(job)
             if finished(job):
                 return job

@@ -72,6 +72,8 @@ class ObservedWorkload:
     """Backends: since when the health check fails."""
     url: str = ""
     """Backends: base URL, once known."""
+    policy_version: str = ""
+    """Backends: label of the weights that they loaded at their start, where the engine says."""
     message: str = ""
     """What the driver knows about its trouble (the last line of its log)."""
 

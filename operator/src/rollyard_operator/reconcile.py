@@ -329,7 +329,7 @@ def _backends(pool: BackendPool, observed: ObservedPool, wanted: tuple[Workload,
                     url=seen.url,
                     ready=seen.ready and seen.state == "running",
                     active_rollouts=known.active_rollouts if known else 0,
-                    policy_version=known.policy_version if known else "",
+                    policy_version=seen.policy_version or (known.policy_version if known else ""),
                     message="" if seen.ready else seen.message[:1024],
                 )
             )

@@ -11,17 +11,17 @@ def command() -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from rollyard.doctor import CHECKS
+    from rollyard.doctor import examine
+    from rollyard.local.home import Home, default_home
 
     console = Console(highlight=False)
     styles = {"ok": "green", "missing": "bold red", "optional": "yellow"}
     missing = False
-    for check in CHECKS:
-        finding = check()
+    for finding in examine(Home(default_home().expanduser().resolve()).run):
         missing = missing or finding.verdict == "missing"
         line = Text(f"{finding.verdict:<9}", style=styles[finding.verdict])
         line.append(f"{finding.name:<16} {finding.found}", style="default")
         console.print(line, soft_wrap=True)
-        if finding.verdict != "ok" and finding.advice:
+        if finding.advice:
             console.print(Text(f"{'':<26}{finding.advice}", style="dim"), soft_wrap=True)
     return int(missing)

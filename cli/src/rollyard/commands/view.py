@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     from rollyard.render.trajectory import Decode
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which rollouts to show where none is named, and how."""
+
+    failed: bool
+    listing: bool
+    step: bool
+
+
 @click.command()
 @click.argument("arguments", nargs=-1, metavar="[NAME] [ROLLOUT]")
 @click.option(
@@ -26,13 +36,15 @@ if TYPE_CHECKING:
     help="A .jsonl or .parquet file instead of NAME.",
 )
 @click.option("--failed", is_flag=True, help="Only rollouts that failed or have reward 0, and why.")
-@click.option("--step", is_flag=True, help="Show them one after another instead of a list.")
+@click.option("--list", "listing", is_flag=True, help="List the rollouts instead of showing one.")
+@click.option("--step", is_flag=True, help="Show them one after another.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Model folder, to show the exact tokens.")
 @server_options
 def command(
     arguments: tuple[str, ...],
     path: Path | None,
     failed: bool,
+    listing: bool,
     step: bool,
     tokenizer: Path | None,
     url: str | None,
@@ -41,21 +53,24 @@ def command(
 ) -> None:
     """Read a trajectory turn by turn, sampled tokens marked (coloured; «…» without a terminal).
 
-    Without a ROLLOUT, lists the job's rollouts. ROLLOUT is an id, the end of one, or a task's id.
+    ROLLOUT is an id, the end of one, or a task's id; without it, a solved one is chosen.
+    `--failed` lists what failed or has reward 0, and why.
     """
+    choice = Choice(failed, listing, step)
     if path is not None:
         from rollyard.trajectories import read_file, tokenizer_of
 
         if len(arguments) > 1:
             raise click.UsageError("with --from give at most the ROLLOUT")
-        _view(read_file(path), arguments, failed, step, lambda: _decode(tokenizer or tokenizer_of(path)))
+        from_file = read_file(path)
+        _view(from_file, arguments, choice, lambda: _decode(tokenizer or tokenizer_of(path)))
         return
     if not 1 <= len(arguments) <= 2:
         raise click.UsageError("give the job's NAME (and a ROLLOUT), or --from FILE")
     name, rest = arguments[0], arguments[1:]
     with connect(url, home, namespace) as client:
         found = _of_job(client, name, rest, namespace)
-        _view(found, rest, failed, step, lambda: _decode(tokenizer or _tokenizer(client, name, namespace)))
+        _view(found, rest, choice, lambda: _decode(tokenizer or _tokenizer(client, name, namespace)))
 
 
 def _of_job(client: Client, name: str, rest: tuple[str, ...], namespace: str) -> Iterable[Trajectory]:
@@ -99,26 +114,32 @@ def _decode(folder: Path | None) -> Decode | None:
 def _view(
     found: Iterable[Trajectory],
     rest: tuple[str, ...],
-    failed: bool,
-    step: bool,
-    decode: object,
+    choice: Choice,
+    decode: Callable[[], Decode | None],
 ) -> None:
     from rich.console import Console
 
+    from rollyard.errors import NotFound
     from rollyard.render.tables import print_table, trajectories_table
     from rollyard.render.trajectory import TrajectoryView, why
-    from rollyard.trajectories import find
+    from rollyard.trajectories import find, most_telling
 
     console = Console(highlight=False)
+    wanted: Iterator[Trajectory] = (
+        trajectory for trajectory in found if not choice.failed or why(trajectory)
+    )
+    if not rest and not choice.step and (choice.listing or choice.failed):
+        print_table(console, trajectories_table(wanted))
+        return
     if rest:
-        chosen: Iterator[Trajectory] = iter([find(iter(found), rest[0])])
-    else:
-        chosen = (trajectory for trajectory in found if not failed or why(trajectory))
-        if not step:
-            print_table(console, trajectories_table(chosen))
-            return
-    view = TrajectoryView(console, decode() if callable(decode) else None)
-    for number, trajectory in enumerate(chosen):
+        wanted = iter([find(iter(found), rest[0])])
+    elif not choice.step:
+        telling = most_telling(wanted)
+        if telling is None:
+            raise NotFound("no rollout has ended yet; `rollyard watch NAME` follows the job")
+        wanted = iter([telling])
+    view = TrajectoryView(console, decode())
+    for number, trajectory in enumerate(wanted):
         if number:
             if console.is_terminal and not click.confirm("Next?", default=True):
                 return

@@ -24,6 +24,7 @@ class Health:
     url: str = ""
     ready: bool = False
     warmed_up: bool = False
+    policy_version: str = ""
     failures: int = 0
     unready_since: datetime | None = None
     message: str = "starting"
@@ -39,13 +40,19 @@ async def _listening(port_file: Path, host: str) -> str:
         return f"http://{host}:{port}"
 
 
-async def _warm_up(http: httpx.AsyncClient, url: str, model: str) -> None:
+async def _warm_up(http: httpx.AsyncClient, url: str, model: str) -> str:
+    """A first completion; returns the label of the weights that sampled it, if the engine says."""
     answer = await http.post(
         f"{url}/v1/completions",
         json={"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0},
         timeout=WARM_UP_SECONDS,
     )
     answer.raise_for_status()
+    try:
+        spans = answer.json()["choices"][0].get("weight_versions") or []
+        return str(spans[-1]["version"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ""
 
 
 def _words(error: Exception) -> str:
@@ -63,15 +70,17 @@ async def watch_backend(
         try:
             answer = await http.get(f"{url}/health", timeout=TIMEOUT_SECONDS)
             answer.raise_for_status()
+            version = health.policy_version
             if not health.warmed_up:
-                await _warm_up(http, url, model)
-            health = Health(url=url, ready=True, warmed_up=True, message="")
+                version = await _warm_up(http, url, model)
+            health = Health(url=url, ready=True, warmed_up=True, policy_version=version, message="")
         except httpx.HTTPError as error:
             failures = health.failures + 1
             health = Health(
                 url=url,
                 ready=health.ready and failures < TOLERATED_FAILURES,
                 warmed_up=health.warmed_up,
+                policy_version=health.policy_version,
                 failures=failures,
                 unready_since=health.unready_since or datetime.now(UTC),
                 message=_words(error),

@@ -85,6 +85,7 @@ class Fleet:
             ready=health.ready if entry.workload.kind == "backend" else True,
             unready_since=health.unready_since,
             url=health.url,
+            policy_version=health.policy_version,
             message=message,
         )
 

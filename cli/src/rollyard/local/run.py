@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import socket
 from collections.abc import Callable
 
@@ -30,6 +31,8 @@ def make_supervisor(
 
 async def remove_sandboxes(home: Home, provider_name: str) -> None:
     """Removes every sandbox of this home. Those that resist die by their own lease."""
+    if not (home.run / "sandboxes").is_dir():
+        return
     from rollyard_pipeline.sandboxes import open_provider
 
     provider = open_provider(provider_name, run_dir=home.run, node=socket.gethostname())
@@ -39,6 +42,8 @@ async def remove_sandboxes(home: Home, provider_name: str) -> None:
                 await provider.release(sandbox)
             await provider.sweep()
             await provider.aclose()
+            # Every worker has ended: what is left here belongs to nobody.
+            shutil.rmtree(home.run / "sandboxes", ignore_errors=True)
 
 
 async def run_supervisor(options: Options, say: Callable[[str], None]) -> None:

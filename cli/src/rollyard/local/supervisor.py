@@ -122,6 +122,7 @@ class Supervisor:
         pool = default_pool(self._options)
         with self._home.locked():
             swept = sweep(self._home.pids)
+            self._home.remove_context()
             self._home.write_supervisor(os.getpid())
             try:
                 async with httpx.AsyncClient(trust_env=False) as http:
@@ -296,8 +297,8 @@ def _pool_state(pool: BackendPool) -> PoolState:
     return PoolState(pool.status.ready_replicas, trouble)
 
 
-def _told(backends: Sequence[BackendStatus]) -> list[tuple[str, bool, str]]:
-    return [(backend.url, backend.ready, backend.message) for backend in backends]
+def _told(backends: Sequence[BackendStatus]) -> list[tuple[str, bool, str, str]]:
+    return [(one.url, one.ready, one.policy_version, one.message) for one in backends]
 
 
 def _without_counts(status: BackendPoolStatus) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
@@ -11,6 +12,9 @@ from rollyard_crds import BackendPool, Condition, RolloutJob, StageCounts
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard.render.trajectory import why
+
+WRAPPED = frozenset({"why", "message"})
+PIPE_WIDTH = 8192
 
 
 def age(since: datetime | None, now: datetime) -> str:
@@ -25,20 +29,22 @@ def age(since: datetime | None, now: datetime) -> str:
 
 
 def plain_table(columns: Sequence[str]) -> Table:
-    """As kubectl's: no lines, upper-case heads."""
+    """As kubectl's: no lines, upper-case heads. Free text (`why`, `message`) may wrap on a terminal."""
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="", padding=(0, 3, 0, 0))
     for column in columns:
-        table.add_column(column.upper(), no_wrap=True)
+        table.add_column(column.upper(), no_wrap=column not in WRAPPED)
     return table
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Never wraps or cuts: a pipe has no width."""
+    """Fits a terminal; a pipe has no width, so nothing is cut or wrapped there."""
     if console.is_terminal:
         console.print(table)
-    else:
-        wide = Console(file=console.file, width=max(200, console.measure(table).maximum + 1))
-        wide.print(table)
+        return
+    buffer = io.StringIO()
+    Console(file=buffer, width=PIPE_WIDTH, highlight=False).print(table)
+    for line in buffer.getvalue().splitlines():
+        console.file.write(f"{line.rstrip()}\n")
 
 
 def _reason(conditions: Iterable[Condition], kind: str) -> tuple[str, str]:

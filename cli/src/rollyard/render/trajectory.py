@@ -188,7 +188,8 @@ class TrajectoryView:
                     segment = trajectory.segments[turn.segment] if trajectory.segments else None
                     values = segment.logprobs[turn.start : turn.end] if segment is not None else []
                     self._turn_title(number, turn, values)
-                self._console.print(self._sampled(message.content), soft_wrap=True)
+                if turn is None or turn.finish_reason != "replayed" or message.content:
+                    self._console.print(self._sampled(message.content), soft_wrap=True)
                 if turn is not None:
                     self._calls(turn)
             elif started:

@@ -1,0 +1,251 @@
+"""The quickstart: a whole Rollyard in a private home, one job, its trajectories and a summary.
+
+`python -m rollyard.quickstart` is `rollyard quickstart`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rollyard.errors import InvalidInput, NotFound, StartFailed
+from rollyard.local import launcher
+from rollyard.local.home import Home, read_json
+from rollyard.local.logfile import last_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rollyard_client import Client
+    from rollyard_crds import RolloutJob
+    from rollyard_crds.trajectory import Trajectory
+
+START_SECONDS = 120.0
+STOP_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class QuickstartOptions:
+    """What to run and where."""
+
+    job: Path
+    home: Path
+    out: Path
+    tasks: int
+    samples: int
+    sandbox: str = "bubblewrap"
+    backend: tuple[str, ...] = ()
+    """Further arguments for `rollyard up`: --model or --backend."""
+
+
+def default_job() -> Path:
+    """examples/quickstart/job.yaml of the checkout that this package runs from.
+
+    Raises:
+        NotFound: it does not run from a checkout.
+    """
+    path = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "job.yaml"
+    if not path.is_file():
+        raise NotFound("the quickstart's examples are in the source checkout; give --job FILE")
+    return path
+
+
+def prepare(options: QuickstartOptions) -> RolloutJob:
+    """The job, over its first tasks, which are written to the output folder.
+
+    Raises:
+        InvalidInput: the manifest is no single RolloutJob over a file, or has too few tasks.
+    """
+    from rollyard_crds import RolloutJob, TaskListError
+
+    from rollyard.manifests import local_path, read_manifests, read_tasks, text_file
+
+    manifests = read_manifests(options.job)
+    job = manifests[0]
+    if len(manifests) != 1 or not isinstance(job, RolloutJob):
+        raise InvalidInput(f"{options.job}: must hold one RolloutJob")
+    source = local_path(job.spec.tasks.url or "")
+    if source is None:
+        raise InvalidInput(f"{options.job}: spec.tasks.url must name a file")
+    try:
+        count = len(read_tasks(source))
+    except TaskListError as error:
+        raise InvalidInput(f"{source}: {error}") from error
+    if count < options.tasks:
+        raise InvalidInput(f"--tasks {options.tasks}: {source} holds {count}")
+    with text_file(source) as file:
+        lines = [line for line in file if line.strip()][: options.tasks]
+    options.out.mkdir(parents=True, exist_ok=True)
+    chosen = options.out / "tasks.jsonl"
+    chosen.write_text("".join(line if line.endswith("\n") else f"{line}\n" for line in lines))
+    job.spec.tasks.url = chosen.resolve().as_uri()
+    job.spec.samples_per_task = options.samples
+    return job
+
+
+def fresh_home(path: Path) -> Home:
+    """The home without what an earlier quickstart left in it.
+
+    Raises:
+        HomeInUse: a quickstart runs there now.
+    """
+    home = Home(path.resolve())
+    with home.locked():
+        home.remove_context()
+        for folder in (home.state, home.logs):
+            shutil.rmtree(folder, ignore_errors=True)
+    return home
+
+
+@contextlib.contextmanager
+def running(home: Home, options: QuickstartOptions) -> Iterator[None]:
+    """`rollyard up` as a child; when the block ends, however it does, all of it has been stopped.
+
+    Raises:
+        StartFailed: it ended or was not ready in time.
+    """
+    log = home.root / "up.log"
+    command = [sys.executable, "-m", "rollyard", "up", "--home", str(home.root), "--port", "0"]
+    command += ["--sandbox", options.sandbox, *options.backend]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-IS", str(launcher.__file__), str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait_ready(home, process, log)
+        yield
+    finally:
+        with _uninterrupted():
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_ready(home: Home, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            text = last_line(log).removeprefix("rollyard: ")
+            raise StartFailed(f"{text or 'rollyard up ended'} (log: {log})")
+        if read_json(home.context_file) is not None:
+            return
+        time.sleep(0.05)
+    raise StartFailed(f"`rollyard up` was not ready within {START_SECONDS:.0f} s (log: {log})")
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until the block has ended: it is what they ask for."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def run(options: QuickstartOptions, console: Console) -> RolloutJob:
+    """Everything, from an empty folder to trajectories and summary.json; returns the job as it ended.
+
+    Raises:
+        InvalidInput, HomeInUse, StartFailed, CliError: with what to do.
+    """
+    from rollyard.connection import connect
+    from rollyard.watching import watch
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    job = prepare(options)
+    home = fresh_home(options.home)
+    name = job.metadata.name
+    console.print(f"Starting control plane, workers and backend (home {_short(home.root)})", soft_wrap=True)
+    try:
+        with running(home, options), connect(None, home.root, "default") as client:
+            began = time.monotonic()
+            submitted = client.submit(job)
+            total = submitted.status.counts.total
+            console.print(f"Job {name}: {options.tasks} tasks × {options.samples} samples = {total} rollouts")
+            ended = watch(client, name, "default", console)
+            wall = time.monotonic() - began
+            files = _export(client, ended, options)
+    except KeyboardInterrupt:
+        console.print("Interrupted; everything was stopped.")
+        raise
+    _conclude(console, options, files, wall)
+    return ended
+
+
+def _export(client: Client, job: RolloutJob, options: QuickstartOptions) -> Path:
+    from rollyard.export import write
+
+    name = job.metadata.name
+    lines = options.out / "trajectories.jsonl"
+    write(client, name, "default", options.out / "trajectories.parquet")
+    write(client, name, "default", lines)
+    reference = job.spec.backend_ref
+    if reference is not None:
+        pool = client.pool(reference.name).spec
+        (options.out / "tokenizer.txt").write_text(f"{pool.tokenizer or pool.model}\n")
+    return lines
+
+
+def _conclude(console: Console, options: QuickstartOptions, lines: Path, wall: float) -> None:
+    from rollyard.render.summary import print_summary
+    from rollyard.summary import summarize
+    from rollyard.trajectories import most_telling, read_file
+
+    summary = summarize(read_file(lines), wall)
+    (options.out / "summary.json").write_text(json.dumps(summary.to_json(), indent=2) + "\n")
+    console.print()
+    print_summary(console, summary)
+    console.print(f"Trajectories: {_short(lines)} and {lines.with_suffix('.parquet').name}", soft_wrap=True)
+    one: Trajectory | None = most_telling(read_file(lines))
+    command = f"{_program()} view --from {shlex.quote(_short(lines))}"
+    if one is not None:
+        console.print(f"Read one:     {command} {one.id}", soft_wrap=True)
+    console.print(f"What failed:  {command} --failed", soft_wrap=True)
+
+
+def _short(path: Path) -> str:
+    """Relative to the working folder where it lies within."""
+    with contextlib.suppress(ValueError):
+        return str(path.resolve().relative_to(Path.cwd()))
+    return str(path)
+
+
+def _program() -> str:
+    """How this user would call `rollyard` here."""
+    found = shutil.which("rollyard")
+    beside = Path(sys.executable).with_name("rollyard")
+    if found is not None and Path(found).resolve() == beside.resolve():
+        return "rollyard"
+    with contextlib.suppress(ValueError):
+        return str(beside.relative_to(Path.cwd()))
+    return str(beside) if beside.is_file() else "rollyard"
+
+
+if __name__ == "__main__":
+    from rollyard.main import main
+
+    sys.exit(main(["quickstart", *sys.argv[1:]]))

@@ -1,0 +1,101 @@
+"""What a run came to: counts, rewards, tokens and times, from its trajectories."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollyard_crds import STAGES
+from rollyard_crds.trajectory import Trajectory
+
+MIN_GROUP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StageSummary:
+    """One stage: rollouts that worked in it, seconds of work and of waiting."""
+
+    rollouts: int = 0
+    worked_seconds: float = 0.0
+    queued_seconds: float = 0.0
+
+    @property
+    def mean_worked(self) -> float:
+        return self.worked_seconds / self.rollouts if self.rollouts else 0.0
+
+    @property
+    def mean_queued(self) -> float:
+        return self.queued_seconds / self.rollouts if self.rollouts else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A finished job in numbers."""
+
+    rollouts: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    truncated: int
+    reward_mean: float | None
+    groups: int
+    groups_informative: int
+    tokens_sampled: int
+    turns_mean: float
+    wall_seconds: float
+    stages: dict[str, StageSummary]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_sampled / self.wall_seconds if self.wall_seconds > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """For summary.json; numbers rounded to what they are worth."""
+        document = asdict(self)
+        document["wall_seconds"] = round(self.wall_seconds, 3)
+        document["tokens_per_second"] = round(self.tokens_per_second, 1)
+        return document
+
+
+def summarize(trajectories: Iterable[Trajectory], wall_seconds: float) -> Summary:
+    """One pass over a job's trajectories. A group is informative if its rewards are not all equal."""
+    statuses: defaultdict[str, int] = defaultdict(int)
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    groups: set[str] = set()
+    worked: defaultdict[str, float] = defaultdict(float)
+    queued: defaultdict[str, float] = defaultdict(float)
+    entered: defaultdict[str, int] = defaultdict(int)
+    tokens = turns = truncated = total = 0
+    for trajectory in trajectories:
+        total += 1
+        statuses[trajectory.status] += 1
+        groups.add(trajectory.group_id)
+        if trajectory.reward is not None:
+            rewards[trajectory.group_id].append(trajectory.reward)
+        tokens += trajectory.sampled_tokens
+        turns += len(trajectory.turns)
+        truncated += trajectory.truncated
+        for stage in STAGES:
+            timing = getattr(trajectory.timings, stage)
+            entered[stage] += timing.attempts > 0 or timing.active_seconds > 0
+            worked[stage] += timing.active_seconds
+            queued[stage] += timing.queued_seconds
+    values = [value for group in rewards.values() for value in group]
+    return Summary(
+        rollouts=total,
+        succeeded=statuses["succeeded"],
+        failed=statuses["failed"],
+        cancelled=statuses["cancelled"],
+        truncated=truncated,
+        reward_mean=sum(values) / len(values) if values else None,
+        groups=len(groups),
+        groups_informative=sum(
+            len(group) >= MIN_GROUP and min(group) != max(group) for group in rewards.values()
+        ),
+        tokens_sampled=tokens,
+        turns_mean=turns / total if total else 0.0,
+        wall_seconds=wall_seconds,
+        stages={stage: StageSummary(entered[stage], worked[stage], queued[stage]) for stage in STAGES},
+    )

@@ -10,16 +10,17 @@ from rollyard_bench.results import Baseline
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """`bench/lease_cycles.py`, whose client is a program of its own kind: it runs in a thread with its own loop."""
+    """`bench/lease_cycles.py`: its client runs in a thread, with an event loop of its own."""
     cycles = importlib.import_module("lease_cycles")
     found: dict[str, float] = await asyncio.to_thread(cycles.measure, 800 if settings.quick else 2000)
     rate = found["cycles_per_second"]
     # What one core could do if the client cost nothing: how far the server is from its own bound.
     bound = Baseline("server's CPU bound, one core", 1e3 / found["server_cpu_ms_per_cycle"])
     how = (
-        f"{cycles.CONNECTIONS} connections lease and complete up to {cycles.BATCH} rollouts a request, through all "
-        f"three stages, Run with a trajectory of {cycles.TOKENS} tokens; each answer comes after SQLite's commit; "
-        f"{found['rollouts_per_second']:.0f} whole rollouts/s, a completion of {cycles.BATCH} takes "
-        f"{found['complete_p50_ms']:.1f} ms (p50), {found['server_cpu_ms_per_cycle']:.2f} ms of server CPU a cycle"
+        f"{cycles.CONNECTIONS} connections lease and complete up to {cycles.BATCH} rollouts a request, through "
+        f"all three stages, Run with a trajectory of {cycles.TOKENS} tokens; each answer comes after SQLite's "
+        f"commit; {found['rollouts_per_second']:.0f} whole rollouts/s, a completion of {cycles.BATCH} takes "
+        f"{found['complete_p50_ms']:.1f} ms (p50), {found['server_cpu_ms_per_cycle']:.2f} ms of server CPU a "
+        f"cycle"
     )
     return [Measurement("lease_cycles", rate, bound, how)]

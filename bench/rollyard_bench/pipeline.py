@@ -211,7 +211,8 @@ def _overhead(run: PipelineRun, work: Workload) -> str:
         lambda item: item["run"]["active_seconds"] - item["model_seconds"] - item["tool_seconds"]
     )
     return (
-        f"beyond the latencies, medians: model calls {beyond(lambda item: item['model_seconds'] - work.run)}, "
+        f"beyond the latencies, medians: "
+        f"model calls {beyond(lambda item: item['model_seconds'] - work.run)}, "
         f"tools {beyond(lambda item: item['tool_seconds'])}, the rest of Run {run_own}, "
         f"Init {beyond(lambda item: item['init']['active_seconds'] - work.init)}; a Run slot is empty for "
         f"{idle * 1e3:.0f} ms a rollout, fill and drain included"

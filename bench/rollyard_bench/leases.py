@@ -19,8 +19,8 @@ async def measure(settings: Settings) -> list[Measurement]:
     how = (
         f"{cycles.CONNECTIONS} connections lease and complete up to {cycles.BATCH} rollouts a request, "
         f"through all three stages, Run with a trajectory of {cycles.TOKENS} tokens; each answer comes after "
-        f"SQLite's commit; {found['rollouts_per_second']:.0f} whole rollouts/s, a completion of {cycles.BATCH} takes "
-        f"{found['complete_p50_ms']:.1f} ms (p50), {found['server_cpu_ms_per_cycle']:.2f} ms of server CPU a "
+        f"SQLite's commit; {found['rollouts_per_second']:.0f} whole rollouts/s, a completion of {cycles.BATCH} "
+        f"takes {found['complete_p50_ms']:.1f} ms (p50), {found['server_cpu_ms_per_cycle']:.2f} ms of server CPU a "
         f"cycle"
     )
     return [Measurement("lease_cycles", rate, bound, how)]

@@ -20,7 +20,7 @@ import httpx
 from rollyard_bench import coupled
 from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, stage_bounds
 from rollyard_bench.latency_model import MODEL
-from rollyard_bench.memory import manifest, posted
+from rollyard_bench.memory import counts, manifest, posted
 from rollyard_bench.processes import (
     ControlPlane,
     Program,
@@ -190,7 +190,8 @@ async def _pipeline(folder: Path, url: str, work: Workload) -> PipelineRun:
                 found = await _deliver(client, worker, work.rollouts)
         except TimeoutError as error:
             raise ProgramFailed(
-                f"not finished in four times the bound; the worker said: {worker.tail()}"
+                f"not finished in four times the bound; the job: {await counts(client, NAME)}; "
+                f"the worker said: {worker.tail()}"
             ) from error
         seconds = time.perf_counter() - begin
     _check(found, work)

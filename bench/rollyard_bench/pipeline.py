@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import httpx
 from rollyard_bench import coupled
 from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, stage_bounds
 from rollyard_bench.latency_model import MODEL
-from rollyard_bench.memory import manifest, posted
+from rollyard_bench.memory import counts, manifest, posted
 from rollyard_bench.processes import (
     ControlPlane,
     Program,
@@ -190,7 +190,8 @@ async def _pipeline(folder: Path, url: str, work: Workload) -> PipelineRun:
                 found = await _deliver(client, worker, work.rollouts)
         except TimeoutError as error:
             raise ProgramFailed(
-                f"not finished in four times the bound; the worker said: {worker.tail()}"
+                f"not finished in four times the bound; the job: {await counts(client, NAME)}; "
+                f"the worker said: {worker.tail()}"
             ) from error
         seconds = time.perf_counter() - begin
     _check(found, work)
@@ -201,16 +202,21 @@ async def _pipeline(folder: Path, url: str, work: Workload) -> PipelineRun:
 def _overhead(run: PipelineRun, work: Workload) -> str:
     """Where the seconds beyond the latencies lie, per rollout."""
     timings = [item["timings"] for item in run.trajectories]
-    own = median(item["own_seconds"] for item in timings)
-    tools = median(item["tool_seconds"] for item in timings)
-    model = median(item["model_seconds"] for item in timings) - work.run
-    init = median(item["init"]["active_seconds"] for item in timings) - work.init
-    # A slot is idle between two rollouts: complete, lease, attach.
-    gaps = (SLOTS.run * run.seconds - run.run_active) / len(timings)
+
+    def beyond(seconds: Callable[[dict[str, Any]], float]) -> str:
+        return f"{median(map(seconds, timings)) * 1e3:.0f} ms"
+
+    # A slot is idle between two rollouts: complete, lease; and while the pipeline fills and drains.
+    idle = (SLOTS.run * run.seconds - run.run_active) / len(timings)
+    run_own = beyond(
+        lambda item: item["run"]["active_seconds"] - item["model_seconds"] - item["tool_seconds"]
+    )
     return (
-        f"per rollout, median: Run's own code {own * 1e3:.0f} ms, tools {tools * 1e3:.0f} ms, model calls "
-        f"beyond their latency {model * 1e3:.0f} ms, Init beyond its latency {init * 1e3:.0f} ms; a Run slot "
-        f"is empty for {gaps * 1e3:.0f} ms a rollout, fill and drain included"
+        f"beyond the latencies, medians: "
+        f"model calls {beyond(lambda item: item['model_seconds'] - work.run)}, "
+        f"tools {beyond(lambda item: item['tool_seconds'])}, the rest of Run {run_own}, "
+        f"Init {beyond(lambda item: item['init']['active_seconds'] - work.init)}; a Run slot is empty for "
+        f"{idle * 1e3:.0f} ms a rollout, fill and drain included"
     )
 
 

@@ -65,7 +65,7 @@ class Rollout:
 
     async def stage(self, stage: str, **fields: Any) -> StageResult:
         lease = Lease(
-            rollout="r", token=1, stage=stage, job="j", namespace="default", job_uid=str(id(self.plane.spec)),  # type: ignore[arg-type]
+            rollout="r", token=1, stage=stage, job="j", namespace="default", job_uid=str(id(self.plane.spec)),
             group_id="g", sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0,
             task=self.task, backend=self.backend, **fields,
         )  # fmt: skip
@@ -292,6 +292,16 @@ async def test_a_reward_file_without_a_reward_is_no_reward(rollout: Rollout, wri
     await rollout.play()
     with pytest.raises(TestScriptError, match="between 0 and 1"):
         await rollout.score()
+
+
+async def test_an_earlier_attempts_answer_is_forgotten(rollout: Rollout) -> None:
+    rollout.configure({"test_script": '[ -z "$ROLLYARD_ANSWER" ]', **oracle(("bash", {"command": "true"}))})
+    stale = {"answer": "7", "kept": 1}
+    rollout.init = await rollout.stage("init", carry=stale)
+    assert rollout.init.carry == {}
+    rollout.ran = await rollout.stage("run", sandbox=rollout.init.sandbox, carry=stale)
+    assert rollout.ran.carry == {"kept": 1}
+    assert (await rollout.score()).reward == 1.0
 
 
 async def test_a_failed_setup_ends_init(rollout: Rollout) -> None:

@@ -70,6 +70,14 @@ def test_port_in_use(tmp_path: Path) -> None:
     assert "--port" in done.stderr
 
 
+def test_one_control_plane_per_state_folder(tmp_path: Path, start_api: Any) -> None:
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]
+    with start_api(tmp_path):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode != 0
+    assert "another control plane uses" in done.stderr + done.stdout
+
+
 def test_broken_token_file(tmp_path: Path) -> None:
     (tmp_path / "tokens.json").write_text("[]")
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]

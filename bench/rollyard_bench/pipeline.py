@@ -43,9 +43,9 @@ WAIT = 20  # seconds of one long poll
 def workload(settings: Settings) -> Workload:
     """Run is the narrowest stage; one rollout in eight evaluates five times as long."""
     return Workload(
-        rollouts=96 if settings.quick else 160,
-        init=1.0,
-        model_call=0.5,
+        rollouts=48 if settings.quick else 80,
+        init=2.0,
+        model_call=1.0,
         turns=4,
         eval=0.2,
         eval_slow=1.0,

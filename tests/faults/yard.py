@@ -182,7 +182,7 @@ def _kind(command: bytes) -> str:
     ):
         if module in words:
             return kind
-    if b"bwrap" in words[0] or b"rollyard_sandbox.server" in words:
+    if b"bwrap" in words[0] or words[0].startswith(b"/.rollyard/") or b"rollyard_sandbox.server" in words:
         return "sandbox"
     return "driver"
 

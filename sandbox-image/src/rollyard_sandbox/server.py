@@ -6,7 +6,6 @@ reaped, SIGTERM or the end of its lease kills all of them and ends it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -22,20 +21,63 @@ from rollyard_sandbox.operations import Operations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from argparse import Namespace
     from typing import Any
 
     from rollyard_sandbox.eventloop import Timer
 
 LEASE_ENDED = 75  # exit status when the lease was not renewed (EX_TEMPFAIL)
+MAX_SESSIONS = 64
+MAX_OUTPUT = 16 * 1024 * 1024
 _MAX_CONNECTIONS = 64
+
+
+class Options:
+    """What the command line can say; `main` parses and checks one, `serve` takes it as it is.
+
+    Args:
+        listen: addresses, see `Server.listen`.
+        workdir: where sessions start.
+        lease: seconds after which the server kills everything and ends when nobody renews; None: never.
+        token: what clients must show; None: nothing. TCP needs one.
+        max_sessions: sessions at once.
+        max_output: bytes, upper bound of a request's max_output.
+        ready_fd: where one JSON line (pid, listen) is written when the server is ready.
+        own_pid_namespace: only the server and pid 1 may survive kill_all.
+    """
+
+    __slots__ = (
+        "lease", "listen", "max_output", "max_sessions", "own_pid_namespace", "ready_fd", "token", "workdir",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        listen: list[str],
+        workdir: str = "/",
+        lease: float | None = None,
+        token: str | None = None,
+        max_sessions: int = MAX_SESSIONS,
+        max_output: int = MAX_OUTPUT,
+        ready_fd: int | None = None,
+        own_pid_namespace: bool = False,
+    ) -> None:
+        self.listen = listen
+        self.workdir = workdir
+        self.lease = lease
+        self.token = token
+        self.max_sessions = max_sessions
+        self.max_output = max_output
+        self.ready_fd = ready_fd
+        self.own_pid_namespace = own_pid_namespace
 
 
 class Server:
     """Listening sockets, connections, the lease."""
 
-    def __init__(self, options: argparse.Namespace, token: str | None) -> None:
+    def __init__(self, options: Options) -> None:
         self._loop = EventLoop()
-        self._token = token
+        self._token = options.token
         self._connections: set[Connection] = set()
         self._listeners: list[socket.socket] = []
         self._unix_paths: list[str] = []
@@ -169,7 +211,9 @@ def _split_tcp(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def _parse(arguments: list[str] | None) -> Namespace:
+    import argparse  # 3 ms, which a sandbox that calls `serve` itself does not spend
+
     parser = argparse.ArgumentParser(prog="rollyard_sandbox.server", description="Exec server of a sandbox.")
     add = parser.add_argument
     add(
@@ -184,11 +228,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--lease", type=float, metavar="SECONDS", help="kill everything and exit when not renewed for so long"
     )
     add("--token-file", metavar="FILE", help="the token that clients must show; TCP needs it")
-    add("--max-sessions", type=int, default=64)
+    add("--max-sessions", type=int, default=MAX_SESSIONS)
     add(
         "--max-output",
         type=int,
-        default=16 * 1024 * 1024,
+        default=MAX_OUTPUT,
         metavar="BYTES",
         help="upper bound of a request's max_output",
     )
@@ -227,8 +271,25 @@ def main(arguments: list[str] | None = None) -> int:
         if not token:
             print(f"--token-file: {options.token_file} is empty", file=sys.stderr)
             return 2
-    processes.become_subreaper()
-    server = Server(options, token)
+    return serve(
+        Options(
+            listen=options.listen,
+            workdir=options.workdir,
+            lease=options.lease,
+            token=token,
+            max_sessions=options.max_sessions,
+            max_output=options.max_output,
+            ready_fd=options.ready_fd,
+            own_pid_namespace=options.own_pid_namespace,
+        )
+    )
+
+
+def serve(options: Options) -> int:
+    """Serves until shutdown, SIGTERM or the end of the lease; returns the exit status."""
+    if os.getpid() != 1:  # process 1 inherits orphans anyway
+        processes.become_subreaper()
+    server = Server(options)
     try:
         addresses = [server.listen(address) for address in options.listen]
     except (OSError, ValueError) as error:

@@ -151,16 +151,15 @@ class BubblewrapStarter:
             check_image(key.image, private=[self._folder.run_dir])
 
     async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
-        if self._runtime is None:
+        runtime = self._runtime
+        if runtime is None:
             raise SandboxStartFailed("the provider has not been started: await its start() first")
         self.check(key)
-        arguments = bwrap_arguments(
-            key, self._runtime, _ENV, disable_userns=self._version >= _DISABLE_USERNS_SINCE
-        )
+        arguments = bwrap_arguments(key, runtime, _ENV, disable_userns=self._version >= _DISABLE_USERNS_SINCE)
         launch = Launch(
             argv=[
                 self._bwrap, "--args", str(ARGS_FD), "--info-fd", str(INFO_FD), "--",
-                *self._runtime.argv, *server_code(key, self._places, WORKDIR, shared=False),
+                *runtime.argv, *server_code(key, self._places, WORKDIR, runtime.path, shared=False),
             ],
             env={"PATH": _ENV["PATH"], "LANG": "C.UTF-8"},
             socket_path=folder / SOCKET_NAME,

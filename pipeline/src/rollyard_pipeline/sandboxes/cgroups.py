@@ -21,6 +21,10 @@ from typing import Literal
 CPU_PERIOD_US = 100_000
 _WANTED = ("memory", "pids", "cpu")
 _GROUP = "rollyard"
+# All sandboxes together weigh as much as so many busy processes per core. With the kernel's default of
+# one process in all, any load beside them starves them, and a sandbox starts several times slower;
+# with many more they would starve the workers that serve them.
+_WEIGHT_PER_CORE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +89,7 @@ def create(places: Sequence[CgroupPlace], sandbox_id: str, limits: Limits) -> li
         for place in places:
             path = place.path / sandbox_id
             if not place.path.exists():
-                place.path.mkdir(exist_ok=True)
-                if place.version == 2:
-                    _switch_on(place.path)
+                _make_place(place)
             path.mkdir()
             made.append(path)
             for file, value in _settings(place, limits):
@@ -136,6 +138,19 @@ def oom_kills(paths: Sequence[Path]) -> int:
                     key, _, value = line.partition(" ")
                     total += int(value) if key == "oom_kill" else 0
     return total
+
+
+def _make_place(place: CgroupPlace) -> None:
+    place.path.mkdir(exist_ok=True)
+    if place.version == 2:
+        _switch_on(place.path)
+    if "cpu" in place.controllers:
+        processes = _WEIGHT_PER_CORE * (os.cpu_count() or 1)
+        # A process of default niceness weighs 1024 in version 1; in version 2 100, and 10000 is the most.
+        shares, weight = 1024 * processes, min(10_000, 100 * processes)
+        name, value = ("cpu.shares", shares) if place.version == 1 else ("cpu.weight", weight)
+        with contextlib.suppress(OSError):
+            (place.path / name).write_text(str(value))
 
 
 def _settings(place: CgroupPlace, limits: Limits) -> list[tuple[str, str]]:

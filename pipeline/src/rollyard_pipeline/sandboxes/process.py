@@ -55,7 +55,7 @@ class ProcessStarter:
             "SHELL": "/bin/bash",
         }
         launch = Launch(
-            argv=[sys.executable, *_with_path(server_code(key, self._places, str(work), shared=True))],
+            argv=[sys.executable, *server_code(key, self._places, str(work), _path(), shared=True)],
             env=env,
             socket_path=folder / SOCKET_NAME,
             cgroups=cgroups,
@@ -70,7 +70,6 @@ class ProcessStarter:
         self._reaper.close()
 
 
-def _with_path(arguments: list[str]) -> list[str]:
-    """Gives the server this worker's sys.path: it may come from PYTHONPATH, which -I ignores."""
-    path = [entry for entry in sys.path if entry]
-    return [*arguments[:-1], f"import sys; sys.path[:] = {path!r}\n{arguments[-1]}"]
+def _path() -> list[str]:
+    """This worker's sys.path: parts of it may come from PYTHONPATH and .pth files, which -I and -S ignore."""
+    return [entry for entry in sys.path if entry]

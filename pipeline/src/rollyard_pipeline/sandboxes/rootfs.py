@@ -60,13 +60,14 @@ def bwrap_arguments(
         # No user namespaces inside: they give unprivileged programs most of the kernel's attack surface.
         arguments.append("--disable-userns")
     arguments += [
-        "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv",
+        # The exec server is process 1: it reaps orphans itself, and nothing inside can kill it.
+        "--as-pid-1", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv",
         "--uid", str(SANDBOX_UID), "--gid", str(SANDBOX_UID),
     ]  # fmt: skip
     for name, value in env.items():
         arguments += ["--setenv", name, value]
     arguments += host_system(runtime) if key.image is None else image_system(check_image(key.image))
-    for folder in ("", "/lib", "/libs", "/site"):
+    for folder in ("", "/libs", "/site"):
         arguments += ["--perms", "0755", "--dir", f"{INSIDE}{folder}"]
     for source, target in runtime.binds:
         arguments += ["--ro-bind", source, target]

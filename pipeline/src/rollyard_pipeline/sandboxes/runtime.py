@@ -6,7 +6,8 @@ neither a home folder nor a checkout shows through:
     /.rollyard/python       the base installation of the Python that runs this worker
     /.rollyard/libs/<n>     folders with the shared libraries of this machine
     /.rollyard/site/<n>     the site-packages folders that hold the exec server's dependencies
-    /.rollyard/lib/rollyard_sandbox
+    /.rollyard/lib          the exec server and ptyprocess, copied and compiled ahead: sandboxes are
+                            read-only, so that each would compile anew what has no .pyc file
     /.rollyard/venv         a virtual environment over all that, whose bin/python is a script
 
 Python starts through this machine's own dynamic loader with `--library-path` (ld.so(8)), so
@@ -18,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import py_compile
 import secrets
 import shutil
 import struct
@@ -30,7 +32,8 @@ from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 
 INSIDE = "/.rollyard"
 PYTHON = f"{INSIDE}/venv/bin/python"
-_PACKAGES = ("ptyprocess", "jupyter_client", "ipykernel", "IPython", "zmq", "traitlets", "tornado")
+_COPIED = ("rollyard_sandbox", "ptyprocess")
+_PACKAGES = ("jupyter_client", "ipykernel", "IPython", "zmq", "traitlets", "tornado")
 _PASSWD = """root:x:0:0:root:/root:/bin/bash
 sandbox:x:{uid}:{uid}:sandbox:/work:/bin/bash
 nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin
@@ -50,6 +53,8 @@ class Runtime:
     """Made-up /etc files, for sandboxes that use this machine's system."""
     argv: tuple[str, ...]
     """Starts Python inside, without a shell."""
+    path: tuple[str, ...]
+    """For sys.path where Python is started without `site`."""
 
 
 def make_runtime(cache: Path) -> Runtime:
@@ -72,7 +77,6 @@ def make_runtime(cache: Path) -> Runtime:
     binds = [(str(_prefix(executable)), f"{INSIDE}/python")]
     binds += zip(map(str, libs), inside_libs, strict=True)
     binds += zip(map(str, site), inside_site, strict=True)
-    binds.append((str(_find("rollyard_sandbox")), f"{INSIDE}/lib/rollyard_sandbox"))
     if loader is not None:
         binds.append((str(Path(loader).resolve()), f"{INSIDE}/loader"))
         paths = ":".join([f"{INSIDE}/python/lib", *inside_libs])
@@ -86,10 +90,13 @@ def make_runtime(cache: Path) -> Runtime:
         "etc/hosts": _HOSTS,
         "etc/hostname": "sandbox\n",
     }
+    for package in _COPIED:
+        for source in sorted(_find(package).glob("*.py")):
+            files[f"lib/{package}/{source.name}"] = source.read_text(encoding="utf-8")
     folder = _write(cache, files)
-    binds.append((str(folder / "venv"), f"{INSIDE}/venv"))
+    binds += [(str(folder / name), f"{INSIDE}/{name}") for name in ("lib", "venv")]
     etc = tuple((str(folder / "etc" / name), f"/etc/{name}") for name in os.listdir(folder / "etc"))
-    return Runtime(tuple(binds), etc, tuple(command))
+    return Runtime(tuple(binds), etc, tuple(command), (f"{INSIDE}/lib", *inside_site))
 
 
 def _prefix(executable: Path) -> Path:
@@ -156,7 +163,7 @@ def _loader(executable: Path) -> str | None:
 
 
 def _write(cache: Path, files: dict[str, str]) -> Path:
-    digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(repr((sys.version, sorted(files.items()))).encode()).hexdigest()[:12]
     folder = cache / f"runtime-{digest}"
     if folder.is_dir():
         return folder
@@ -166,6 +173,12 @@ def _write(cache: Path, files: dict[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755 if name.endswith("bin/python") else 0o644)
+        if name.endswith(".py"):
+            # Not checked against the source: nobody can change either.
+            py_compile.compile(
+                str(path), dfile=f"{INSIDE}/{name}", doraise=True,
+                invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+            )  # fmt: skip
     try:
         temporary.rename(folder)
     except OSError:

@@ -61,16 +61,20 @@ def limits_of(key: SandboxKey) -> Limits:
     return Limits(cpu=key.cpu, memory_bytes=key.memory_bytes, processes=key.processes + 4)
 
 
-def server_code(key: SandboxKey, places: Sequence[CgroupPlace], workdir: str, *, shared: bool) -> list[str]:
-    """Python's arguments that run the exec server under resource limits.
+def server_code(
+    key: SandboxKey, places: Sequence[CgroupPlace], workdir: str, path: Sequence[str], *, shared: bool
+) -> list[str]:
+    """Python's arguments that run the exec server under resource limits, without `site` and argparse.
 
     Where control groups do not bind, resource limits do (getrlimit(2)): RLIMIT_NPROC is
     counted per user namespace since Linux 5.14, so it must be set inside; RLIMIT_DATA is per
-    process. `shared`: the server lives among this machine's other processes.
+    process. `path` goes at the end of sys.path. `shared`: the server lives among this
+    machine's other processes.
     """
     bound = enforced(places)
     lines = [
-        "import resource as r, runpy, sys",
+        "import resource as r, sys",
+        f"sys.path += {list(path)!r}",
         "r.setrlimit(r.RLIMIT_CORE, (0, 0))",
     ]
     if "pids" not in bound and not shared:
@@ -80,12 +84,9 @@ def server_code(key: SandboxKey, places: Sequence[CgroupPlace], workdir: str, *,
         lines.append(f"r.setrlimit(r.RLIMIT_DATA, ({key.memory_bytes}, {key.memory_bytes}))")
     if shared:
         lines.append(f"r.setrlimit(r.RLIMIT_FSIZE, ({key.disk_bytes}, {key.disk_bytes}))")
-    arguments = [
-        "--listen", f"fd:{LISTEN_FD}", "--ready-fd", str(READY_FD), "--workdir", workdir,
-        "--lease", f"{LEASE_SECONDS:g}",
-    ]  # fmt: skip
-    if not shared:
-        arguments.append("--own-pid-namespace")
-    lines.append(f"sys.argv[1:] = {arguments!r}")
-    lines.append("runpy.run_module('rollyard_sandbox.server', run_name='__main__', alter_sys=True)")
-    return ["-I", "-c", "\n".join(lines)]
+    lines += [
+        "from rollyard_sandbox.server import Options, serve",
+        f"sys.exit(serve(Options(listen=['fd:{LISTEN_FD}'], ready_fd={READY_FD}, workdir={workdir!r}, "
+        f"lease={LEASE_SECONDS!r}, own_pid_namespace={not shared})))",
+    ]
+    return ["-I", "-S", "-c", "\n".join(lines)]

@@ -161,10 +161,11 @@ class Stages:
                 except TimeoutError:
                     if not limit.expired():
                         raise
-                    if session is not None and session.failing is not None:
+                    silence = await session.silence() if session is not None else None
+                    if silence is not None:
                         # The time went to a backend that did not answer: not the policy's failing.
                         raise BackendUnavailable(
-                            f"no backend answered until Run's limit of {timeout} s; last: {session.failing}"
+                            f"no backend answered until Run's limit of {timeout} s; last: {silence}"
                         ) from None
                     episode.truncate("RunTimeout")
         finally:

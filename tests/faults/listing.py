@@ -135,9 +135,7 @@ def sockets(home: Path) -> list[str]:
 
 def control_groups(names: Set[str]) -> list[str]:
     """Control groups with these names, wherever they are."""
-    return [
-        f"{folder}/{name}" for folder, below, _ in os.walk(CGROUPS) for name in below if name in names
-    ]
+    return [f"{folder}/{name}" for folder, below, _ in os.walk(CGROUPS) for name in below if name in names]
 
 
 def _sockets(home: Path) -> Iterator[tuple[str, str]]:
@@ -151,9 +149,9 @@ def _sockets(home: Path) -> Iterator[tuple[str, str]]:
 
 def _inodes(pid: int) -> Iterator[str]:
     with contextlib.suppress(OSError):
-        for entry in os.scandir(PROC / str(pid) / "fd"):
+        for number in os.listdir(PROC / str(pid) / "fd"):
             with contextlib.suppress(OSError):
-                target = os.readlink(entry.path)
+                target = os.readlink(PROC / str(pid) / "fd" / number)
                 if target.startswith("socket:["):
                     yield target[len("socket:[") : -1]
 

@@ -19,12 +19,14 @@ import yaml
 from ledger import Ledger
 from yard import LEASE_SECONDS, ROOT, Yard, a_yard, following
 
-TASKS = 8
+TASKS = 12
 SAMPLES = 4
 SEEDS = range(5)
 KILLS = {"control-plane": 2, "worker": 2, "backend": 2, "sandbox": 4}
 LATEST = 16
-"""The last kill comes soon after this many rollouts at most have ended, of 32."""
+"""The last kill comes soon after this many rollouts at most have ended, of 48."""
+FURTHER = 0.5
+"""Seconds, at most, between that and the kill."""
 END = 150.0  # seconds for a killed run to end; an undisturbed one takes about ten
 
 pytestmark = [
@@ -75,7 +77,9 @@ class Run:
                     status = http.get(f"/v1/rolloutjobs/{self.name}").raise_for_status().json()["status"]
             except (OSError, KeyError, ValueError, httpx.HTTPError):
                 pass  # the control plane is away: that is what this is about
-            if any(one["type"] == "Finished" and one["status"] == "True" for one in status.get("conditions", [])):
+            if any(
+                one["type"] == "Finished" and one["status"] == "True" for one in status.get("conditions", [])
+            ):
                 return status
             time.sleep(0.2)
         raise AssertionError(
@@ -112,15 +116,17 @@ def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int) -> 
         yard.start()
         run = Run(yard, f"kill-{victim}-{seed}")
         run.submit()
+        began = time.monotonic()
         hits = []
         with following(yard, run.name, run.ledger):
             for ended in sorted(rng.sample(range(LATEST + 1), KILLS[victim])):
-                run.reach(ended, rng.uniform(0.0, 0.6))
+                run.reach(ended, rng.uniform(0.0, FURTHER))
                 killed = yard.kill(victim, rng)
-                print(f"kill -9 {killed}, {run.unfinished} rollouts to go")
+                print(f"{time.monotonic() - began:.1f} s: kill -9 {killed}, {run.unfinished} to go")
                 if killed is not None:
                     hits.append(run.unfinished)
             status = run.wait_finished()
+        print(f"{time.monotonic() - began:.1f} s: finished")
         # More than can end between a kill and the ledger's last look before it.
         assert max(hits, default=0) >= 8, f"no kill hit the middle of the run: {hits}"
         run.judge(status)
@@ -136,7 +142,7 @@ def test_a_killed_supervisor_is_followed_by_another_that_ends_the_job() -> None:
         run = Run(yard, "kill-supervisor")
         run.submit()
         with following(yard, run.name, run.ledger):
-            run.reach(rng.randrange(1, LATEST), rng.uniform(0.0, 0.6))
+            run.reach(rng.randrange(1, LATEST), rng.uniform(0.0, FURTHER))
             assert run.unfinished >= 8
             assert yard.stop(signal.SIGKILL) == -signal.SIGKILL
             yard.start()
@@ -154,7 +160,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing_and_the_next_start_ends_the_job() -
         run = Run(yard, "ctrl-c")
         run.submit()
         with following(yard, run.name, run.ledger):
-            run.reach(rng.randrange(1, LATEST), rng.uniform(0.0, 0.6))
+            run.reach(rng.randrange(1, LATEST), rng.uniform(0.0, FURTHER))
             assert run.unfinished >= 8
             assert yard.stop(signal.SIGINT) in (0, 130)
             assert yard.settled_listing() == []

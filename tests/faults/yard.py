@@ -143,7 +143,7 @@ class Yard:
             return dict(json.loads((self.home / "run/sandboxes" / sandbox / "sandbox.json").read_text()))
         return {}
 
-    def kill(self, kind: str, rng: random.Random, seconds: float = 20.0) -> Process | None:
+    def kill(self, kind: str, rng: random.Random, seconds: float = 8.0) -> Process | None:
         """kill -9 of one process of a kind, as soon as there is one; None if there is none for `seconds`.
 
         Of sandboxes, one that a rollout uses comes before one that waits. One kill in two hits its

@@ -202,7 +202,7 @@ def spec(**stages: Any) -> RolloutJobSpec:
 def lease(number: int, stage: str = "init", sandbox: str | None = None, **fields: Any) -> Lease:
     handle = SandboxHandle(provider="fake", id=sandbox, node="n", address="unix:/x") if sandbox else None
     return Lease(
-        rollout=f"r{number}", token=1, stage=stage, job="j", namespace="default", job_uid="u", group_id="g",  # type: ignore[arg-type]
+        rollout=f"r{number}", token=1, stage=stage, job="j", namespace="default", job_uid="u", group_id="g",
         sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0,
         task=Task(id="t", prompt="q"), sandbox=handle, **fields,
     )  # fmt: skip

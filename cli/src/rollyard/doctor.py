@@ -93,7 +93,7 @@ def check_cluster() -> Finding:
     """Access to a Kubernetes cluster."""
     if shutil.which("kubectl") is None:
         return Finding("kubernetes", "optional", "no kubectl", "only needed to run on Kubernetes")
-    code, text = _run("kubectl", "version", "--request-timeout=5s", "-o", "name")
+    code, text = _run("kubectl", "version", "--request-timeout=5s", "-o", "json")
     if code == 0:
         return Finding("kubernetes", "ok", "the cluster answers")
     return Finding("kubernetes", "optional", text[:120], "set KUBECONFIG to reach a cluster")

@@ -296,6 +296,10 @@ class Stages:
 
 
 def _context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageContext:
+    # An attempt begins anew: what an earlier one left or submitted must not reach this one's score.
+    carry = {} if lease.stage == "init" else dict(lease.carry)
+    if lease.stage == "run":
+        carry.pop(ANSWER, None)
     return StageContext(
         task=lease.task,
         spec=spec,
@@ -303,7 +307,7 @@ def _context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageContext
         sample_index=lease.sample_index,
         timeout=float(timeout),
         env={**spec.sandbox.env, **lease.task.sandbox.env},
-        carry=dict(lease.carry),
+        carry=carry,
     )
 
 

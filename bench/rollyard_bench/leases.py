@@ -16,11 +16,11 @@ async def measure(settings: Settings) -> list[Measurement]:
     rate = found["cycles_per_second"]
     # What one core could do if the client cost nothing: how far the server is from its own bound.
     bound = Baseline("server's CPU bound, one core", 1e3 / found["server_cpu_ms_per_cycle"])
+    latency, cpu = found["complete_p50_ms"], found["server_cpu_ms_per_cycle"]
     how = (
         f"{cycles.CONNECTIONS} connections lease and complete up to {cycles.BATCH} rollouts a request, "
         f"through all three stages, Run with a trajectory of {cycles.TOKENS} tokens; each answer comes after "
-        f"SQLite's commit; {found['rollouts_per_second']:.0f} whole rollouts/s, a completion of {cycles.BATCH} "
-        f"takes {found['complete_p50_ms']:.1f} ms (p50), {found['server_cpu_ms_per_cycle']:.2f} ms of server CPU a "
-        f"cycle"
+        f"the commit; {found['rollouts_per_second']:.0f} whole rollouts/s, a completion of {cycles.BATCH} "
+        f"takes {latency:.1f} ms (p50), {cpu:.2f} ms of server CPU a cycle"
     )
     return [Measurement("lease_cycles", rate, bound, how)]

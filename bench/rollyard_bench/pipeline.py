@@ -32,6 +32,7 @@ from rollyard_bench.processes import (
 )
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
+from rollyard_bench.sandboxes import release_all
 
 HERE = Path(__file__).resolve().parents[1]
 NAME = "latency"
@@ -43,9 +44,9 @@ WAIT = 20  # seconds of one long poll
 def workload(settings: Settings) -> Workload:
     """Run is the narrowest stage; one rollout in eight evaluates five times as long."""
     return Workload(
-        rollouts=96 if settings.quick else 160,
-        init=1.0,
-        model_call=0.5,
+        rollouts=48 if settings.quick else 80,
+        init=2.0,
+        model_call=1.0,
         turns=4,
         eval=0.2,
         eval_slow=1.0,
@@ -138,8 +139,11 @@ async def _worker(plane: ControlPlane, folder: Path, environment: dict[str, str]
     command += ["--token-file", str(plane.tokens_file), "--stages", "init,run,eval"]
     command += ["--concurrency", f"init={SLOTS.init},run={SLOTS.run},eval={SLOTS.eval}"]
     command += ["--run-dir", str(folder / "run"), "--sandbox", "bubblewrap", "--name", "bench"]
-    async with program(command, folder / "worker.log", environment) as running:
-        yield running
+    try:
+        async with program(command, folder / "worker.log", environment) as running:
+            yield running
+    finally:
+        await release_all(folder / "run")
 
 
 async def _deliver(client: httpx.AsyncClient, worker: Program, count: int) -> list[dict[str, Any]]:

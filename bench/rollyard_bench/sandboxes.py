@@ -31,6 +31,17 @@ async def bubblewrap() -> AsyncIterator[SandboxProvider]:
             await provider.aclose()
 
 
+async def release_all(run_dir: Path) -> None:
+    """Releases every sandbox of a run folder whose workers have ended: claimed ones would outlive them."""
+    provider = open_provider("bubblewrap", run_dir=run_dir, node="bench")
+    await provider.start()
+    try:
+        for left in provider.claimed():
+            await provider.release(left)
+    finally:
+        await provider.aclose()
+
+
 @asynccontextmanager
 async def claimed(provider: SandboxProvider, count: int = 1) -> AsyncIterator[list[Sandbox]]:
     """`count` sandboxes, started one after the other; all are released on leaving."""

@@ -20,7 +20,7 @@ HERE: Final = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import torch  # noqa: E402
-from tinypolicy.chat import END_OF_TEXT, IM_END  # noqa: E402
+from tinypolicy.chat import END_OF_TEXT, IM_END, token_id  # noqa: E402
 from tinypolicy.data import Demonstrations, make_demonstrations  # noqa: E402
 from tinypolicy.export import largest_difference, save_hugging_face, save_onnx  # noqa: E402
 from tinypolicy.report import evaluate  # noqa: E402
@@ -38,7 +38,8 @@ REPORT: Final = HERE / "report.json"
 TRAIN_SEED: Final = 0
 HELD_OUT_SEED: Final = 1
 QUICKSTART_TASKS: Final = 64
-DEMONSTRATIONS: Final = 10_000
+DEMONSTRATIONS: Final = 16_000
+IMPATIENCE: Final = 0.35
 VOCABULARY: Final = 1280
 SETTINGS: Final = TrainSettings(
     seed=0, copy_steps=300, epochs=1.0, batch=24, matrix_lr=0.02, other_lr=3e-3, warmup=50
@@ -53,7 +54,7 @@ def make_data(work: Path) -> None:
     started = time.perf_counter()
     QUICKSTART.parent.mkdir(parents=True, exist_ok=True)
     QUICKSTART.write_text(json_lines(quickstart_tasks()))
-    tokenizer, demonstrations = make_demonstrations(TRAIN_SEED, DEMONSTRATIONS, VOCABULARY)
+    tokenizer, demonstrations = make_demonstrations(TRAIN_SEED, DEMONSTRATIONS, VOCABULARY, IMPATIENCE)
     tokenizer.save(str(work / "tokenizer.json"))
     demonstrations.save(work / "demonstrations.npz")
     print(
@@ -66,8 +67,8 @@ def train_policy(work: Path) -> None:
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     model = build(
         tokenizer.get_vocab_size(),
-        tokenizer.token_to_id(END_OF_TEXT),
-        tokenizer.token_to_id(IM_END),
+        token_id(tokenizer, END_OF_TEXT),
+        token_id(tokenizer, IM_END),
         SETTINGS.seed,
     )
     result = train(model, Demonstrations.load(work / "demonstrations.npz"), SETTINGS)
@@ -76,6 +77,7 @@ def train_policy(work: Path) -> None:
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocabulary": tokenizer.get_vocab_size(),
         "demonstrations": DEMONSTRATIONS,
+        "impatience": IMPATIENCE,
         "data_seed": TRAIN_SEED,
         "held_out_seed": HELD_OUT_SEED,
         "settings": asdict(SETTINGS),

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -27,9 +28,9 @@ POSTGRES_BIN = Path("/usr/lib/postgresql/15/bin")
 START_SECONDS = 30.0
 
 
-def _as_postgres(command: list[str]) -> list[str]:
+def _as_postgres() -> dict[str, Any]:
     # initdb and postgres refuse to run as root.
-    return ["runuser", "-u", "postgres", "--", *command] if os.geteuid() == 0 else command
+    return {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
 
 
 @pytest.fixture(scope="session")
@@ -41,14 +42,16 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             pytest.fail(reason)
         pytest.skip(reason)
     # A Unix socket's path is bounded (107 bytes), pytest's temporary folders are long.
-    base = Path(subprocess.check_output(["mktemp", "-d", "/tmp/ry-pg-XXXXXX"], text=True).strip())
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30
+    base = Path(tempfile.mkdtemp(prefix="ry-pg-", dir=memory if roomy else "/tmp"))
     base.chmod(0o777)
     data = base / "data"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     initdb = [str(POSTGRES_BIN / "initdb"), "-D", str(data), "-U", "rollyard", "-A", "trust", "--no-sync"]
-    subprocess.run(_as_postgres(initdb), check=True, capture_output=True)
+    subprocess.run(initdb, check=True, capture_output=True, cwd=base, **_as_postgres())
     options = [
         "-c",
         "fsync=off",
@@ -59,16 +62,15 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "-c",
         f"port={port}",
     ]
-    command = _as_postgres([str(POSTGRES_BIN / "postgres"), "-D", str(data), *options])
+    command = [str(POSTGRES_BIN / "postgres"), "-D", str(data), *options]
     with (base / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=base, **_as_postgres())
     try:
         _until_ready(base, port, process)
         yield f"postgresql+psycopg://rollyard@/{{name}}?host={base}&port={port}"
     finally:
-        pid = int((data / "postmaster.pid").read_text().split()[0])
         # At once, without a last checkpoint: the cluster is thrown away.
-        os.kill(pid, signal.SIGQUIT)
+        process.send_signal(signal.SIGQUIT)
         process.wait(40)
         shutil.rmtree(base)
 

@@ -42,6 +42,21 @@ async def test_tokens_and_graceful_stop_with_a_long_poll_open(
         assert again.tokens == tokens
 
 
+async def test_nothing_is_leased_to_a_worker_that_is_gone(
+    tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    with start_api(tmp_path) as process:
+        async with _http(process) as http:
+            waiting = asyncio.create_task(worker_of(http, "dead").lease(wait=60, init=8))
+            await asyncio.sleep(0.5)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            alive = asyncio.create_task(worker_of(http, "alive").lease(wait=10, init=8))
+            await http.post("/v1/rolloutjobs", json=make_manifest())
+            assert len(await alive) == 2
+
+
 def test_port_in_use(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -55,12 +70,22 @@ def test_port_in_use(tmp_path: Path) -> None:
     assert "--port" in done.stderr
 
 
+def test_one_control_plane_per_state_folder(tmp_path: Path, start_api: Any) -> None:
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]
+    with start_api(tmp_path):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "the control plane cannot start: another control plane uses"
+    )
+
+
 def test_broken_token_file(tmp_path: Path) -> None:
     (tmp_path / "tokens.json").write_text("[]")
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert done.returncode != 0
-    assert "tokens.json" in done.stderr + done.stdout
+    assert done.returncode == 2
+    assert "tokens.json" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.faults

@@ -9,18 +9,24 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from yard import ROOT, Ledger, Yard, following, read_once
+from ledger import Ledger
+from yard import LEASE_SECONDS, ROOT, Yard, a_yard, following
 
-TASKS = 8
+TASKS = 12
 SAMPLES = 4
 SEEDS = range(5)
+KILLS = {"control-plane": 2, "worker": 2, "backend": 2, "sandbox": 4}
+LATEST = 16
+"""The last kill comes when this many rollouts, of 48, have ended, and those that end meanwhile."""
+FURTHER = 0.5
+"""Seconds, at most, between that and the kill."""
 END = 150.0  # seconds for a killed run to end; an undisturbed one takes about ten
 
 pytestmark = [
@@ -31,68 +37,138 @@ pytestmark = [
 ]
 
 
-def quickstart_job(name: str) -> tuple[dict[str, Any], set[tuple[str, int]]]:
-    """The quickstart job over its first tasks, and the (task, sample) pairs that it must account for."""
-    job: dict[str, Any] = yaml.safe_load((ROOT / "examples/quickstart/job.yaml").read_text())
-    lines = (ROOT / "examples/quickstart/tasks.jsonl").read_text().splitlines()[:TASKS]
-    tasks = [json.loads(line) for line in lines]
-    job["metadata"] = {"name": name}
-    job["spec"]["tasks"] = {"inline": tasks}
-    job["spec"]["samplesPerTask"] = SAMPLES
-    return job, {(task["id"], sample) for task in tasks for sample in range(SAMPLES)}
+class Run:
+    """The quickstart job over its first tasks, in one yard, with a ledger."""
 
+    def __init__(self, yard: Yard, name: str) -> None:
+        job: dict[str, Any] = yaml.safe_load((ROOT / "examples/quickstart/job.yaml").read_text())
+        lines = (ROOT / "examples/quickstart/tasks.jsonl").read_text().splitlines()[:TASKS]
+        tasks = [json.loads(line) for line in lines]
+        job["metadata"] = {"name": name}
+        job["spec"]["tasks"] = {"inline": tasks}
+        job["spec"]["samplesPerTask"] = SAMPLES
+        self.yard = yard
+        self.name = name
+        self.job = job
+        self.expected = {(task["id"], sample) for task in tasks for sample in range(SAMPLES)}
+        self.ledger = Ledger()
 
-def wait_finished(yard: Yard, name: str, seconds: float) -> dict[str, Any]:
-    deadline = time.monotonic() + seconds
-    job: dict[str, Any] = {}
-    while time.monotonic() < deadline:
-        try:
-            with yard.http() as http:
-                job = http.get(f"/v1/rolloutjobs/{name}").raise_for_status().json()
-        except (OSError, KeyError, ValueError, httpx.HTTPError):
+    @property
+    def unfinished(self) -> int:
+        """Rollouts whose end was not yet seen."""
+        return len(self.expected) - len(self.ledger.seen)
+
+    def submit(self) -> None:
+        with self.yard.http() as http:
+            http.post("/v1/rolloutjobs", json=self.job).raise_for_status()
+
+    def reach(self, ended: int, further: float) -> None:
+        """Waits until so many rollouts have ended, and so many seconds more."""
+        assert self.ledger.wait_for(ended, END), f"only {len(self.ledger.seen)} ended\n{self.yard.words()}"
+        time.sleep(further)
+
+    def wait_finished(self) -> dict[str, Any]:
+        """The job's status once it is finished."""
+        deadline = time.monotonic() + END
+        status: dict[str, Any] = {}
+        while time.monotonic() < deadline:
+            try:
+                with self.yard.http() as http:
+                    status = http.get(f"/v1/rolloutjobs/{self.name}").raise_for_status().json()["status"]
+            except (OSError, KeyError, ValueError, httpx.HTTPError):
+                pass  # the control plane is away: that is what this is about
+            if any(
+                one["type"] == "Finished" and one["status"] == "True" for one in status.get("conditions", [])
+            ):
+                return status
             time.sleep(0.2)
-            continue
-        if any(c["type"] == "Finished" and c["status"] == "True" for c in job["status"]["conditions"]):
-            return job
-        time.sleep(0.2)
-    raise AssertionError(
-        f"{name} did not finish in {seconds:.0f} s: {json.dumps(job.get('status'), indent=1)}"
-    )
+        raise AssertionError(
+            f"not finished in {END:.0f} s: {json.dumps(status, indent=1)}\n{self.yard.words()}"
+        )
+
+    def judge(self, status: dict[str, Any]) -> None:
+        """Every rollout once, and the same ones for whoever reads them anew; no sandbox still in use."""
+        whole = Ledger()
+        with self.yard.http() as http:
+            whole.read(http, self.name)
+            self.ledger.read(http, self.name)
+        assert whole.judge(self.expected) == []
+        assert self.ledger.judge(self.expected) == []
+        assert self.ledger.seen == whole.seen
+        counts = status["counts"]
+        assert counts["total"] == len(self.expected)
+        for outcome in ("succeeded", "failed", "cancelled"):
+            there = sum(record["status"] == outcome for record in whole.seen.values())
+            assert counts[outcome] == there, outcome
+
+        deadline = time.monotonic() + LEASE_SECONDS
+        while (used := self.yard.in_use()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert used == [], "sandboxes outlive their rollouts by more than a lease"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("victim", ["control-plane", "worker", "backend", "sandbox"])
-def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", list(KILLS))
+def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int) -> None:
     rng = random.Random(f"{victim}-{seed}")
-    yard = Yard(tmp_path / "y")
-    yard.start()
-    ledger = Ledger()
-    killed = 0
-    try:
-        job, expected = quickstart_job(f"kill-{victim}-{seed}")
-        with yard.http() as http:
-            http.post("/v1/rolloutjobs", json=job).raise_for_status()
-        with following(yard, job["metadata"]["name"], ledger):
-            for _ in range(2):
-                time.sleep(rng.uniform(0.3, 2.5))
-                # A kind that has no process this instant (a worker not started yet) is tried again soon.
-                for _ in range(50):
-                    if yard.kill(victim, rng):
-                        killed += 1
-                        break
-                    time.sleep(0.1)
-            finished = wait_finished(yard, job["metadata"]["name"], END)
-        whole = Ledger()
-        with yard.http() as http:
-            read_once(http, job["metadata"]["name"], "", whole)
-    finally:
-        status = yard.stop()
-    assert killed >= 1, "nothing was killed: the run proves nothing"
-    assert status in (0, 130)
-    assert ledger.faults == []
-    assert all(whole.seen.get(key) == record for key, record in ledger.seen.items())
-    assert whole.judge(expected) == []
-    counts = finished["status"]["counts"]
-    assert counts["total"] == len(expected)
-    assert counts["succeeded"] + counts["failed"] + counts["cancelled"] == len(expected)
-    assert yard.leftovers() == []
+    with a_yard() as yard:
+        assert yard.listing() == []
+        yard.start()
+        run = Run(yard, f"kill-{victim}-{seed}")
+        run.submit()
+        began = time.monotonic()
+        hits = []
+        with following(yard, run.name, run.ledger):
+            for number in range(KILLS[victim]):
+                # Between two kills something must end: what is killed has been at work again.
+                further = rng.randint(min(number, 1), LATEST // KILLS[victim])
+                run.reach(len(run.ledger.seen) + further, rng.uniform(0.0, FURTHER))
+                killed = yard.kill(victim, rng)
+                print(f"{time.monotonic() - began:.1f} s: kill -9 {killed}, {run.unfinished} to go")
+                if killed is not None:
+                    hits.append(run.unfinished)
+            status = run.wait_finished()
+        print(f"{time.monotonic() - began:.1f} s: finished")
+        # More than can end between a kill and the ledger's last look before it.
+        assert max(hits, default=0) >= 8, f"no kill hit the middle of the run: {hits}"
+        run.judge(status)
+        assert yard.stop() in (0, 130)
+        assert yard.settled_listing() == []
+
+
+def test_a_killed_supervisor_is_followed_by_another_that_ends_the_job() -> None:
+    rng = random.Random("supervisor")
+    with a_yard() as yard:
+        assert yard.listing() == []
+        yard.start()
+        run = Run(yard, "kill-supervisor")
+        run.submit()
+        with following(yard, run.name, run.ledger):
+            run.reach(rng.randrange(1, LATEST), rng.uniform(0.0, FURTHER))
+            assert run.unfinished >= 8
+            assert yard.stop(signal.SIGKILL) == -signal.SIGKILL
+            yard.start()
+            status = run.wait_finished()
+        run.judge(status)
+        assert yard.stop() in (0, 130)
+        assert yard.settled_listing() == []
+
+
+def test_ctrl_c_in_the_middle_leaves_nothing_and_the_next_start_ends_the_job() -> None:
+    rng = random.Random("ctrl-c")
+    with a_yard() as yard:
+        assert yard.listing() == []
+        yard.start()
+        run = Run(yard, "ctrl-c")
+        run.submit()
+        with following(yard, run.name, run.ledger):
+            run.reach(rng.randrange(1, LATEST), rng.uniform(0.0, FURTHER))
+            assert run.unfinished >= 8
+            assert yard.stop(signal.SIGINT) in (0, 130)
+            assert yard.settled_listing() == []
+            yard.start()
+            assert run.unfinished > 0
+            status = run.wait_finished()
+        run.judge(status)
+        assert yard.stop() in (0, 130)
+        assert yard.settled_listing() == []

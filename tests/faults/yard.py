@@ -1,7 +1,7 @@
 """A Rollyard on one machine for fault tests, judged from outside the product.
 
 Nothing here imports Rollyard: the ledger reads the REST API with its own HTTP client, and
-processes, mounts and sockets are read from /proc.
+processes, mounts, sockets and control groups are read from the kernel's listings.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -21,201 +23,189 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from ledger import Ledger
+from listing import Process, control_groups, mounts, processes, sandbox_names, sockets
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "ROLLYARD_FAULT_TEST_MARK"
-
-
-class Ledger:
-    """Every trajectory the server ever showed, in the order seen; nothing seen may change or vanish."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, dict[str, Any]] = {}
-        self.faults: list[str] = []
-        self.lines = 0
-
-    def note(self, record: dict[str, Any]) -> None:
-        self.lines += 1
-        key = record["id"]
-        before = self.seen.get(key)
-        if before is not None and before != record:
-            self.faults.append(f"{key} changed after it was delivered")
-        elif before is not None:
-            self.faults.append(f"{key} was delivered twice on one cursor")
-        self.seen[key] = record
-
-    def judge(self, expected: set[tuple[str, int]]) -> list[str]:
-        """Problems, if any, against the (task, sample) pairs that were submitted."""
-        got: dict[tuple[str, int], list[str]] = {}
-        for key, record in self.seen.items():
-            got.setdefault((record["task_id"], record["sample_index"]), []).append(key)
-        problems = list(self.faults)
-        problems += [f"no result for {pair}" for pair in sorted(expected - set(got))]
-        problems += [f"result for {pair}, never submitted" for pair in sorted(set(got) - expected)]
-        problems += [f"{len(keys)} results for {pair}" for pair, keys in got.items() if len(keys) > 1]
-        for key, record in self.seen.items():
-            ended = record["status"]
-            if ended == "succeeded" and record["reward"] is None:
-                problems.append(f"{key} succeeded without a reward")
-            if ended != "succeeded" and (record["reward"] is not None or not record["reason"]):
-                problems.append(
-                    f"{key} is {ended} with reward {record['reward']} and reason {record['reason']!r}"
-                )
-            for segment in record["segments"]:
-                lengths = {
-                    len(segment[name])
-                    for name in ("response_ids", "loss_mask", "logprobs", "policy_versions")
-                }
-                if len(lengths) != 1:
-                    problems.append(f"{key} has a segment of unequal lengths")
-        return problems
+LEASE_SECONDS = 5
+LOOK_SECONDS = 0.3
 
 
 class Yard:
     """`rollyard up` in a private home, and hands to kill its parts with."""
 
-    def __init__(self, home: Path, *arguments: str) -> None:
-        self.home = home
-        self.mark = uuid.uuid4().hex
-        self.arguments = arguments
-        self.process: subprocess.Popen[bytes] | None = None
-        self.log = home.parent / f"{home.name}.log"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.home = folder / "h"
+        self.log = folder / "up.log"
+        self.names: set[str] = set()
+        """Of all sandboxes that were ever seen."""
+        self.met: set[Process] = set()
+        """All processes of sandboxes that were ever seen."""
+        self._mark = f"{MARK}={uuid.uuid4().hex}"
+        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        env = {**os.environ, MARK: self.mark, "ROLLYARD_HOME": str(self.home)}
+        """Starts `rollyard up` and waits until it answers."""
+        name, value = self._mark.split("=")
+        command = [sys.executable, "-m", "rollyard", "up", "--home", str(self.home), "--port", "0"]
+        command += ["--lease-seconds", str(LEASE_SECONDS)]
+        (self.home / "context.json").unlink(missing_ok=True)
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "rollyard",
-                    "up",
-                    "--home",
-                    str(self.home),
-                    "--port",
-                    "0",
-                    *self.arguments,
-                ],
-                env=env,
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, name: value},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.wait_ready()
-
-    def wait_ready(self, seconds: float = 40.0) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            if self.process is not None and self.process.poll() is not None:
-                raise AssertionError(
-                    f"rollyard up ended with {self.process.returncode}:\n{self.log.read_text()[-3000:]}"
-                )
-            with contextlib.suppress(OSError, KeyError, ValueError, httpx.HTTPError):
-                if httpx.get(f"{self.context()['url']}/readyz", timeout=2).status_code == 200:
+            if self._process.poll() is not None:
+                raise AssertionError(f"rollyard up ended with {self._process.returncode}:\n{self.words()}")
+            with contextlib.suppress(OSError, KeyError, ValueError, httpx.HTTPError), self.http() as http:
+                if http.get("/readyz").status_code == 200:
                     return
             time.sleep(0.1)
-        raise AssertionError(f"not ready in {seconds:.0f} s:\n{self.log.read_text()[-3000:]}")
+        raise AssertionError(f"not ready within a minute:\n{self.words()}")
 
-    def context(self) -> dict[str, str]:
-        return dict(json.loads((self.home / "context.json").read_text()))
+    def words(self) -> str:
+        """The end of every log."""
+        logs = [self.log, *sorted((self.home / "logs").glob("*.log"))]
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
     def http(self) -> httpx.Client:
-        context = self.context()
+        """A client of the control plane that runs now."""
+        context = json.loads((self.home / "context.json").read_text())
         token = json.loads(Path(context["token_file"]).read_text())["admin"]
-        return httpx.Client(base_url=context["url"], headers={"Authorization": f"Bearer {token}"}, timeout=20)
+        return httpx.Client(
+            base_url=context["url"],
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=20,
+            trust_env=False,
+        )
 
-    def stop(self, sig: int = signal.SIGINT, seconds: float = 40.0) -> int:
-        assert self.process is not None
-        self.process.send_signal(sig)
-        return self.process.wait(seconds)
+    def stop(self, number: signal.Signals = signal.SIGINT, seconds: float = 60.0) -> int:
+        """Signals `rollyard up`, waits for its end, and gives its exit status."""
+        assert self._process is not None
+        self._process.send_signal(number)
+        return self._process.wait(seconds)
 
-    # What there is, read from /proc.
+    def running(self) -> bool:
+        """Whether `rollyard up` runs."""
+        return self._process is not None and self._process.poll() is None
 
-    def members(self) -> dict[int, str]:
-        """Every live process of this yard: pid to kind."""
-        found: dict[int, str] = {}
-        home = str(self.home).encode()
-        mark = f"{MARK}={self.mark}".encode()
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            with contextlib.suppress(OSError):
-                command = (entry / "cmdline").read_bytes()
-                if not command:
-                    continue  # a zombie holds nothing
-                if mark in (entry / "environ").read_bytes():
-                    found[int(entry.name)] = _kind(command)
-                elif home in command or home in (entry / "mountinfo").read_bytes():
-                    found[int(entry.name)] = "sandbox"
+    def look(self) -> None:
+        """Remembers the sandboxes that there are, so that none is forgotten when its socket goes."""
+        self.names |= sandbox_names(self.home)
+
+    def processes(self) -> list[Process]:
+        """Every live process of this Rollyard."""
+        self.look()
+        found = processes(self.home, self._mark.encode(), self.names)
+        self.met |= {process for process in found if process.kind == "sandbox"}
         return found
 
-    def leftovers(self) -> list[str]:
-        """Processes, mounts, sockets and control groups of this yard that are still there."""
-        left = [f"process {pid} ({kind})" for pid, kind in self.members().items()]
-        home = str(self.home)
-        left += [
-            f"mount {line}" for line in Path("/proc/self/mountinfo").read_text().splitlines() if home in line
-        ]
-        left += [f"socket {line}" for line in Path("/proc/net/unix").read_text().splitlines() if home in line]
-        sandboxes = self.home / "run" / "sandboxes"
-        if sandboxes.is_dir():
-            left += [f"folder {path}" for path in sandboxes.iterdir()]
-        return left
+    def listing(self) -> list[str]:
+        """Everything of this Rollyard that the kernel knows of, and the folders of its sandboxes."""
+        live = set(self.processes()) | {process for process in self.met if process.alive()}
+        here = [f"process {one.pid} ({one.kind} {one.sandbox})".replace(" )", ")") for one in live]
+        here += [f"mount {line}" for line in mounts(self.home)]
+        here += [f"socket {path}" for path in sockets(self.home)]
+        here += [f"control group {path}" for path in control_groups(self.names)]
+        folder = self.home / "run" / "sandboxes"
+        if folder.is_dir():
+            here += [f"folder {path}" for path in folder.iterdir()]
+        return sorted(here)
 
-    def kill(self, kind: str, rng: random.Random) -> bool:
-        """kill -9 of one process of a kind; False where there is none just now."""
-        pids = sorted(pid for pid, found in self.members().items() if found == kind)
-        if not pids:
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rng.choice(pids), signal.SIGKILL)
-        return True
+    def settled_listing(self, seconds: float = 3.0) -> list[str]:
+        """The listing once it is empty, or as it is after `seconds`.
+
+        A process killed by the kernel with its parent may need a moment to be gone.
+        """
+        deadline = time.monotonic() + seconds
+        while (here := self.listing()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return here
+
+    def in_use(self) -> list[str]:
+        """Sandboxes with live processes that a rollout has claimed, or that have no record at all."""
+        return sorted(
+            name
+            for name in {process.sandbox for process in self.processes() if process.kind == "sandbox"}
+            if self._record(name).get("state", "lost") not in ("warm", "starting")
+        )
+
+    def _record(self, sandbox: str) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads((self.home / "run/sandboxes" / sandbox / "sandbox.json").read_text()))
+        return {}
+
+    def kill(self, kind: str, rng: random.Random, seconds: float = 8.0) -> Process | None:
+        """kill -9 of one process of a kind, as soon as there is one; None if there is none for `seconds`.
+
+        Of sandboxes, one that a rollout uses comes before one that waits. One kill in two hits its
+        first process, with which all of it ends; else any: the exec server, a shell, bwrap outside.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            there = [process for process in self.processes() if process.kind == kind]
+            if kind == "sandbox":
+                used = set(self.in_use())
+                there = [process for process in there if process.sandbox in used] or there
+                whole = rng.random() < 0.5
+                there = [process for process in there if process.is_first or not whole]
+            if there:
+                victim = rng.choice(sorted(there, key=lambda process: process.pid))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim.pid, signal.SIGKILL)
+                    return victim
+            time.sleep(0.05)
+        return None
+
+    def end(self) -> None:
+        """Ends whatever a failed test has left, and removes the home."""
+        for process in {*self.processes(), *self.met}:
+            if process.alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait(10)
+        for path in sorted(control_groups(self.names), reverse=True):
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _kind(command: bytes) -> str:
-    words = command.split(b"\0")
-    for module, kind in (
-        (b"rollyard_api", "control-plane"),
-        (b"rollyard_pipeline", "worker"),
-        (b"rollyard_engine", "backend"),
-    ):
-        if module in words:
-            return kind
-    if b"bwrap" in words[0] or b"rollyard_sandbox.server" in words:
-        return "sandbox"
-    return "driver"
+@contextlib.contextmanager
+def a_yard() -> Iterator[Yard]:
+    """A Rollyard that nothing is known of before, stopped at the end however the block ends."""
+    # A short path: Unix sockets in it must be nameable.
+    yard = Yard(Path(tempfile.mkdtemp(prefix="ryf-")))
+    try:
+        yield yard
+    finally:
+        yard.end()
 
 
 @contextlib.contextmanager
 def following(yard: Yard, job: str, ledger: Ledger) -> Iterator[None]:
-    """Reads trajectories by cursor into the ledger for as long as the block runs, through any outage."""
+    """Reads trajectories by cursor into the ledger, and looks for sandboxes, while the block runs."""
     done = threading.Event()
 
     def follow() -> None:
-        cursor = ""
         while not done.is_set():
+            yard.look()
             with contextlib.suppress(OSError, KeyError, ValueError, httpx.HTTPError), yard.http() as http:
-                cursor = read_once(http, job, cursor, ledger)
-            done.wait(0.3)
+                ledger.read(http, job)
+            done.wait(LOOK_SECONDS)
 
-    thread = threading.Thread(target=follow)
+    thread = threading.Thread(target=follow, name="ledger")
     thread.start()
     try:
         yield
     finally:
         done.set()
-        thread.join(30)
-
-
-def read_once(http: httpx.Client, job: str, cursor: str, ledger: Ledger) -> str:
-    """Everything past the cursor, noted; gives the next cursor."""
-    while True:
-        answer = http.get(f"/v1/rolloutjobs/{job}/trajectories", params={"cursor": cursor, "limit": 100})
-        answer.raise_for_status()
-        lines = [line for line in answer.text.splitlines() if line.strip()]
-        for line in lines:
-            ledger.note(json.loads(line))
-        cursor = answer.headers["Rollyard-Cursor"]
-        if not lines:
-            return cursor
+        thread.join(60)

@@ -79,8 +79,9 @@ QWEN = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
-# The shipped tiny policy's: Qwen's without tools and thinking.
-TINY = QWEN.replace("if '</think>' in content", "if false")
+# The shipped tiny policy's own.
+TINY_FOLDER = Path(__file__).parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
+TINY = (TINY_FOLDER / "chat_template.jinja").read_text()
 
 # The template puts a newline before the end of turn, which no policy samples.
 NEWLINE_BEFORE_END = CHATML.replace("+ '<|im_end|>\\n'", "+ '\\n<|im_end|>\\n'")

@@ -199,3 +199,53 @@ async def test_a_policy_with_tools(
         assert result.sampling is not None
         assert 0 < result.timings.model_seconds <= result.timings.run.active_seconds
     assert yard.sandboxes() == []
+
+
+ROOT = Path(__file__).parents[2]
+POLICY = ROOT / "engine/src/rollyard_engine/models/tiny-policy"
+
+
+async def test_the_shipped_policy_samples_real_rollouts(yard: Yard) -> None:
+    """The embedded engine, the shipped policy and quickstart tasks: every token is the engine's own."""
+    port_file = yard.folder / "engine.port"
+    with (yard.folder / "engine.log").open("ab") as log:
+        engine = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "rollyard_engine", "--model", str(POLICY), "--port", "0",
+            "--port-file", str(port_file), "--served-model-name", "scripted", stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        async with asyncio.timeout(60):
+            while not port_file.exists():
+                assert engine.returncode is None, (yard.folder / "engine.log").read_text()
+                await asyncio.sleep(0.05)
+        await yard.pool("p", f"http://127.0.0.1:{port_file.read_text().strip()}", POLICY)
+        lines = (ROOT / "examples/quickstart/tasks.jsonl").read_text().splitlines()[:4]
+        agent = {
+            "type": "tools",
+            "tools": ["bash", "edit", "submit"],
+            "maxTurns": 8,
+            "maxContextTokens": 1024,
+        }
+        await yard.job(
+            "tiny", [json.loads(line) for line in lines], samplesPerTask=2, agent=agent,
+            sampling={"maxTokens": 64}, backendRef={"name": "p"},
+        )  # fmt: skip
+        async with yard.worker("--job", "tiny"):
+            results = await yard.results("tiny", 8)
+    finally:
+        engine.terminate()
+        async with asyncio.timeout(30):
+            await engine.wait()
+    assert [result.status for result in results] == ["succeeded"] * 8, yard.log()
+    for result in results:
+        assert result.reward in (0.0, 1.0)
+        assert result.sampled_tokens > 0
+        for segment in result.segments:
+            sampled = [
+                logprob for logprob, mask in zip(segment.logprobs, segment.loss_mask, strict=True) if mask
+            ]
+            assert all(-50.0 < logprob <= 0.0 for logprob in sampled)
+    # The policy was trained to call tools; its samples of one task differ.
+    assert any(turn.tool_calls for result in results for turn in result.turns)
+    assert len({tuple(result.segments[0].response_ids) for result in results}) > 4
+    assert yard.sandboxes() == []

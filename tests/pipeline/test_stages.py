@@ -65,7 +65,7 @@ class Rollout:
 
     async def stage(self, stage: str, **fields: Any) -> StageResult:
         lease = Lease(
-            rollout="r", token=1, stage=stage, job="j", namespace="default", job_uid=str(id(self.plane.spec)),  # type: ignore[arg-type]
+            rollout="r", token=1, stage=stage, job="j", namespace="default", job_uid=str(id(self.plane.spec)),
             group_id="g", sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0,
             task=self.task, backend=self.backend, **fields,
         )  # fmt: skip
@@ -294,6 +294,16 @@ async def test_a_reward_file_without_a_reward_is_no_reward(rollout: Rollout, wri
         await rollout.score()
 
 
+async def test_an_earlier_attempts_answer_is_forgotten(rollout: Rollout) -> None:
+    rollout.configure({"test_script": '[ -z "$ROLLYARD_ANSWER" ]', **oracle(("bash", {"command": "true"}))})
+    stale = {"answer": "7", "kept": 1}
+    rollout.init = await rollout.stage("init", carry=stale)
+    assert rollout.init.carry == {}
+    rollout.ran = await rollout.stage("run", sandbox=rollout.init.sandbox, carry=stale)
+    assert rollout.ran.carry == {"kept": 1}
+    assert (await rollout.score()).reward == 1.0
+
+
 async def test_a_failed_setup_ends_init(rollout: Rollout) -> None:
     rollout.configure({"sandbox": {"setup": "echo no disk; exit 4"}})
     with pytest.raises(SetupFailed, match=r"exited with 4: no disk"):
@@ -313,7 +323,7 @@ async def test_a_lost_sandbox_goes_back_to_init(rollout: Rollout) -> None:
 
 async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path) -> None:
     mark = tmp_path / "alive"
-    command = f"while :; do date +%s%N > {mark}; sleep 0.02; done"
+    command = f"while :; do echo x >> {mark}; sleep 0.02; done"
     rollout.configure(oracle(("bash", {"command": command})))
     rollout.init = await rollout.stage("init")
     task = asyncio.create_task(rollout.stage("run", sandbox=rollout.init.sandbox))
@@ -324,8 +334,8 @@ async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path
     with pytest.raises(asyncio.CancelledError):
         await task
     async with asyncio.timeout(20):
-        last = ""
-        while (now := mark.read_text()) != last or not now:
+        last = -1
+        while (now := mark.stat().st_size) != last:
             last = now
             await asyncio.sleep(0.5)
 

@@ -202,7 +202,7 @@ def spec(**stages: Any) -> RolloutJobSpec:
 def lease(number: int, stage: str = "init", sandbox: str | None = None, **fields: Any) -> Lease:
     handle = SandboxHandle(provider="fake", id=sandbox, node="n", address="unix:/x") if sandbox else None
     return Lease(
-        rollout=f"r{number}", token=1, stage=stage, job="j", namespace="default", job_uid="u", group_id="g",  # type: ignore[arg-type]
+        rollout=f"r{number}", token=1, stage=stage, job="j", namespace="default", job_uid="u", group_id="g",
         sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0,
         task=Task(id="t", prompt="q"), sandbox=handle, **fields,
     )  # fmt: skip
@@ -401,6 +401,37 @@ async def test_orphans_are_removed_and_the_rest_renewed(handler: type[Steered]) 
         await until(lambda: provider.released == ["orphan"] and bool(provider.renewed))
     assert provider.renewed == ["kept"]
     assert plane.beats[0].sandboxes == ["kept", "orphan"]
+
+
+async def test_orphans_are_removed_before_the_worker_ends(handler: type[Steered]) -> None:
+    plane, provider = Plane(spec()), Provider()
+    handler.gate.set()
+    async with working(plane, handler, provider, job="j", namespace="default") as (_, task):
+        await until(lambda: bool(plane.beats))
+        # Left by a worker that was killed a moment ago; the next regular beat would come too late.
+        provider.claims, plane.orphans = ["orphan"], ["orphan"]
+        plane.end()
+        async with asyncio.timeout(20):
+            await task
+    assert provider.released == ["orphan"]
+    assert plane.beats[-1].sandboxes == ["orphan"]
+
+
+async def test_removing_orphans_delays_no_heartbeat(handler: type[Steered]) -> None:
+    stuck = asyncio.Event()
+
+    class Slow(Provider):
+        async def release(self, handle: SandboxHandle | str) -> None:
+            await stuck.wait()
+            await super().release(handle)
+
+    plane, provider = Plane(spec()), Slow()
+    provider.claims, plane.orphans = ["orphan"], ["orphan"]
+    async with working(plane, handler, provider):
+        await until(lambda: len(plane.beats) >= 2)
+        assert provider.released == []
+        stuck.set()
+        await until(lambda: provider.released[:1] == ["orphan"])
 
 
 async def test_init_waits_while_the_node_is_full_of_sandboxes(handler: type[Steered]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -100,6 +101,27 @@ def test_no_task_can_be_solved_by_a_prompt_reader() -> None:
             decisive = decisive.replace(separator, " ")
         prompt = record["prompt"]
         assert any(word not in prompt for word in decisive.split() if word.isalnum()), record["id"]
+
+
+def test_shipped_tasks_are_what_the_generator_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same seed, same tasks; and no file of a training task is a file of theirs."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "tiny-policy"))
+    tasks = importlib.import_module("tinypolicy.tasks")
+    templates = importlib.import_module("tinypolicy.templates").TEMPLATES
+    drawn = tasks.generate(templates, 1, len(_records()), "held-out")
+    assert tasks.json_lines(drawn) == TASKS.read_text()
+    held_out = {text for record in _records() for text in record["sandbox"]["files"].values() if text}
+    trained = {
+        text
+        for task in tasks.generate(templates, 0, 700, "train")
+        for text in task.draft.files.values()
+        if text
+    }
+    assert held_out
+    assert trained
+    assert not held_out & trained
+    assert all(tasks.side_of(text) == "held-out" for text in held_out)
+    assert all(tasks.side_of(text) == "train" for text in trained)
 
 
 @pytest.mark.parametrize("record", _records(), ids=lambda r: str(r["id"]))

@@ -14,11 +14,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import sqlalchemy as sa
 import uvicorn
 
 from rollyard_api.app import build
-from rollyard_api.auth import TokenFileError
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 
@@ -145,8 +143,9 @@ def serve(settings: Settings, sock: socket.socket, port_file: Path | None, log_l
     def started(plane: ControlPlane) -> None:
         server.plane = plane
 
+    app = build(settings, started=started)
     config = uvicorn.Config(
-        build(settings, started=started),
+        app,
         loop="uvloop",
         http="httptools",
         ws="none",
@@ -161,13 +160,14 @@ def serve(settings: Settings, sock: socket.socket, port_file: Path | None, log_l
     # would wait that long for each return while requests are being parsed.
     sys.setswitchinterval(0.0005)
     server = Server(config, port_file, sock.getsockname()[1])
-    try:
-        with sock:
-            server.run(sockets=[sock])
-    except (TokenFileError, sa.exc.SQLAlchemyError) as error:
-        print(f"cannot start: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    return 0 if server.started else 1
+    # uvicorn exits by itself when the start fails; why is told below.
+    with sock, contextlib.suppress(SystemExit):
+        server.run(sockets=[sock])
+    if server.started:
+        return 0
+    failure = getattr(app.state, "failure", None)
+    print(f"the control plane cannot start: {failure}", file=sys.stderr)
+    return EXIT_USAGE
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -114,8 +114,13 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        context: AbstractAsyncContextManager[ControlPlane] = running(settings)
-        async with context as plane:
+        async with AsyncExitStack() as stack:
+            try:
+                plane = await stack.enter_async_context(running(settings))
+            except Exception as error:
+                # The server only logs it: whoever started the server asks for it here.
+                app.state.failure = error
+                raise
             app.state.plane = plane
             if started is not None:
                 started(plane)

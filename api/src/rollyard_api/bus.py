@@ -43,11 +43,18 @@ class Bus:
         self.wake(list(self._waiting))
 
     async def until(
-        self, topic: str, look: Callable[[], Awaitable[T]], enough: Callable[[T], bool], wait: float
+        self,
+        topic: str,
+        look: Callable[[], Awaitable[T]],
+        enough: Callable[[T], bool],
+        wait: float,
+        gone: Callable[[], Awaitable[bool]],
     ) -> T:
         """Call `look` until its answer is `enough`, at once and after each wake, for `wait` seconds.
 
-        The wait is registered before looking, so that no wake between the two is missed.
+        The wait is registered before looking, so that no wake between the two is missed. Nothing
+        is looked for on behalf of a caller who is `gone`: a lease granted to a dead worker would
+        be held until it expires.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + wait
@@ -61,6 +68,8 @@ class Bus:
                     return answer
                 pause = left if self._recheck is None else min(left, self._recheck)
                 await asyncio.wait([future], timeout=pause)
+                if await gone():
+                    return answer
             finally:
                 if topic in self._waiting:
                     self._waiting[topic].discard(future)

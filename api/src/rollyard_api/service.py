@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 
 import httpx
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, make_url
 
-from rollyard_api import cancelling, entrypoints, health, liveness, migrate
+from rollyard_api import cancelling, entrypoints, health, liveness, lock, migrate
 from rollyard_api.archive import Archive
 from rollyard_api.auth import Tokens, load_or_make
 from rollyard_api.bus import Bus
@@ -122,10 +122,19 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
 
     Raises:
         TokenFileError: tokens.json cannot be used.
+        StateFolderInUse: another process serves this state folder.
         sqlalchemy.exc.OperationalError: the database cannot be opened.
     """
     await asyncio.to_thread(settings.state_dir.mkdir, parents=True, exist_ok=True, mode=0o700)
-    tokens = load_or_make(settings.state_dir)
+    with ExitStack() as stack:
+        if make_url(settings.database_url).get_backend_name() == "sqlite":
+            stack.enter_context(lock.held(settings.state_dir))
+        async with _opened(settings, load_or_make(settings.state_dir)) as plane:
+            yield plane
+
+
+@asynccontextmanager
+async def _opened(settings: Settings, tokens: Tokens) -> AsyncIterator[ControlPlane]:
     database = Database(settings.database_url, sqlite_max_pages=settings.sqlite_max_pages)
     try:
         await asyncio.to_thread(migrate.upgrade, database.writer)

@@ -44,9 +44,8 @@ def read_url(url: str) -> list[TaskRow]:
     try:
         return [row(task) for task in parse_lines(_lines(url))]
     except TaskListError as error:
-        raise Invalid(
-            f"spec.tasks.url: {url}: {error.problems[0]}", reason=error.reason, errors=error.problems
-        ) from error
+        problems = [f"spec.tasks.url: {url}: {problem}" for problem in error.problems]
+        raise Invalid(problems[0], reason=error.reason, errors=problems) from error
     except (OSError, ValueError, ImportError, EOFError) as error:
         text = f"spec.tasks.url: {url} cannot be read: {error}"
         raise Invalid(text, reason="InvalidTasks", errors=[text]) from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rollyard.errors import CliError, InvalidInput, NoServer, NotFound
+from rollyard.errors import CliError, InvalidInput, NoServer, NotFound, UsageProblem
 
 if TYPE_CHECKING:
     from rollyard_client import Client
@@ -43,6 +43,8 @@ def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Clie
     env = dict(os.environ)
     if home is not None:
         env["ROLLYARD_HOME"] = str(home.expanduser().resolve())
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise UsageProblem(f"--url must be a URL such as http://127.0.0.1:8765 (got {url!r})")
     try:
         try:
             context = resolve(url, None, env)

@@ -93,10 +93,15 @@ def check_cluster() -> Finding:
     """Access to a Kubernetes cluster."""
     if shutil.which("kubectl") is None:
         return Finding("kubernetes", "optional", "no kubectl", "only needed to run on Kubernetes")
-    code, text = _run("kubectl", "version", "--request-timeout=5s", "-o", "name")
+    advice = "only needed to run on Kubernetes; set KUBECONFIG to reach a cluster"
+    code, context = _run("kubectl", "config", "current-context")
+    if code != 0:
+        # Without a context kubectl falls back to localhost:8080, whose refusal says nothing.
+        return Finding("kubernetes", "optional", "kubectl is there, no cluster is configured", advice)
+    code, text = _run("kubectl", "version", "--request-timeout=5s", "-o", "json")
     if code == 0:
-        return Finding("kubernetes", "ok", "the cluster answers")
-    return Finding("kubernetes", "optional", text[:120], "set KUBECONFIG to reach a cluster")
+        return Finding("kubernetes", "ok", f"the cluster of context {context!r} answers")
+    return Finding("kubernetes", "optional", f"context {context!r} does not answer: {text[:120]}", advice)
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

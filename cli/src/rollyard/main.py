@@ -91,4 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CliError as error:
         click.echo(f"rollyard: {error}", err=True)
         return 1
+    except OSError as error:
+        # A file or folder that cannot be read or written, a full disk: the user's to mend.
+        if error.filename is None:
+            raise
+        click.echo(f"rollyard: {error.filename}: {error.strerror or error}", err=True)
+        return 1
     return result if isinstance(result, int) else 0

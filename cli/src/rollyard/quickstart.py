@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rollyard.errors import InvalidInput, NotFound, StartFailed
+from rollyard.errors import HomeUnusable, InvalidInput, NotFound, StartFailed
 from rollyard.local import launcher
 from rollyard.local.home import Home, read_json
 from rollyard.local.logfile import last_line
@@ -66,6 +66,7 @@ def prepare(options: QuickstartOptions) -> RolloutJob:
 
     Raises:
         InvalidInput: the manifest is no single RolloutJob over a file, or has too few tasks.
+        HomeUnusable: the output folder cannot be written.
     """
     from rollyard_crds import RolloutJob, TaskListError
 
@@ -86,9 +87,12 @@ def prepare(options: QuickstartOptions) -> RolloutJob:
         raise InvalidInput(f"--tasks {options.tasks}: {source} holds {count}")
     with text_file(source) as file:
         lines = [line for line in file if line.strip()][: options.tasks]
-    options.out.mkdir(parents=True, exist_ok=True)
     chosen = options.out / "tasks.jsonl"
-    chosen.write_text("".join(line if line.endswith("\n") else f"{line}\n" for line in lines))
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        chosen.write_text("".join(line if line.endswith("\n") else f"{line}\n" for line in lines))
+    except OSError as error:
+        raise HomeUnusable(f"--out {options.out} cannot be written: {error.strerror or error}") from error
     job.spec.tasks.url = chosen.resolve().as_uri()
     job.spec.samples_per_task = options.samples
     return job

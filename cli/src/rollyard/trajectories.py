@@ -40,7 +40,7 @@ def _lines(path: Path) -> Iterator[Trajectory]:
             try:
                 yield Trajectory.model_validate_json(line)
             except ValidationError as error:
-                raise InvalidInput(f"{path}: line {number}: {describe(error)[0]}") from error
+                raise InvalidInput(f"{path}: line {number}: {describe(error, 'trajectory')[0]}") from error
 
 
 def _parquet(path: Path) -> Iterator[Trajectory]:
@@ -84,7 +84,7 @@ def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:
     if near:
         ids = ", ".join(trajectory.id for trajectory in near[:8])
         raise NotFound(f"{rollout!r} fits {len(near)} rollouts: {ids}{', …' if len(near) > 8 else ''}")
-    raise NotFound(f"no rollout {rollout!r}; `rollyard view NAME` without a rollout lists them")
+    raise NotFound(f"no rollout {rollout!r}; `rollyard view NAME --list` lists them")
 
 
 def tokenizer_of(path: Path) -> Path | None:

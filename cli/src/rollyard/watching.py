@@ -44,7 +44,12 @@ def watch(client: Client, name: str, namespace: str, console: Console | None = N
             time.sleep(POLL_SECONDS)
 
 
-def require_success(job: RolloutJob) -> None:
-    """Raises JobFailed unless the job succeeded."""
-    if job.status.phase != "Succeeded":
-        raise JobFailed(f"job {job.metadata.name!r} is {job.status.phase}: {job.status.message}")
+def require_success(job: RolloutJob, hint: bool = False) -> None:
+    """Raises JobFailed unless the job succeeded. `hint`: say how to read what failed."""
+    if job.status.phase == "Succeeded":
+        return
+    name = job.metadata.name
+    text = f"job {name!r} is {job.status.phase}: {job.status.message}"
+    if hint and job.status.counts.failed:
+        text += f" (why: `rollyard view {name} --failed`)"
+    raise JobFailed(text)

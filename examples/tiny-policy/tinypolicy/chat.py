@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import jinja2
 import jinja2.sandbox
-from tinypolicy.tasks import ToolCall
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tinypolicy.tasks import ToolCall
 
 Message = dict[str, Any]
 
@@ -69,6 +70,20 @@ def parse_call(text: str) -> ToolCall | None:
     return ToolCall(call["name"], arguments)
 
 
+class VocabularyError(ValueError):
+    """The tokenizer lacks a token that the policy's chats are built from."""
+
+    reason: Final = "TokenMissing"
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of `token`; raises `VocabularyError` where it is not one token of the vocabulary."""
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        raise VocabularyError(f"{token!r} is no token of this tokenizer; train it on rendered chats")
+    return found
+
+
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """A byte-level BPE of at most `vocabulary` entries, the added tokens and all 256 bytes included."""
     tokenizer = Tokenizer(models.BPE())
@@ -118,6 +133,7 @@ __all__ = [
     "assistant_mask",
     "chat_template",
     "parse_call",
+    "token_id",
     "tool",
     "train_tokenizer",
     "user",

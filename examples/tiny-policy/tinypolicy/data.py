@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+from tokenizers import Tokenizer
+
 from tinypolicy.chat import (
     IM_END,
     IM_START,
@@ -17,14 +20,14 @@ from tinypolicy.chat import (
     assistant,
     assistant_mask,
     chat_template,
+    token_id,
     tool,
     train_tokenizer,
     user,
 )
 from tinypolicy.shell import run_round, write_folder
-from tinypolicy.tasks import Task, generate
+from tinypolicy.tasks import Task, generate, submit
 from tinypolicy.templates import TEMPLATES
-from tokenizers import Tokenizer
 
 _CHUNK: Final = 500
 
@@ -75,14 +78,34 @@ def _run_chunk(root: Path, tasks: Sequence[Task]) -> list[list[Message]]:
     return conversations
 
 
-def make_demonstrations(seed: int, count: int, vocabulary: int) -> tuple[Tokenizer, Demonstrations]:
-    """`count` demonstrations of the training side, and the tokenizer trained on a part of them."""
+def hasten(task: Task, rng: random.Random) -> Task:
+    """The task with a solution that submits too early: what an impatient demonstrator does.
+
+    Nothing follows the early submission, so that no demonstration acts on an output it has not seen.
+    """
+    calls = task.draft.solution
+    useful = len(calls) - (calls[-1] == submit("done"))
+    solution = (*calls[: rng.randrange(useful)], submit("done"))
+    return replace(task, draft=replace(task.draft, solution=solution))
+
+
+def make_demonstrations(
+    seed: int, count: int, vocabulary: int, impatience: float
+) -> tuple[Tokenizer, Demonstrations]:
+    """`count` demonstrations of the training side, and the tokenizer trained on a part of them.
+
+    A share of `impatience` submits too early. The policy learns this habit with the rest, which leaves it
+    room to learn better from rewards: on every kind of task some samples fail.
+    """
     template = chat_template()
-    texts = [
-        template.render(messages=messages) for messages in episodes(generate(TEMPLATES, seed, count, "train"))
+    rng = random.Random(f"impatience/{seed}")
+    tasks = [
+        hasten(task, rng) if rng.random() < impatience else task
+        for task in generate(TEMPLATES, seed, count, "train")
     ]
+    texts = [template.render(messages=messages) for messages in episodes(tasks)]
     tokenizer = train_tokenizer(texts[: min(count, 8000)], vocabulary)
-    start, end, role = (tokenizer.token_to_id(token) for token in (IM_START, IM_END, "assistant"))
+    start, end, role = (token_id(tokenizer, token) for token in (IM_START, IM_END, "assistant"))
     encoded = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     masks = [assistant_mask(ids, start, end, role) for ids in encoded]
     return tokenizer, Demonstrations(

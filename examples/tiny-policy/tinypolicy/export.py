@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import onnxruntime_genai as og
+import onnxruntime_genai as og  # type: ignore[import-untyped]
 import torch
-from tinypolicy.chat import END_OF_TEXT, IM_END, SPECIAL_TOKENS, TEMPLATE_FILE
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
+
+from tinypolicy.chat import END_OF_TEXT, IM_END, SPECIAL_TOKENS, TEMPLATE_FILE, token_id
 
 _BUILDER_SECONDS: Final = 600
 
@@ -54,13 +55,13 @@ def save_hugging_face(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Pat
     """Write a folder that transformers and vLLM load; what was there before is replaced."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    model.generation_config.update(
+    model.generation_config.update(  # type: ignore[no-untyped-call]
         do_sample=True,
         temperature=1.0,
         top_p=1.0,
         top_k=0,
-        eos_token_id=tokenizer.token_to_id(IM_END),
-        pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
+        eos_token_id=token_id(tokenizer, IM_END),
+        pad_token_id=token_id(tokenizer, END_OF_TEXT),
     )
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Final, Literal
 
 import torch
-from tinypolicy.chat import IM_END, chat_template, parse_call, user
-from tinypolicy.shell import run_round, run_scripts, write_folder
-from tinypolicy.tasks import Task, ToolCall
 from tokenizers import Tokenizer
 from transformers import DynamicCache, Qwen3ForCausalLM
+
+from tinypolicy.chat import IM_END, chat_template, parse_call, token_id, user
+from tinypolicy.shell import run_round, run_scripts, write_folder
+from tinypolicy.tasks import Task, ToolCall
 
 #: Whose tool results a rollout sees: its own, or those of a rollout of another task, at the same turn.
 Swap = Literal["none", "same-template", "any-task"]
 
 MAX_TURNS: Final = 8
-MAX_TURN_TOKENS: Final = 96
+MAX_TURN_TOKENS: Final = 64
 _SAMPLING_BATCH: Final = 256
 
 
@@ -131,9 +132,9 @@ def roll_out(
     is scored in every case. Under a swap the calls still run in the rollout's own folder, only what it
     sees is another's.
     """
-    model.eval()
+    model.train(False)
     template = chat_template()
-    stop = tokenizer.token_to_id(IM_END)
+    stop = token_id(tokenizer, IM_END)
     generator = torch.Generator().manual_seed(seed)
     partner = partners(tasks, samples, swap, random.Random(seed))
     root = Path(tempfile.mkdtemp(prefix="tiny-policy-"))

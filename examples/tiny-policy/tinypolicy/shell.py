@@ -110,7 +110,9 @@ def run_scripts(root: Path, jobs: Sequence[tuple[Path, str, Mapping[str, str]]])
 def run_round(root: Path, calls: Sequence[tuple[Path, ToolCall]]) -> list[str]:
     """Run one call per folder and give the result texts. `submit` has none and must not be among them."""
     shell = [(folder, call) for folder, call in calls if call.name == "bash"]
-    jobs = [(folder, call.arguments.get("command", ""), {}) for folder, call in shell]
+    jobs: list[tuple[Path, str, Mapping[str, str]]] = [
+        (folder, call.arguments.get("command", ""), {}) for folder, call in shell
+    ]
     outputs = iter(run_scripts(root, jobs))
     results = []
     for folder, call in calls:

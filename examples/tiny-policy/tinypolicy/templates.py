@@ -42,6 +42,12 @@ def _texts(files: dict[str, list[str]]) -> dict[str, str]:
     return {path: text(lines) for path, lines in files.items()}
 
 
+def _two_values(rng: random.Random) -> tuple[str, str]:
+    """Two different numbers of two digits; two longer ones in one call would need a larger model."""
+    old, new = rng.sample(range(10, 100), 2)
+    return str(old), str(new)
+
+
 def count_matching(rng: random.Random) -> Draft:
     folder, stem, word, *others = names(rng, 6)
     path = f"{folder}/{stem}.{extension(rng)}"
@@ -292,9 +298,7 @@ def fix_setting(rng: random.Random) -> Draft:
     folder, key, a, b, *stems = names(rng, 4 + rng.randint(2, 3))
     files = {f"{folder}/{stem}.cfg": pairs(rng, [a, b], rng.randint(1, 3), "=") for stem in stems}
     path = rng.choice(list(files))
-    old, new = number(rng), number(rng)
-    while new == old:
-        new = number(rng)
+    old, new = _two_values(rng)
     before = _texts(files)
     index = rng.randint(0, len(files[path]))
     lines = files[path]
@@ -319,9 +323,7 @@ def fix_setting(rng: random.Random) -> Draft:
 def fix_edit(rng: random.Random) -> Draft:
     folder, stem, key, *others = names(rng, 6)
     path = f"{folder}/{stem}.cfg"
-    old, new = number(rng), number(rng)
-    while new == old:
-        new = number(rng)
+    old, new = _two_values(rng)
     lines = pairs(rng, others, rng.randint(1, 4), "=")
     index = rng.randint(0, len(lines))
     before, after = (text([*lines[:index], f"{key}={v}", *lines[index:]]) for v in (old, new))

@@ -9,9 +9,10 @@ from typing import Final
 
 import numpy as np
 import torch
-from tinypolicy.data import Demonstrations
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tinypolicy.data import Demonstrations
 
 _BUCKET: Final = 16
 _REPEAT_WIDTH: Final = 128
@@ -53,7 +54,7 @@ def build(vocabulary: int, end_of_text: int, im_end: int, seed: int) -> Qwen3For
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=2048,
-        rope_theta=10000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,
         attention_bias=False,
         attention_dropout=0.0,

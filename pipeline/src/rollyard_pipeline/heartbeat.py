@@ -23,6 +23,8 @@ _RENEW_EVERY: Final = 20.0  # seconds
 _SANDBOX_SECONDS: Final = 60.0
 """A sandbox that nobody renews ends by itself after this time."""
 _SCAN_EVERY: Final = 4.0  # seconds between readings of the run folder
+_DROP_AT_ONCE: Final = 8  # orphans; each costs a few threads' waits
+_LAST_SECONDS: Final = 10.0
 
 
 class Heartbeat:
@@ -48,19 +50,23 @@ class Heartbeat:
         self._node = node
         self._claimed: list[str] = []
         self._orphans: set[str] = set()
+        self._told = asyncio.Event()
         self._scanned = 0.0
         self._renewed = 0.0
 
     async def run(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Beat until cancelled."""
-        while True:
-            began = clock()
-            await self.beat(began)
-            shortest = min((held.lease.lease_seconds for held in self._table), default=INTERVAL * 3)
-            await asyncio.sleep(max(0.05, min(INTERVAL, shortest / 3) - (clock() - began)))
+        async with asyncio.TaskGroup() as group:
+            # Apart from the beats: a node full of orphans must not cost a lease.
+            group.create_task(self._tend(clock), name="sandboxes")
+            while True:
+                began = clock()
+                await self.beat(began)
+                shortest = min((held.lease.lease_seconds for held in self._table), default=INTERVAL * 3)
+                await asyncio.sleep(max(0.05, min(INTERVAL, shortest / 3) - (clock() - began)))
 
     async def beat(self, now: float) -> None:
-        """One heartbeat; sandboxes are renewed even while the control plane is away."""
+        """One heartbeat; what it tells of sandboxes is acted on by `run` and `last`."""
         sandboxes = await self._scan(now)
         held = list(self._table)
         unreported = self._table.unreported_sandboxes()
@@ -80,8 +86,18 @@ class Heartbeat:
                 item.end("cancelled")
             for item in self._table.find(answer.lost):
                 item.end("lost")
-            await self._drop(set(answer.orphans) - self._table.unreported_sandboxes())
-        await self._renew(now)
+            self._orphans = set(answer.orphans) - self._table.unreported_sandboxes()
+        self._told.set()
+
+    async def last(self, now: float | None = None) -> None:
+        """A final beat, when nothing is held: what a killed worker left may have nobody else to remove it."""
+        try:
+            async with asyncio.timeout(_LAST_SECONDS):
+                self._scanned = 0.0
+                await self.beat(time.monotonic() if now is None else now)
+                await self._drop()
+        except TimeoutError:
+            log.warning("orphaned sandboxes are left to their own lease: no time to remove them")
 
     async def _scan(self, now: float) -> list[str]:
         if self._provider is not None and now - self._scanned >= _SCAN_EVERY:
@@ -89,17 +105,32 @@ class Heartbeat:
             self._claimed = await asyncio.to_thread(self._provider.claimed)
         return self._claimed
 
-    async def _drop(self, orphans: set[str]) -> None:
-        self._orphans = orphans
-        for name in sorted(orphans):
-            if self._provider is None:
-                return
-            try:
-                await self._provider.release(name)
-            except SandboxError as error:
-                log.warning("orphaned sandbox %s: %s", name, error)
-            else:
-                log.info("removed the orphaned sandbox %s", name)
+    async def _tend(self, clock: Callable[[], float]) -> None:
+        """Renews and removes sandboxes after each beat, also while the control plane is away."""
+        while True:
+            await self._told.wait()
+            self._told.clear()
+            await self._renew(clock())
+            await self._drop()
+
+    async def _drop(self) -> None:
+        at_once = asyncio.Semaphore(_DROP_AT_ONCE)
+
+        async def one(provider: SandboxProvider, name: str) -> None:
+            async with at_once:
+                try:
+                    await provider.release(name)
+                except SandboxError as error:
+                    log.warning("orphaned sandbox %s: %s", name, error)
+                else:
+                    log.info("removed the orphaned sandbox %s", name)
+
+        if self._provider is not None:
+            gone = set(self._orphans)
+            async with asyncio.TaskGroup() as group:
+                for name in sorted(gone):
+                    group.create_task(one(self._provider, name))
+            self._claimed = [name for name in self._claimed if name not in gone]
 
     async def _renew(self, now: float) -> None:
         if self._provider is None or now - self._renewed < _RENEW_EVERY:

@@ -161,10 +161,11 @@ class Stages:
                 except TimeoutError:
                     if not limit.expired():
                         raise
-                    if session is not None and session.failing is not None:
+                    silence = await session.silence() if session is not None else None
+                    if silence is not None:
                         # The time went to a backend that did not answer: not the policy's failing.
                         raise BackendUnavailable(
-                            f"no backend answered until Run's limit of {timeout} s; last: {session.failing}"
+                            f"no backend answered until Run's limit of {timeout} s; last: {silence}"
                         ) from None
                     episode.truncate("RunTimeout")
         finally:
@@ -296,6 +297,10 @@ class Stages:
 
 
 def _context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageContext:
+    # An attempt begins anew: what an earlier one left or submitted must not reach this one's score.
+    carry = {} if lease.stage == "init" else dict(lease.carry)
+    if lease.stage == "run":
+        carry.pop(ANSWER, None)
     return StageContext(
         task=lease.task,
         spec=spec,
@@ -303,7 +308,7 @@ def _context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageContext
         sample_index=lease.sample_index,
         timeout=float(timeout),
         env={**spec.sandbox.env, **lease.task.sandbox.env},
-        carry=dict(lease.carry),
+        carry=carry,
     )
 
 

@@ -120,6 +120,7 @@ class Worker:
                 finally:
                     for task in background:
                         task.cancel()
+            await self._heartbeat.last()
         finally:
             await self._stages.close()
 

@@ -61,7 +61,9 @@ async def lease(request: Request) -> Response:
             return leases, False
         return leases, await plane.database.read(partial(_over, namespace=ask.namespace, name=ask.job))
 
-    leases, draining = await plane.bus.until(QUEUE, look, lambda got: bool(got[0]) or got[1], asked.wait)
+    leases, draining = await plane.bus.until(
+        QUEUE, look, lambda got: bool(got[0]) or got[1], asked.wait, request.is_disconnected
+    )
     return _reply(request, {"leases": leases, "draining": draining})
 
 

@@ -76,7 +76,7 @@ async def trajectories(
         return await plane.database.read(query)
 
     lines, reached, finished = await plane.bus.until(
-        job_topic(job.id), look, lambda got: bool(got[0]) or got[2], wait
+        job_topic(job.id), look, lambda got: bool(got[0]) or got[2], wait, request.is_disconnected
     )
     data, media_type = await asyncio.to_thread(_encoded, lines, request.headers.get("accept", ""))
     return Response(data, media_type=media_type, headers=_pages(reached, finished))
@@ -114,7 +114,7 @@ async def groups(
         return await plane.database.read(query)
 
     lines, reached, finished = await plane.bus.until(
-        job_topic(job.id), look, lambda got: bool(got[0]) or got[2], wait
+        job_topic(job.id), look, lambda got: bool(got[0]) or got[2], wait, request.is_disconnected
     )
     accept = request.headers.get("accept", "")
     if PARQUET in accept:

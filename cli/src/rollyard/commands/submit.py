@@ -32,10 +32,6 @@ def command(
         if len(jobs) != 1:
             raise UsageProblem(f"--name needs a file with one RolloutJob; {path} holds {len(jobs)}")
         jobs[0].metadata.name = name
-    for job in jobs:
-        problems = entry_point_problems(job)
-        if problems:
-            click.echo(f"rollyard: not installed here: {'; '.join(problems)}", err=True)
     with connect(url, home, namespace) as client:
         for manifest in manifests:
             if "namespace" not in manifest.metadata.model_fields_set:
@@ -46,12 +42,15 @@ def command(
             else:
                 job = client.submit(manifest)
                 click.echo(f"rolloutjob/{job.metadata.name} submitted ({job.status.counts.total} rollouts)")
+                # Only worth a word where the control plane, perhaps on another machine, has them.
+                for problem in entry_point_problems(manifest):
+                    click.echo(f"rollyard: not installed on this machine: {problem}", err=True)
         if not jobs:
             if wait:
                 raise InvalidInput(f"{path}: holds no RolloutJob to wait for")
             return
         if wait:
             for job in jobs:
-                require_success(watch(client, job.metadata.name, job.metadata.namespace))
+                require_success(watch(client, job.metadata.name, job.metadata.namespace), hint=True)
         elif not jobs[0].spec.tasks.stream:
             click.echo(f"Follow it with `rollyard watch {jobs[0].metadata.name}`")

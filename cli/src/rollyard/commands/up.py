@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rollyard.local.options import Options
 
 DETACH_SECONDS = 90.0
+LEASE_SECONDS = click.FloatRange(1.0, 3600.0)
 
 
 @click.command()
@@ -31,6 +32,13 @@ DETACH_SECONDS = 90.0
     show_default=True,
     help="What isolates rollouts; `process` isolates nothing.",
 )
+@click.option(
+    "--lease-seconds",
+    type=LEASE_SECONDS,
+    default=15.0,
+    show_default=True,
+    help="After a worker's sudden end its rollouts go on elsewhere within this time.",
+)
 @click.option("--home", type=click.Path(path_type=Path), help="State folder [~/.local/state/rollyard].")
 @click.option("--detach", is_flag=True, help="Return once it is ready; stop it with `rollyard down`.")
 def command(
@@ -40,6 +48,7 @@ def command(
     host: str,
     port: int,
     sandbox: str,
+    lease_seconds: float,
     home: Path | None,
     detach: bool,
 ) -> None:
@@ -69,6 +78,7 @@ def command(
         model=model,
         tokenizer=tokenizer,
         sandbox=sandbox,
+        lease_seconds=lease_seconds,
     )
     if detach:
         _detach(Home(options.home), options)
@@ -100,7 +110,7 @@ def _detach(home: Home, options: Options) -> None:
     home.make()
     log = home.logs / "up.log"
     arguments = ["--home", str(home.root), "--host", options.host, "--port", str(options.port)]
-    arguments += ["--sandbox", options.sandbox]
+    arguments += ["--sandbox", options.sandbox, "--lease-seconds", f"{options.lease_seconds:g}"]
     for name, value in (
         ("--backend", options.backend_url),
         ("--model", options.model),

@@ -19,4 +19,4 @@ def command(name: str, url: str | None, home: Path | None, namespace: str) -> No
     with connect(url, home, namespace) as client:
         job = watch(client, name, namespace)
     click.echo(f"{job.status.phase}: {job.status.message}")
-    require_success(job)
+    require_success(job, hint=True)

@@ -61,6 +61,7 @@ class ControlPlane:
         arguments = [
             *("-m", "rollyard_api", "--state-dir", str(self._home.state), "--host", self._options.host),
             *("--port", str(self._port), "--port-file", str(port_file)),
+            *("--lease-seconds", f"{self._options.lease_seconds:g}"),
         ]
         folders = Folders(self._home.logs, self._home.pids)
         try:

@@ -10,6 +10,8 @@ from rollyard.errors import NotFound
 
 DEFAULT_PORT = 8765
 DEFAULT_POOL = "default"
+DEFAULT_LEASE_SECONDS = 15.0
+"""Half of what a cluster's control plane takes: on one machine no heartbeat waits for a network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class Options:
     tokenizer: str = ""
     """External: folder with tokenizer.json and the chat template."""
     sandbox: str = "bubblewrap"
+    lease_seconds: float = DEFAULT_LEASE_SECONDS
+    """How long a stage worker may be silent before its rollouts go to another."""
 
 
 def shipped_model() -> Path:

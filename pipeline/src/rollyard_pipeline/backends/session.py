@@ -16,7 +16,7 @@ from rollyard_crds.rolloutjob import SamplingSpec
 
 from rollyard_pipeline.backends.client import BackendClient
 from rollyard_pipeline.backends.wire import Sampling
-from rollyard_pipeline.errors import BackendMismatch, BackendUnavailable
+from rollyard_pipeline.errors import BackendError, BackendMismatch, BackendUnavailable
 from rollyard_pipeline.recorder import Sample
 from rollyard_pipeline.seeds import request_seed
 
@@ -26,6 +26,7 @@ Route = Callable[[str, str], Awaitable[RouteResponse]]
 _TRIES_BEFORE_ROUTE: Final = 2
 _FIRST_WAIT: Final = 0.25  # seconds, doubled up to _LONGEST_WAIT
 _LONGEST_WAIT: Final = 5.0
+_PROBE_SECONDS: Final = 10.0
 _MAX_PARTS: Final = 64  # requests a turn may take when aborts cut it
 
 
@@ -60,6 +61,8 @@ class BackendSession:
         self._budget = budget
         self._failing_since: float | None = None
         self._last_error = ""
+        self._waiting = False
+        self._prompt: Sequence[int] = ()
         self.backend = backend
         self.model_seconds = 0.0
 
@@ -67,6 +70,24 @@ class BackendSession:
     def failing(self) -> str | None:
         """The last error while no backend answers; None while all is well."""
         return self._last_error if self._failing_since is not None else None
+
+    async def silence(self) -> str | None:
+        """Why the time of an interrupted turn is the backend's and not the policy's; None if it is not so.
+
+        A turn that merely samples long is the policy's own. So where a request was cut off without an
+        answer, the backend is asked for one token: one that does not give it in time hangs.
+        """
+        if self._failing_since is not None or not self._waiting:
+            return self.failing
+        probe = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=1, seed=0)
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                await self._client.sample(self.backend, self._prompt[:1], probe)
+        except TimeoutError:
+            return f"{self.backend.url}: not one token within {_PROBE_SECONDS:g} s"
+        except BackendError as error:
+            return str(error)
+        return None
 
     async def context_limit(self) -> int | None:
         """The model's own context length in tokens, where the backend says it."""
@@ -111,9 +132,12 @@ class BackendSession:
     async def _answered(self, prompt: Sequence[int], sampling: Sampling) -> Sample:
         tries, wait = 0, _FIRST_WAIT
         while True:
+            # Stays true where the turn is cut off in the middle: see silence().
+            self._waiting, self._prompt = True, prompt
             try:
                 sample = await self._client.sample(self.backend, prompt, sampling)
             except BackendUnavailable as error:
+                self._waiting = False
                 now = time.monotonic()
                 if self._failing_since is None:
                     self._failing_since = now
@@ -130,6 +154,7 @@ class BackendSession:
                 wait = min(max(2 * wait, _FIRST_WAIT), _LONGEST_WAIT)
             else:
                 self._failing_since = None
+                self._waiting = False
                 return sample
 
     async def _move(self, error: str) -> float:

@@ -1,0 +1,34 @@
+"""One control plane per state folder, where the database is a SQLite file in it."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FILE_NAME = "lock"
+
+
+class StateFolderInUse(Exception):
+    """Another process serves this state folder."""
+
+    reason = "StateFolderInUse"
+
+
+@contextmanager
+def held(state_dir: Path) -> Iterator[None]:
+    """Hold the folder's lock; the kernel frees it when the process dies, however it does.
+
+    Raises:
+        StateFolderInUse: another process holds it.
+    """
+    with (state_dir / FILE_NAME).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StateFolderInUse(
+                f"another control plane uses {state_dir}: stop it, or choose another --state-dir "
+                "(several replicas need a PostgreSQL --db)"
+            ) from error
+        yield

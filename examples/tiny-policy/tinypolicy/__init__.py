@@ -1,0 +1,1 @@
+"""The parts of the tiny policy: tasks, demonstrations, training, export, evaluation."""

@@ -1,0 +1,231 @@
+"""One `rollyard up` for all bad input, and backends that answer badly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from yard import Yard
+
+MODEL = Path(__file__).resolve().parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
+
+
+class BadBackend(BaseHTTPRequestHandler):
+    """vLLM's calls under several base URLs: each is healthy, and then samples in its own bad way."""
+
+    protocol_version = "HTTP/1.1"
+    released = threading.Event()
+    """Set at the end of the tests: lets hanging answers go."""
+
+    def do_GET(self) -> None:
+        listed = {"data": [{"id": "policy", "object": "model", "max_model_len": 4096}], "object": "list"}
+        self._answer(200, listed if self.path.endswith("/v1/models") else {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        kind = self.path.split("/")[1]
+        if kind == "error":
+            self._answer(500, {"error": {"message": "the engine is dead"}})
+        elif kind == "hang":
+            self.released.wait(120)
+            self.close_connection = True
+        elif kind == "lengths":
+            logprobs = {"content": [{"logprob": -0.5}]}
+            choice = {"token_ids": [5, 6], "finish_reason": "stop", "logprobs": logprobs}
+            self._answer(200, {"choices": [choice], "prompt_token_ids": body.get("token_ids")})
+        else:
+            self._answer(404, {})
+
+    def _answer(self, status: int, document: object) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+class Backends(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[str]:
+    """Base URL; `/sound`, `/error`, `/hang` and `/lengths` below it are a backend each."""
+    BadBackend.released.clear()
+    with Backends(("127.0.0.1", 0), BadBackend) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        BadBackend.released.set()
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def bubblewrap() -> None:
+    """Skips where bubblewrap does not work; with ROLLYARD_REQUIRE_REAL=1 it must."""
+    program = shutil.which("bwrap")
+    command = [program or "bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+    if program and subprocess.run(command, capture_output=True, timeout=20).returncode == 0:
+        return
+    if os.environ.get("ROLLYARD_REQUIRE_REAL") == "1":
+        pytest.fail("bubblewrap is not usable here")
+    pytest.skip("bubblewrap is not usable here")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command ended with and wrote."""
+
+    status: int
+    out: str
+    err: str
+
+
+def rollyard(*arguments: str, home: Path | None = None, cwd: Path | None = None) -> Said:
+    """The command line in a process of its own, pointed at one home."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("ROLLYARD_")}
+    if home is not None:
+        env["ROLLYARD_HOME"] = str(home)
+    command = [sys.executable, "-m", "rollyard", *arguments]
+    done = subprocess.run(
+        command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Waits for a condition, for a bounded time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.1)
+
+
+class Desk:
+    """A running Rollyard, as its user has it: the command line, REST, and files to submit."""
+
+    def __init__(self, yard: Yard, folder: Path, backends: str) -> None:
+        self.yard = yard
+        self.folder = folder
+        self.backends = backends
+
+    def cli(self, *arguments: str) -> Said:
+        return rollyard(*arguments, home=self.yard.home, cwd=self.folder)
+
+    def write(self, document: dict[str, Any]) -> str:
+        """A manifest file named after its job; gives the file's name."""
+        name = f"{document['metadata']['name']}.yaml"
+        (self.folder / name).write_text(yaml.safe_dump(document))
+        return name
+
+    def refused(self, document: dict[str, Any], reason: str, *told: str) -> None:
+        """Refused by the command line and by REST, with these words; and nothing of it is kept."""
+        name = document["metadata"]["name"]
+        before = self.names()
+        said = self.cli("submit", "-f", self.write(document), "--wait")
+        assert (said.status, said.out) == (1, "")
+        for words in told:
+            assert words in said.err
+        with self.yard.http() as http:
+            answer = http.post("/v1/rolloutjobs", json=document)
+            assert answer.status_code == 422, answer.text
+            assert answer.headers["Content-Type"] == "application/problem+json"
+            problem = answer.json()
+            assert (problem["status"], problem["reason"]) == (422, reason)
+            for words in told:
+                assert any(words in line for line in problem["errors"]), problem
+            assert http.get(f"/v1/rolloutjobs/{name}").status_code == 404
+        assert self.names() == before
+        assert self.sandboxes(name) == []
+
+    def names(self) -> list[str]:
+        with self.yard.http() as http:
+            return sorted(item["metadata"]["name"] for item in http.get("/v1/rolloutjobs").json()["items"])
+
+    def submit(self, document: dict[str, Any]) -> None:
+        with self.yard.http() as http:
+            answer = http.post("/v1/rolloutjobs", json=document)
+        assert answer.status_code == 201, answer.text
+
+    def job(self, name: str) -> dict[str, Any]:
+        with self.yard.http() as http:
+            answer = http.get(f"/v1/rolloutjobs/{name}")
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def ended(self, name: str) -> dict[str, Any]:
+        """The job once it is over."""
+        until(lambda: self.job(name)["status"].get("completionTime") is not None, 90)
+        until(lambda: self.conditions(name).get("Finished") == ("True", self.conditions(name)["Finished"][1]))
+        return self.job(name)
+
+    def conditions(self, name: str) -> dict[str, tuple[str, str]]:
+        listed = self.job(name)["status"].get("conditions", [])
+        return {item["type"]: (item["status"], item["reason"]) for item in listed}
+
+    def trajectories(self, name: str) -> list[dict[str, Any]]:
+        with self.yard.http() as http:
+            answer = http.get(f"/v1/rolloutjobs/{name}/trajectories")
+        assert answer.status_code == 200, answer.text
+        return [json.loads(line) for line in answer.text.splitlines()]
+
+    def sandboxes(self, name: str) -> list[str]:
+        """Sandboxes on this machine that a rollout of the job has claimed."""
+        return [
+            text
+            for file in (self.yard.home / "run" / "sandboxes").glob("*/sandbox.json")
+            if f'"{name}-' in (text := _read(file))
+        ]
+
+    def cleared(self, name: str) -> None:
+        """No sandbox and no worker of the job stays."""
+        until(lambda: self.sandboxes(name) == [], 30)
+        until(lambda: not list((self.yard.home / "pids").glob(f"{name}*.json")), 60)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        return ""  # removed just now
+
+
+@pytest.fixture(scope="module")
+def desk(bubblewrap: None, backends: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    folder = tmp_path_factory.mktemp("b")  # a socket's path must be short
+    yard = Yard(folder / "h", "--backend", f"{backends}/sound", "--tokenizer", str(MODEL))
+    yard.start()
+    try:
+        yield Desk(yard, folder, backends)
+        assert yard.stop() == 0
+        until(lambda: yard.leftovers() == [], 30)
+    finally:
+        if yard.process is not None and yard.process.poll() is None:
+            yard.process.kill()
+            yard.process.wait()
+
+
+@pytest.fixture(scope="module")
+def cli() -> Callable[..., Said]:
+    """The command line without a running Rollyard."""
+    return rollyard

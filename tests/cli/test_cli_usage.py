@@ -1,0 +1,159 @@
+"""The command line: wrong use, bad input and a missing server each end with one helpful line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard.main import COMMANDS, main
+
+JOB: dict[str, Any] = {
+    "apiVersion": "rollyard.dev/v1alpha1",
+    "kind": "RolloutJob",
+    "metadata": {"name": "j"},
+    "spec": {"tasks": {"url": "tasks.jsonl"}, "handler": "shell", "agent": {"type": "oracle"}},
+}
+TASK: dict[str, Any] = {"id": "a", "prompt": "x", "test_script": "true", "solution": []}
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No server of this user is to be found."""
+    monkeypatch.setenv("ROLLYARD_HOME", str(tmp_path / "nohome"))
+    for name in ("ROLLYARD_URL", "ROLLYARD_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(folder: Path, job: dict[str, Any], tasks: list[Any] | None = None) -> Path:
+    lines = [json.dumps(task) if isinstance(task, dict) else str(task) for task in tasks or [TASK]]
+    (folder / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    path = folder / "job.json"
+    path.write_text(json.dumps(job))
+    return path
+
+
+def changed(**spec: Any) -> dict[str, Any]:
+    return {**JOB, "spec": {**JOB["spec"], **spec}}
+
+
+def test_help_names_every_command_and_loads_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+    script = (
+        "import sys\n"
+        "from rollyard.main import main\n"
+        "main(['--help'])\n"
+        "heavy = {'pydantic', 'httpx', 'rich', 'yaml', 'asyncio', 'rollyard_crds'} & set(sys.modules)\n"
+        "sys.exit(', '.join(heavy) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "worker"])  # the worker has its own
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert "Usage:" in capsys.readouterr().out
+
+
+def test_wrong_command_and_wrong_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sumbit"]) == 2
+    assert "Did you mean 'submit'?" in capsys.readouterr().err
+    assert main(["submit", "--fil", "x"]) == 2
+    assert "--file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [["get"], ["watch", "x"], ["describe", "x"], ["cancel", "x"], ["view", "x"]], ids=" ".join
+)
+def test_no_server(command: list[str], capsys: pytest.CaptureFixture[str], free_port: int) -> None:
+    url = f"http://127.0.0.1:{free_port}"
+    assert main([*command, "--url", url]) == 1
+    error = capsys.readouterr().err
+    assert error.strip() == f"rollyard: no server at {url}; start one with `rollyard up`"
+
+
+def test_good_manifest_is_told_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "-f", str(write(tmp_path, JOB))]) == 0
+    assert "RolloutJob 'j' is valid (1 tasks, 1 samples each)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        (changed(color="red"), "spec.color: unknown field"),
+        (changed(samplesPerTask="eight"), "spec.samplesPerTask"),
+        (changed(handler="swedish"), "no handler 'swedish' is installed; installed: math, shell"),
+        (changed(agent={"type": "oracle", "tools": ["bash", "hammer"]}), "no tool 'hammer' is installed"),
+        (changed(tasks={"url": "nowhere.jsonl"}), "nowhere.jsonl: No such file"),
+        ({**JOB, "kind": "Job"}, "kind: must be one of BackendPool, RolloutJob"),
+        ({**JOB, "metadata": {"name": "Under_score"}}, "metadata.name"),
+    ],
+)
+def test_bad_manifests(
+    job: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", "-f", str(write(tmp_path, job))]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_broken_line_is_named_by_its_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks: list[Any] = [{**TASK, "id": f"t{number}"} for number in range(1, 8001)]
+    tasks[7311] = '{"id": "t7312", "prompt": '
+    assert main(["validate", "-f", str(write(tmp_path, JOB, tasks))]) == 1
+    error = capsys.readouterr().err
+    assert "line 7312: not valid JSON" in error
+    assert error.count("line ") == 2, "nothing else is wrong (and JSON's own line number)"
+
+
+def test_tasks_are_checked_as_their_handler_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, JOB, [{"id": "a", "prompt": "x"}])
+    assert main(["validate", "-f", str(path)]) == 1
+    assert "task 'a'" in (told := capsys.readouterr().err)
+    assert "test_script" in told
+    assert main(["validate", "-f", str(tmp_path / "tasks.jsonl"), "--handler", "math"]) == 1
+    assert "answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(b"", "holds no document"), (b"a: [", "not valid YAML"), (b"\xff\xfe\x00", "not UTF-8")],
+)
+def test_files_that_are_no_manifests(
+    content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(content)
+    assert main(["submit", "-f", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert told in error
+    assert str(path) in error
+
+
+def test_empty_task_list_and_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    assert main(["validate", "-f", str(tmp_path / "empty.jsonl")]) == 1
+    assert "empty: give at least one task" in capsys.readouterr().err
+    assert main(["validate", "-f", str(tmp_path / "none.yaml")]) == 1
+    assert "none.yaml" in capsys.readouterr().err
+
+
+def test_up_refuses_what_it_cannot_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], free_port: int
+) -> None:
+    assert main(["up", "--backend", "gpu-host:8000"]) == 2
+    assert "must be a URL" in capsys.readouterr().err
+    assert main(["up", "--model", str(tmp_path / "none")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    assert main(["up", "--backend", f"http://127.0.0.1:{free_port}", "--model", "m"]) == 1
+    assert "does not answer as a vLLM-compatible server" in capsys.readouterr().err
+
+
+def test_down_with_nothing_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["down", "--home", str(tmp_path / "h")]) == 0
+    assert "nothing runs on" in capsys.readouterr().out

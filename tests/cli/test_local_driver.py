@@ -1,0 +1,236 @@
+"""`rollyard up` for real: processes, sandboxes without isolation, kills, and nothing left behind.
+
+The backend is an external server that only answers health checks: the job's agent is `oracle`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from rollyard.local.home import Home, read_json
+from rollyard.local.processes import Identity, is_alive
+from rollyard.main import main
+from rollyard_client import Client
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+MARK = "ROLLYARD_DRIVER_TEST"
+
+
+class Health(BaseHTTPRequestHandler):
+    """Just enough of a vLLM server to be found healthy."""
+
+    def do_GET(self) -> None:
+        found = {"object": "list", "data": [{"id": "policy", "object": "model"}]}
+        body = json.dumps(found if self.path == "/v1/models" else {}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+        http.shutdown()
+        thread.join(10)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    tasks = [
+        {
+            "id": f"t{number}",
+            "prompt": "say it",
+            "test_script": f'[ "$(cat said)" = {number} ]',
+            "solution": [{"name": "bash", "arguments": {"command": f"echo {number} > said"}}],
+        }
+        for number in range(6)
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    manifest = {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "oracle"},
+        "spec": {
+            "tasks": {"url": "tasks.jsonl"},
+            "handler": "shell",
+            "samplesPerTask": 2,
+            "agent": {"type": "oracle", "tools": ["bash"]},
+            "sandbox": {"warm": 1},
+        },
+    }
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(manifest))
+    return path
+
+
+def marked(mark: str) -> list[str]:
+    """Processes that inherited this mark, but for the one that asks."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found += [f"{entry.name} {command}"] if command else []
+        except OSError:
+            continue
+    return found
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.1)
+
+
+class Up:
+    """One `rollyard up`."""
+
+    def __init__(self, root: Path, server: str) -> None:
+        self.home = Home(root / "h")
+        self.mark = str(root)
+        (root / "model").mkdir(exist_ok=True)
+        (root / "model" / "tokenizer.json").write_text("{}")
+        self.log = root / "up.log"
+        arguments = ["--home", str(self.home.root), "--port", "0", "--sandbox", "process"]
+        arguments += ["--backend", server, "--tokenizer", str(root / "model")]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rollyard", "up", *arguments],
+                env={**os.environ, MARK: self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            supervisor = self.home.supervisor()
+            mine = supervisor is not None and supervisor.pid == self.process.pid
+            return mine and self.home.context_file.exists()
+
+        until(ready)
+
+    def client(self) -> Client:
+        context = read_json(self.home.context_file)
+        tokens = read_json(self.home.state / "tokens.json")
+        assert context is not None
+        assert tokens is not None
+        return Client(context["url"], tokens["admin"])
+
+    def child(self, prefix: str) -> Identity:
+        (file,) = [file for file in self.home.pids.glob("*.json") if file.name.startswith(prefix)]
+        document = read_json(file)
+        identity = Identity.from_json(document) if document is not None else None
+        assert identity is not None
+        return identity
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(40)
+
+
+@pytest.fixture
+def up(tmp_path: Path, server: str) -> Iterator[Up]:
+    started = Up(tmp_path, server)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.wait()
+
+
+def test_a_job_from_submit_to_file_and_nothing_left(
+    up: Up, job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = ["--home", str(up.home.root)]
+    assert main(["submit", "-f", str(job), "--wait", *home]) == 0, up.log.read_text()
+    assert "Succeeded: init 12/12, run 12/12, eval 12/12, reward 1.000" in capsys.readouterr().out
+    assert main(["submit", "-f", str(job), *home]) == 0, "the same manifest again is no error"
+    assert main(["get", *home]) == 0
+    assert "AllEnded" in capsys.readouterr().out
+    assert main(["describe", "oracle", *home]) == 0
+    assert "12 with a reward, 0 failed" in capsys.readouterr().out
+    for name in ("t.parquet", "t.jsonl", "t.jsonl.gz"):
+        assert main(["trajectories", "oracle", "-o", str(tmp_path / name), *home]) == 0
+        assert "12 trajectories" in capsys.readouterr().out
+    assert main(["view", "oracle", *home]) == 0
+    assert "reward 1" in capsys.readouterr().out
+    assert main(["get", "rj", "nosuch", *home]) == 1
+    assert "no RolloutJob 'nosuch'" in capsys.readouterr().err
+
+    with up.client() as client:
+        until(lambda: not list(up.home.pids.glob("oracle*.json")))
+        conditions = {one.type: one.status for one in client.job("oracle").status.conditions}
+    assert conditions == {
+        "Admitted": "True",
+        "Suspended": "False",
+        "Running": "False",
+        "Degraded": "False",
+        "Finished": "True",
+        "Succeeded": "True",
+        "Failed": "False",
+    }
+
+    second = subprocess.run(
+        [sys.executable, "-m", "rollyard", "up", *home, "--port", "0", "--model", str(tmp_path / "model")],
+        capture_output=True,
+        text=True,
+    )
+    assert second.returncode == 1
+    assert f"another `rollyard up` (process {up.process.pid}) runs on" in second.stderr
+
+    assert up.stop() == 0
+    assert marked(up.mark) == []
+    assert not (up.home.run / "sandboxes").exists()
+    assert not up.home.context_file.exists()
+
+
+def test_whatever_is_killed_comes_back(up: Up, job: Path, server: str, tmp_path: Path) -> None:
+    home = ["--home", str(up.home.root)]
+    assert main(["submit", "-f", str(job), *home]) == 0
+    until(lambda: list(up.home.pids.glob("oracle*.json")))
+    worker = up.child("oracle")
+    os.kill(worker.pid, signal.SIGKILL)
+    plane = up.child("control-plane")
+    os.kill(plane.pid, signal.SIGKILL)
+    until(lambda: not is_alive(plane) and not is_alive(worker))
+    assert main(["watch", "oracle", *home]) == 0, up.log.read_text()
+
+    # The supervisor itself: its children die with it, and the next one carries on.
+    up.process.kill()
+    up.process.wait()
+    again = Up(tmp_path, server)
+    try:
+        with again.client() as client:
+            assert client.job("oracle").status.counts.succeeded == 12
+        assert main(["down", *home]) == 0
+        assert again.process.wait(10) == 0
+        until(lambda: marked(up.mark) == [], 100.0)
+    finally:
+        again.process.kill()
+        again.process.wait()

@@ -1,0 +1,199 @@
+"""Reading trajectories, progress and summaries."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rollyard.errors import InvalidInput, NotFound
+from rollyard.main import main
+from rollyard.render.progress import Lines, progress_line, stage_progress
+from rollyard.render.trajectory import TrajectoryView, why
+from rollyard.summary import summarize
+from rollyard.trajectories import find, most_telling, read_file
+from rollyard_api.parquet import encode
+from rollyard_crds import RolloutCounts, RolloutJob
+from rollyard_crds.trajectory import Trajectory
+
+
+def record(sample: int = 0, reward: float | None = 1.0, **changes: Any) -> Trajectory:
+    """Two turns: ids 10-12 sampled, 20-21 the tool's answer, 13-14 sampled."""
+    document: dict[str, Any] = {
+        "id": f"job-aa-0-{sample}",
+        "job": "job",
+        "task_id": "t0",
+        "group_id": "t0",
+        "sample_index": sample,
+        "reward": reward,
+        "reward_components": {"tests": 1.0},
+        "segments": [
+            {
+                "prompt_ids": [1, 2],
+                "response_ids": [10, 11, 12, 20, 21, 13, 14],
+                "loss_mask": [1, 1, 1, 0, 0, 1, 1],
+                "logprobs": [-0.5, -1.0, -1.5, 0.0, 0.0, -0.25, -0.75],
+                "policy_versions": ["0", "0", "0", "", "", "0", "0"],
+            }
+        ],
+        "messages": [
+            {"role": "user", "content": "count the lines"},
+            {"role": "assistant", "content": "call wc"},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "it is 3"},
+        ],
+        "turns": [
+            {
+                "segment": 0,
+                "start": 0,
+                "end": 3,
+                "finish_reason": "tool_calls",
+                "tool_calls": [{"name": "bash", "arguments": {"command": "wc -l a"}, "seconds": 0.01}],
+            },
+            {"segment": 0, "start": 5, "end": 7, "finish_reason": "stop"},
+        ],
+        "timings": {"run": {"queued_seconds": 1.0, "active_seconds": 2.0, "attempts": 1}},
+        **changes,
+    }
+    return Trajectory.model_validate(document)
+
+
+def failed(sample: int, **changes: Any) -> Trajectory:
+    base = {"status": "failed", "reason": "SandboxLost", "message": "gone", "segments": [], "turns": []}
+    return record(sample, None, **{**base, **changes})
+
+
+def shown(trajectory: Trajectory, decode: Any = None, terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=200, highlight=False)
+    TrajectoryView(console, decode).show(trajectory)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_sampled_tokens_are_marked_and_others_are_not() -> None:
+    text = shown(record(), lambda ids: " ".join(f"<{number}>" for number in ids))
+    assert "«<10> <11> <12>»\n" in text
+    assert "\n<20> <21>\n" in text
+    assert "«<13> <14>»" in text
+    assert "3 tokens, logprob mean -1.000, lowest -1.50" in text
+    assert 'bash {"command": "wc -l a"}' in text
+
+
+def test_without_a_tokenizer_messages_are_shown() -> None:
+    text = shown(record())
+    assert "count the lines" in text
+    assert "«call wc»" in text
+    assert "«it is 3»" in text
+    assert "2 tokens, logprob mean -0.500" in text
+
+
+def test_on_a_terminal_colour_marks() -> None:
+    text = shown(record(), terminal=True)
+    assert "«" not in text
+    assert "\x1b[1;32mcall wc" in text
+
+
+def test_why() -> None:
+    assert why(record()) == ""
+    assert why(failed(0)) == "failed, SandboxLost: gone"
+    assert why(record(reward=0.0)) == "reward 0: not solved in 2 turns"
+    assert "MaxTurns" in why(record(reward=0.0, truncated=True, truncated_reason="MaxTurns"))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    records = [record(0), record(1, 0.0), failed(2)]
+    lines = [one.model_dump_json().encode() for one in records]
+    (tmp_path / "t.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    (tmp_path / "t.parquet").write_bytes(encode(lines))
+    return {"jsonl": tmp_path / "t.jsonl", "parquet": tmp_path / "t.parquet"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_files_give_back_what_was_written(kind: str, files: dict[str, Path]) -> None:
+    assert list(read_file(files[kind])) == [record(0), record(1, 0.0), failed(2)]
+
+
+def test_finding_a_rollout(files: dict[str, Path]) -> None:
+    path = files["jsonl"]
+    assert find(read_file(path), "job-aa-0-1").sample_index == 1
+    assert find(read_file(path), "0-2").sample_index == 2
+    with pytest.raises(NotFound, match="fits 3 rollouts"):
+        find(read_file(path), "t0")
+    with pytest.raises(NotFound, match="no rollout 'zz'"):
+        find(read_file(path), "zz")
+    telling = most_telling(read_file(path))
+    assert telling is not None
+    assert telling.sample_index == 0
+
+
+def test_broken_trajectory_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(record().model_dump_json() + "\n" + json.dumps({"id": 3}) + "\n")
+    with pytest.raises(InvalidInput, match="line 2"):
+        list(read_file(path))
+    (tmp_path / "t.parquet").write_text("no")
+    with pytest.raises(InvalidInput, match="not a Parquet file"):
+        list(read_file(tmp_path / "t.parquet"))
+
+
+def test_view_from_a_file_needs_no_server(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", "--from", str(files["parquet"])]) == 0
+    assert "«it is 3»" in capsys.readouterr().out
+    assert main(["view", "--from", str(files["jsonl"]), "--failed"]) == 0
+    listed = capsys.readouterr().out
+    assert "job-aa-0-0" not in listed
+    assert "reward 0: not solved" in listed
+    assert "failed, SandboxLost: gone" in listed
+    assert main(["view", "--from", str(files["jsonl"]), "0-1"]) == 0
+    assert "sample 1: succeeded, reward 0" in capsys.readouterr().out
+
+
+def test_summary() -> None:
+    other = {"task_id": "t1", "group_id": "t1"}
+    records = [record(0), record(1, 0.0), failed(2), record(3, 1.0, **other), record(4, 1.0, **other)]
+    summary = summarize(records, wall_seconds=10.0)
+    document = summary.to_json()
+    assert (summary.rollouts, summary.succeeded, summary.failed) == (5, 4, 1)
+    assert (summary.groups, summary.groups_informative) == (2, 1)
+    assert summary.reward_mean == 0.75
+    assert document["tokens_sampled"] == 20
+    assert document["tokens_per_second"] == 2.0
+    assert summary.stages["run"].mean_worked == 2.0
+    keys = {"rollouts", "succeeded", "failed", "reward_mean", "groups_informative", "tokens_sampled"}
+    assert keys | {"wall_seconds"} <= document.keys()
+
+
+def test_stage_progress_adds_up() -> None:
+    counts = RolloutCounts.model_validate(
+        {
+            "total": 20,
+            "init": {"queued": 4, "active": 3},
+            "run": {"queued": 2, "active": 5},
+            "eval": {"active": 1},
+            "succeeded": 3,
+            "failed": 2,
+        }
+    )
+    done = {item.stage: item.done for item in stage_progress(counts)}
+    assert done == {"init": 13, "run": 6, "eval": 5}
+
+
+def test_lines_are_written_on_change_only() -> None:
+    job = RolloutJob.model_validate(
+        {
+            "metadata": {"name": "j"},
+            "spec": {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}},
+            "status": {"phase": "Run", "counts": {"total": 2, "run": {"active": 2}}},
+        }
+    )
+    console = Console(file=io.StringIO(), highlight=False)
+    lines = Lines(console)
+    for _ in range(5):
+        lines.update(job)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == progress_line(job) + "\n"
+    assert progress_line(job) == "Run: init 2/2, run 0/2 (2 active), eval 0/2"

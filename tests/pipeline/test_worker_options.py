@@ -1,0 +1,39 @@
+"""`python -m rollyard_pipeline`: options that cannot be used are refused in one line, by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rollyard_pipeline.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--stages", "init,test"], "--stages: test given; expected some of init, run, eval"),
+        (["--stages", ","], "--stages: nothing given"),
+        (["--concurrency", "run=0"], "--concurrency: 'run=0'; expected for example init=16"),
+        (["--concurrency", "walk=3"], "--concurrency: 'walk=3'"),
+        (["--token-file", "/no/such/file"], "--token-file: /no/such/file cannot be read"),
+    ],
+)
+def test_bad_options(
+    options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    code = main(["--url", "http://127.0.0.1:9", "--token-file", str(token), *options])
+    assert code == 2
+    error = capsys.readouterr().err
+    assert "OptionInvalid" in error
+    assert says in error
+    assert "secret" not in error
+
+
+def test_a_token_file_without_a_workers_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps({"admin": "secret"}))
+    assert main(["--url", "http://127.0.0.1:9", "--token-file", str(file)]) == 2
+    assert "no token of the role 'worker'" in capsys.readouterr().err

@@ -213,16 +213,15 @@ def _read(file: Path) -> str:
 @pytest.fixture(scope="module")
 def desk(bubblewrap: None, backends: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     folder = tmp_path_factory.mktemp("b")  # a socket's path must be short
-    yard = Yard(folder / "h", "--backend", f"{backends}/sound", "--tokenizer", str(MODEL))
-    yard.start()
+    yard = Yard(folder, "--backend", f"{backends}/sound", "--tokenizer", str(MODEL))
     try:
+        yard.start()
         yield Desk(yard, folder, backends)
+        yard.look()
         assert yard.stop() == 0
-        until(lambda: yard.leftovers() == [], 30)
+        assert yard.settled_listing(30) == []
     finally:
-        if yard.process is not None and yard.process.poll() is None:
-            yard.process.kill()
-            yard.process.wait()
+        yard.end()
 
 
 @pytest.fixture(scope="module")

@@ -259,7 +259,8 @@ def test_a_backend_that_sends_wrong_lengths(started: Any) -> None:
 def test_a_backend_that_is_none(desk: Any) -> None:
     """`--backend` at something that speaks no vLLM: refused before anything starts."""
     home = desk.folder / "none"
-    said = desk.cli("up", "--home", str(home), "--backend", f"{desk.yard.context()['url']}/nothing")
+    own = json.loads((desk.yard.home / "context.json").read_text())["url"]  # HTTP, and no model
+    said = desk.cli("up", "--home", str(home), "--backend", own)
     assert said.status == 1
     assert "GET /v1/models does not answer as a vLLM-compatible server does" in said.err
     assert not home.exists()

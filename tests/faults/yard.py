@@ -33,10 +33,11 @@ LOOK_SECONDS = 0.3
 
 
 class Yard:
-    """`rollyard up` in a private home, and hands to kill its parts with."""
+    """`rollyard up` (with further arguments) in a private home, and hands to kill its parts with."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder
+        self.arguments = arguments
         self.home = folder / "h"
         self.log = folder / "up.log"
         self.names: set[str] = set()
@@ -50,7 +51,7 @@ class Yard:
         """Starts `rollyard up` and waits until it answers."""
         name, value = self._mark.split("=")
         command = [sys.executable, "-m", "rollyard", "up", "--home", str(self.home), "--port", "0"]
-        command += ["--lease-seconds", str(LEASE_SECONDS)]
+        command += ["--lease-seconds", str(LEASE_SECONDS), *self.arguments]
         (self.home / "context.json").unlink(missing_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

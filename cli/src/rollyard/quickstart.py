@@ -148,7 +148,7 @@ def _wait_ready(home: Home, process: subprocess.Popen[bytes], log: Path) -> None
     while time.monotonic() < deadline:
         if process.poll() is not None:
             text = last_line(log).removeprefix("rollyard: ")
-            raise StartFailed(f"{text or 'rollyard up ended'} (log: {log})")
+            raise StartFailed(text if "(log: " in text else f"{text or '`rollyard up` ended'} (log: {log})")
         if read_json(home.context_file) is not None:
             return
         time.sleep(0.05)
@@ -157,8 +157,9 @@ def _wait_ready(home: Home, process: subprocess.Popen[bytes], log: Path) -> None
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the block has ended: it is what they ask for."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Ctrl-C, SIGTERM and SIGHUP wait until the block has ended: it is what they ask for."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
@@ -180,6 +181,8 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
     from rollyard.watching import watch
 
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # it is under nohup, to outlive the terminal
+        signal.signal(signal.SIGHUP, _interrupt)
     job = prepare(options)
     home = fresh_home(options.home)
     name = job.metadata.name

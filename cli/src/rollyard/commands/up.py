@@ -129,12 +129,13 @@ def _detach(home: Home, options: Options) -> None:
     deadline = time.monotonic() + DETACH_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise StartFailed(f"`rollyard up` ended: {last_line(log)} (log: {log})")
+            text = last_line(log).removeprefix("rollyard: ") or "`rollyard up` ended"
+            raise StartFailed(text if "(log: " in text else f"{text} (log: {log})")
         context = read_json(home.context_file)
         supervisor = home.supervisor()
         if context is not None and supervisor is not None and supervisor.pid == process.pid:
             click.echo(f"Rollyard runs at {context['url']} (process {process.pid}, home {home.root})")
-            click.echo("Stop it with `rollyard down`" + _home_flag(home))
+            click.echo(f"Stop it with `rollyard down{_home_flag(home)}`")
             return
         time.sleep(0.05)
     process.terminate()

@@ -306,7 +306,9 @@ def _without_counts(status: BackendPoolStatus) -> tuple[object, ...]:
 
 
 def install_signals(supervisor: Supervisor) -> None:
-    """Ctrl-C and SIGTERM stop the supervisor of the running loop; a second one changes nothing."""
+    """Ctrl-C, SIGTERM and a closed terminal stop the running loop's supervisor; a second changes nothing."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # nohup: it is meant to outlive the terminal
         loop.add_signal_handler(number, supervisor.stop)

@@ -108,7 +108,9 @@ async def test_broken_line_refuses_the_whole_list(served: Any, make_manifest: An
     _write_tasks(file, {7312: '{"id": "t7312", "prompt": 5}'})
     answer = await _post(served, make_manifest(tasks={"url": f"file://{file}"}))
     assert answer.status_code == 422
-    assert answer.json()["errors"] == ["line 7312: prompt: Input should be a valid string (got 5)"]
+    assert answer.json()["errors"] == [
+        f"spec.tasks.url: file://{file}: line 7312: prompt: Input should be a valid string (got 5)"
+    ]
     assert "line 7312" in answer.json()["detail"]
     assert (await served.admin.get("/v1/rolloutjobs")).json()["items"] == []
 

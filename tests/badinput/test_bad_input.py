@@ -96,18 +96,32 @@ def started(desk: Any) -> Any:
 
 
 def test_unknown_field(desk: Any) -> None:
-    desk.refused(manifest("unknown", color="red"), "InvalidManifest", "spec.color: unknown field")
-    desk.refused(manifest("deep", agent={"type": "oracle", "maxTurn": 3}), "InvalidManifest", "spec.agent.maxTurn: unknown field")
+    desk.refused(
+        manifest("unknown", color="red"),
+        "InvalidManifest",
+        "spec.color: unknown field; known: tasks, handler, samplesPerTask, ",
+    )
+    desk.refused(
+        manifest("deep", agent={"type": "oracle", "maxTurn": 3}),
+        "InvalidManifest",
+        "spec.agent.maxTurn: unknown field",
+    )
 
 
 def test_wrong_type(desk: Any) -> None:
     desk.refused(
-        manifest("type", samplesPerTask="eight"), "InvalidManifest",
+        manifest("type", samplesPerTask="eight"),
+        "InvalidManifest",
         "spec.samplesPerTask: Input should be a valid integer",
         "(got 'eight')",
     )
     desk.refused(manifest("kind", tasks=[TASK]), "InvalidManifest", "spec.tasks: ")
-    desk.refused(manifest("range", samplesPerTask=0), "InvalidManifest", "spec.samplesPerTask: ", "greater than or equal to 1")
+    desk.refused(
+        manifest("range", samplesPerTask=0),
+        "InvalidManifest",
+        "spec.samplesPerTask: ",
+        "greater than or equal to 1",
+    )
 
 
 def test_unknown_handler_and_tool(desk: Any) -> None:
@@ -129,25 +143,48 @@ def test_broken_line_7312(desk: Any) -> None:
     path = desk.folder / "broken.jsonl"
     path.write_text("\n".join(lines) + "\n")
     url = path.as_uri()
-    desk.refused(manifest("broken", tasks={"url": url}), "InvalidTasks", url, "spec.tasks.url", "line 7312: not valid JSON")
+    desk.refused(
+        manifest("broken", tasks={"url": url}),
+        "InvalidTasks",
+        url,
+        "spec.tasks.url",
+        "line 7312: not valid JSON",
+    )
     lines[7311] = json.dumps({"id": "t7312", "promt": "x"})
     path.write_text("\n".join(lines) + "\n")
-    desk.refused(manifest("broken", tasks={"url": url}), "InvalidTasks", "line 7312: promt: unknown field")
+    desk.refused(
+        manifest("broken", tasks={"url": url}),
+        "InvalidTasks",
+        "line 7312: promt: unknown field; did you mean 'prompt'?",
+    )
     lines[7311] = json.dumps(TASK | {"id": "t1"})
     path.write_text("\n".join(lines) + "\n")
-    desk.refused(manifest("broken", tasks={"url": url}), "InvalidTasks", "line 7312: id: 't1' stands already on line 1")
+    desk.refused(
+        manifest("broken", tasks={"url": url}), "InvalidTasks", "line 7312: id: 't1' stands already on line 1"
+    )
 
 
 def test_empty_task_list(desk: Any) -> None:
-    desk.refused(manifest("inline", tasks={"inline": []}), "InvalidManifest", "spec.tasks: 'inline' must hold at least one task")
+    desk.refused(
+        manifest("inline", tasks={"inline": []}),
+        "InvalidManifest",
+        "spec.tasks: 'inline' must hold at least one task",
+    )
     path = desk.folder / "empty.jsonl"
     path.write_text("\n\n")
     desk.refused(
-        manifest("empty", tasks={"url": path.as_uri()}), "InvalidTasks", "spec.tasks.url", "empty: give at least one task"
+        manifest("empty", tasks={"url": path.as_uri()}),
+        "InvalidTasks",
+        "spec.tasks.url",
+        "empty: give at least one task",
     )
     missing = desk.folder / "nowhere.jsonl"
     desk.refused(
-        manifest("missing", tasks={"url": missing.as_uri()}), "InvalidTasks", "spec.tasks.url", "nowhere.jsonl", "No such file"
+        manifest("missing", tasks={"url": missing.as_uri()}),
+        "InvalidTasks",
+        "spec.tasks.url",
+        "nowhere.jsonl",
+        "No such file",
     )
 
 
@@ -200,10 +237,10 @@ def assert_infrastructure_failure(desk: Any, name: str, reason: str, told: str, 
 
 
 def test_an_image_that_bubblewrap_cannot_use(started: Any) -> None:
-    told = "sandbox.image 'docker://python:3.12-slim': bubblewrap starts no container or SIF images; name a folder"
+    told = "'docker://python:3.12-slim': bubblewrap starts no container or SIF images; name a folder"
     assert_infrastructure_failure(started, "image", "ImageNotUsable", told, 1)
     (record,) = started.trajectories("image")
-    assert record.get("segments", []) == []
+    assert (record["segments"], record["turns"]) == ([], [])
 
 
 def test_a_backend_that_answers_500(started: Any) -> None:
@@ -351,7 +388,9 @@ def test_a_full_disk_under_the_control_plane(tiny: Path, tmp_path: Path, cli: Ca
             assert http.post("/v1/rolloutjobs", json=manifest("early")).status_code == 201
             free = os.statvfs(tiny).f_bavail * os.statvfs(tiny).f_frsize
             (tiny / "filler").write_bytes(b"x" * (free - 64 * 1024))
-            tasks = {"inline": [{**TASK, "id": f"t{i}", "prompt": os.urandom(20_000).hex()} for i in range(40)]}
+            tasks = {
+                "inline": [{**TASK, "id": f"t{i}", "prompt": os.urandom(20_000).hex()} for i in range(40)]
+            }
             big = manifest("big", tasks=tasks)
             (tmp_path / "big.yaml").write_text(json.dumps(big))
             answer = http.post("/v1/rolloutjobs", json=big)
@@ -359,7 +398,9 @@ def test_a_full_disk_under_the_control_plane(tiny: Path, tmp_path: Path, cli: Ca
             assert answer.headers["Content-Type"] == "application/problem+json"
             said = cli("submit", "-f", "big.yaml", home=home, cwd=tmp_path)
             assert (said.status, said.out) == (1, "")
-            assert "no space left for the database; nothing was kept, try again when there is room" in said.err
+            assert (
+                "no space left for the database; nothing was kept, try again when there is room" in said.err
+            )
             assert http.get("/v1/rolloutjobs/big").status_code == 404
             assert http.get("/v1/rolloutjobs/early").status_code == 200
             assert http.get("/healthz").status_code == 200

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard.doctor import check_cluster
 from rollyard.main import COMMANDS, main
 
 JOB: dict[str, Any] = {
@@ -122,7 +124,11 @@ def test_tasks_are_checked_as_their_handler_would(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(b"", "holds no document"), (b"a: [", "not valid YAML"), (b"\xff\xfe\x00", "not UTF-8")],
+    [
+        (b"", "holds no document"),
+        (b"a: [", "not valid YAML: line 1, column 5: expected the node content"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+    ],
 )
 def test_files_that_are_no_manifests(
     content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -157,3 +163,38 @@ def test_up_refuses_what_it_cannot_use(
 def test_down_with_nothing_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["down", "--home", str(tmp_path / "h")]) == 0
     assert "nothing runs on" in capsys.readouterr().out
+
+
+def test_a_url_that_is_none_and_a_kind_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["get", "--url", "gpu-host:8765"]) == 2
+    assert (
+        "--url must be a URL such as http://127.0.0.1:8765 (got 'gpu-host:8765')" in capsys.readouterr().err
+    )
+    assert main(["describe", "rj"]) == 2
+    assert "give the NAME too: rollyard describe rj NAME" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    assert main(["quickstart", "--out", str(out)]) == 1
+    assert f"--out {out} cannot be written: Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("context", "told"), [("", "no cluster is configured"), ("far", "does not answer")])
+def test_doctor_without_a_cluster(
+    context: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kubectl as it behaves without a context, and with one whose server is away."""
+    kubectl = tmp_path / "kubectl"
+    refused = "The connection to the server was refused - did you specify the right host or port?"
+    answer = f"echo {context}" if context else "echo 'error: current-context is not set' >&2; exit 1"
+    kubectl.write_text(
+        f'#!/bin/sh\n[ "$1" = config ] && {{ {answer}; exit; }}\necho "{refused}" >&2; exit 1\n'
+    )
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = check_cluster()
+    assert (found.verdict, told in found.found) == ("optional", True), found
+    assert "KUBECONFIG" in found.advice
+    assert ("refused" in found.found) == bool(context), "without a context the refusal says nothing"

@@ -12,6 +12,7 @@ from rich.console import Console
 from rollyard.errors import InvalidInput, NotFound
 from rollyard.main import main
 from rollyard.render.progress import Lines, progress_line, stage_progress
+from rollyard.render.tables import plain_table, print_table
 from rollyard.render.trajectory import TrajectoryView, why
 from rollyard.summary import summarize
 from rollyard.trajectories import find, most_telling, read_file
@@ -197,3 +198,15 @@ def test_lines_are_written_on_change_only() -> None:
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == progress_line(job) + "\n"
     assert progress_line(job) == "Run: init 2/2, run 0/2 (2 active), eval 0/2"
+
+
+@pytest.mark.parametrize("width", [30, 60, 200])
+def test_a_narrow_terminal_cuts_no_id(width: int) -> None:
+    out = io.StringIO()
+    table = plain_table(["rollout", "status", "why"])
+    table.add_row("quickstart-77fffddd-5-0", "succeeded", "reward 0: not solved in 3 turns")
+    print_table(Console(file=out, width=width, force_terminal=True), table)
+    shown = out.getvalue()
+    assert "quickstart-77fffddd-5-0" in shown
+    assert "succeeded" in shown
+    assert "…" not in shown

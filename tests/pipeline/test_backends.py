@@ -174,10 +174,12 @@ def session(
     backend: BackendAssignment,
     route: Callable[[str, str], Awaitable[RouteResponse]],
     budget: float = 20.0,
+    probe_seconds: float = 10.0,
 ) -> BackendSession:
     return BackendSession(
-        client, backend, route, SamplingSpec(seed=3), task_id="t", sample_index=1, budget=budget
-    )
+        client, backend, route, SamplingSpec(seed=3), task_id="t", sample_index=1, budget=budget,
+        probe_seconds=probe_seconds,
+    )  # fmt: skip
 
 
 async def test_errors_are_retried_then_another_backend_goes_on_from_the_same_ids() -> None:
@@ -217,6 +219,28 @@ async def test_a_hanging_backend_is_left() -> None:
 
         sample = await session(client, first, route).turn([1], 8, 0)
     assert sample.token_ids == (5, 6)
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+async def test_a_turn_cut_off_is_the_policys_own_only_if_the_backend_answers(hangs: bool) -> None:
+    asked = 0
+
+    async def slow(body: dict[str, Any]) -> Any:
+        nonlocal asked
+        asked += 1
+        if hangs or asked == 1:
+            await asyncio.sleep(60)
+        choice = {"token_ids": [5], "logprobs": {"content": [{"logprob": -0.5}]}, "finish_reason": "length"}
+        return web.json_response({"choices": [choice]})
+
+    async with serving(Server(generate=slow)) as backend, BackendClient() as client:
+        talk = session(client, backend, never_route, probe_seconds=0.3)
+        assert await talk.silence() is None, "nothing was asked yet"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await talk.turn([1, 2], 8, 0)
+        silence = await talk.silence()
+    assert silence == (f"{backend.url}: not one token within 0.3 s" if hangs else None)
 
 
 async def test_without_any_backend_the_rollout_gives_up(unused_port: int) -> None:

@@ -130,7 +130,7 @@ async def test_kill_all_finds_every_escapee(client: ExecClient, server: Any) -> 
     try:
         await client.bash("python3 escape.py; until [ -s pid ]; do sleep 0.01; done")
         await client.bash("sleep 300 & nohup sleep 300 >/dev/null 2>&1 & disown -a; V=1", session="b")
-        running = await client.start("echo on; sleep 300", session="c", timeout=100)
+        running = await client.start("sleep 300 & echo on; wait", session="c", timeout=100)
         await running.wait_for_output(b"on")
         pid = int((await client.read_file("pid")).text())
         assert await client.kill_all() >= 7

@@ -70,6 +70,16 @@ async def test_cpu_limit_is_set(kit: Any, bubblewrap: NodeProvider) -> None:
         assert values == ["50000"]
 
 
+async def test_sandboxes_outweigh_one_process(kit: Any, bubblewrap: NodeProvider) -> None:
+    places = [place for place in find_places() if "cpu" in place.controllers]
+    if not places:
+        pytest.skip("no writable cpu control group here")
+    async with await kit.acquire(bubblewrap):
+        for place in places:
+            name, one = ("cpu.shares", 1024) if place.version == 1 else ("cpu.weight", 100)
+            assert int((place.path / name).read_text()) >= 4 * one
+
+
 async def test_request_files_beyond_the_disk_limit(kit: Any, bubblewrap: NodeProvider) -> None:
     with pytest.raises(DiskFull, match=r"sandbox\.files\['big'\].*sandbox\.resources\.disk"):
         await kit.acquire(bubblewrap, disk_bytes=1 << 20, files={"big": "x" * (3 << 20)})

@@ -70,7 +70,9 @@ def timings(text: str) -> dict[str, Any]:
 
 def record(row: Any, job: str, namespace: str) -> bytes:
     """The Trajectory of an ended rollout, as one line of JSON without its newline."""
-    document: dict[str, Any] = {} if row.trajectory is None else loads(unpack(row.trajectory))
+    document: dict[str, Any] = {"segments": [], "messages": [], "turns": []}  # what never ran has them too
+    if row.trajectory is not None:
+        document |= loads(unpack(row.trajectory))
     document |= {
         "id": row.id,
         "job": job,

@@ -80,7 +80,7 @@ def read_list(documents: Any) -> list[TaskRow]:
         try:
             task = Task.model_validate(document)
         except ValidationError as error:
-            problems += describe(error, f"tasks[{place}]")
+            problems += describe(error, f"tasks[{place}]", Task)
             continue
         if task.id in seen:
             problems.append(f"tasks[{place}].id: {task.id!r} stands already at tasks[{seen[task.id]}]")

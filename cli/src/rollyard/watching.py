@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import click
 from rollyard_crds import RolloutJob
 
 from rollyard.errors import JobFailed
@@ -42,6 +45,19 @@ def watch(client: Client, name: str, namespace: str, console: Console | None = N
             if finished(job):
                 return job
             time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def leaving(name: str) -> Iterator[None]:
+    """Where Ctrl-C ends the watching and not the job, says so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(
+            f"No longer watching; job {name} goes on (`rollyard watch {name}`, `rollyard cancel {name}`)",
+            err=True,
+        )
+        raise
 
 
 def require_success(job: RolloutJob, hint: bool = False) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.base import API_VERSION
@@ -28,8 +30,30 @@ class ManifestError(ValueError):
         self.problems = problems
 
 
-def describe(error: ValidationError, prefix: str = "") -> list[str]:
-    """Pydantic's errors as `field: message` lines, a field written as a path (`spec.tasks.url`)."""
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model within an annotation such as `list[Task] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _model_in(part)) is not None), None)
+
+
+def _fields_at(model: type[BaseModel] | None, location: Sequence[int | str]) -> list[str]:
+    """Names, as written outside, of the fields of the object at a location; none where it is no model."""
+    for part in location:
+        if model is None or isinstance(part, int):
+            continue
+        model = next(
+            (_model_in(field.annotation) for field in model.model_fields.values() if field.alias == part),
+            None,
+        )
+    return [] if model is None else [field.alias or name for name, field in model.model_fields.items()]
+
+
+def describe(error: ValidationError, prefix: str = "", model: type[BaseModel] | None = None) -> list[str]:
+    """Pydantic's errors as `field: message` lines, a field written as a path (`spec.tasks.url`).
+
+    With the `model` that refused, an unknown field is told with the nearest known one, or all of them.
+    """
     lines = []
     for item in error.errors(include_url=False):
         path = prefix
@@ -37,7 +61,10 @@ def describe(error: ValidationError, prefix: str = "") -> list[str]:
             path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else str(part))
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            message = "unknown field"
+            known = _fields_at(model, item["loc"][:-1])
+            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}" if known else ""
+            message = f"unknown field{hint}"
         elif item["type"] != "missing" and not isinstance(item.get("input"), dict | list):
             shown = repr(item.get("input"))
             message += f" (got {shown if len(shown) <= 80 else shown[:77] + '...'})"
@@ -61,7 +88,7 @@ def parse(document: Any) -> Manifest:
     try:
         return _KINDS[kind].model_validate(document)
     except ValidationError as error:
-        raise ManifestError(describe(error)) from error
+        raise ManifestError(describe(error, model=_KINDS[kind])) from error
 
 
 def load(text: str) -> list[Manifest]:
@@ -73,7 +100,11 @@ def load(text: str) -> list[Manifest]:
     try:
         documents = [d for d in yaml.safe_load_all(text) if d is not None]
     except yaml.YAMLError as error:
-        raise ManifestError([f"manifest: not valid YAML: {error}"]) from error
+        told = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            mark = error.problem_mark
+            told = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        raise ManifestError([f"manifest: not valid YAML: {told}"]) from error
     if not documents:
         raise ManifestError(["manifest: holds no document"])
     return [parse(document) for document in documents]

@@ -36,7 +36,9 @@ def _parse_line(number: int, line: str, seen: dict[str, int]) -> Task:
     try:
         task = Task.model_validate(document)
     except ValidationError as error:
-        raise TaskListError([f"line {number}: {problem}" for problem in describe(error)]) from error
+        raise TaskListError(
+            [f"line {number}: {problem}" for problem in describe(error, model=Task)]
+        ) from error
     if task.id in seen:
         raise TaskListError([f"line {number}: id: {task.id!r} stands already on line {seen[task.id]}"])
     seen[task.id] = number

@@ -20,9 +20,13 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
     from rich.console import Console
     from rollyard_crds import RolloutJob
 
-    from rollyard.commands.get import find
+    from rollyard.commands.get import JOB_WORDS, POOL_WORDS, find
     from rollyard.render.describe import describe_job, describe_pool
 
+    if name is None and kind in (*JOB_WORDS, *POOL_WORDS):
+        raise click.UsageError(
+            f"give the NAME too: rollyard describe {kind} NAME (`rollyard get {kind}` lists them)"
+        )
     console = Console(highlight=False)
     with connect(url, home, namespace) as client:
         thing = find(client, kind, name, namespace)

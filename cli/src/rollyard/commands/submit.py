@@ -24,7 +24,7 @@ def command(
 
     from rollyard.errors import InvalidInput, UsageProblem
     from rollyard.manifests import entry_point_problems, read_manifests
-    from rollyard.watching import require_success, watch
+    from rollyard.watching import leaving, require_success, watch
 
     manifests = read_manifests(path)
     jobs = [manifest for manifest in manifests if isinstance(manifest, RolloutJob)]
@@ -51,6 +51,8 @@ def command(
             return
         if wait:
             for job in jobs:
-                require_success(watch(client, job.metadata.name, job.metadata.namespace), hint=True)
+                with leaving(job.metadata.name):
+                    ended = watch(client, job.metadata.name, job.metadata.namespace)
+                require_success(ended, hint=True)
         elif not jobs[0].spec.tasks.stream:
             click.echo(f"Follow it with `rollyard watch {jobs[0].metadata.name}`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from datetime import UTC, datetime
 
 import yaml
 from rich.console import Console
@@ -12,6 +13,10 @@ from rollyard_crds import BackendPool, Condition, RolloutJob
 
 from rollyard.render.progress import stage_progress
 from rollyard.render.tables import plain_table, print_table
+
+
+def _when(moment: datetime | None) -> str:
+    return "-" if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _field(console: Console, name: str, value: object) -> None:
@@ -40,9 +45,9 @@ def describe_job(console: Console, job: RolloutJob, failures: Counter[tuple[str,
     _field(console, "Namespace", job.metadata.namespace)
     _field(console, "Phase", status.phase)
     _field(console, "Message", status.message or "-")
-    _field(console, "Created", job.metadata.creation_timestamp or "-")
-    _field(console, "Started", status.start_time or "-")
-    _field(console, "Ended", status.completion_time or "-")
+    _field(console, "Created", _when(job.metadata.creation_timestamp))
+    _field(console, "Started", _when(status.start_time))
+    _field(console, "Ended", _when(status.completion_time))
     _field(console, "Reward mean", "-" if status.reward_mean is None else f"{status.reward_mean:.4f}")
     ended = f"{counts.succeeded} with a reward, {counts.failed} failed, {counts.cancelled} cancelled"
     _field(console, "Rollouts", f"{counts.total} in all: {ended}")

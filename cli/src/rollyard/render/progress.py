@@ -9,9 +9,13 @@ from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, StageName
 
 LINE_SECONDS = 2.0
+MIN_BAR, MAX_BAR = 4, 36
+TEXT_WIDTH = 72
+"""Characters of a bar's line beside the bar itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +62,15 @@ class Bars:
     """One bar for each stage."""
 
     def __init__(self, console: Console) -> None:
+        # On a narrow terminal the bars give way: counts that are cut say nothing.
+        width = max(MIN_BAR, min(MAX_BAR, console.width - TEXT_WIDTH))
+        elapsed = [TimeElapsedColumn()] if width > MIN_BAR else []
         self._progress = Progress(
             TextColumn("{task.description:<5}"),
-            BarColumn(bar_width=36),
-            MofNCompleteColumn(),
+            BarColumn(bar_width=width),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
             TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
+            *elapsed,
             console=console,
         )
         self._tasks: dict[StageName, TaskID] = {}

@@ -37,8 +37,12 @@ def plain_table(columns: Sequence[str]) -> Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Fits a terminal; a pipe has no width, so nothing is cut or wrapped there."""
-    if console.is_terminal:
+    """Fits a terminal if it can be without cutting a word; else, and in a pipe, rows are as long as they are.
+
+    A name or id that is cut cannot be copied; a terminal wraps what is too long.
+    """
+    uncut = console.measure(table, options=console.options.update(width=PIPE_WIDTH)).minimum
+    if console.is_terminal and uncut <= console.width:
         console.print(table)
         return
     buffer = io.StringIO()

@@ -26,7 +26,6 @@ Route = Callable[[str, str], Awaitable[RouteResponse]]
 _TRIES_BEFORE_ROUTE: Final = 2
 _FIRST_WAIT: Final = 0.25  # seconds, doubled up to _LONGEST_WAIT
 _LONGEST_WAIT: Final = 5.0
-_PROBE_SECONDS: Final = 10.0
 _MAX_PARTS: Final = 64  # requests a turn may take when aborts cut it
 
 
@@ -40,6 +39,7 @@ class BackendSession:
         sampling: the job's sampling.
         task_id, sample_index: what seeds are derived from.
         budget: seconds without any answer after which the rollout gives up.
+        probe_seconds: within which a backend that does not hang samples one token.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class BackendSession:
         task_id: str,
         sample_index: int,
         budget: float = 60.0,
+        probe_seconds: float = 10.0,
     ) -> None:
         self._client = client
         self._route = route
@@ -59,6 +60,7 @@ class BackendSession:
         self._task_id = task_id
         self._sample_index = sample_index
         self._budget = budget
+        self._probe_seconds = probe_seconds
         self._failing_since: float | None = None
         self._last_error = ""
         self._waiting = False
@@ -81,10 +83,10 @@ class BackendSession:
             return self.failing
         probe = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=1, seed=0)
         try:
-            async with asyncio.timeout(_PROBE_SECONDS):
+            async with asyncio.timeout(self._probe_seconds):
                 await self._client.sample(self.backend, self._prompt[:1], probe)
         except TimeoutError:
-            return f"{self.backend.url}: not one token within {_PROBE_SECONDS:g} s"
+            return f"{self.backend.url}: not one token within {self._probe_seconds:g} s"
         except BackendError as error:
             return str(error)
         return None

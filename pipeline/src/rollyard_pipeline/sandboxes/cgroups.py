@@ -89,7 +89,11 @@ def create(places: Sequence[CgroupPlace], sandbox_id: str, limits: Limits) -> li
         for place in places:
             path = place.path / sandbox_id
             if not place.path.exists():
-                _make_place(place)
+                # The last worker to end removes it.
+                place.path.mkdir(exist_ok=True)
+                if place.version == 2:
+                    _switch_on(place.path)
+                _weigh(place)
             path.mkdir()
             made.append(path)
             for file, value in _settings(place, limits):
@@ -140,10 +144,8 @@ def oom_kills(paths: Sequence[Path]) -> int:
     return total
 
 
-def _make_place(place: CgroupPlace) -> None:
-    place.path.mkdir(exist_ok=True)
-    if place.version == 2:
-        _switch_on(place.path)
+def _weigh(place: CgroupPlace) -> CgroupPlace:
+    """Gives the place its weight against everything else on this machine; the place itself."""
     if "cpu" in place.controllers:
         processes = _WEIGHT_PER_CORE * (os.cpu_count() or 1)
         # A process of default niceness weighs 1024 in version 1; in version 2 100, and 10000 is the most.
@@ -151,6 +153,7 @@ def _make_place(place: CgroupPlace) -> None:
         name, value = ("cpu.shares", shares) if place.version == 1 else ("cpu.weight", weight)
         with contextlib.suppress(OSError):
             (place.path / name).write_text(str(value))
+    return place
 
 
 def _settings(place: CgroupPlace, limits: Limits) -> list[tuple[str, str]]:
@@ -195,7 +198,7 @@ def _usable_v1(base: Path, mount: Path, controller: str) -> CgroupPlace | None:
     for parent in dict.fromkeys((base, mount)):
         path = parent / _GROUP
         if _can_make(path) and os.access(path / "cgroup.procs", os.W_OK):
-            return CgroupPlace(1, path, frozenset({controller}))
+            return _weigh(CgroupPlace(1, path, frozenset({controller})))
     return None
 
 
@@ -220,7 +223,7 @@ def _usable_v2(mount: Path, own: Path) -> CgroupPlace | None:
                 _switch_on(path)
                 on = set((path / "cgroup.subtree_control").read_text().split()) & set(_WANTED)
                 if on:
-                    return CgroupPlace(2, path, frozenset(on))
+                    return _weigh(CgroupPlace(2, path, frozenset(on)))
         if candidate == mount or mount not in candidate.parents:
             return None
         candidate = candidate.parent

@@ -135,10 +135,11 @@ def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int) -> 
         assert max(hits, default=0) >= 8, f"no kill hit the middle of the run: {hits}"
         run.judge(status)
         if victim in ("control-plane", "worker"):
-            # What they held goes on elsewhere; it is no failure of the rollout.
-            tried_again = {key: record for key, record in run.ledger.seen.items() if record["attempt"]}
-            assert tried_again == {}
+            # What they held goes on elsewhere: nothing fails by it.
             assert status["counts"]["succeeded"] == len(run.expected)
+        if victim == "control-plane":
+            # A worker's sandboxes may go with it, which is one; the control plane takes nothing along.
+            assert {key for key, record in run.ledger.seen.items() if record["attempt"]} == set()
         assert yard.stop() in (0, 130)
         assert yard.settled_listing() == []
 

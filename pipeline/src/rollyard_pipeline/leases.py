@@ -29,6 +29,9 @@ class HeldLease:
     """The outcome is on its way to the control plane."""
     sandbox: SandboxHandle | None = None
     """The rollout's sandbox, also while Init has not reported it yet."""
+    done_with_sandbox: bool = False
+    """Remove the sandbox once the outcome is answered. Not before: were this worker killed in
+    between, whoever leases the stage next would meet a lost sandbox and count a failure."""
 
     @property
     def ref(self) -> LeaseRef:

@@ -93,8 +93,11 @@ class Outbox:
                 return
             else:
                 outcomes = {item.rollout: item.outcome for item in answer.outcomes}
-                for item in batch:
-                    await self._reported(item.held, outcomes.get(item.held.lease.rollout, "unknown"))
+                # At once, since each may have a sandbox to remove.
+                async with asyncio.TaskGroup() as group:
+                    for item in batch:
+                        outcome = outcomes.get(item.held.lease.rollout, "unknown")
+                        group.create_task(self._reported(item.held, outcome))
                 return
 
     async def _post(self, batch: list[Item]) -> OutcomeResponse:

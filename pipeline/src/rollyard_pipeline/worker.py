@@ -196,11 +196,10 @@ class Worker:
                     task.uncancel()
                 await self._stopped(held, times)
             except Exception as error:
-                await self._failed(held, stage_failure(held.lease, error, times), error)
+                self._failed(held, stage_failure(held.lease, error, times), error)
             else:
+                held.done_with_sandbox = held.lease.stage == "eval"
                 self._outbox.put(held, result)
-                if held.lease.stage == "eval":
-                    await self._release(held)
         finally:
             self._pools[held.lease.stage].release()
 
@@ -208,26 +207,24 @@ class Worker:
         """Stopped from outside: by a cancellation, by fencing, or by a drain."""
         lease = held.lease
         if held.stop == "drained":
+            held.done_with_sandbox = lease.stage != "eval"
             self._outbox.put(held, hand_over(lease, times))
-            if lease.stage != "eval":
-                await self._release(held)
             return
         # A lost Eval may go on elsewhere on this node, in the same sandbox.
         if held.stop == "cancelled" or lease.stage != "eval":
             await self._release(held)
         await self._table.remove(held)
 
-    async def _failed(self, held: HeldLease, failure: StageFailure, error: Exception) -> None:
+    def _failed(self, held: HeldLease, failure: StageFailure, error: Exception) -> None:
         expected = failure.reason != "InternalError"
         log.warning(
             "%s of %s failed: %s: %s",
             failure.stage, failure.rollout, failure.reason, failure.message,
             exc_info=None if expected else error,
         )  # fmt: skip
-        self._outbox.put(held, failure)
         keeps = failure.stage == "eval" and failure.retryable and failure.return_to is None
-        if not keeps:
-            await self._release(held)
+        held.done_with_sandbox = not keeps
+        self._outbox.put(held, failure)
 
     async def _release(self, held: HeldLease) -> None:
         handle = held.sandbox or held.lease.sandbox
@@ -243,4 +240,6 @@ class Worker:
         lease = held.lease
         if outcome in ("stale", "cancelled", "unknown"):
             log.info("%s of %s: the outcome is %s", lease.stage, lease.rollout, outcome)
+        if held.done_with_sandbox:
+            await self._release(held)
         await self._table.remove(held)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from rollyard_crds.lease import CompleteRequest, FailRequest, OutcomeResponse, StageFailure, StageResult
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 BATCH = 8  # outcomes a request: small enough to be answered while the next ones gather
 _SENDERS = 2  # one gathers while the other waits for its answer
 
-Reported = Callable[[HeldLease, str], Awaitable[None]]
+Reported = Callable[[HeldLease, str], Coroutine[None, None, None]]
 """Told of each outcome that the control plane has answered: the lease, and the answer."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -76,18 +75,6 @@ def backends() -> Iterator[str]:
         BadBackend.released.set()
         server.shutdown()
         thread.join(10)
-
-
-@pytest.fixture(scope="module")
-def bubblewrap() -> None:
-    """Skips where bubblewrap does not work; with ROLLYARD_REQUIRE_REAL=1 it must."""
-    program = shutil.which("bwrap")
-    command = [program or "bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
-    if program and subprocess.run(command, capture_output=True, timeout=20).returncode == 0:
-        return
-    if os.environ.get("ROLLYARD_REQUIRE_REAL") == "1":
-        pytest.fail("bubblewrap is not usable here")
-    pytest.skip("bubblewrap is not usable here")
 
 
 @dataclass(frozen=True)
@@ -211,7 +198,7 @@ def _read(file: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def desk(bubblewrap: None, backends: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+def desk(bubblewrap_works: None, backends: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     folder = tmp_path_factory.mktemp("b")  # a socket's path must be short
     yard = Yard(folder, "--backend", f"{backends}/sound", "--tokenizer", str(MODEL))
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import signal
 import time
 from typing import Any
@@ -33,7 +32,7 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.real,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
+    pytest.mark.usefixtures("bubblewrap_works"),
 ]
 
 

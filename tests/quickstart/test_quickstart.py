@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
-
-
-@pytest.fixture(autouse=True)
-def _bubblewrap() -> None:
-    if shutil.which("bwrap") is None:
-        if os.environ.get("ROLLYARD_REQUIRE_REAL"):
-            pytest.fail("bubblewrap is required: install the package `bubblewrap`")
-        pytest.skip("bubblewrap is not installed")
+pytestmark = [pytest.mark.real, pytest.mark.timeout(400), pytest.mark.usefixtures("bubblewrap_works")]
 
 
 def quickstart(out: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:

@@ -93,7 +93,14 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(server: Any) ->
     def body(seed: int) -> dict[str, Any]:
         return {
             "token_ids": [seed + 3, *PROMPT],
-            "sampling_params": {"max_tokens": 30, "seed": seed, "logprobs": 0, "ignore_eos": True},
+            "sampling_params": {
+                "max_tokens": 30,
+                "seed": seed,
+                # Hot enough that the sharp policy does not say the same twice.
+                "temperature": 2.0,
+                "logprobs": 0,
+                "ignore_eos": True,
+            },
         }
 
     async with server.client() as client:

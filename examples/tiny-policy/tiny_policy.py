@@ -20,6 +20,9 @@ HERE: Final = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import torch  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+from transformers import Qwen3ForCausalLM  # noqa: E402
+
 from tinypolicy.chat import END_OF_TEXT, IM_END, token_id  # noqa: E402
 from tinypolicy.data import Demonstrations, make_demonstrations  # noqa: E402
 from tinypolicy.export import largest_difference, save_hugging_face, save_onnx  # noqa: E402
@@ -27,8 +30,6 @@ from tinypolicy.report import evaluate  # noqa: E402
 from tinypolicy.tasks import Task, generate, json_lines  # noqa: E402
 from tinypolicy.templates import TEMPLATES  # noqa: E402
 from tinypolicy.train import TrainSettings, build, train  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
-from transformers import Qwen3ForCausalLM  # noqa: E402
 
 QUICKSTART: Final = HERE.parent / "quickstart" / "tasks.jsonl"
 HUGGING_FACE: Final = HERE / "hf"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tinypolicy.rollouts import Outcome, roll_out
-from tinypolicy.tasks import Task
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
+
+from tinypolicy.rollouts import Outcome, roll_out
+from tinypolicy.tasks import Task
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -20,7 +20,6 @@ from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.rest import RestControlPlane
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.sandboxes.errors import SandboxError
 from rollyard_pipeline.worker import Worker, WorkerOptions
 
 _DEFAULT_HOME: Final = "~/.local/state/rollyard"
@@ -44,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=_loop) as runner:
             return runner.run(_run(options))
-    except (PipelineError, SandboxError) as error:
+    except PipelineError as error:
         print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
         return 2
 

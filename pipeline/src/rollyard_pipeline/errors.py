@@ -89,13 +89,6 @@ class BackendRefused(BackendError):
     retryable = False
 
 
-class SandboxLost(PipelineError):
-    """The sandbox of the rollout is gone or does not answer; the rollout starts again from Init."""
-
-    reason = "SandboxLost"
-    return_to: ClassVar[StageName | None] = "init"
-
-
 class SetupFailed(PipelineError):
     """The task's setup script did not exit with 0."""
 

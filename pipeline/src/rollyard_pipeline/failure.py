@@ -8,7 +8,6 @@ from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.clean import clean_text
 from rollyard_pipeline.errors import PipelineError
-from rollyard_pipeline.sandboxes.errors import SandboxError as ProviderError
 
 _MESSAGE_LIMIT = 4096  # as StageFailure bounds it
 
@@ -17,7 +16,7 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
     """The failure to report for `error`; anything unforeseen is `InternalError`, and retried."""
     retryable, return_to = True, _same_stage(lease)
     match error:
-        case PipelineError() | ProviderError():
+        case PipelineError():
             reason, retryable = error.reason, error.retryable
             if error.return_to is not None and (error.return_to != "init" or lease.stage != "init"):
                 return_to = error.return_to

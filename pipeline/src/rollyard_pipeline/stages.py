@@ -26,13 +26,13 @@ from rollyard_pipeline.errors import (
     EvaluationInvalid,
     HandlerStateInvalid,
     InitTimeout,
-    SandboxLost,
     SandboxMissing,
 )
 from rollyard_pipeline.handlers.base import ANSWER, Handler, StageContext
 from rollyard_pipeline.jobs import JobSpecs
 from rollyard_pipeline.leases import HeldLease
 from rollyard_pipeline.recorder import TrajectoryRecorder
+from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 from rollyard_pipeline.tools.base import Tool, ToolContext
 

@@ -1,19 +1,18 @@
-"""The exceptions of the sandbox providers: one tree, each with a stable `reason`.
+"""The exceptions of the sandbox providers: a branch of the package's tree, each with a stable `reason`.
 
 All of them are infrastructure failures: none of them is ever a reward.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from rollyard_pipeline.errors import PipelineError
 
 
-class SandboxError(Exception):
-    """Base: `reason` is stable; `retryable` and `return_to` say what the queue does next."""
+class SandboxError(PipelineError):
+    """Base of the branch; unless said otherwise, another attempt starts at Init, in a fresh sandbox."""
 
-    reason: ClassVar[str] = "SandboxError"
-    retryable: ClassVar[bool] = True
-    return_to: ClassVar[Literal["init", "run", "eval"] | None] = "init"
+    reason = "SandboxError"
+    return_to = "init"
 
 
 class ImageNotUsable(SandboxError):

@@ -88,6 +88,9 @@ def started(desk: Any) -> Any:
         )
     desk.submit(manifest("image", sandbox={**SMALL, "image": "docker://python:3.12-slim"}))
     desk.submit(manifest("fills", tasks=replaying("dd if=/dev/zero of=big bs=1M count=64 && touch finished")))
+    # tail keeps all of what it reads, since there is no line end: more than the sandbox may have.
+    hungry = "head -c 500M /dev/zero | tail > kept && touch finished"
+    desk.submit(manifest("hungry", tasks=replaying(hungry)))
     desk.submit(manifest("endless", tasks=replaying("sleep 4000"), samplesPerTask=2))
     return desk
 
@@ -274,6 +277,17 @@ def test_a_disk_that_the_policy_fills_is_scored(started: Any) -> None:
     (observation,) = [message["content"] for message in record["messages"] if message["role"] == "tool"]
     assert "No space left on device" in observation
     started.cleared("fills")
+
+
+def test_memory_that_the_policy_exhausts_is_scored(started: Any) -> None:
+    if not any(Path("/sys/fs/cgroup").glob("**/rollyard")):
+        pytest.skip("no memory control group here: programs get MemoryError instead")
+    job = started.ended("hungry")
+    assert job["status"]["phase"] == "Succeeded"
+    (record,) = started.trajectories("hungry")
+    assert (record["truncated"], record["truncated_reason"]) == (True, "SandboxOutOfMemory")
+    assert (record["status"], record["reward"]) == ("succeeded", 0.0), "the policy's own failing"
+    started.cleared("hungry")
 
 
 def test_a_cancelled_job(started: Any) -> None:

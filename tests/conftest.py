@@ -26,12 +26,18 @@ def missing() -> Missing:
 
 
 @pytest.fixture(scope="session")
-def bubblewrap_works(missing: Missing) -> None:
-    """Bubblewrap makes sandboxes here."""
+def bubblewrap_problem() -> str | None:
+    """Why bubblewrap makes no sandbox here; None where it does."""
     program = shutil.which("bwrap")
     if program is None:
-        missing("bubblewrap is not installed (Debian: apt install bubblewrap)")
+        return "bubblewrap is not installed (Debian: apt install bubblewrap)"
     command = [program, "--unshare-all", "--ro-bind", "/", "/", "true"]
     probe = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    if probe.returncode != 0:
-        missing(f"bubblewrap is not usable here: {probe.stderr.strip()}")
+    return None if probe.returncode == 0 else f"bubblewrap is not usable here: {probe.stderr.strip()}"
+
+
+@pytest.fixture(scope="session")
+def bubblewrap_works(bubblewrap_problem: str | None, missing: Missing) -> None:
+    """Bubblewrap makes sandboxes here."""
+    if bubblewrap_problem is not None:
+        missing(bubblewrap_problem)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,25 +18,11 @@ NODE = "node-a"
 SMALL = {"memory_bytes": 192 << 20, "disk_bytes": 16 << 20, "processes": 64}
 
 
-def require_bwrap() -> None:
-    """Skips where bubblewrap makes no sandbox; with ROLLYARD_REQUIRE_REAL=1 that is a failure."""
-    program = shutil.which("bwrap")
-    probe = program and subprocess.run(
-        [program, "--unshare-all", "--ro-bind", "/", "/", "true"], capture_output=True, text=True, timeout=20
-    )
-    if not probe or probe.returncode != 0:
-        reason = f"bubblewrap is not usable here: {probe.stderr.strip() if probe else 'not installed'}"
-        if os.environ.get("ROLLYARD_REQUIRE_REAL") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
-
-
 class Kit:
     """What the tests share; a fixture, since test modules import nothing from each other."""
 
     NODE = NODE
     SMALL = SMALL
-    require_bwrap = staticmethod(require_bwrap)
 
     @staticmethod
     async def clean(provider: NodeProvider) -> None:
@@ -113,8 +97,7 @@ def run_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-async def bubblewrap(run_dir: Path) -> AsyncIterator[NodeProvider]:
-    require_bwrap()
+async def bubblewrap(bubblewrap_works: None, run_dir: Path) -> AsyncIterator[NodeProvider]:
     provider = open_provider("bubblewrap", run_dir=run_dir, node=NODE)
     await provider.start()
     try:
@@ -127,7 +110,7 @@ async def bubblewrap(run_dir: Path) -> AsyncIterator[NodeProvider]:
 async def provider(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterator[NodeProvider]:
     """Both kinds: what their interface promises holds for both."""
     if request.param == "bubblewrap":
-        require_bwrap()
+        request.getfixturevalue("bubblewrap_works")
     provider = open_provider(request.param, run_dir=run_dir, node=NODE)
     await provider.start()
     try:

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -85,8 +84,7 @@ def command_as_user() -> tuple[list[str], dict[str, str]]:
     )
 
 
-def test_ordinary_user(kit: Any, user_run_dir: Path) -> None:
-    kit.require_bwrap()
+def test_ordinary_user(bubblewrap_works: None, user_run_dir: Path) -> None:
     command, env = command_as_user()
     scripts = {
         "id": "id -u",

@@ -13,7 +13,7 @@ from rollyard_api import states, timing
 from rollyard_api.bus import QUEUE
 from rollyard_api.database import Transaction
 from rollyard_api.ending import Ending, end
-from rollyard_api.outcomes import drop, requeued
+from rollyard_api.outcomes import LEASED_COLUMNS, drop, requeued
 from rollyard_api.schema import rollouts
 
 EXPIRY_BATCH = 500
@@ -40,26 +40,7 @@ _INITS = sa.select(sa.func.min(rollouts.c.since)).where(
     rollouts.c.node == bindparam("b_node"),
 )
 _EXPIRED = (
-    sa.select(
-        rollouts.c.id,
-        rollouts.c.job_id,
-        rollouts.c.group_no,
-        rollouts.c.state,
-        rollouts.c.node,
-        rollouts.c.token,
-        rollouts.c.since,
-        rollouts.c.settled,
-        rollouts.c.timings,
-        rollouts.c.failures_init,
-        rollouts.c.failures_run,
-        rollouts.c.failures_eval,
-        rollouts.c.expiries,
-        rollouts.c.eval_expiries,
-        rollouts.c.sandbox_id,
-        rollouts.c.sandbox,
-        rollouts.c.backend,
-        rollouts.c.worker,
-    )
+    sa.select(*LEASED_COLUMNS, rollouts.c.expiries, rollouts.c.eval_expiries, rollouts.c.worker)
     .where(rollouts.c.lease_expires < bindparam("b_now"))
     .order_by(rollouts.c.lease_expires)
     .limit(EXPIRY_BATCH)

@@ -17,24 +17,27 @@ from rollyard_api.database import Transaction
 from rollyard_api.ending import Ending, end
 from rollyard_api.schema import jobs, payloads, rollouts
 
+LEASED_COLUMNS = (
+    rollouts.c.id,
+    rollouts.c.job_id,
+    rollouts.c.group_no,
+    rollouts.c.state,
+    rollouts.c.node,
+    rollouts.c.token,
+    rollouts.c.since,
+    rollouts.c.settled,
+    rollouts.c.timings,
+    rollouts.c.failures_init,
+    rollouts.c.failures_run,
+    rollouts.c.failures_eval,
+    rollouts.c.sandbox_id,
+    rollouts.c.sandbox,
+    rollouts.c.backend,
+)
+"""What `advance` and `requeued` read of a leased rollout."""
+
 _HELD = (
-    sa.select(
-        rollouts.c.id,
-        rollouts.c.job_id,
-        rollouts.c.group_no,
-        rollouts.c.state,
-        rollouts.c.node,
-        rollouts.c.token,
-        rollouts.c.since,
-        rollouts.c.settled,
-        rollouts.c.timings,
-        rollouts.c.failures_init,
-        rollouts.c.failures_run,
-        rollouts.c.failures_eval,
-        rollouts.c.sandbox_id,
-        rollouts.c.sandbox,
-        rollouts.c.backend,
-    )
+    sa.select(*LEASED_COLUMNS)
     .where(rollouts.c.id.in_(bindparam("b_ids", expanding=True)))
     .order_by(rollouts.c.id)
     .with_for_update()

@@ -84,6 +84,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--sqlite-max-pages", type=int, default=0, help="bound of the database file in pages; 0: none"
     )
+    made.add_argument(
+        "--verify-python",
+        default=os.environ.get("ROLLYARD_VERIFY_PYTHON", ""),
+        metavar="PYTHON",
+        help="an interpreter with torch and transformers, which verifies weight updates by a forward pass "
+        "(default: ROLLYARD_VERIFY_PYTHON, else this one if it has them)",
+    )
     made.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return made
 
@@ -133,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_queued=given.max_queued,
         max_unstored=given.max_unstored,
         sqlite_max_pages=given.sqlite_max_pages,
+        verify_python=given.verify_python,
     )
     return serve(settings, sock, given.port_file, given.log_level)
 

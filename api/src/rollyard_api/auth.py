@@ -105,7 +105,7 @@ def authorize(role: Role, method: str, path: str) -> None:
         return
     if role == "driver" and (
         method in ("GET", "PUT")
-        or (method in ("POST", "DELETE") and path.startswith("/v1/backendpools"))
+        or (method in ("POST", "PATCH", "DELETE") and path.startswith("/v1/backendpools"))
         or (method == "POST" and path.startswith("/v1/rolloutjobs/") and path.endswith("/cancel"))
     ):
         return

@@ -45,6 +45,10 @@ MAX_RETRIES = 8
 READERS = 2
 
 
+Measured = tuple[str, int, float, float]
+"""Of one completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
+
+
 @dataclass(slots=True)
 class Transaction:
     """One op's view: the connection, the time, and what others are told once it is committed."""
@@ -55,6 +59,9 @@ class Transaction:
     wakes: set[str] = field(default_factory=set)
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     counted: list[tuple[str, tuple[str, ...], float]] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+    loads: dict[str, int] = field(default_factory=dict)
+    """Active rollouts by backend, where this transaction counted them."""
 
     def wake(self, topic: str) -> None:
         """Long polls on this topic look again after the commit."""
@@ -67,6 +74,10 @@ class Transaction:
     def count(self, metric: str, *labels: str, value: float = 1.0) -> None:
         """Add to a counter, or observe a value, under these labels."""
         self.counted.append((metric, labels, value))
+
+    def measure(self, backend: str, tokens: int, seconds: float, run_seconds: float) -> None:
+        """A rollout sampled `tokens` on this backend in `seconds` of model time, `run_seconds` of Run."""
+        self.measured.append((backend, tokens, seconds, run_seconds))
 
 
 AfterCommit = Callable[[Sequence[Transaction]], None]

@@ -106,6 +106,8 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
         "samples": spec.samples_per_task,
         "min_group": spec.min_group_size,
         "deadline": deadline,
+        "max_policy_lag": spec.max_policy_lag,
+        "stale_rollouts": spec.stale_rollouts,
     }
     started = None if spec.suspend else tx.now
     job_id: int = tx.conn.execute(

@@ -18,8 +18,9 @@ from rollyard_api import states, timing
 from rollyard_api.codec import fragment
 from rollyard_api.database import Transaction
 from rollyard_api.fairness import Share, allocate
-from rollyard_api.router import Backend, Router
-from rollyard_api.schema import backends, groups, jobs, payloads, pools, rollouts
+from rollyard_api.router import Backend
+from rollyard_api.routing import ACTIVE, STICK, Routers, lock
+from rollyard_api.schema import groups, jobs, payloads, rollouts
 
 SERVED_ORDER: tuple[StageName, ...] = ("eval", "run", "init")
 """Later stages first: what is nearly done holds a sandbox."""
@@ -42,11 +43,6 @@ _LIVE = sa.select(jobs.c.id, jobs.c.uid, jobs.c.namespace, jobs.c.name, jobs.c.p
     jobs.c.cancel_reason.is_(None),
     jobs.c.suspended.is_(False),
 )
-_ACTIVE = (
-    sa.select(rollouts.c.job_id, rollouts.c.state, rollouts.c.backend, sa.func.count().label("n"))
-    .where(rollouts.c.lease_expires.is_not(None))
-    .group_by(rollouts.c.job_id, rollouts.c.state, rollouts.c.backend)
-)
 _COLUMNS = (
     rollouts.c.id,
     rollouts.c.job_id,
@@ -60,6 +56,7 @@ _COLUMNS = (
     rollouts.c.failures_eval,
     rollouts.c.sandbox,
     rollouts.c.backend,
+    rollouts.c.policy_index,
 )
 _WAITING = (
     sa.select(*_COLUMNS)
@@ -84,26 +81,13 @@ _GRANT = (
         since=bindparam("b_now"),
         timings=bindparam("b_timings"),
         backend=bindparam("b_backend"),
+        policy_index=bindparam("b_policy_index"),
     )
 )
-_GROUPS = sa.select(groups.c.job_id, groups.c.no, groups.c.task_id, groups.c.task, groups.c.backend).where(
-    groups.c.job_id == bindparam("b_job"), groups.c.no.in_(bindparam("b_nos", expanding=True))
-)
-_STICK = (
-    sa.update(groups)
-    .where(groups.c.job_id == bindparam("b_job"), groups.c.no == bindparam("b_no"))
-    .values(backend=bindparam("b_backend"))
-)
+_GROUPS = sa.select(
+    groups.c.job_id, groups.c.no, groups.c.task_id, groups.c.task, groups.c.backend, groups.c.remaining
+).where(groups.c.job_id == bindparam("b_job"), groups.c.no.in_(bindparam("b_nos", expanding=True)))
 _PAYLOADS = sa.select(payloads).where(payloads.c.rollout_id.in_(bindparam("b_ids", expanding=True)))
-_POOLS = sa.select(
-    pools.c.namespace,
-    pools.c.name,
-    pools.c.model,
-    pools.c.tokenizer,
-    pools.c.max_active,
-    backends.c.url,
-    backends.c.policy_version,
-).join_from(pools, backends, sa.and_(backends.c.pool_id == pools.c.id, backends.c.ready.is_(True)))
 
 
 def grant(tx: Transaction, ask: Ask, lease_seconds: float) -> list[dict[str, Any]]:
@@ -116,7 +100,10 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float) -> list[dict[str, Any
     }
     if not live:
         return []
-    active = list(tx.conn.execute(_ACTIVE))
+    pools = {(row.namespace, row.pool) for row in live.values() if row.pool is not None}
+    if ask.capacity.get("run", 0) > 0:
+        lock(tx, pools)
+    active = list(tx.conn.execute(ACTIVE))
     loads: defaultdict[int, int] = defaultdict(int)
     for row in active:
         loads[row.job_id] += row.n
@@ -125,7 +112,10 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float) -> list[dict[str, Any
         places = min(ask.capacity.get(stage, 0), MAX_BATCH - len(leases))
         if places <= 0:
             continue
-        routers = _Routers(tx, active) if stage == "run" else None
+        routers = None
+        if stage == "run":
+            routers = Routers(tx, active)
+            routers.count_waiting(tx, pools)
         shares = [Share(job_id, row.priority, loads[job_id]) for job_id, row in live.items()]
         fetch = partial(_waiting, tx, states.queued(stage), ask.node)
         admit = partial(_admit, live, routers)
@@ -134,40 +124,12 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float) -> list[dict[str, Any
             loads[row.job_id] += 1
         if taken:
             leases += _granted(tx, ask, live, stage, taken, routers, lease_seconds)
+        if routers is not None:
+            tx.loads.update(routers.loads())
     return leases
 
 
-class _Routers:
-    """A router per pool, filled from this transaction's counts of rollouts in Run."""
-
-    def __init__(self, tx: Transaction, active: Sequence[Any]) -> None:
-        load: defaultdict[str, int] = defaultdict(int)
-        for row in active:
-            if row.state == states.leased("run") and row.backend is not None:
-                load[row.backend] += row.n
-        self.pools: dict[tuple[str, str], Any] = {}
-        ready: defaultdict[tuple[str, str], list[Backend]] = defaultdict(list)
-        for row in tx.conn.execute(_POOLS):
-            key = (row.namespace, row.name)
-            self.pools[key] = row
-            ready[key].append(Backend(row.url, row.policy_version, load[row.url]))
-        self._routers = {key: Router.of(self.pools[key].max_active, ready[key]) for key in ready}
-        # Places promised to rows that are taken and not yet routed.
-        self._promised: defaultdict[tuple[str, str], int] = defaultdict(int)
-
-    def get(self, key: tuple[str, str]) -> Router | None:
-        return self._routers.get(key)
-
-    def admit(self, key: tuple[str, str]) -> bool:
-        """Whether the pool takes one more, all promises of this transaction counted."""
-        router = self._routers.get(key)
-        if router is None or router.free <= self._promised[key]:
-            return False
-        self._promised[key] += 1
-        return True
-
-
-def _admit(live: dict[int, Any], routers: _Routers | None, job_id: int) -> bool:
+def _admit(live: dict[int, Any], routers: Routers | None, job_id: int) -> bool:
     job = live[job_id]
     return routers is None or job.pool is None or routers.admit((job.namespace, job.pool))
 
@@ -188,7 +150,7 @@ def _granted(
     live: dict[int, Any],
     stage: StageName,
     taken: list[Any],
-    routers: _Routers | None,
+    routers: Routers | None,
     lease_seconds: float,
 ) -> list[dict[str, Any]]:
     by_group = _groups(tx, taken)
@@ -199,12 +161,13 @@ def _granted(
     changes, leases = [], []
     for row in taken:
         job, group = live[row.job_id], by_group[row.job_id, row.group_no]
-        backend, assignment = row.backend, None
+        backend, policy_index, assignment = row.backend, row.policy_index, None
         if routers is not None and job.pool is not None:
             chosen = _route(tx, routers, job, row, by_group)
             if chosen is None:
                 continue
-            backend, assignment = chosen.url, _assignment(routers, job, chosen)
+            backend, policy_index = chosen.url, chosen.policy_index
+            assignment = routers.assignment((job.namespace, job.pool), chosen)
         queued = max(0.0, tx.now - row.since)
         changes.append(
             {
@@ -217,6 +180,7 @@ def _granted(
                 "b_now": tx.now,
                 "b_timings": timing.add(row.timings, stage, queued=queued, attempts=1),
                 "b_backend": backend,
+                "b_policy_index": policy_index,
             }
         )
         payload = kept.get(row.id)
@@ -261,16 +225,21 @@ def _groups(tx: Transaction, rows: Sequence[Any]) -> dict[tuple[int, int], Any]:
 
 
 def _route(
-    tx: Transaction, routers: _Routers, job: Any, row: Any, by_group: dict[tuple[int, int], Any]
+    tx: Transaction, routers: Routers, job: Any, row: Any, by_group: dict[tuple[int, int], Any]
 ) -> Backend | None:
     router = routers.get((job.namespace, job.pool))
     if router is None:
         return None
     group = by_group[row.job_id, row.group_no]
-    chosen = router.choose(row.backend, group.backend)
-    if chosen is not None and (group.backend is None or group.backend not in router.backends):
-        tx.conn.execute(_STICK, {"b_job": row.job_id, "b_no": row.group_no, "b_backend": chosen.url})
-        by_group[row.job_id, row.group_no] = _Group(group.task_id, group.task, chosen.url)
+    # Where an attempt failed, the next one is better off elsewhere; after a hand-over it is not.
+    own, avoid = (None, row.backend) if row.failures_run else (row.backend, None)
+    chosen = router.choose(own, group.backend, together=group.remaining, avoid=avoid)
+    if chosen is None or chosen.url in (group.backend, own):
+        return chosen
+    if avoid is None or group.backend not in router.backends:
+        # The samples that follow go where this one went: a group that must be split falls in few parts.
+        tx.conn.execute(STICK, {"b_job": row.job_id, "b_no": row.group_no, "b_backend": chosen.url})
+        by_group[row.job_id, row.group_no] = _Group(group.task_id, group.task, chosen.url, group.remaining)
     return chosen
 
 
@@ -281,46 +250,4 @@ class _Group:
     task_id: str
     task: bytes
     backend: str
-
-
-def _assignment(routers: _Routers, job: Any, chosen: Backend) -> dict[str, Any]:
-    pool = routers.pools[job.namespace, job.pool]
-    return {
-        "pool": job.pool,
-        "url": chosen.url,
-        "model": pool.model,
-        "tokenizer": pool.tokenizer,
-        "policy_version": chosen.policy_version,
-    }
-
-
-def reroute(tx: Transaction, rollout: str, token: int, failed_url: str) -> tuple[str, dict[str, Any] | None]:
-    """Another backend for a rollout whose own failed, or the same if it is the only one.
-
-    Returns:
-        The outcome (`accepted`, `stale` or `unknown`) and the assignment, None while no backend is ready.
-    """
-    found = tx.conn.execute(
-        sa.select(
-            rollouts.c.token, rollouts.c.state, rollouts.c.group_no, jobs.c.namespace, jobs.c.pool, jobs.c.id
-        )
-        .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
-        .where(rollouts.c.id == rollout)
-        .with_for_update(of=rollouts)
-    ).one_or_none()
-    if found is None:
-        return "unknown", None
-    if found.token != token or found.state != states.leased("run") or found.pool is None:
-        return "stale", None
-    routers = _Routers(tx, list(tx.conn.execute(_ACTIVE)))
-    key = (found.namespace, found.pool)
-    router = routers.get(key)
-    if router is None:
-        return "accepted", None
-    others = Router.of(router.max_active, [b for url, b in router.backends.items() if url != failed_url])
-    chosen = others.choose(None, None) or router.backends.get(failed_url)
-    if chosen is None:
-        return "accepted", None
-    tx.conn.execute(sa.update(rollouts).where(rollouts.c.id == rollout).values(backend=chosen.url))
-    tx.count("reroutes")
-    return "accepted", _assignment(routers, found, chosen)
+    remaining: int

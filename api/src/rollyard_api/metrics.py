@@ -57,6 +57,21 @@ class Metrics:
                 "rollyard_sampled_tokens", "Tokens sampled in completed Runs", registry=r
             ),
             "reroutes": Counter("rollyard_reroutes", "Rollouts moved to another backend", registry=r),
+            "circuits_opened": Counter(
+                "rollyard_circuits_opened",
+                "Circuits of backends opened after failures in a row",
+                ["namespace", "pool"],
+                registry=r,
+            ),
+            "weight_updates": Counter(
+                "rollyard_weight_updates", "Weight updates that have ended", ["state"], registry=r
+            ),
+            "stale_rollouts": Counter(
+                "rollyard_stale_rollouts",
+                "Rollouts restarted or cancelled because the weights had changed",
+                ["action"],
+                registry=r,
+            ),
             "stored": Counter("rollyard_trajectories_stored", "Records in the trajectory store", registry=r),
         }
         self._histograms: dict[str, Histogram] = {
@@ -65,6 +80,12 @@ class Metrics:
             ),
             "stage_seconds": Histogram(
                 "rollyard_stage_seconds", "Time in a worker's hands", ["stage"], buckets=_SECONDS, registry=r
+            ),
+            "paused_seconds": Histogram(
+                "rollyard_weight_update_paused_seconds",
+                "From pause to resume of one backend in a weight update",
+                buckets=_SECONDS,
+                registry=r,
             ),
             "reward": Histogram("rollyard_reward", "Rewards", by_job, buckets=_REWARDS, registry=r),
         }
@@ -111,18 +132,38 @@ def _gauges(conn: Connection) -> list[GaugeMetricFamily]:
     )
     pending = sa.select(sa.func.count()).select_from(rollouts).where(rollouts.c.pending.is_not(None))
     unstored.add_metric([], conn.execute(pending).scalar_one())
-    ready = GaugeMetricFamily(
-        "rollyard_backend_ready", "Whether a backend is ready", labels=["namespace", "pool", "url"]
-    )
-    active = GaugeMetricFamily(
-        "rollyard_backend_active_rollouts",
-        "Rollouts in Run on a backend",
-        labels=["namespace", "pool", "url"],
+    return [by_state, unstored, *_of_backends(conn)]
+
+
+_BACKEND = (
+    ("ready", "ready", "Whether a backend is ready"),
+    ("active_rollouts", "activeRollouts", "Rollouts in Run on a backend"),
+    ("draining", "draining", "Whether a backend takes no further rollouts and ends when it has none"),
+    ("running_requests", "runningRequests", "Requests that a backend computes, as its metrics say"),
+    ("waiting_requests", "waitingRequests", "Requests that wait in a backend, as its metrics say"),
+    ("prefix_cache_hit_ratio", "prefixCacheHitRate", "Share of prompt tokens found in the prefix cache"),
+    ("tokens_per_second", "tokensPerSecond", "Sampled tokens per second of one rollout's model time"),
+)
+"""Gauge, field of BackendStatus, help."""
+
+
+def _of_backends(conn: Connection) -> list[GaugeMetricFamily]:
+    labels = ["namespace", "pool", "backend"]
+    gauges = {
+        field: GaugeMetricFamily(f"rollyard_backend_{name}", text, labels=labels)
+        for name, field, text in _BACKEND
+    }
+    closed = GaugeMetricFamily("rollyard_backend_circuit_closed", "0: not used after failures", labels=labels)
+    current = GaugeMetricFamily(
+        "rollyard_backend_weights_current", "Whether a backend has the pool's weights", labels=labels
     )
     for pool in pools.listed(conn, None):
         meta: dict[str, Any] = pool["metadata"]
         for backend in pool["status"]["backends"]:
-            labels = [meta["namespace"], meta["name"], backend["url"]]
-            ready.add_metric(labels, float(backend["ready"]))
-            active.add_metric(labels, backend["activeRollouts"])
-    return [by_state, unstored, ready, active]
+            values = [meta["namespace"], meta["name"], backend["url"]]
+            for field, gauge in gauges.items():
+                if field in backend:
+                    gauge.add_metric(values, float(backend[field]))
+            closed.add_metric(values, float(backend["circuit"] == "Closed"))
+            current.add_metric(values, float(backend["weights"] == "Current"))
+    return [*gauges.values(), closed, current]

@@ -10,7 +10,7 @@ from rollyard_crds.rolloutjob import StageName
 from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 
-from rollyard_api import states, timing
+from rollyard_api import circuits, routing, states, timing
 from rollyard_api.bus import QUEUE
 from rollyard_api.codec import dumps, loads, pack
 from rollyard_api.database import Transaction
@@ -112,6 +112,8 @@ def advance(row: Any, now: float, state: int, **changes: Any) -> dict[str, Any]:
     }
 
 
+_BACKENDS_FAULT = ("BackendMismatch",)
+"""Reasons of Run failures that count for a circuit; unreachable backends are told by `route` calls."""
 STAGE_NAMES: tuple[StageName, ...] = ("init", "run", "eval")
 
 
@@ -139,6 +141,7 @@ class _Batch:
         self.dropped: list[str] = []
         self.endings: list[Ending] = []
         self.seen: set[str] = set()
+        self.answering: set[str] = set()
 
     def judge(self, item: dict[str, Any], mark: str) -> str:
         """As _judge; a rollout named twice in one request is `repeated` the second time."""
@@ -155,6 +158,7 @@ class _Batch:
             self.tx.wake(QUEUE)
         keep(self.tx, self.kept)
         drop(self.tx, self.dropped)
+        circuits.completed(self.tx, self.answering)
         if self.endings:
             end(self.tx, self.endings)
 
@@ -229,10 +233,22 @@ def _accept(batch: _Batch, row: Any, item: dict[str, Any]) -> None:
         if breaks:
             tx.count("template_breaks", value=breaks)
         tx.count("sampled_tokens", value=item.get("sampled_tokens", 0))
+        if row.backend is not None:
+            batch.answering.add(row.backend)
+            if not routing.moved(row.settled, row.token):
+                tx.measure(row.backend, _tokens(item), float(times.get("model_seconds", 0.0)), active)
         next_stage = "eval"
     if len(kept) > 1:
         batch.kept.append(kept)
     tx.emit(row.job_id, rollout=row.id, stage=next_stage, status="queued", reward=None, reason="")
+
+
+def _tokens(item: dict[str, Any]) -> int:
+    """Tokens that the backend sampled in this Run, those included that no trajectory keeps."""
+    stats = item.get("stats") or {}
+    kept: int = stats.get("sampled_tokens", 0) or item.get("sampled_tokens", 0)
+    discarded: int = stats.get("discarded_tokens", 0)
+    return kept + discarded
 
 
 def fail(tx: Transaction, failures: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
@@ -259,6 +275,8 @@ def _take_failure(batch: _Batch, row: Any, item: dict[str, Any], limits: dict[st
     active = max(0.0, tx.now - row.since)
     timings = timing.add(row.timings, stage, active=active, worker=item.get("times"))
     tx.count("failures", stage, item["reason"])
+    if stage == "run" and item["reason"] in _BACKENDS_FAULT and row.backend is not None:
+        circuits.failed(tx, row.backend)
     retryable = item.get("retryable", True) or not counts
     if retryable and failures < limits["attempts"][stage] + (0 if counts else 1):
         to: StageName = item.get("return_to") or stage
@@ -284,6 +302,13 @@ def _take_failure(batch: _Batch, row: Any, item: dict[str, Any], limits: dict[st
     )
     if counts:
         batch.changes.append(advance(row, tx.now, row.state, **{f"failures_{stage}": failures}))
+
+
+def requeue(tx: Transaction, changes: Sequence[dict[str, Any]]) -> None:
+    """Write what `requeued` gave for rollouts that begin anew at Init."""
+    tx.conn.execute(_ADVANCE, changes)
+    drop(tx, [change["b_id"] for change in changes])
+    tx.wake(QUEUE)
 
 
 def requeued(row: Any, now: float, stage: StageName, **changes: Any) -> dict[str, Any]:

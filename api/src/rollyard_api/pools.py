@@ -5,20 +5,22 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 import sqlalchemy as sa
-from rollyard_crds.backendpool import BackendPool, BackendStatus
+from rollyard_crds.backendpool import BackendPool, BackendPoolSpec, BackendStatus
+from rollyard_crds.weights import UNVERIFIED
 from sqlalchemy.engine import Connection
 
-from rollyard_api import states
+from rollyard_api import circuits, states, wire
 from rollyard_api.bus import QUEUE
 from rollyard_api.codec import dumps, loads
 from rollyard_api.database import Transaction
 from rollyard_api.jobs import merge_conditions
 from rollyard_api.jobviews import timestamp
-from rollyard_api.problems import Conflict, NotFound
+from rollyard_api.problems import Conflict, Invalid, NotFound
 from rollyard_api.schema import backends, pools, rollouts
 
 _OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
@@ -58,7 +60,7 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
             )
         return False
     external = spec.engine.external
-    pool_id: int = tx.conn.execute(
+    made = tx.conn.execute(
         sa.insert(pools)
         .values(
             uid=str(uuid.uuid4()),
@@ -74,36 +76,88 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
             external=external is not None,
             created_at=tx.now,
         )
-        .returning(pools.c.id)
-    ).scalar_one()
+        .returning(pools)
+    ).one()
     if external is not None:
-        unknown = [BackendStatus(url=url, message="not checked yet") for url in external.urls]
-        _replace(tx, pool_id, unknown)
+        _put(tx, made, _of_urls(tx.conn, made.id, external.urls))
     return True
 
 
-def _replace(tx: Transaction, pool_id: int, reported: Sequence[BackendStatus]) -> None:
-    tx.conn.execute(sa.delete(backends).where(backends.c.pool_id == pool_id))
-    by_url = {b.url: b for b in reported}
-    if by_url:
-        tx.conn.execute(
-            sa.insert(backends),
-            [
-                {
-                    "pool_id": pool_id,
-                    "url": b.url,
-                    "position": position,
-                    "ready": b.ready,
-                    "policy_version": b.policy_version,
-                    "message": b.message,
-                }
-                for position, b in enumerate(by_url.values())
-            ],
-        )
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What somebody outside finds out about a backend."""
+
+    ready: bool
+    message: str
+    policy_version: str | None
+    """The server's label of its weights; None where it has none, or none that counts."""
+
+
+def _put(tx: Transaction, pool: Any, reported: Sequence[BackendStatus]) -> None:
+    """Make these the pool's backends. Rows that stay keep their circuit, speed, weights and stats."""
+    query = sa.select(backends).where(backends.c.pool_id == pool.id).with_for_update()
+    rows = {row.url: row for row in tx.conn.execute(query)}
+    wanted = {backend.url: backend for backend in reported}
+    gone = sorted(rows.keys() - wanted.keys())
+    if gone:
+        tx.conn.execute(sa.delete(backends).where(backends.c.pool_id == pool.id, backends.c.url.in_(gone)))
+    made = []
+    changed = bool(gone)
+    for position, backend in enumerate(wanted.values()):
+        values: dict[str, Any] = {"position": position, "draining": backend.draining}
+        row = rows.get(backend.url)
+        if row is None:
+            version = "" if backend.policy_version.startswith(UNVERIFIED) else backend.policy_version
+            values |= {"ready": backend.ready, "message": backend.message, "policy_version": version}
+            made.append({"pool_id": pool.id, "url": backend.url, **values, **_of_label(pool, version)})
+            continue
+        seen = Seen(backend.ready, backend.message, backend.policy_version or None)
+        changed |= _update(tx, row, values | _found(tx, pool, row, seen))
+    if made:
+        tx.conn.execute(sa.insert(backends), made)
+    if made or changed:
+        tx.wake(QUEUE)
+
+
+def _of_label(pool: Any, label: str) -> dict[str, Any]:
+    """Columns of a server that has just begun with this label: it is behind unless that is the pool's."""
+    if pool.policy_index == 0 or label == pool.policy_version:
+        return {"weights": "Current", "weights_message": "", "policy_index": pool.policy_index}
+    message = f"it began with weights {label!r}, the pool is at {pool.policy_version!r}"
+    return {"weights": "Stale", "weights_message": message, "policy_index": 0}
+
+
+def _found(tx: Transaction, pool: Any, row: Any, seen: Seen) -> dict[str, Any]:
+    """Columns that follow from what was seen of a backend."""
+    values: dict[str, Any] = {"ready": seen.ready, "message": seen.message}
+    label, began = seen.policy_version, seen.ready and not row.ready
+    if began:
+        values |= circuits.values(circuits.of(row).restarted(tx.now)) | {"restart_requested": False}
+    if row.weights == "Updating" or (label is not None and label.startswith(UNVERIFIED)):
+        return values  # labels are the update's business now
+    # Drivers know a label from a server's start. The control plane reads those of external servers
+    # itself: another one than before means that the server was started anew.
+    told = pool.policy_index == 0 or pool.external or began
+    if label is not None and told and label != row.policy_version:
+        values["policy_version"] = label
+        if row.weights == "Current":
+            values |= _of_label(pool, label)
+    elif label is None and began and row.weights == "Current":
+        values |= _of_label(pool, "")  # whether it was started anew, nobody can say
+    return values
+
+
+def _update(tx: Transaction, row: Any, values: dict[str, Any]) -> bool:
+    """Write what differs; whether anything did."""
+    changes = {name: value for name, value in values.items() if getattr(row, name) != value}
+    if changes:
+        where = (backends.c.pool_id == row.pool_id, backends.c.url == row.url)
+        tx.conn.execute(sa.update(backends).where(*where).values(**changes))
+    return bool(changes)
 
 
 def put_backends(tx: Transaction, namespace: str, name: str, reported: Sequence[BackendStatus]) -> None:
-    """Replace what is known of the pool's backends.
+    """The driver's report: these are the pool's backends now.
 
     Raises:
         NotFound: no such pool.
@@ -116,18 +170,84 @@ def put_backends(tx: Transaction, namespace: str, name: str, reported: Sequence[
             "checked by the control plane",
             reason="ExternalPool",
         )
-    _replace(tx, pool.id, reported)
-    tx.wake(QUEUE)
+    _put(tx, pool, reported)
 
 
-def mark(tx: Transaction, pool_id: int, url: str, *, ready: bool, message: str) -> None:
-    """What a health check found out about one external backend."""
+def mark(tx: Transaction, pool_id: int, url: str, before: Seen, after: Seen) -> None:
+    """What a health check found out about one external backend; nothing if it was changed meanwhile."""
+    query = sa.select(backends).where(backends.c.pool_id == pool_id, backends.c.url == url).with_for_update()
+    row = tx.conn.execute(query).one_or_none()
+    if row is None or Seen(bool(row.ready), row.message, row.policy_version) != before:
+        return
+    pool = tx.conn.execute(sa.select(pools).where(pools.c.id == pool_id)).one()
+    if _update(tx, row, _found(tx, pool, row, after)):
+        tx.wake(QUEUE)
+
+
+_FIXED = "cannot be changed; make another pool"
+
+
+def patch(tx: Transaction, namespace: str, name: str, changes: dict[str, Any]) -> None:
+    """Merge `changes` into the spec (RFC 7386): replicas, limits, arguments, external URLs.
+
+    Raises:
+        NotFound: no such pool.
+        Invalid: a field is wrong, or may not change: the model, the tokenizer, the engine's type.
+    """
+    query = sa.select(pools).where(pools.c.namespace == namespace, pools.c.name == name).with_for_update()
+    pool = tx.conn.execute(query).one_or_none() or find(tx.conn, namespace, name)
+    before = BackendPoolSpec.model_validate(loads(pool.spec))
+    after = wire.model(BackendPoolSpec, merge(loads(pool.spec), changes), "spec")
+    problems = [
+        f"spec.{field}: is {old!r} and {_FIXED}"
+        for field, old, new in (
+            ("model", before.model, after.model),
+            ("tokenizer", before.tokenizer or before.model, after.tokenizer or after.model),
+            ("engine.type", before.engine.type, after.engine.type),
+        )
+        if old != new
+    ]
+    external = after.engine.external
+    if external is not None and before.replicas != after.replicas:
+        problems.append("spec.replicas: an external pool has one backend for each of engine.external.urls")
+    if problems:
+        raise Invalid(problems[0], errors=problems)
+    encoded = orjson.dumps(after.to_json(), option=orjson.OPT_SORT_KEYS)
+    if encoded == pool.spec:
+        return
     tx.conn.execute(
-        sa.update(backends)
-        .where(backends.c.pool_id == pool_id, backends.c.url == url)
-        .values(ready=ready, message=message)
+        sa.update(pools)
+        .where(pools.c.id == pool.id)
+        .values(spec=encoded, generation=pool.generation + 1, max_active=after.max_active_rollouts)
     )
+    if external is not None:
+        _put(tx, pool, _of_urls(tx.conn, pool.id, external.urls))
     tx.wake(QUEUE)
+
+
+def _of_urls(conn: Connection, pool_id: int, urls: Sequence[str]) -> list[BackendStatus]:
+    """An external pool's backends: as they are known, or not checked yet."""
+    query = sa.select(backends).where(backends.c.pool_id == pool_id)
+    known = {
+        row.url: BackendStatus(
+            url=row.url, ready=row.ready, message=row.message, policy_version=row.policy_version
+        )
+        for row in conn.execute(query)
+    }
+    return [known.get(url) or BackendStatus(url=url, message="not checked yet") for url in urls]
+
+
+def merge(document: Any, changes: Any) -> Any:
+    """A JSON merge patch (RFC 7386): null removes a member, objects are merged, all else replaces."""
+    if not isinstance(changes, dict):
+        return changes
+    merged = dict(document) if isinstance(document, dict) else {}
+    for name, value in changes.items():
+        if value is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = merge(merged.get(name), value)
+    return merged
 
 
 def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any]) -> None:
@@ -196,15 +316,33 @@ def _document(pool: Any, rows: Sequence[Any], active: dict[str, int]) -> dict[st
             "selector": "",
             **loads(pool.status),
             "readyReplicas": sum(bool(b.ready) for b in rows),
-            "backends": [
-                {
-                    "url": b.url,
-                    "ready": bool(b.ready),
-                    "activeRollouts": active.get(b.url, 0),
-                    "policyVersion": b.policy_version,
-                    "message": b.message,
-                }
-                for b in rows
-            ],
+            "policyVersion": pool.policy_version,
+            "paused": bool(pool.paused),
+            "backends": [_backend(b, active.get(b.url, 0)) for b in rows],
         },
     }
+
+
+def _backend(row: Any, active: int) -> dict[str, Any]:
+    """A BackendStatus; what is not known (yet) is left out."""
+    message = row.message
+    if not message and row.weights != "Current":
+        message = row.weights_message
+    if not message and row.circuit != "Closed":
+        message = f"not used after {row.failures} failures; a probe decides"
+    document = {
+        "url": row.url,
+        "ready": bool(row.ready),
+        "activeRollouts": active,
+        "policyVersion": row.policy_version,
+        "weights": row.weights,
+        "circuit": row.circuit,
+        "draining": bool(row.draining),
+        "restartRequested": bool(row.restart_requested),
+        "message": message,
+    }
+    if row.stats is not None:
+        document |= loads(row.stats)
+    if row.speed is not None:
+        document["tokensPerSecond"] = round(row.speed, 1)
+    return document

@@ -101,12 +101,15 @@ rollouts = sa.Table(
     sa.Column("failures_eval", sa.SmallInteger, nullable=False),
     sa.Column("expiries", sa.SmallInteger, nullable=False),
     sa.Column("eval_expiries", sa.SmallInteger, nullable=False),
-    # Tokens whose outcome was accepted, "c3" completed, "f2" failed: what a repeat is told from.
+    # Tokens whose outcome was accepted, "c3" completed, "f2" failed: what a repeat is told from;
+    # "m3": moved to another backend while held under that token.
     sa.Column("settled", sa.Text, nullable=False),
     sa.Column("timings", sa.Text, nullable=False),
     sa.Column("sandbox_id", sa.String(253)),
     sa.Column("sandbox", sa.LargeBinary),
     sa.Column("backend", sa.Text),
+    # The pool's policy_index under which Run began; null before it.
+    sa.Column("policy_index", sa.Integer),
     sa.Column("reward", sa.Double),
     sa.Column("components", sa.LargeBinary),
     sa.Column("reason", sa.String(128)),
@@ -152,6 +155,14 @@ pools = sa.Table(
     sa.Column("max_active", sa.Integer, nullable=False),
     sa.Column("external", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
+    # The newest weights that every backend should have; the index orders versions, 0 before any update.
+    sa.Column("policy_version", sa.String(128), nullable=False, server_default=""),
+    sa.Column("policy_index", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("paused", sa.Boolean, nullable=False, server_default=sa.false()),
+    # While paused: what happens to the requests in flight, `abort`, `wait` or `keep`.
+    sa.Column("pause_mode", sa.String(8)),
+    # The name that requests are to give, where it is not `model`: a LoRA adapter's.
+    sa.Column("served_model", sa.Text),
     sa.UniqueConstraint("namespace", "name"),
 )
 
@@ -164,4 +175,45 @@ backends = sa.Table(
     sa.Column("ready", sa.Boolean, nullable=False),
     sa.Column("policy_version", sa.String(128), nullable=False),
     sa.Column("message", sa.String(1024), nullable=False),
+    # Current, Updating, Stale (behind the pool's policy_index) or Failed; only Current gets rollouts.
+    sa.Column("weights", sa.String(16), nullable=False, server_default="Current"),
+    sa.Column("weights_message", sa.String(1024), nullable=False, server_default=""),
+    sa.Column("policy_index", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("restart_requested", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("draining", sa.Boolean, nullable=False, server_default=sa.false()),
+    # The circuit breaker: Closed, Open since `opened_at`, or HalfOpen.
+    sa.Column("circuit", sa.String(16), nullable=False, server_default="Closed"),
+    sa.Column("failures", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("opened_at", sa.Double),
+    # Sampled tokens per second of one rollout's model time, a moving average; null until measured.
+    sa.Column("speed", sa.Double),
+    # A rollout's sampled tokens per second of Run, its mean seconds in Run, the active rollouts beside
+    # which that was measured (moving averages), and when; null until measured.
+    sa.Column("pace", sa.Double),
+    sa.Column("pace_seconds", sa.Double),
+    sa.Column("pace_load", sa.Double),
+    sa.Column("measured_at", sa.Double),
+    # What the server's own metrics said last, as JSON.
+    sa.Column("stats", sa.LargeBinary),
+)
+
+weight_updates = sa.Table(
+    "weight_updates",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("pool_id", sa.Integer, sa.ForeignKey("pools.id"), nullable=False, index=True),
+    sa.Column("policy_version", sa.String(128), nullable=False),
+    sa.Column("policy_index", sa.Integer, nullable=False),
+    sa.Column("request", sa.LargeBinary, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("verified", sa.Boolean, nullable=False),
+    sa.Column("verified_by", sa.String(16), nullable=False),
+    sa.Column("message", sa.Text, nullable=False),
+    # Each backend's part, as JSON.
+    sa.Column("progress", sa.LargeBinary, nullable=False),
+    # The control-plane process that carries it out, and until when it says so.
+    sa.Column("owner", sa.String(64)),
+    sa.Column("owner_expires", sa.Double),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("finished_at", sa.Double),
 )

@@ -11,15 +11,18 @@ from functools import partial
 import httpx
 from sqlalchemy.engine import Connection, make_url
 
-from rollyard_api import cancelling, entrypoints, health, liveness, lock, migrate
+from rollyard_api import cancelling, circuits, entrypoints, health, liveness, lock, migrate, verification
 from rollyard_api.archive import Archive
 from rollyard_api.auth import Tokens, load_or_make
 from rollyard_api.bus import Bus
+from rollyard_api.coordinator import Coordinator
 from rollyard_api.database import Database, Transaction
 from rollyard_api.events import EventHub
 from rollyard_api.metrics import Metrics
 from rollyard_api.problems import ApiError, StorageFull
 from rollyard_api.settings import Settings
+from rollyard_api.speeds import Speeds
+from rollyard_api.stats import Poller
 from rollyard_api.store import open_store
 
 log = logging.getLogger("rollyard.api")
@@ -42,6 +45,14 @@ class ControlPlane:
         self.archive = Archive(database, open_store(settings.trajectories_url))
         self.installed = entrypoints.installed()
         self.unclaimed = liveness.Unclaimed()
+        self.speeds = Speeds()
+        self.poller = Poller()
+        self.http = httpx.AsyncClient(timeout=health.CHECK_TIMEOUT, trust_env=False)
+        """For calls to backends."""
+        python = settings.verify_python or verification.default_python()
+        self.coordinator = Coordinator(
+            database, self.http, verification.Forward(python), settings.weight_limits
+        )
         self.ready = False
 
     def after_commit(self, committed: Sequence[Transaction]) -> None:
@@ -52,6 +63,7 @@ class ControlPlane:
             for job_id, data in tx.events:
                 self.events.publish(job_id, "transition", data)
             self.metrics.add(tx.counted)
+            self.speeds.add(tx.measured, tx.loads)
         if wakes:
             self.bus.wake(wakes)
 
@@ -93,9 +105,18 @@ class ControlPlane:
             self.archive.full = True
             raise
 
-    async def check_health(self, client: httpx.AsyncClient) -> None:
-        """One round of health checks of external backends."""
-        await health.check_all(self.database, client)
+    async def check_health(self, client: httpx.AsyncClient, *, ready: bool) -> None:
+        """One round of health checks of those external backends that are ready, or that are not."""
+        await health.check_all(self.database, client, ready=ready)
+
+    async def probe_circuits(self, client: httpx.AsyncClient) -> None:
+        """One probe of each backend whose circuit has been open long enough."""
+        await circuits.probe_all(self.database, client)
+
+    async def read_stats(self, client: httpx.AsyncClient) -> None:
+        """What backends say in their metrics, and how fast completed rollouts found them."""
+        await self.speeds.write(self.database)
+        await self.poller.poll(self.database, client)
 
 
 async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
@@ -141,20 +162,10 @@ async def _opened(settings: Settings, tokens: Tokens) -> AsyncIterator[ControlPl
         plane = ControlPlane(settings, tokens, database)
         database.start(plane.after_commit)
         await _resume(plane)
-        limits = httpx.Timeout(health.CHECK_TIMEOUT)
-        async with httpx.AsyncClient(timeout=limits, trust_env=False) as client:
+        async with plane.http as client:
             background = [
                 asyncio.create_task(_every(seconds, retry, what, work))
-                for seconds, retry, what, work in (
-                    (settings.sweep_seconds, settings.sweep_seconds, "sweep", plane.sweep),
-                    (FLUSH_SECONDS, FLUSH_RETRY_SECONDS, "trajectory store", plane.flush),
-                    (
-                        settings.health_seconds,
-                        settings.health_seconds,
-                        "health",
-                        partial(plane.check_health, client),
-                    ),
-                )
+                for seconds, retry, what, work in _background(plane, client)
             ]
             plane.ready = True
             try:
@@ -165,8 +176,29 @@ async def _opened(settings: Settings, tokens: Tokens) -> AsyncIterator[ControlPl
                 for task in background:
                     task.cancel()
                 await asyncio.gather(*background, return_exceptions=True)
+                await plane.coordinator.close()
     finally:
         await asyncio.to_thread(database.close)
+
+
+def _background(
+    plane: ControlPlane, client: httpx.AsyncClient
+) -> list[tuple[float, float, str, Callable[[], Awaitable[None]]]]:
+    """Seconds between two rounds, seconds before another try, a name and the work."""
+    given = plane.settings
+    # A server that is not ready may hold its check up with its first request: the others do not wait.
+    serving = partial(plane.check_health, client, ready=True)
+    starting = partial(plane.check_health, client, ready=False)
+    circuit, stats = partial(plane.probe_circuits, client), partial(plane.read_stats, client)
+    return [
+        (given.sweep_seconds, given.sweep_seconds, "sweep", plane.sweep),
+        (FLUSH_SECONDS, FLUSH_RETRY_SECONDS, "trajectory store", plane.flush),
+        (given.health_seconds, given.health_seconds, "health", serving),
+        (given.health_seconds, given.health_seconds, "first requests", starting),
+        (given.circuit_seconds, given.circuit_seconds, "circuits", circuit),
+        (given.stats_seconds, given.stats_seconds, "backend metrics", stats),
+        (given.weights_seconds, given.weights_seconds, "weights", plane.coordinator.round),
+    ]
 
 
 async def _resume(plane: ControlPlane) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from rollyard_api.weight_steps import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,16 @@ class Settings:
     sweep_seconds: float = 1.0
     health_seconds: float = 5.0
     """Between two health checks of an external backend."""
+    circuit_seconds: float = 1.0
+    """Between two looks at which open circuits are due for a probe."""
+    stats_seconds: float = 2.0
+    """Between two readings of the backends' own metrics."""
+    weights_seconds: float = 0.3
+    """Between two looks at which backends have other weights than they should."""
+    weight_limits: Limits = field(default_factory=Limits)
+    """How long a server may take for each step of a weight update."""
+    verify_python: str = ""
+    """Python with torch and transformers, for forward passes; default: this one, if it has them."""
     recheck_seconds: float = 1.0
     """Longest sleep of a long poll where another replica may have made the change."""
     event_buffer: int = 4096

@@ -12,7 +12,7 @@ from operator import not_
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from rollyard_crds.lease import MAX_BATCH, SandboxHandle, StageFailure, StageTimes
+from rollyard_crds.lease import MAX_BATCH, RunStats, SandboxHandle, StageFailure, StageTimes
 from rollyard_crds.manifest import describe
 from rollyard_crds.trajectory import Trajectory
 
@@ -26,13 +26,24 @@ MAX_PROBLEMS = 20
 _FAILURES = TypeAdapter(list[StageFailure])
 _PARALLEL = ("loss_mask", "logprobs", "policy_versions")
 _RESULT_FIELDS = frozenset(
-    {"rollout", "token", "stage", "sandbox", "carry", "trajectory", "reward", "reward_components", "times"}
+    {
+        "rollout",
+        "token",
+        "stage",
+        "sandbox",
+        "carry",
+        "trajectory",
+        "reward",
+        "reward_components",
+        "stats",
+        "times",
+    }
 )
 _SEGMENT_FIELDS = frozenset({"prompt_ids", "response_ids", *_PARALLEL})
 
 
-def model(kind: type[M], document: Any) -> M:
-    """A small body as its model.
+def model(kind: type[M], document: Any, name: str = "") -> M:
+    """A small body as its model; `name`: of the body's part that it is, for messages.
 
     Raises:
         Invalid: a field is wrong; `errors` names each.
@@ -40,7 +51,7 @@ def model(kind: type[M], document: Any) -> M:
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        problems = describe(error)[:MAX_PROBLEMS]
+        problems = describe(error, name)[:MAX_PROBLEMS]
         raise Invalid(problems[0], errors=problems) from error
 
 
@@ -108,6 +119,7 @@ def _result_problems(item: Any, name: str) -> list[str]:
         problems.append(f"{name}.carry: is longer than {MAX_CARRY_BYTES} bytes")
     problems += _model_problems(SandboxHandle, item.get("sandbox"), f"{name}.sandbox")
     problems += _model_problems(StageTimes, item.get("times"), f"{name}.times")
+    problems += _model_problems(RunStats, item.get("stats"), f"{name}.stats")
     if stage == "run":
         problems += trajectory_problems(item.get("trajectory"), f"{name}.trajectory")
     elif item.get("trajectory") is not None:

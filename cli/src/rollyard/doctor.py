@@ -5,8 +5,10 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -86,7 +88,22 @@ def check_gpu() -> Finding:
     code, text = _run("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
     if code == 0 and text:
         return Finding("gpu", "ok", text)
-    return Finding("gpu", "optional", "none", "the embedded engine needs none; for vLLM use --backend URL")
+    return Finding("gpu", "optional", "none", "the embedded engine needs none; vLLM's CPU build is for tests")
+
+
+def check_vllm() -> Finding:
+    """vLLM, for `rollyard up --engine vllm` and pools with `engine.type: vllm`."""
+    path = shutil.which("vllm")
+    if path is not None:
+        gpus = _run("nvidia-smi", "-L")
+        seen = "a GPU is seen" if gpus[0] == 0 and gpus[1].startswith("GPU") else "no GPU is seen"
+        return Finding("vllm", "ok", f"{path}; {seen}")
+    advice = "`pip install rollyard[vllm]`, or name another environment: --vllm-python, spec.engine.command"
+    if find_spec("vllm") is not None:
+        return Finding(
+            "vllm", "ok", "importable; no command `vllm` on PATH", f"--vllm-python {sys.executable}"
+        )
+    return Finding("vllm", "optional", "not installed here", advice)
 
 
 def check_cluster() -> Finding:
@@ -107,6 +124,7 @@ def check_cluster() -> Finding:
 CHECKS: tuple[Callable[[], Finding], ...] = (
     check_model,
     check_gpu,
+    check_vllm,
     check_apptainer,
     check_slurm,
     check_cluster,

@@ -51,6 +51,12 @@ class StartFailed(CliError):
     reason = "StartFailed"
 
 
+class CannotStart(CliError):
+    """This machine lacks what a backend needs; the message says what, and what to do."""
+
+    reason = "CannotStart"
+
+
 class JobFailed(CliError):
     """The job that was waited for ended as Failed or Cancelled."""
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from rollyard_client import Client
     from rollyard_crds import RolloutJob
     from rollyard_crds.trajectory import Trajectory
+
+    from rollyard.versions import PolicySummary
+    from rollyard.vllm_servers import VllmOptions, VllmServers
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
@@ -47,6 +50,8 @@ class QuickstartOptions:
     sandbox: str = "bubblewrap"
     backend: tuple[str, ...] = ()
     """Further arguments for `rollyard up`: --model or --backend."""
+    vllm: VllmOptions | None = None
+    """vLLM servers in the place of the embedded engine."""
 
 
 def default_job() -> Path:
@@ -113,7 +118,7 @@ def fresh_home(path: Path) -> Home:
 
 
 @contextlib.contextmanager
-def running(home: Home, options: QuickstartOptions) -> Iterator[None]:
+def running(home: Home, options: QuickstartOptions, further: Sequence[str] = ()) -> Iterator[None]:
     """`rollyard up` as a child; when the block ends, however it does, all of it has been stopped.
 
     Raises:
@@ -121,7 +126,7 @@ def running(home: Home, options: QuickstartOptions) -> Iterator[None]:
     """
     log = home.root / "up.log"
     command = [sys.executable, "-m", "rollyard", "up", "--home", str(home.root), "--port", "0"]
-    command += ["--sandbox", options.sandbox, *options.backend]
+    command += ["--sandbox", options.sandbox, *options.backend, *further]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-IS", str(launcher.__file__), str(os.getpid()), *command],
@@ -183,24 +188,50 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # it is under nohup, to outlive the terminal
         signal.signal(signal.SIGHUP, _interrupt)
+    if options.vllm is not None:
+        options.vllm.check()
     job = prepare(options)
     home = fresh_home(options.home)
     name = job.metadata.name
-    console.print(f"Starting control plane, workers and backend (home {_short(home.root)})", soft_wrap=True)
+    servers = _vllm_servers(options, job, console)
+    policies: PolicySummary | None = None
     try:
-        with running(home, options), connect(None, home.root, "default") as client:
+        with contextlib.ExitStack() as stack:
+            if servers is not None:
+                stack.enter_context(servers.new_weights())
+            backend = "backend" if servers is None else "vLLM servers"
+            console.print(
+                f"Starting control plane, workers and {backend} (home {_short(home.root)})", soft_wrap=True
+            )
+            stack.enter_context(running(home, options, servers.up_arguments() if servers else ()))
+            client = stack.enter_context(connect(None, home.root, "default"))
+            if servers is not None:
+                servers.start(client)
             began = time.monotonic()
             submitted = client.submit(job)
             total = submitted.status.counts.total
             console.print(f"Job {name}: {options.tasks} tasks × {options.samples} samples = {total} rollouts")
-            ended = watch(client, name, "default", console)
+            ended = watch(client, name, "default", console, servers.update if servers is not None else None)
             wall = time.monotonic() - began
             files = _export(client, ended, options)
+            if servers is not None:
+                policies = servers.summarize(client, files)
     except KeyboardInterrupt:
         console.print("Interrupted; everything was stopped.")
         raise
-    _conclude(console, options, files, wall)
+    _conclude(console, options, files, wall, policies)
     return ended
+
+
+def _vllm_servers(options: QuickstartOptions, job: RolloutJob, console: Console) -> VllmServers | None:
+    if options.vllm is None:
+        return None
+    from rollyard.vllm_servers import VllmServers, run_places
+
+    run = job.spec.stages.run
+    if options.vllm.update_weights:
+        run.concurrency = run_places(run.concurrency, options.tasks * options.samples)
+    return VllmServers(options.vllm, options.out, console)
 
 
 def _export(client: Client, job: RolloutJob, options: QuickstartOptions) -> Path:
@@ -217,15 +248,20 @@ def _export(client: Client, job: RolloutJob, options: QuickstartOptions) -> Path
     return lines
 
 
-def _conclude(console: Console, options: QuickstartOptions, lines: Path, wall: float) -> None:
-    from rollyard.render.summary import print_summary
+def _conclude(
+    console: Console, options: QuickstartOptions, lines: Path, wall: float, policies: PolicySummary | None
+) -> None:
+    from rollyard.render.summary import print_policies, print_summary
     from rollyard.summary import summarize
     from rollyard.trajectories import most_telling, read_file
 
     summary = summarize(read_file(lines), wall)
-    (options.out / "summary.json").write_text(json.dumps(summary.to_json(), indent=2) + "\n")
+    document = summary.to_json() | (policies.to_json() if policies is not None else {})
+    (options.out / "summary.json").write_text(json.dumps(document, indent=2) + "\n")
     console.print()
     print_summary(console, summary)
+    if policies is not None:
+        print_policies(console, policies)
     console.print(f"Trajectories: {_short(lines)} and {lines.with_suffix('.parquet').name}", soft_wrap=True)
     one: Trajectory | None = most_telling(read_file(lines))
     command = f"{_program()} view --from {shlex.quote(_short(lines))}"

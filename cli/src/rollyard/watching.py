@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -20,14 +20,26 @@ POLL_SECONDS = 0.25
 UNREACHABLE_SECONDS = 30.0
 
 
-def watch(client: Client, name: str, namespace: str, console: Console | None = None) -> RolloutJob:
-    """Shows the job's progress until it is Finished; returns it as it ended."""
+def watch(
+    client: Client,
+    name: str,
+    namespace: str,
+    console: Console | None = None,
+    also: Callable[[RolloutJob], None] | None = None,
+) -> RolloutJob:
+    """Shows the job's progress until it is Finished; returns it as it ended.
+
+    `also` is called with each state of the job that is seen.
+    """
     from rich.console import Console as RichConsole
     from rollyard_client.errors import ServerUnavailable
     from rollyard_client.finish import finished
 
     from rollyard.render.progress import progress_view
 
+    # No bars for a job that there is not.
+    with contextlib.suppress(ServerUnavailable):
+        client.job(name, namespace)
     with progress_view(console or RichConsole(highlight=False)) as view:
         silent_since: float | None = None
         while True:
@@ -42,6 +54,8 @@ def watch(client: Client, name: str, namespace: str, console: Console | None = N
                 continue
             silent_since = None
             view.update(job)
+            if also is not None:
+                also(job)
             if finished(job):
                 return job
             time.sleep(POLL_SECONDS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from rollyard_crds.rolloutjob import RolloutJob
+from rollyard_crds.weights import WeightUpdate
 
 POLL_SECONDS = 0.5
+WAIT_SECONDS = 20.0
 
 
 def finished(job: RolloutJob) -> bool:
@@ -19,4 +21,13 @@ def timed_out(job: RolloutJob, seconds: float) -> str:
     return (
         f"RolloutJob {job.metadata.name!r} has not ended within {seconds:g} s: phase {job.status.phase}, "
         f"{ended} of {counts.total} rollouts ended"
+    )
+
+
+def update_timed_out(update: WeightUpdate, pool: str, seconds: float) -> str:
+    """What is said of a weight update that still runs."""
+    behind = [part.url for part in update.backends if part.step != "Done"]
+    return (
+        f"weight update {update.id} ({update.policy_version}) of BackendPool {pool!r} has not ended within "
+        f"{seconds:g} s; not done: {', '.join(behind) or 'none'}"
     )

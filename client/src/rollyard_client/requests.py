@@ -12,6 +12,7 @@ from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendSta
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec, RolloutJobStatus
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.weights import WeightUpdate, WeightUpdateRequest
 
 from rollyard_client.call import Call, as_json, encode, nothing, segment
 
@@ -237,9 +238,46 @@ def pool(name: str, namespace: str) -> Call[BackendPool]:
     return Call("GET", f"{POOLS}/{segment(name)}", _pool, query={"namespace": namespace})
 
 
+def patch_pool(name: str, namespace: str, spec: Mapping[str, Any]) -> Call[BackendPool]:
+    path = f"{POOLS}/{segment(name)}"
+    return Call("PATCH", path, _pool, query={"namespace": namespace}, body=encode({"spec": spec}))
+
+
 def delete_pool(name: str, namespace: str) -> Call[None]:
     path = f"{POOLS}/{segment(name)}"
     return Call("DELETE", path, nothing, query={"namespace": namespace}, idempotent=False)
+
+
+def _update(answer: httpx.Response) -> WeightUpdate:
+    return WeightUpdate.model_validate_json(answer.content)
+
+
+def update_weights(name: str, namespace: str, asked: WeightUpdateRequest) -> Call[WeightUpdate]:
+    # The same version from the same source is answered with the update that stands.
+    path, body = f"{POOLS}/{segment(name)}/weights", encode(asked.to_json())
+    return Call("POST", path, _update, query={"namespace": namespace}, body=body, wait=30.0)
+
+
+def weight_updates(name: str, namespace: str) -> Call[list[WeightUpdate]]:
+    def parse(answer: httpx.Response) -> list[WeightUpdate]:
+        return [WeightUpdate.model_validate(item) for item in as_json(answer)["items"]]
+
+    return Call("GET", f"{POOLS}/{segment(name)}/weights", parse, query={"namespace": namespace})
+
+
+def weight_update(name: str, namespace: str, number: int, wait: float = 0.0) -> Call[WeightUpdate]:
+    path = f"{POOLS}/{segment(name)}/weights/{number}"
+    return Call("GET", path, _update, query={"namespace": namespace, "wait": wait}, wait=wait)
+
+
+def pause_pool(name: str, namespace: str, mode: str, wait: float) -> Call[BackendPool]:
+    query = {"namespace": namespace, "mode": mode, "wait": wait}
+    return Call("POST", f"{POOLS}/{segment(name)}/pause", _pool, query=query, body=b"{}", wait=wait)
+
+
+def resume_pool(name: str, namespace: str, wait: float) -> Call[BackendPool]:
+    query = {"namespace": namespace, "wait": wait}
+    return Call("POST", f"{POOLS}/{segment(name)}/resume", _pool, query=query, body=b"{}", wait=wait)
 
 
 def put_backends(name: str, namespace: str, backends: Sequence[BackendStatus]) -> Call[BackendPool]:

@@ -6,17 +6,18 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.rolloutjob import RolloutJob
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.weights import LogprobReference, PauseMode, WeightUpdate, WeightUpdateRequest
 
 from rollyard_client import requests
 from rollyard_client.context import resolve
 from rollyard_client.errors import WaitTimeout
-from rollyard_client.finish import POLL_SECONDS, finished, timed_out
+from rollyard_client.finish import POLL_SECONDS, WAIT_SECONDS, finished, timed_out, update_timed_out
 from rollyard_client.paging import Cursor, Files, Listing, P, T, Walk
 from rollyard_client.requests import Group, RolloutSummary
 from rollyard_client.sse import JobEvent, Parser
@@ -219,6 +220,91 @@ class Client:
         """One pool with its backends."""
         return self._transport.send(requests.pool(name, namespace or self.namespace))
 
+    def patch_pool(self, name: str, spec: Mapping[str, Any], namespace: str | None = None) -> BackendPool:
+        """Change a pool's spec by a merge patch (RFC 7386), `{"replicas": 3}` for one.
+
+        The model, the tokenizer and the engine's type cannot be changed.
+        """
+        return self._transport.send(requests.patch_pool(name, namespace or self.namespace, spec))
+
     def delete_pool(self, name: str, namespace: str | None = None) -> None:
         """Remove a pool."""
         self._transport.send(requests.delete_pool(name, namespace or self.namespace))
+
+    def update_weights(
+        self,
+        pool: str,
+        policy_version: str,
+        *,
+        checkpoint: str | None = None,
+        lora: tuple[str, str] | None = None,
+        pushed: bool = False,
+        mode: PauseMode = "abort",
+        in_flight: Literal["continue", "restart"] = "continue",
+        reference: LogprobReference | Mapping[str, Any] | None = None,
+        require_verified: bool = False,
+        namespace: str | None = None,
+    ) -> WeightUpdate:
+        """Bring every backend of a pool to new weights; answers at once, see `wait_weights`.
+
+        Args:
+            checkpoint: a model folder that the servers see.
+            lora: an adapter's name and its folder.
+            pushed: the weights are in the servers already.
+            mode: what happens to requests in flight: `abort`, `wait` or `keep`.
+            in_flight: rollouts in Run go on from their tokens, or begin anew.
+            reference: log-probabilities of a prompt under the new weights, to verify against.
+
+        Raises:
+            pydantic.ValidationError: not exactly one source, or a field is wrong.
+            Conflict: the version names other weights already, or a server cannot do what is asked.
+        """
+        asked = WeightUpdateRequest.model_validate(
+            {
+                "policy_version": policy_version,
+                "source": {
+                    "checkpoint": None if checkpoint is None else {"path": checkpoint},
+                    "lora": None if lora is None else {"name": lora[0], "path": lora[1]},
+                    "pushed": pushed,
+                },
+                "mode": mode,
+                "in_flight": in_flight,
+                "reference": reference,
+                "require_verified": require_verified,
+            }
+        )
+        return self._transport.send(requests.update_weights(pool, namespace or self.namespace, asked))
+
+    def weight_updates(self, pool: str, namespace: str | None = None) -> list[WeightUpdate]:
+        """A pool's weight updates, the newest first."""
+        return self._transport.send(requests.weight_updates(pool, namespace or self.namespace))
+
+    def wait_weights(
+        self, pool: str, update: int, timeout: float | None = None, namespace: str | None = None
+    ) -> WeightUpdate:
+        """Wait until an update runs no more; look at its `state` then.
+
+        Raises:
+            WaitTimeout: it still runs after `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = WAIT_SECONDS if end is None else max(0.0, end - time.monotonic())
+            call = requests.weight_update(
+                pool, namespace or self.namespace, update, wait=min(WAIT_SECONDS, left)
+            )
+            found = self._transport.send(call)
+            if found.state != "Running":
+                return found
+            if left <= 0:
+                raise WaitTimeout(update_timed_out(found, pool, timeout or 0.0))
+
+    def pause_pool(
+        self, pool: str, mode: PauseMode = "abort", *, wait: float = 30.0, namespace: str | None = None
+    ) -> BackendPool:
+        """No rollout enters Run and the servers sample nothing, until `resume_pool`."""
+        return self._transport.send(requests.pause_pool(pool, namespace or self.namespace, mode, wait))
+
+    def resume_pool(self, pool: str, *, wait: float = 30.0, namespace: str | None = None) -> BackendPool:
+        """Undo `pause_pool`."""
+        return self._transport.send(requests.resume_pool(pool, namespace or self.namespace, wait))

@@ -25,20 +25,31 @@ from rollyard_crds.rolloutjob import (
 )
 from rollyard_crds.task import FunctionCall, Message, Task, TaskSandbox, ToolCall
 from rollyard_crds.tasklist import TaskListError, parse_lines
+from rollyard_crds.weights import (
+    UNVERIFIED,
+    BackendUpdate,
+    LogprobReference,
+    WeightSource,
+    WeightUpdate,
+    WeightUpdateRequest,
+)
 
 __all__ = [
     "API_VERSION",
     "GROUP",
     "STAGES",
+    "UNVERIFIED",
     "VERSION",
     "AgentSpec",
     "BackendPool",
     "BackendPoolSpec",
     "BackendPoolStatus",
     "BackendStatus",
+    "BackendUpdate",
     "Condition",
     "EngineSpec",
     "FunctionCall",
+    "LogprobReference",
     "Manifest",
     "ManifestError",
     "Message",
@@ -58,6 +69,9 @@ __all__ = [
     "TaskListError",
     "TaskSandbox",
     "ToolCall",
+    "WeightSource",
+    "WeightUpdate",
+    "WeightUpdateRequest",
     "load",
     "parse",
     "parse_lines",

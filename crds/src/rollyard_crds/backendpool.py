@@ -18,37 +18,58 @@ class ExternalEngine(Model):
     """Base URLs, without `/v1`."""
 
 
+class EngineResources(Model):
+    """What one backend needs."""
+
+    gpu: Annotated[int, Field(ge=0, le=64)] = 0
+    """GPUs of one backend, of one node; 0: the driver neither asks for nor restricts any."""
+
+
+_EXTERNAL = "'external' is required with 'type: external', and only there"
+_STARTED = "'args' and 'env' have no effect on external servers; remove them"
+_VLLM = "'command' and 'resources' belong to 'type: vllm'; remove them"
+
+
 class EngineSpec(Model):
-    """Which engine serves: `embedded` (started by the driver) or `external` (yours)."""
+    """Which engine serves: `embedded` or `vllm` (started by the driver), or `external` (yours)."""
 
     model_config = ConfigDict(
         json_schema_extra=cel(
-            (
-                "(self.type == 'external') == has(self.external)",
-                "'external' is required with 'type: external', and only there",
-            ),
-            (
-                "self.type != 'external' || size(self.args) == 0",
-                "'args' has no effect on external servers; remove it",
-            ),
+            ("(self.type == 'external') == has(self.external)", _EXTERNAL),
+            ("self.type != 'external' || (size(self.args) == 0 && size(self.env) == 0)", _STARTED),
+            ("self.type == 'vllm' || (size(self.command) == 0 && !has(self.resources))", _VLLM),
         )
     )
 
-    type: Literal["embedded", "external"] = "embedded"
-    """`embedded`: started and restarted by the driver; `external`: servers that you run."""
+    type: Literal["embedded", "external", "vllm"] = "embedded"
+    """`embedded` and `vllm`: started and restarted by the driver; `external`: servers that you run."""
+    command: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=64)] = Field(
+        default_factory=list
+    )
+    """vLLM: what starts its API server; default `vllm serve`. The driver adds the arguments it needs."""
     args: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=256)] = Field(
         default_factory=list
     )
-    """Further arguments of the engine's command line."""
+    """Further arguments of the engine's command line; `$(BACKEND_INDEX)` is the replica's, from 0."""
+    env: Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=128)] = Field(
+        default_factory=dict
+    )
+    """Environment of the engine; `$(BACKEND_INDEX)` as in `args`."""
+    resources: EngineResources | None = None
+    """vLLM: what each backend needs."""
+    start_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 900
+    """A backend that has not answered its first completion by then is restarted."""
     external: ExternalEngine | None = None
     """Where the external servers are."""
 
     @model_validator(mode="after")
-    def _external(self) -> EngineSpec:
+    def _of_its_type(self) -> EngineSpec:
         if (self.type == "external") != (self.external is not None):
-            raise ValueError("'external' is required with 'type: external', and only there")
-        if self.type == "external" and self.args:
-            raise ValueError("'args' has no effect on external servers; remove it")
+            raise ValueError(_EXTERNAL)
+        if self.type == "external" and (self.args or self.env):
+            raise ValueError(_STARTED)
+        if self.type != "vllm" and (self.command or self.resources is not None):
+            raise ValueError(_VLLM)
         return self
 
 
@@ -67,6 +88,10 @@ class BackendPoolSpec(Model):
     """Per backend; more wait in the Run queue."""
 
 
+BackendWeights = Literal["Current", "Updating", "Stale", "Failed"]
+Circuit = Literal["Closed", "Open", "HalfOpen"]
+
+
 class BackendStatus(Model):
     """One backend, as its driver and the router see it."""
 
@@ -78,6 +103,22 @@ class BackendStatus(Model):
     """Rollouts assigned to it and not ended."""
     policy_version: Annotated[str, Field(max_length=128)] = ""
     """Label of the weights that it samples with."""
+    weights: BackendWeights = "Current"
+    """`Current`; `Updating`; `Stale` (behind the pool's policy version, gets no rollouts); `Failed`."""
+    circuit: Circuit = "Closed"
+    """`Open` after repeated failures: no rollouts; `HalfOpen`: one probe decides."""
+    draining: bool = False
+    """It takes no further rollouts and ends when it has none."""
+    restart_requested: bool = False
+    """Its weights are wrong and only a restart of the server mends them."""
+    running_requests: Annotated[int, Field(ge=0)] | None = None
+    """As the server's own metrics say."""
+    waiting_requests: Annotated[int, Field(ge=0)] | None = None
+    """As the server's own metrics say: more than 0 for long means that it is overloaded."""
+    prefix_cache_hit_rate: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of prompt tokens found in the server's prefix cache, over the last minutes."""
+    tokens_per_second: Annotated[float, Field(ge=0)] | None = None
+    """Sampled tokens per second of one rollout's model time, as measured; rollouts are shared out by it."""
     message: Annotated[str, Field(max_length=1024)] = ""
     """Why it is not ready."""
 
@@ -95,6 +136,10 @@ class BackendPoolStatus(Model):
     """Backends that exist."""
     ready_replicas: Annotated[int, Field(ge=0)] = 0
     """Backends that can take rollouts."""
+    policy_version: Annotated[str, Field(max_length=128)] = ""
+    """Label of the newest weights that every backend should have; empty before the first update."""
+    paused: bool = False
+    """Somebody paused the pool: no rollout enters Run, and the servers sample nothing."""
     selector: Annotated[str, Field(max_length=1024)] = ""
     """Label selector of the backends, for the scale subresource."""
     backends: Annotated[list[BackendStatus], Field(max_length=1024)] = Field(

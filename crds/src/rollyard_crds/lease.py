@@ -117,6 +117,17 @@ class StageTimes(Record):
     own_seconds: float = 0.0
 
 
+class RunStats(Record):
+    """Run only: what the worker counted, for metrics and for sharing rollouts out by speed."""
+
+    sampled_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens that backends sampled and the trajectory keeps."""
+    discarded_tokens: Annotated[int, Field(ge=0)] = 0
+    """Sampled, but thrown away: under weights that were not verified yet, or under unknown ones."""
+    requests: Annotated[int, Field(ge=0)] = 0
+    """Requests to backends that were answered."""
+
+
 class StageResult(Record):
     """A stage done. Init gives `sandbox` and `carry`; Run `trajectory` (and `carry`); Eval the reward."""
 
@@ -128,6 +139,7 @@ class StageResult(Record):
     trajectory: Trajectory | None = None
     reward: float | None = None
     reward_components: dict[str, float] = Field(default_factory=dict)
+    stats: RunStats = Field(default_factory=RunStats)
     times: StageTimes = Field(default_factory=StageTimes)
 
 
@@ -179,9 +191,17 @@ class RouteRequest(Record):
     token: int
     failed_url: str
     error: Annotated[str, Field(max_length=1024)] = ""
+    blame: bool = True
+    """False: the backend did not fail (it is being updated, or drained), so its circuit is left alone."""
+
+
+NoBackend = Literal["", "BackendsFull", "PoolPaused", "WeightsUpdating", "NoBackendReady"]
 
 
 class RouteResponse(Record):
     backend: BackendAssignment | None
-    """None: no backend is ready; ask again after `retry_after` seconds."""
+    """None: none can be had now; ask again after `retry_after` seconds."""
     retry_after: float = 1.0
+    reason: NoBackend = ""
+    """Why there is none. Only `NoBackendReady` is a failure: the others pass when room comes, somebody
+    resumes the pool, or the update ends."""

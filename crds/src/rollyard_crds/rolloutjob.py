@@ -69,8 +69,11 @@ class AgentSpec(Model):
         default_factory=lambda: ["bash", "ipython", "edit", "submit"]
     )
     """Entry points of the group `rollyard.tools` that the model may call."""
-    tool_parser: EntryPointName = "hermes"
-    """How calls are read from the model's text: an entry point of `rollyard.tool_parsers`."""
+    tool_parser: EntryPointName = "auto"
+    """How calls are read from the model's text: an entry point of `rollyard.tool_parsers`. `auto`
+    chooses by the model's chat template."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the model's chat template reads beside messages and tools, such as `enable_thinking: false`."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 20
     """Assistant turns; a rollout that needs more is evaluated as truncated."""
     max_context_tokens: Annotated[int, Field(ge=16, le=10_000_000)] = 8192
@@ -225,6 +228,10 @@ class RolloutJobSpec(Model):
     """Where the tools act."""
     stages: StagesSpec = Field(default_factory=StagesSpec)
     """Workers, limits and retries of each stage."""
+    max_policy_lag: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    """Weight updates that may come between a rollout's first sampled token and its last; default: any."""
+    stale_rollouts: Literal["Restart", "Cancel"] = "Restart"
+    """What happens to a rollout beyond `maxPolicyLag`: it begins anew, or ends as Cancelled."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Rollouts of a higher priority are leased first; equal ones share fairly between jobs."""
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)

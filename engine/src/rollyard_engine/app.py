@@ -61,6 +61,7 @@ def create_app(service: EngineService) -> Starlette:
             route("/weight_info", "GET", weight_info),
             route("/reset_prefix_cache", "POST", reset_prefix_cache),
             route("/collective_rpc", "POST", collective_rpc),
+            route("/v1/load_lora_adapter", "POST", load_lora_adapter),
         ],
         exception_handlers={EngineError: _on_engine_error, HTTPException: _on_http_error},
     )
@@ -152,7 +153,9 @@ async def generate(service: EngineService, request: Request) -> Response:
     if sequence is None:
         return Response(status_code=499)
     return json_response(
-        responses.generation(sequence, now(), service.served.names[0], return_prompt=return_prompt)
+        responses.generation(
+            sequence, service.tokenizer, now(), service.served.names[0], return_prompt=return_prompt
+        )
     )
 
 
@@ -311,6 +314,16 @@ async def collective_rpc(service: EngineService, request: Request) -> Response:
         raise InvalidRequest("kwargs.weights_path must name a model folder", param="weights_path")
     await service.reload_weights(Path(path))
     return json_response({"results": [None]})
+
+
+async def load_lora_adapter(service: EngineService, request: Request) -> Response:
+    """``POST /v1/load_lora_adapter``: always refused."""
+    await read_json(request)
+    raise InvalidRequest(
+        "this engine has no LoRA adapters: merge the adapter into the weights and load the folder by "
+        "/collective_rpc reload_weights",
+        param="lora_name",
+    )
 
 
 def _flag(request: Request, name: str, *, default: bool) -> bool:

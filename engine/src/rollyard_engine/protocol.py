@@ -18,6 +18,9 @@ from rollyard_engine.sampling import SamplingParams
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for; vLLM's default ``--max-logprobs``."""
 
+MAX_SCORED_PROMPT = 4096
+"""Longest prompt whose log-probabilities are computed, in tokens: each costs one call of the model."""
+
 DEFAULT_MAX_TOKENS = 16
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -43,7 +46,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
-    "prompt_logprobs": (),
     "logprob_token_ids": (),
     "prompt_embeds": (),
     "response_format": ({"type": "text"},),
@@ -98,8 +100,9 @@ class SamplingFields(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
-    def to_params(self, *, default_max_tokens: int, room: int) -> SamplingParams:
+    def to_params(self, *, default_max_tokens: int, prompt_tokens: int, room: int) -> SamplingParams:
         """Checked parameters; ``max_tokens`` is cut to ``room``, what the context has left, as vLLM does.
 
         Raises ``InvalidRequest`` naming the field, in vLLM's words.
@@ -131,6 +134,7 @@ class SamplingFields(Body):
                 param="logprobs",
                 value=self.logprobs,
             )
+        self._check_prompt_logprobs(prompt_tokens)
         return SamplingParams(
             max_tokens=min(max_tokens, room),
             temperature=temperature,
@@ -140,7 +144,26 @@ class SamplingFields(Body):
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+    def _check_prompt_logprobs(self, prompt_tokens: int) -> None:
+        wanted = self.prompt_logprobs
+        if wanted is None:
+            return
+        if not 0 <= wanted <= MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"`prompt_logprobs` must be from 0 to {MAX_LOGPROBS}, got {wanted}.",
+                param="prompt_logprobs",
+                value=wanted,
+            )
+        if prompt_tokens > MAX_SCORED_PROMPT:
+            raise InvalidRequest(
+                f"`prompt_logprobs` are computed for prompts of at most {MAX_SCORED_PROMPT} tokens, "
+                f"this one has {prompt_tokens}.",
+                param="prompt_logprobs",
+                value=wanted,
+            )
 
 
 class StreamOptions(Body):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollyard_engine.errors import EngineError
-from rollyard_engine.sampling import SampledToken
+from rollyard_engine.sampling import PromptToken, SampledToken
 from rollyard_engine.sequence import Sequence
 from rollyard_engine.tokens import ChatTokenizer
 
@@ -56,7 +56,7 @@ def completion(sequence: Sequence, shape: CompletionShape, tokenizer: ChatTokeni
     """The whole answer of ``/v1/completions``."""
     text = tokenizer.decode(text_ids(sequence), skip_special_tokens=True)
     choice = _completion_choice(sequence, shape, tokenizer, sequence.output, text, 0)
-    choice["prompt_logprobs"] = None
+    choice["prompt_logprobs"] = prompt_logprobs(sequence, tokenizer)
     choice["prompt_token_ids"] = sequence.prompt.tolist() if shape.return_token_ids else None
     return {**_completion_head(shape), "choices": [choice], "usage": usage(sequence)}
 
@@ -84,7 +84,33 @@ def usage_chunk(sequence: Sequence, shape: CompletionShape) -> Json:
     return {**_completion_head(shape), "choices": [], "usage": usage(sequence)}
 
 
-def generation(sequence: Sequence, created: int, model: str, *, return_prompt: bool) -> Json:
+def prompt_logprobs(sequence: Sequence, tokenizer: ChatTokenizer) -> list[Json | None] | None:
+    """One object a prompt token, keyed by token id, and ``None`` for the first, which nothing predicts.
+
+    ``None`` if the request did not ask, or ended before its whole prompt was computed.
+    """
+    if sequence.params.prompt_logprobs is None or sequence.scoring:
+        return None
+    return [None, *(_prompt_logprob(token, tokenizer) for token in sequence.prompt_scores)]
+
+
+def _prompt_logprob(token: PromptToken, tokenizer: ChatTokenizer) -> Json:
+    def entry(token_id: int, logprob: float, rank: int) -> Json:
+        return {
+            "logprob": max(logprob, LOWEST_LOGPROB),
+            "rank": rank,
+            "decoded_token": tokenizer.piece(token_id),
+        }
+
+    own = {str(token.token_id): entry(token.token_id, token.logprob, token.rank)}
+    for rank, (token_id, logprob) in enumerate(token.top, start=1):
+        own.setdefault(str(token_id), entry(token_id, logprob, rank))
+    return own
+
+
+def generation(
+    sequence: Sequence, tokenizer: ChatTokenizer, created: int, model: str, *, return_prompt: bool
+) -> Json:
     """The whole answer of ``/inference/v1/generate``."""
     return {
         "output_mode": "tokens",
@@ -92,7 +118,7 @@ def generation(sequence: Sequence, created: int, model: str, *, return_prompt: b
         "model": model,
         "created": created,
         "usage": usage(sequence),
-        "prompt_logprobs": None,
+        "prompt_logprobs": prompt_logprobs(sequence, tokenizer),
         "prompt_token_ids": sequence.prompt.tolist() if return_prompt else None,
         "choices": [_generation_choice(sequence, sequence.output, final=True)],
     }

@@ -3,6 +3,7 @@
 Log-probabilities are vLLM's ``processed_logprobs``: log-softmax after temperature, top-k and top-p, over
 the tokens that these leave. Greedy requests (temperature below 1e-5) have no processing: their
 log-probabilities are the log-softmax of the raw logits, as in ``vllm/v1/sample/sampler.py`` (0.32).
+Those of prompt tokens are of the raw logits in every mode, as vLLM's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class SamplingParams:
     """How to sample a sequence.
 
     ``top_k`` 0 and ``top_p`` 1.0 switch the truncation off. ``logprobs`` is the number of most likely
-    alternatives to report beside the sampled token, or ``None`` to report no log-probabilities.
+    alternatives to report beside the sampled token, or ``None`` to report no log-probabilities;
+    ``prompt_logprobs`` is the same for the prompt's tokens.
     """
 
     max_tokens: int
@@ -38,6 +40,17 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """One token of a prompt as the tokens before it predict it; the fields are a ``SampledToken``'s."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +114,25 @@ class Sampler:
             top=_top(scores, norm, params.logprobs or 0),
             version=version,
         )
+
+
+def score(logits: Logits, token_id: int, alternatives: int) -> PromptToken:
+    """How likely the raw ``logits`` (shape ``[vocabulary]``) make ``token_id``; computed in float64.
+
+    Raises ``GenerationFailed`` if the logits are not finite numbers.
+    """
+    scores = logits.astype(np.float64)
+    if not math.isfinite(float(scores.sum())):
+        raise GenerationFailed("the model's logits are not finite numbers")
+    scores -= scores.max()
+    norm = math.log(float(np.exp(scores).sum()))
+    own = scores[token_id]
+    return PromptToken(
+        token_id=token_id,
+        logprob=float(own) - norm,
+        rank=int(np.count_nonzero(scores >= own)),
+        top=_top(scores, norm, alternatives),
+    )
 
 
 def _truncate(scores: NDArray[np.float64], top_k: int, top_p: float) -> None:

@@ -208,7 +208,8 @@ class Scheduler:
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
             tokens = len(sequence.prompt) + sequence.params.max_tokens
-            sequence.kv = self._kept.take(sequence.prompt, tokens, time.monotonic())
+            if not sequence.scoring:  # a kept cache has no logits of the prompt tokens that it holds
+                sequence.kv = self._kept.take(sequence.prompt, tokens, time.monotonic())
             if sequence.kv is not None:
                 sequence.capacity = sequence.kv.capacity
                 sequence.cached_tokens = sequence.kv.length
@@ -224,13 +225,19 @@ class Scheduler:
         """Compute a sequence's next piece; how many prompt tokens that took from ``budget``."""
         if sequence.kv is None:
             sequence.kv = self._model.open(sequence.capacity)
+            if sequence.scoring:  # the weights may have changed: one prompt is scored by one set of them
+                sequence.prompt_scores.clear()
         kv, ids = sequence.kv, sequence.token_ids
         pending = ids[kv.length :]
-        if len(pending) > 1:
+        if sequence.scoring:
+            pending = pending[:1]  # the runtime gives the logits behind the last appended token only
+        elif len(pending) > 1:
             if budget <= 0:
                 return 0
             pending = pending[:PREFILL_CHUNK]
         logits = kv.append(pending)
+        if sequence.scoring:
+            sequence.score_prompt(logits)
         if kv.length == len(ids):
             sequence.accept(sequence.sampler.sample(logits, self.version), self._eos)
             self.stats.generation_tokens += 1
@@ -244,7 +251,7 @@ class Scheduler:
         sequence.finish_reason = reason
         kv, sequence.kv = sequence.kv, None
         self._remove(sequence, reason)
-        if kv is not None:
+        if kv is not None and sequence.params.prompt_logprobs is None:
             self._kept.put(sequence.token_ids, kv, time.monotonic())
 
     def _remove(self, sequence: Sequence, outcome: str) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rollyard_engine.errors import EngineError
 from rollyard_engine.model import KVCache
-from rollyard_engine.sampling import SampledToken, Sampler, SamplingParams
+from rollyard_engine.sampling import Logits, PromptToken, SampledToken, Sampler, SamplingParams, score
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
@@ -47,6 +47,7 @@ class Sequence:
         "output",
         "params",
         "prompt",
+        "prompt_scores",
         "request_id",
         "sampler",
         "stop_reason",
@@ -70,6 +71,7 @@ class Sequence:
         self.on_progress = on_progress
         self.sampler = Sampler(params)
         self.output: list[SampledToken] = []
+        self.prompt_scores: list[PromptToken] = []
         self.kv: KVCache | None = None
         self.capacity = cache_capacity(len(prompt) + params.max_tokens, max_model_len)
         self.cached_tokens = 0
@@ -89,6 +91,16 @@ class Sequence:
     def finished(self) -> bool:
         """Whether nothing more will come."""
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed (the first token has none)."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_scores) < len(self.prompt) - 1
+
+    def score_prompt(self, logits: Logits) -> None:
+        """Add the log-probability of the next prompt token, which ``logits`` predict."""
+        token_id = int(self.prompt[len(self.prompt_scores) + 1])
+        self.prompt_scores.append(score(logits, token_id, self.params.prompt_logprobs or 0))
 
     def accept(self, token: SampledToken, eos_token_ids: frozenset[int]) -> None:
         """Add a sampled token and finish if it, or the length, ends the sequence; as vLLM's ``check_stop``.

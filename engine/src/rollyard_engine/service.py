@@ -67,7 +67,13 @@ class EngineService:
         Raises ``InvalidRequest``, ``QueueFull`` or ``EngineStopped``.
         """
         room = self._room(prompt)
-        params = fields.to_params(default_max_tokens=default_max_tokens or room, room=room)
+        if stream and fields.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs"
+            )
+        params = fields.to_params(
+            default_max_tokens=default_max_tokens or room, prompt_tokens=len(prompt), room=room
+        )
         news = asyncio.Event()
         sequence = Sequence(
             request_id,

@@ -70,6 +70,16 @@ def keep(
         seen = there.get(workload.name)
         if seen is None:
             launch.append(Launch(workload))
+        elif seen.blocked and seen.spec_hash == workload.spec_hash:
+            troubles.append(f"{seen.name} is not started: {seen.message}")
+            left = profile.blocked_seconds - (now - seen.started_at).total_seconds()
+            if left > 0:
+                waits.append(left)
+            else:
+                launch.append(Launch(workload))
+        elif seen.state == "exited" and seen.spec_hash != workload.spec_hash:
+            # Another spec may well start: it does not pay for the failures of the last one.
+            launch.append(Launch(workload))
         elif seen.state == "exited":
             same_life = _lived(seen, now) < profile.stable_seconds
             restarts = seen.restarts if same_life else 0

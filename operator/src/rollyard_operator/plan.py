@@ -15,6 +15,9 @@ from rollyard_crds import BackendPoolStatus, BackendStatus, RolloutJobStatus, St
 
 WorkloadKind = Literal["stage-worker", "backend"]
 WorkloadState = Literal["starting", "running", "stopping", "exited"]
+EngineType = Literal["embedded", "external", "vllm"]
+STARTING = "starting"
+"""Message of a backend that is expected not to answer yet."""
 StatusT = TypeVar("StatusT", RolloutJobStatus, BackendPoolStatus)
 
 
@@ -41,15 +44,24 @@ class Workload:
     """Stage workers: the stages it leases from."""
     concurrency: tuple[tuple[StageName, int], ...] = ()
     """Stage workers: rollouts at once, for each of its stages."""
+    engine: EngineType = "embedded"
+    """Backends: what serves."""
     model: str = ""
-    """Backends: model folder."""
+    """Backends: model folder, and the name that the model is served under."""
+    command: tuple[str, ...] = ()
+    """vLLM: what starts its API server; empty: the driver's default."""
     args: tuple[str, ...] = ()
     """Backends: further arguments of the engine's command line."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Backends: environment of the engine, sorted by name."""
+    gpus: int = 0
+    """Backends: GPUs of each; 0: neither asked for nor restricted."""
 
     @property
     def spec_hash(self) -> str:
         """16 hex digits; changes with everything that a running workload cannot take over."""
-        text = repr((self.stages, self.concurrency, self.model, self.args))
+        backend = (self.engine, self.model, self.command, self.args, self.env, self.gpus)
+        text = repr((self.stages, self.concurrency, backend))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -75,7 +87,11 @@ class ObservedWorkload:
     policy_version: str = ""
     """Backends: label of the weights that they loaded at their start, where the engine says."""
     message: str = ""
-    """What the driver knows about its trouble (the last line of its log)."""
+    """What the driver knows about its trouble (the telling line of its log)."""
+    blocked: bool = False
+    """Exited: nothing was started, because this machine lacks what `message` says."""
+    draining_since: datetime | None = None
+    """Backends: since when it takes no new rollouts, as an earlier plan said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +149,8 @@ class Plan(Generic[StatusT]):
     status: StatusT
     launch: tuple[Launch, ...] = ()
     stop: tuple[Stop, ...] = ()
+    drain: frozenset[str] = frozenset()
+    """Pools: backends that take no new rollouts now; the driver remembers since when. Others may again."""
     cancel: str = ""
     """Jobs: cancel every rollout that has not ended, for this reason."""
     delete: bool = False
@@ -155,11 +173,11 @@ class Profile:
     """Longest delay between restarts."""
     stable_seconds: float = 120.0
     """A workload that ran this long starts over with the shortest delay."""
-    start_seconds: float = 300.0
-    """A backend that is not ready by then is restarted."""
+    blocked_seconds: float = 5.0
+    """Between two looks at whether the machine has what a backend lacked."""
     unready_seconds: float = 60.0
     """A backend whose health check fails this long is restarted."""
     drain_seconds: float = 30.0
-    """For stage workers of a suspended job to finish what they hold."""
+    """For stage workers of a suspended job, and for the rollouts of a backend that goes, to finish."""
     stop_seconds: float = 10.0
     """For everything else to end by itself."""

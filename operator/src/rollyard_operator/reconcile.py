@@ -1,4 +1,4 @@
-"""The reconcile that every driver shares: what is wanted and what is seen, to what to do.
+"""The reconcile of jobs that every driver shares: what is wanted and what is seen, to what to do.
 
 Pure: no I/O, no clock, nothing of Kubernetes. `now` and everything observed come in; a
 plan comes out. Calling it again after the plan was carried out plans nothing new.
@@ -9,51 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from rollyard_crds import (
-    STAGES,
-    BackendPool,
-    BackendPoolStatus,
-    BackendStatus,
-    RolloutCounts,
-    RolloutJob,
-    RolloutJobStatus,
-    StageName,
-)
+from rollyard_crds import STAGES, RolloutCounts, RolloutJob, RolloutJobStatus, StageName
 
 from rollyard_operator.conditions import Claim, find, holds, since, updated
 from rollyard_operator.fleet import FleetPlan, earliest, keep
-from rollyard_operator.plan import (
-    ObservedJob,
-    ObservedPool,
-    ObservedWorkload,
-    Owner,
-    Plan,
-    Profile,
-    Stop,
-    Workload,
-)
+from rollyard_operator.naming import child_name, owner_of
+from rollyard_operator.plan import ObservedJob, Plan, Profile, Stop, Workload
 
-NAME_LIMIT = 63
 _PROFILE = Profile()
-
-
-def child_name(owner: Owner, role: str, index: int) -> str:
-    """`<owner>-<first 8 of uid>-<role>-<index>`, a DNS label: one name, one workload."""
-    tail = f"-{owner.uid[:8]}-{role}-{index}" if owner.uid else f"-{role}-{index}"
-    return owner.name[: NAME_LIMIT - len(tail)].rstrip("-") + tail.lower()
-
-
-def _owner(thing: RolloutJob | BackendPool) -> Owner:
-    meta = thing.metadata
-    return Owner(thing.kind, meta.namespace, meta.name, meta.uid or "")
-
-
-# -- jobs ---------------------------------------------------------------------------------
 
 
 def job_workloads(job: RolloutJob, profile: Profile = _PROFILE) -> tuple[Workload, ...]:
     """The stage workers that a running job wants."""
-    owner = _owner(job)
+    owner = owner_of(job)
     specs = {stage: getattr(job.spec.stages, stage) for stage in STAGES}
     if profile.combine_stages and all(spec.replicas == 1 for spec in specs.values()):
         groups: list[tuple[str, tuple[StageName, ...], int]] = [("worker", STAGES, 1)]
@@ -275,120 +243,3 @@ def _job_status(
             "message": message[:256],
         }
     )
-
-
-# -- pools --------------------------------------------------------------------------------
-
-
-def pool_workloads(pool: BackendPool) -> tuple[Workload, ...]:
-    """The backends that a pool wants; none for external ones."""
-    if pool.spec.engine.type == "external":
-        return ()
-    owner = _owner(pool)
-    return tuple(
-        Workload(
-            name=child_name(owner, "backend", index),
-            kind="backend",
-            owner=owner,
-            index=index,
-            model=pool.spec.model,
-            args=tuple(pool.spec.engine.args),
-        )
-        for index in range(pool.spec.replicas)
-    )
-
-
-def _hung(seen: ObservedWorkload, now: datetime, profile: Profile) -> bool:
-    """A backend that never got ready, or whose health check has failed for long."""
-    if seen.state == "starting":
-        return (now - seen.started_at).total_seconds() > profile.start_seconds
-    if seen.state != "running" or seen.ready or seen.unready_since is None:
-        return False
-    return (now - seen.unready_since).total_seconds() > profile.unready_seconds
-
-
-def _hang_check_after(seen: ObservedWorkload, now: datetime, profile: Profile) -> float | None:
-    if seen.state == "starting":
-        return profile.start_seconds - (now - seen.started_at).total_seconds()
-    if seen.state == "running" and not seen.ready and seen.unready_since is not None:
-        return profile.unready_seconds - (now - seen.unready_since).total_seconds()
-    return None
-
-
-def _backends(pool: BackendPool, observed: ObservedPool, wanted: tuple[Workload, ...]) -> list[BackendStatus]:
-    if pool.spec.engine.type == "external":
-        return list(observed.external)
-    names = {workload.name for workload in wanted}
-    versions = {backend.url: backend for backend in pool.status.backends}
-    out = []
-    for seen in observed.workloads:
-        if seen.name in names and seen.url and seen.state in ("starting", "running"):
-            known = versions.get(seen.url)
-            out.append(
-                BackendStatus(
-                    url=seen.url,
-                    ready=seen.ready and seen.state == "running",
-                    active_rollouts=known.active_rollouts if known else 0,
-                    policy_version=seen.policy_version or (known.policy_version if known else ""),
-                    message="" if seen.ready else seen.message[:1024],
-                )
-            )
-    return out
-
-
-def reconcile_pool(
-    pool: BackendPool, observed: ObservedPool, now: datetime, profile: Profile = _PROFILE
-) -> Plan[BackendPoolStatus]:
-    """What to do for `pool` now. Ready means that at least one backend takes rollouts."""
-    wanted = pool_workloads(pool)
-    hung = tuple(seen for seen in observed.workloads if _hung(seen, now, profile))
-    fleet = keep(wanted, observed.workloads, now, profile, profile.stop_seconds)
-    already = {stop.name for stop in fleet.stop}
-    stops = fleet.stop + tuple(
-        Stop(seen.name, profile.stop_seconds) for seen in hung if seen.name not in already
-    )
-    backends = _backends(pool, observed, wanted)
-    ready = sum(backend.ready for backend in backends)
-    external = pool.spec.engine.type == "external"
-    expected = len(observed.external) if external else len(wanted)
-    troubles = [*fleet.troubles, *(f"{seen.name} does not answer; restarting it" for seen in hung)]
-    troubles += [f"{backend.url}: {backend.message}" for backend in backends if backend.message]
-    claims = (
-        _pool_ready(ready, expected, troubles),
-        Claim("Progressing", True, "Starting", f"{ready} of {expected} backends are ready")
-        if ready < expected
-        else Claim("Progressing", False, "Complete"),
-        Claim(
-            "Degraded",
-            True,
-            "CrashLoopBackOff" if fleet.crash_looping else "BackendsFailing",
-            "; ".join(troubles),
-        )
-        if troubles
-        else Claim("Degraded", False, "Healthy"),
-    )
-    status = pool.status.model_copy(
-        update={
-            "conditions": updated(pool.status.conditions, claims, pool.metadata.generation, now),
-            "observed_generation": pool.metadata.generation or 0,
-            "replicas": len(backends),
-            "ready_replicas": ready,
-            "selector": f"rollyard.dev/pool={pool.metadata.name}",
-            "backends": backends,
-        }
-    )
-    checks = (_hang_check_after(seen, now, profile) for seen in observed.workloads if seen not in hung)
-    return Plan(
-        status=status,
-        launch=fleet.launch,
-        stop=stops,
-        requeue_after=earliest((fleet.requeue_after, *checks)),
-    )
-
-
-def _pool_ready(ready: int, expected: int, troubles: list[str]) -> Claim:
-    if ready:
-        return Claim("Ready", True, "BackendsReady", f"{ready} of {expected} backends are ready")
-    if not expected:
-        return Claim("Ready", False, "NoBackends", "the pool has replicas 0")
-    return Claim("Ready", False, "NoBackendReady", "; ".join(troubles) or "the backends are starting")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 MAX_DEPTH: Final = 64
@@ -40,6 +41,8 @@ def clean_value(value: Any, depth: int = 0) -> Any:
             return {clean_text(str(key)): clean_value(item, depth + 1) for key, item in value.items()}
         case list():
             return [clean_value(item, depth + 1) for item in value]
+        case float() if not math.isfinite(value):
+            return str(value)  # JSON has no number for it
         case int() if not isinstance(value, bool) and value not in _INT64:
             return float(value) if abs(value) < 1 << 1000 else str(value)[:64]
         case _:

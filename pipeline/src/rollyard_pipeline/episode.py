@@ -86,7 +86,9 @@ class Episode:
         self.truncated_reason = self.truncated_reason or reason
         self.finished = True
 
-    def trajectory(self, lease: Lease, sampling: SamplingSpec, backend: str) -> Trajectory:
+    def trajectory(
+        self, lease: Lease, sampling: SamplingSpec, backend: str, logprobs_mode: str
+    ) -> Trajectory:
         """The record as Run hands it on; the control plane adds stage timings and attempt."""
         return Trajectory(
             id=lease.rollout,
@@ -107,6 +109,7 @@ class Episode:
                 top_k=sampling.top_k,
                 max_tokens=sampling.max_tokens,
                 seed=sampling.seed,
+                logprobs_mode=logprobs_mode,
             ),
             backend=backend,
             truncated=bool(self.truncated_reason),

@@ -11,13 +11,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from rollyard_crds.lease import Lease, RouteRequest, RouteResponse, StageResult, StageTimes
+from rollyard_crds.lease import Lease, RouteRequest, RouteResponse, RunStats, StageResult, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
 from rollyard_pipeline import registry
 from rollyard_pipeline.agents.base import Agent, AgentContext
 from rollyard_pipeline.backends import BackendClient, BackendSession
-from rollyard_pipeline.chat.format import FormatCache, to_chat
+from rollyard_pipeline.backends.vocabulary import vocabulary_size
+from rollyard_pipeline.chat.format import ChatFormat, FormatCache, to_chat
+from rollyard_pipeline.chat.tokenizer import locate
 from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable
 from rollyard_pipeline.episode import Episode
 from rollyard_pipeline.errors import (
@@ -34,10 +36,12 @@ from rollyard_pipeline.leases import HeldLease
 from rollyard_pipeline.recorder import TrajectoryRecorder
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
+from rollyard_pipeline.tool_parsers.base import configured
 from rollyard_pipeline.tools.base import Tool, ToolContext
 
 _CARRY_LIMIT: Final = 1 << 20  # bytes, as the wire bounds it
 _ROUTE_RETRY: Final = 1.0  # seconds
+_LONGEST_WAITED: Final = 14_400.0  # seconds of waiting for backends that Run's limit does not count
 
 
 class Stages:
@@ -72,6 +76,7 @@ class Stages:
         self._jobs = JobSpecs(control)
         self._formats = FormatCache()
         self._handlers: dict[str, Handler] = {}
+        self._vocabularies: dict[str, int] = {}
         self._warmed: set[str] = set()
 
     async def close(self) -> None:
@@ -132,11 +137,17 @@ class Stages:
     async def _run(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.run.timeout_seconds
         handler, (agent, tools) = self._handler(spec), self._agent(spec)
-        session = await self._session(lease, spec) if agent.uses_model else None
+        session = self._session(lease, spec) if agent.uses_model else None
         episode = Episode(messages=lease.task.chat())
+        parser = self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)()
         if session is not None:
             schemas = [tool.schema() for tool in tools.values()]
-            chat = await self._formats.get(session.backend.tokenizer, schemas)
+            chat = await self._formats.get(
+                session.backend.tokenizer, schemas, spec.agent.chat_template_kwargs
+            )
+            parameters = {tool.name: tool.parameters for tool in tools.values()}
+            parser = configured(parser, chat.template.source, parameters)
+            session.vocabulary = await self._vocabulary(session.backend.tokenizer, chat)
             episode.recorder = TrajectoryRecorder(chat, [to_chat(message) for message in episode.messages])
         context = _context(lease, spec, timeout)
         try:
@@ -150,11 +161,13 @@ class Stages:
                     episode=episode,
                     tools=tools,
                     tool_context=self._tool_context(sandbox, spec),
-                    parser=self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)(),
+                    parser=parser,
                     session=session,
                 )
                 context.run_agent = functools.partial(agent.run, agent_context)
                 limit = asyncio.timeout(timeout)
+                if session is not None:
+                    session.on_wait = functools.partial(_extend, limit, session)
                 try:
                     async with limit:
                         await handler.run(context)
@@ -180,8 +193,12 @@ class Stages:
             sandbox=lease.sandbox,
             carry=_checked_carry(context),
             trajectory=episode.trajectory(
-                lease, spec.sampling, session.backend.url if session is not None else ""
+                lease,
+                spec.sampling,
+                session.backend.url if session is not None else "",
+                session.logprobs_mode if session is not None else "",
             ),
+            stats=session.stats if session is not None else RunStats(),
             times=times,
         )
 
@@ -261,13 +278,21 @@ class Stages:
                 tools[tool.name] = tool
         return agent, tools
 
-    async def _session(self, lease: Lease, spec: RolloutJobSpec) -> BackendSession:
+    async def _vocabulary(self, tokenizer: str, chat: ChatFormat) -> int:
+        """How many token ids the model has."""
+        if tokenizer not in self._vocabularies:
+            self._vocabularies[tokenizer] = await asyncio.to_thread(
+                vocabulary_size, locate(tokenizer), chat.tokenizer.vocabulary_size
+            )
+        return self._vocabularies[tokenizer]
+
+    def _session(self, lease: Lease, spec: RolloutJobSpec) -> BackendSession:
         if lease.backend is None:
             raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
 
-        async def route(failed_url: str, error: str) -> RouteResponse:
+        async def route(failed_url: str, error: str, blame: bool) -> RouteResponse:
             request = RouteRequest(
-                rollout=lease.rollout, token=lease.token, failed_url=failed_url, error=error
+                rollout=lease.rollout, token=lease.token, failed_url=failed_url, error=error, blame=blame
             )
             try:
                 return await self._control.route(request)
@@ -294,6 +319,13 @@ class Stages:
             if provider is not None and sandbox is not None
             else None,
         )
+
+
+def _extend(limit: asyncio.Timeout, session: BackendSession, seconds: float) -> None:
+    """Move Run's limit by time that went to a backend being paused, updated or too busy."""
+    when = limit.when()
+    if when is not None and not limit.expired() and session.waited_seconds <= _LONGEST_WAITED:
+        limit.reschedule(when + seconds)
 
 
 def _context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageContext:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,15 @@ from rollyard_crds.lease import (
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import jobs, jobviews, leasing, liveness, outcomes, wire
+from rollyard_api import jobs, jobviews, leasing, liveness, outcomes, routing, staleness, wire
 from rollyard_api.bus import QUEUE
 from rollyard_api.codec import encode
 from rollyard_api.database import Transaction
 from rollyard_api.leasing import Ask
 from rollyard_api.problems import Conflict, NotFound
 from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
+
+log = logging.getLogger("rollyard.api")
 
 router = APIRouter(prefix="/v1/leases", tags=["leases"])
 
@@ -104,7 +107,7 @@ async def complete(request: Request) -> Response:
     plane = plane_of(request)
     results = wire.check_results(await body_of(request))
     await plane.refuse_when_full()
-    told = await plane.database.write(partial(outcomes.complete, results=results))
+    told = await plane.database.write(partial(staleness.complete, results=results))
     return _reply(request, {"outcomes": told})
 
 
@@ -128,19 +131,28 @@ async def fail(request: Request) -> Response:
     openapi_extra=body_schema(RouteRequest.model_json_schema()),
 )
 async def route(request: Request) -> Response:
-    """Another backend for a rollout whose own failed."""
+    """Another backend for a rollout whose own failed; none, while none has room, and when to ask again."""
     plane = plane_of(request)
     asked = wire.model(RouteRequest, await body_of(request))
-    outcome, backend = await plane.database.write(
-        partial(leasing.reroute, rollout=asked.rollout, token=asked.token, failed_url=asked.failed_url)
+    op = partial(
+        routing.reroute,
+        rollout=asked.rollout,
+        token=asked.token,
+        failed_url=asked.failed_url,
+        error=asked.error,
+        blame=asked.blame,
     )
-    if outcome == "unknown":
+    told = await plane.database.write(op)
+    if told.opened:
+        log.warning("backend %s: its circuit opens; last error: %s", asked.failed_url, asked.error)
+    if told.outcome == "unknown":
         raise NotFound(f"there is no rollout {asked.rollout!r}", reason="RolloutNotFound")
-    if outcome == "stale":
+    if told.outcome == "stale":
         raise Conflict(
             f"the lease of {asked.rollout!r} with token {asked.token} is not held", reason="LeaseLost"
         )
-    return _reply(request, {"backend": backend, "retry_after": 1.0})
+    answered = {"backend": told.backend, "retry_after": told.retry_after, "reason": told.reason}
+    return _reply(request, answered)
 
 
 @router.get("/job")

@@ -25,6 +25,12 @@ class Backends(Model):
     backends: Annotated[list[BackendStatus], Field(max_length=1024)]
 
 
+class Patch(Model):
+    """A merge patch (RFC 7386) of a pool's spec; null takes a field away."""
+
+    spec: dict[str, Any]
+
+
 def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
     pools.find(conn, namespace, name)
     return pools.listed(conn, namespace, name)[0]
@@ -50,6 +56,15 @@ async def list_pools(plane: Plane, namespace: Annotated[str | None, Query(max_le
 @router.get("/{name}")
 async def get_pool(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """One pool with its backends."""
+    return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
+
+
+@router.patch("/{name}", openapi_extra=body_schema(Patch.model_json_schema()))
+async def patch_pool(request: Request, name: str, namespace: Namespace = "default") -> Response:
+    """Change the spec by a merge patch: replicas, limits, arguments, external URLs."""
+    plane = plane_of(request)
+    asked = wire.model(Patch, await body_of(request))
+    await plane.database.write(partial(pools.patch, namespace=namespace, name=name, changes=asked.spec))
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
 
 

@@ -32,7 +32,10 @@ def command(
     home: Path | None,
     namespace: str,
 ) -> None:
-    """List jobs (KIND rj, the default) or backend pools (KIND bp), or show one."""
+    """List jobs (KIND rj, the default) or backend pools (KIND bp), or show one.
+
+    `get bp -o wide` has a line for each backend: its health, circuit, weights, load and speed.
+    """
     from rich.console import Console
 
     from rollyard.render import tables
@@ -51,7 +54,8 @@ def command(
         else:
             pools = [client.pool(name, namespace)] if name else client.pools(scope)
             if output not in ("json", "yaml"):
-                tables.print_table(Console(highlight=False), tables.pools_table(pools, output == "wide"))
+                table = tables.backends_table(pools) if output == "wide" else tables.pools_table(pools)
+                tables.print_table(Console(highlight=False), table)
                 return
             documents = [pool.to_json() for pool in pools]
     document = documents[0] if name else {"apiVersion": "v1", "kind": "List", "items": documents}

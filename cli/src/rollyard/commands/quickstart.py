@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from rollyard.vllm_servers import VllmOptions
 
 
 @click.command()
@@ -21,7 +25,21 @@ import click
 @click.option(
     "--job", type=click.Path(path_type=Path), help="Another manifest [examples/quickstart/job.yaml]."
 )
-@click.option("--model", help="Model folder [the shipped one].")
+@click.option("--model", help="Model folder [the shipped one]; with --engine vllm: a Hugging Face folder.")
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded", "vllm"]),
+    default="embedded",
+    show_default=True,
+    help="Backend.",
+)
+@click.option("--replicas", type=click.IntRange(1, 64), help="vLLM servers [2].")
+@click.option(
+    "--vllm-python",
+    type=click.Path(path_type=Path),
+    help="A Python that has vLLM (scripts/vllm-env prints one).",
+)
+@click.option("--update-weights", is_flag=True, help="Give the vLLM servers new weights in the middle.")
 @click.option("--backend", metavar="URL", help="A running vLLM-compatible server instead.")
 @click.option(
     "--sandbox", type=click.Choice(["bubblewrap", "process"]), default="bubblewrap", show_default=True
@@ -33,6 +51,10 @@ def command(
     home: Path | None,
     job: Path | None,
     model: str | None,
+    engine: str,
+    replicas: int | None,
+    vllm_python: Path | None,
+    update_weights: bool,
     backend: str | None,
     sandbox: str,
 ) -> None:
@@ -42,7 +64,11 @@ def command(
     from rollyard.quickstart import QuickstartOptions, default_job, run
     from rollyard.watching import require_success
 
-    further = [*(("--backend", backend) if backend else ()), *(("--model", model) if model else ())]
+    vllm = _vllm(engine, model, replicas, vllm_python, update_weights, backend)
+    further = [
+        *(("--backend", backend) if backend else ()),
+        *(("--model", model) if model and not vllm else ()),
+    ]
     options = QuickstartOptions(
         job=job or default_job(),
         home=home or out / "home",
@@ -51,5 +77,33 @@ def command(
         samples=samples,
         sandbox=sandbox,
         backend=tuple(further),
+        vllm=vllm,
     )
     require_success(run(options, Console(highlight=False)))
+
+
+def _vllm(
+    engine: str,
+    model: str | None,
+    replicas: int | None,
+    python: Path | None,
+    update_weights: bool,
+    backend: str | None,
+) -> VllmOptions | None:
+    from rollyard.errors import UsageProblem
+
+    if engine == "embedded":
+        if replicas is not None or python is not None or update_weights:
+            raise UsageProblem("--replicas, --vllm-python and --update-weights go with --engine vllm")
+        return None
+    if backend:
+        raise UsageProblem("--backend URL is a server that runs already; leave --engine out")
+    if python is None:
+        raise UsageProblem("--engine vllm: give --vllm-python, a Python that has vLLM (see scripts/vllm-env)")
+    if not model:
+        raise UsageProblem(
+            "--engine vllm: give --model, a Hugging Face model folder (examples/tiny-policy/hf)"
+        )
+    from rollyard.vllm_servers import VllmOptions
+
+    return VllmOptions(python, Path(model).expanduser(), replicas or 2, update_weights)

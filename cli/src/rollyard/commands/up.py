@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,36 @@ LEASE_SECONDS = click.FloatRange(1.0, 3600.0)
 @click.option(
     "--backend", "backend_url", default="", metavar="URL", help="Use a running vLLM-compatible server."
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded", "vllm"]),
+    default="embedded",
+    show_default=True,
+    help="What to start in the place of --backend.",
+)
 @click.option("--model", default="", help="Model folder; with --backend: the name it is served under.")
+@click.option(
+    "--replicas", type=click.IntRange(0, 1024), default=1, show_default=True, help="Backends to start."
+)
+@click.option(
+    "--gpus", type=click.IntRange(0, 64), default=0, help="vLLM: GPUs of each server [not restricted]."
+)
+@click.option(
+    "--vllm-python", default="", metavar="PY", help="vLLM: Python of its environment [`vllm` on PATH]."
+)
+@click.option(
+    "--verify-python",
+    default="",
+    metavar="PY",
+    help="Python with torch and transformers, which verifies weight updates "
+    "[$ROLLYARD_VERIFY_PYTHON, else --vllm-python].",
+)
+@click.option(
+    "--engine-arg", "engine_args", multiple=True, metavar="ARG", help="Argument of the engine; repeatable."
+)
+@click.option(
+    "--engine-env", "engine_env", multiple=True, metavar="K=V", help="Environment of the engine; repeatable."
+)
 @click.option("--tokenizer", default="", help="With --backend: folder with tokenizer.json and chat template.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0: a free one.")
@@ -43,7 +73,14 @@ LEASE_SECONDS = click.FloatRange(1.0, 3600.0)
 @click.option("--detach", is_flag=True, help="Return once it is ready; stop it with `rollyard down`.")
 def command(
     backend_url: str,
+    engine: str,
     model: str,
+    replicas: int,
+    gpus: int,
+    vllm_python: str,
+    verify_python: str,
+    engine_args: tuple[str, ...],
+    engine_env: tuple[str, ...],
     tokenizer: str,
     host: str,
     port: int,
@@ -52,13 +89,40 @@ def command(
     home: Path | None,
     detach: bool,
 ) -> None:
-    """Start control plane, workers and a backend on this machine; Ctrl-C stops everything."""
+    """Start control plane, workers and a backend on this machine; Ctrl-C stops everything.
+
+    With vLLM: `rollyard up --engine vllm --model DIR --replicas 2 --gpus 1
+    --engine-arg=--max-model-len=32768`. `$(BACKEND_INDEX)` in --engine-arg and --engine-env is
+    the replica's number, from 0.
+    """
     from rollyard.errors import UsageProblem
     from rollyard.local.home import Home, default_home
     from rollyard.local.options import Options
 
     if backend_url and not backend_url.startswith(("http://", "https://")):
         raise UsageProblem(f"--backend must be a URL such as http://127.0.0.1:8000 (got {backend_url!r})")
+    started = {
+        "--engine": engine != "embedded",
+        "--replicas": replicas != 1,
+        "--engine-arg": engine_args,
+        "--engine-env": engine_env,
+    }
+    for name, value in started.items():
+        if backend_url and value:
+            raise UsageProblem(f"{name} is for backends that are started here; --backend names a running one")
+    for name, asked in (("--vllm-python", vllm_python), ("--gpus", gpus)):
+        if asked and engine != "vllm":
+            raise UsageProblem(f"{name} goes with --engine vllm")
+    if engine == "vllm" and not model:
+        raise UsageProblem("--engine vllm needs --model DIR, a Hugging Face model folder")
+    wrong = next((pair for pair in engine_env if not pair.partition("=")[0] or "=" not in pair), None)
+    if wrong is not None:
+        raise UsageProblem(f"--engine-env must be NAME=VALUE (got {wrong!r})")
+    if verify_python:
+        found = shutil.which(Path(verify_python).expanduser())
+        if found is None:
+            raise UsageProblem(f"--verify-python: {verify_python} is no program that can be run")
+        verify_python = str(Path(found).absolute())  # not resolved: the link of a virtual environment counts
     if tokenizer and not backend_url:
         raise UsageProblem("--tokenizer goes with --backend; an embedded engine reads its model folder")
     if model and not backend_url:
@@ -75,6 +139,13 @@ def command(
         host=host,
         port=port,
         backend_url=backend_url,
+        engine=engine,
+        replicas=replicas,
+        vllm_python=vllm_python,
+        verify_python=verify_python,
+        engine_args=engine_args,
+        engine_env=tuple((name, value) for name, _, value in (pair.partition("=") for pair in engine_env)),
+        gpus=gpus,
         model=model,
         tokenizer=tokenizer,
         sandbox=sandbox,
@@ -115,8 +186,20 @@ def _detach(home: Home, options: Options) -> None:
         ("--backend", options.backend_url),
         ("--model", options.model),
         ("--tokenizer", options.tokenizer),
+        ("--vllm-python", options.vllm_python),
+        ("--verify-python", options.verify_python),
     ):
         arguments += [name, value] if value else []
+    arguments += [
+        "--engine",
+        options.engine,
+        "--replicas",
+        str(options.replicas),
+        "--gpus",
+        str(options.gpus),
+    ]
+    arguments += [f"--engine-arg={argument}" for argument in options.engine_args]
+    arguments += [f"--engine-env={name}={value}" for name, value in options.engine_env]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "rollyard", "up", *arguments],

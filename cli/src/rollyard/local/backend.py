@@ -1,14 +1,18 @@
-"""Health of one embedded backend: found by its port file, then warmed up, then watched."""
+"""Health of one backend that the driver started: found, then warmed up, then watched."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
+from rollyard_operator.plan import STARTING
+
+from rollyard.errors import CliError
 
 FIRST_CHECK_SECONDS = 0.1
 CHECK_SECONDS = 5.0
@@ -27,10 +31,11 @@ class Health:
     policy_version: str = ""
     failures: int = 0
     unready_since: datetime | None = None
-    message: str = "starting"
+    message: str = STARTING
 
 
-async def _listening(port_file: Path, host: str) -> str:
+async def listening(port_file: Path, host: str) -> str:
+    """Base URL of an embedded engine, once it has written its port."""
     while True:
         try:
             port = int(port_file.read_text())
@@ -41,29 +46,59 @@ async def _listening(port_file: Path, host: str) -> str:
 
 
 async def _warm_up(http: httpx.AsyncClient, url: str, model: str) -> str:
-    """A first completion; returns the label of the weights that sampled it, if the engine says."""
+    """A first completion, checked; returns the label of the weights that sampled it, if the engine says.
+
+    `/health` of vLLM only says that the engine's process lives.
+
+    Raises:
+        httpx.HTTPError: no answer.
+        NotReady: an error, or an answer without one token id and its log-probability.
+    """
+    asked = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
     answer = await http.post(
-        f"{url}/v1/completions",
-        json={"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0},
-        timeout=WARM_UP_SECONDS,
+        f"{url}/v1/completions", json={"model": model, "prompt": [1], **asked}, timeout=WARM_UP_SECONDS
     )
-    answer.raise_for_status()
+    if not answer.is_success:
+        raise NotReady(f"the first completion was answered {answer.status_code}: {answer.text[:200]}")
     try:
-        spans = answer.json()["choices"][0].get("weight_versions") or []
-        return str(spans[-1]["version"])
-    except (ValueError, LookupError, TypeError, AttributeError):
+        choice = answer.json()["choices"][0]
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        good = len(ids) == len(logprobs) == 1 and type(ids[0]) is int and math.isfinite(logprobs[0])
+        spans = choice.get("weight_versions") or []
+        version = str(spans[-1]["version"]) if spans else ""
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise NotReady("the first completion holds no token ids with log-probabilities") from error
+    if not good:
+        raise NotReady(f"one token was asked for; token_ids {ids!r:.100}, token_logprobs {logprobs!r:.100}")
+    return version or await _label(http, url)
+
+
+async def _label(http: httpx.AsyncClient, url: str) -> str:
+    answer = await http.get(f"{url}/weight_info", timeout=TIMEOUT_SECONDS)
+    try:
+        return str(answer.json()["weight_version"]) if answer.is_success else ""
+    except (ValueError, LookupError, TypeError):
         return ""
 
 
-def _words(error: Exception) -> str:
+class NotReady(CliError):
+    """The server answers, and not as one that can be used."""
+
+    reason = "NotReady"
+
+
+def _words(error: Exception, warmed_up: bool) -> str:
+    if isinstance(error, NotReady):
+        return str(error)
+    if isinstance(error, httpx.ConnectError) and not warmed_up:
+        return STARTING  # it loads the model, and listens after that
     return f"{type(error).__name__}: {error}".strip().rstrip(":")[:300]
 
 
 async def watch_backend(
-    port_file: Path, host: str, model: str, http: httpx.AsyncClient, report: Callable[[Health], None]
+    url: str, model: str, http: httpx.AsyncClient, report: Callable[[Health], None]
 ) -> None:
     """Reports the backend's health until cancelled. Ready: health check and a first completion passed."""
-    url = await _listening(port_file, host)
     health = Health(url=url)
     report(health)
     while True:
@@ -74,7 +109,7 @@ async def watch_backend(
             if not health.warmed_up:
                 version = await _warm_up(http, url, model)
             health = Health(url=url, ready=True, warmed_up=True, policy_version=version, message="")
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, NotReady) as error:
             failures = health.failures + 1
             health = Health(
                 url=url,
@@ -83,7 +118,7 @@ async def watch_backend(
                 policy_version=health.policy_version,
                 failures=failures,
                 unready_since=health.unready_since or datetime.now(UTC),
-                message=_words(error),
+                message=_words(error, health.warmed_up),
             )
         report(health)
         await asyncio.sleep(CHECK_SECONDS if health.ready else FIRST_CHECK_SECONDS * 5)

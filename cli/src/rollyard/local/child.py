@@ -15,7 +15,7 @@ from pathlib import Path
 from rollyard.local import launcher
 from rollyard.local.home import read_json, write_json
 from rollyard.local.logfile import LogFile
-from rollyard.local.processes import Identity, identify, is_alive, send
+from rollyard.local.processes import Identity, identify, is_alive, is_same_boot, kill_session, send
 
 _CHUNK = 1 << 16
 _LAST_WORDS_SECONDS = 1.0
@@ -53,48 +53,70 @@ class Child:
         folders: Folders,
         env: Mapping[str, str] | None = None,
         on_exit: Callable[[], None] = lambda: None,
+        program: str = sys.executable,
+        guarded: bool = False,
     ) -> Child:
-        """Starts `python arguments…`; `on_exit` is called once when it has ended.
+        """Starts `program arguments…`; `on_exit` is called once when it has ended.
+
+        Args:
+            env: on top of this process's own.
+            program: absolute path; default: this Python.
+            guarded: it has subprocesses of its own, which must not outlive it: a guard beside it ends
+                them all, also when this process is killed.
 
         Raises:
             OSError: the process cannot be started, or its log cannot be opened.
         """
         log = LogFile(folders.logs / f"{name}.log")
-        command = [sys.executable, *arguments]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-IS",
-            str(launcher.__file__),
-            str(os.getpid()),
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **(env or {})},
+        command = [*(["--guard"] if guarded else []), program, *arguments]
+        # A pipe of our own: with asyncio's, the process counts as running until the last of its
+        # descendants closes it, and an orphan that outlives a killed server never does.
+        read, write = os.pipe()
+        stream = asyncio.StreamReader()
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(read, "rb", buffering=0)
         )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-IS",
+                str(launcher.__file__),
+                str(os.getpid()),
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **(env or {})},
+            )
+        except BaseException:
+            pipe.close()
+            log.close()
+            raise
+        finally:
+            os.close(write)
         pid_file = folders.pids / f"{name}.json"
         identity = identify(process.pid)
         if identity is not None:
             write_json(pid_file, identity.to_json())
         child = cls(name, process, log, pid_file)
-        child._reader = asyncio.create_task(child._copy(), name=f"log of {name}")
-        child._waiter = asyncio.create_task(child._wait(on_exit), name=f"end of {name}")
+        child._reader = asyncio.create_task(child._copy(stream), name=f"log of {name}")
+        child._waiter = asyncio.create_task(child._wait(on_exit, pipe), name=f"end of {name}")
         return child
 
-    async def _copy(self) -> None:
-        stream = self._process.stdout
-        if stream is None:
-            return
+    async def _copy(self, stream: asyncio.StreamReader) -> None:
         while data := await stream.read(_CHUNK):
             self._log.write(data)
 
-    async def _wait(self, on_exit: Callable[[], None]) -> int:
+    async def _wait(self, on_exit: Callable[[], None], pipe: asyncio.BaseTransport) -> int:
         code = await self._process.wait()
+        # Before anybody starts a successor: what it left holds memory, a GPU, a port.
+        await asyncio.to_thread(kill_session, self._process.pid)
         if self._reader is not None:
-            # Descendants may hold the pipe open: its last words are waited for briefly.
+            # A descendant in a session of its own may hold the pipe open: last words are waited for briefly.
             await asyncio.wait([self._reader], timeout=_LAST_WORDS_SECONDS)
             self._reader.cancel()
+        pipe.close()
         self.exited_at = datetime.now(UTC)
         self._log.close()
         self._pid_file.unlink(missing_ok=True)
@@ -114,6 +136,11 @@ class Child:
     def last_line(self) -> str:
         """The last line of its log."""
         return self._log.last_line()
+
+    @property
+    def telling_line(self) -> str:
+        """The line of its log that tells most about its end: the last error, else the last line."""
+        return self._log.telling_line()
 
     def signal(self, number: signal.Signals) -> None:
         """Signals the process itself; nothing if it has ended."""
@@ -154,8 +181,12 @@ def sweep(pids: Path) -> list[str]:
     for file in sorted(pids.glob("*.json")):
         document = read_json(file)
         identity = Identity.from_json(document) if document is not None else None
-        if identity is not None and is_alive(identity):
-            found.append(file.stem)
+        if identity is not None and is_same_boot(identity):
+            leader = is_alive(identity)
             send(identity, signal.SIGKILL, group=True)
+            # Its subprocesses may have outlived it; nobody else leads a session of its number then.
+            left = kill_session(identity.pid, identity.start_ticks)
+            if leader or left:
+                found.append(file.stem)
         file.unlink(missing_ok=True)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 
 import httpx
@@ -63,6 +64,11 @@ class ControlPlane:
             *("--port", str(self._port), "--port-file", str(port_file)),
             *("--lease-seconds", f"{self._options.lease_seconds:g}"),
         ]
+        # Without either, the control plane reads ROLLYARD_VERIFY_PYTHON: it has this process's environment.
+        verify = self._options.verify_python
+        if not verify and "ROLLYARD_VERIFY_PYTHON" not in os.environ:
+            verify = self._options.vllm_python
+        arguments += ["--verify-python", verify] if verify else []
         folders = Folders(self._home.logs, self._home.pids)
         try:
             child = await Child.start(NAME, arguments, folders, on_exit=self._ended.set)

@@ -11,10 +11,13 @@ from typing import Any
 import httpx
 from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop, Workload, WorkloadState
 
-from rollyard.local.backend import Health, watch_backend
+from rollyard.errors import CannotStart
+from rollyard.local.backend import Health, listening, watch_backend
 from rollyard.local.child import Child, Folders
+from rollyard.local.gpus import choose, visible_gpus
 from rollyard.local.home import Home
 from rollyard.local.options import Options
+from rollyard.local.vllm import free_port, vllm_server
 
 HAND_OVER_SECONDS = 6.0
 """After a second SIGTERM a stage worker hands over what it holds at once."""
@@ -31,6 +34,14 @@ class _Entry:
     stopping: asyncio.Task[None] | None = None
     probe: asyncio.Task[None] | None = None
     health: Health = field(default_factory=Health)
+    blocked: bool = False
+    """Nothing was started: `failure` says what this machine lacks."""
+    draining_since: datetime | None = None
+    port: int = 0
+    """vLLM: the port that was chosen for it."""
+    gpus: tuple[str, ...] = ()
+    url: str = ""
+    """vLLM: where it will answer; an embedded engine says it itself."""
 
 
 class Fleet:
@@ -46,6 +57,7 @@ class Fleet:
         self._wake = wake
         self._entries: dict[str, _Entry] = {}
         self._folders = Folders(home.logs, home.pids)
+        self._visible: tuple[str, ...] = ()
 
     def owners(self) -> set[Owner]:
         """Whose workloads there are."""
@@ -73,7 +85,7 @@ class Fleet:
             state = "exited"
         else:
             state = "running" if entry.workload.kind == "stage-worker" or health.warmed_up else "starting"
-        message = entry.failure or (child.last_line if child is not None and exited else health.message)
+        message = entry.failure or (child.telling_line if child is not None and exited else health.message)
         return ObservedWorkload(
             name=entry.workload.name,
             spec_hash=entry.workload.spec_hash,
@@ -87,12 +99,18 @@ class Fleet:
             url=health.url,
             policy_version=health.policy_version,
             message=message,
+            blocked=entry.blocked,
+            draining_since=entry.draining_since,
         )
 
-    async def carry_out(self, plan: Plan[Any]) -> None:
-        """Starts and stops what the plan says; stopping goes on in the background."""
+    async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
+        """Starts, drains and stops what the plan of one owner says; stopping goes on in the background."""
         for stop in plan.stop:
             self.stop(stop)
+        for name, entry in self._entries.items():
+            if entry.workload.owner == owner:
+                since = entry.draining_since or datetime.now(UTC)
+                entry.draining_since = since if name in plan.drain else None
         for launch in plan.launch:
             await self._launch(launch)
 
@@ -101,16 +119,54 @@ class Fleet:
         before = self._entries.pop(workload.name, None)
         if before is not None and before.probe is not None:
             before.probe.cancel()
-        arguments = self._arguments(workload)
         entry = _Entry(workload, launch.restarts, None, datetime.now(UTC))
         self._entries[workload.name] = entry
         try:
-            entry.child = await Child.start(workload.name, arguments, self._folders, on_exit=self._wake)
+            if workload.engine == "vllm":
+                entry.child = await self._start_vllm(entry)
+            else:
+                entry.child = await Child.start(
+                    workload.name,
+                    self._arguments(workload),
+                    self._folders,
+                    env=dict(workload.env),
+                    on_exit=self._wake,
+                )
+        except CannotStart as lack:
+            entry.blocked, entry.failure = True, str(lack)
+            return
         except OSError as error:
             entry.failure = f"cannot be started: {error}"
             return
         if workload.kind == "backend":
             entry.probe = asyncio.create_task(self._watch(entry), name=f"health of {workload.name}")
+
+    async def _start_vllm(self, entry: _Entry) -> Child:
+        workload, others = entry.workload, self._living()
+        if workload.gpus:
+            self._visible = self._visible or await visible_gpus()
+            taken = (gpu for other in others for gpu in other.gpus)
+            entry.gpus = choose(workload.gpus, workload.index, self._visible, taken)
+        port = free_port(self._options.host, {other.port for other in others})
+        server = vllm_server(workload, self._options.host, port, entry.gpus)
+        entry.port, entry.url = port, server.url
+        return await Child.start(
+            workload.name,
+            server.arguments,
+            self._folders,
+            env=server.env,
+            on_exit=self._wake,
+            program=server.program,
+            guarded=True,
+        )
+
+    def _living(self) -> list[_Entry]:
+        """Those whose process has not ended, and so holds its port and GPUs."""
+        return [
+            entry
+            for entry in self._entries.values()
+            if entry.child is not None and entry.child.exit_code is None
+        ]
 
     async def _watch(self, entry: _Entry) -> None:
         def report(health: Health) -> None:
@@ -119,9 +175,11 @@ class Fleet:
             if changed:
                 self._wake()
 
-        model = entry.workload.model
-        port_file = self._home.pids / f"{entry.workload.name}.port"
-        await watch_backend(port_file, self._options.host, model, self._http, report)
+        url = entry.url
+        if not url:
+            port_file = self._home.pids / f"{entry.workload.name}.port"
+            url = await listening(port_file, self._options.host)
+        await watch_backend(url, entry.workload.model, self._http, report)
 
     def _arguments(self, workload: Workload) -> Sequence[str]:
         if workload.kind == "backend":

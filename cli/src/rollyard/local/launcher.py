@@ -1,7 +1,11 @@
-"""Runs a command that dies with its parent: `python launcher.py PARENT_PID COMMAND…`.
+"""Runs a command that dies with its parent: `python launcher.py PARENT_PID [--guard] COMMAND…`.
 
 A program of its own, because setting the parent-death signal between fork and exec of a
 process with threads is not safe. Standard library only; it replaces itself by the command.
+
+With `--guard` it stays beside the command, which has subprocesses of its own: however the
+parent ends, a `kill -9` included, it kills the whole session. When the command ends, so does
+the guard, in the same way, and the parent ends what is left. Signals to stop are passed on.
 """
 
 import ctypes
@@ -10,15 +14,57 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def _die_with(parent: int, number: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it died before the request
+        sys.exit(1)
 
 
 def main() -> None:
-    """Asks the kernel for SIGKILL at the parent's death, then becomes the command."""
+    """Asks the kernel for a signal at the parent's death, then becomes (or guards) the command."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request
-        sys.exit(1)
+    if command[0] == "--guard":
+        _guard(parent, command[1:])
+        return
+    _die_with(parent, signal.SIGKILL)
     os.execv(command[0], command)
+
+
+def _guard(parent: int, command: list[str]) -> None:
+    # Signals wait until they are asked for: none is lost between fork and the first wait.
+    waited = {*_PASSED_ON, signal.SIGCHLD, signal.SIGUSR1}
+    signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    _die_with(parent, signal.SIGUSR1)
+    guard = os.getpid()
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, waited)
+        try:
+            _die_with(guard, signal.SIGKILL)
+            os.execv(command[0], command)
+        except OSError as error:
+            print(f"{command[0]}: {error.strerror}", flush=True)
+        os._exit(127)
+    while True:
+        number = signal.sigwait(waited)
+        if number == signal.SIGUSR1 and os.getppid() != parent:
+            os.killpg(guard, signal.SIGKILL)  # itself too: nobody is left to tell
+        if number in _PASSED_ON:
+            os.kill(child, number)
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        os._exit(code)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, waited)
+    if -code == signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler raises
+    os.kill(guard, -code)
+    os._exit(128 - code)
 
 
 if __name__ == "__main__":

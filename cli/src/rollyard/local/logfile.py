@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import BinaryIO
 
 LIMIT_BYTES = 8 << 20
-_TAIL_BYTES = 4096
+_TAIL_BYTES = 32 << 10
+_ERROR = re.compile(r"(?:^|[\s)\]])((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt): \S.*|error: \S.*)$")
+"""`ValueError: …` as a traceback ends, after whatever a logger puts before it; argparse's `error: …`."""
+_POINTS_ELSEWHERE = ("Engine core initialization failed",)
+"""vLLM's own last words, which say no more than that another error stands further up."""
+_COUNTS = re.compile(r"\d+ validation errors? for ")
 
 
 class LogFile:
@@ -36,6 +42,10 @@ class LogFile:
         """The last line that says something, at most 300 characters."""
         return _last_of(self._tail)
 
+    def telling_line(self) -> str:
+        """The last line that states an error, else the last line; at most 300 characters."""
+        return telling(self._tail) or self.last_line()
+
     def close(self) -> None:
         self._file.close()
 
@@ -49,6 +59,21 @@ def last_line(path: Path) -> str:
     except OSError:
         return ""
     return _last_of(tail)
+
+
+def telling(tail: bytes) -> str:
+    """The error that a log ends with: the last one that a traceback states; empty if there is none."""
+    lines = tail.decode(errors="replace").splitlines()
+    for number in range(len(lines) - 1, -1, -1):
+        match = _ERROR.search(lines[number].rstrip())
+        if match is None or any(words in match[1] for words in _POINTS_ELSEWHERE):
+            continue
+        text = match[1]
+        if _COUNTS.search(text) and number + 1 < len(lines):
+            # pydantic: the next line says what is wrong.
+            text += " " + " ".join(line.strip() for line in lines[number + 1 : number + 3])
+        return text[:300]
+    return ""
 
 
 def _last_of(tail: bytes) -> str:

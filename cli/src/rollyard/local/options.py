@@ -23,11 +23,23 @@ class Options:
     port: int = DEFAULT_PORT
     """0: a free one."""
     backend_url: str = ""
-    """A running vLLM-compatible server; empty: an embedded engine."""
+    """A running vLLM-compatible server; empty: backends that are started here."""
+    engine: str = "embedded"
+    """What is started here: `embedded` or `vllm`."""
+    replicas: int = 1
+    """Backends that are started."""
+    vllm_python: str = ""
+    """The Python of an environment with vLLM; empty: the command `vllm`."""
+    engine_args: tuple[str, ...] = ()
+    engine_env: tuple[tuple[str, str], ...] = ()
+    gpus: int = 0
+    """GPUs of each vLLM server; 0: neither asked for nor restricted."""
     model: str = ""
-    """Embedded: model folder. External: the name that the server serves."""
+    """Embedded and vLLM: model folder. External: the name that the server serves."""
     tokenizer: str = ""
     """External: folder with tokenizer.json and the chat template."""
+    verify_python: str = ""
+    """A Python with torch and transformers, which verifies weight updates; empty: `vllm_python`, if given."""
     sandbox: str = "bubblewrap"
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """How long a stage worker may be silent before its rollouts go to another."""

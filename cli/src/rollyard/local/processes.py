@@ -13,6 +13,8 @@ from typing import Any
 
 _START_TIME = 19  # field 22 of /proc/PID/stat, counted after the command name and its parenthesis
 _STATE = 0
+_SESSION = 3
+SESSION_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,55 @@ def is_alive(identity: Identity) -> bool:
         and int(fields[_START_TIME]) == identity.start_ticks
         and _boot_id() == identity.boot_id
     )
+
+
+def is_same_boot(identity: Identity) -> bool:
+    """Whether the machine was not started anew since: pids of another boot mean nothing."""
+    return identity.boot_id == _boot_id()
+
+
+def kill_session(leader: int, since_ticks: int = 0) -> int:
+    """SIGKILL to what is left of a session whose leader has ended; how many processes were found.
+
+    A session's number is not given to another process while members of it live. Bounded: what
+    will not die within five seconds (in the kernel, on a driver) is left.
+
+    Args:
+        leader: pid of the process that led it; if that number is in use by a later process, nothing is done.
+        since_ticks: members that started earlier than this are none of its descendants.
+    """
+    deadline = time.monotonic() + SESSION_SECONDS
+    killed: set[int] = set()
+    while time.monotonic() < deadline:
+        left = members(leader, since_ticks)
+        if not left or leader in left:
+            break
+        for pid in left:
+            killed.add(pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return len(killed)
+
+
+def members(session: int, since_ticks: int = 0) -> list[int]:
+    """Pids of a session's living processes that started at `since_ticks` or later."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = _stat(int(entry.name))
+        except IndexError:
+            continue
+        if (
+            fields is not None
+            and int(fields[_SESSION]) == session
+            and fields[_STATE] not in ("Z", "X")
+            and int(fields[_START_TIME]) >= since_ticks
+        ):
+            found.append(int(entry.name))
+    return found
 
 
 def send(identity: Identity, number: signal.Signals, group: bool = False) -> None:

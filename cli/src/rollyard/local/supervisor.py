@@ -13,7 +13,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 from rollyard_crds import (
@@ -24,8 +24,10 @@ from rollyard_crds import (
     RolloutJobStatus,
 )
 from rollyard_operator.conditions import holds
+from rollyard_operator.naming import owner_of
 from rollyard_operator.plan import ObservedJob, ObservedPool, Owner, PoolState, Profile, Stop
-from rollyard_operator.reconcile import reconcile_job, reconcile_pool
+from rollyard_operator.pools import reconcile_pool
+from rollyard_operator.reconcile import reconcile_job
 
 from rollyard.errors import CliError
 from rollyard.local.child import sweep
@@ -33,6 +35,7 @@ from rollyard.local.controlplane import ControlPlane
 from rollyard.local.fleet import Fleet
 from rollyard.local.home import Home
 from rollyard.local.options import DEFAULT_POOL, Options, shipped_model
+from rollyard.local.vllm import API_SERVER
 
 TURN_SECONDS = 0.5
 WORKER_GRACE_SECONDS = 8.0
@@ -74,7 +77,8 @@ class Ready:
 
 
 def default_pool(options: Options) -> BackendPool:
-    """The pool `default` that `rollyard up` makes: the given server, or an embedded engine."""
+    """The pool `default` that `rollyard up` makes: the given server, vLLM servers, or an embedded engine."""
+    spec: dict[str, Any]
     if options.backend_url:
         spec = {
             "model": options.model,
@@ -83,7 +87,14 @@ def default_pool(options: Options) -> BackendPool:
         if options.tokenizer:
             spec["tokenizer"] = options.tokenizer
     else:
-        spec = {"model": options.model or str(shipped_model())}
+        spec = {"model": options.model or str(shipped_model()), "replicas": options.replicas}
+    if options.engine == "vllm":
+        env = dict(options.engine_env)
+        spec["engine"] = {"type": "vllm", "args": list(options.engine_args), "env": env}
+        if options.vllm_python:
+            spec["engine"]["command"] = [options.vllm_python, "-m", API_SERVER]
+        if options.gpus:
+            spec["engine"]["resources"] = {"gpu": options.gpus}
     return BackendPool.model_validate({"metadata": {"name": DEFAULT_POOL}, "spec": spec})
 
 
@@ -107,6 +118,7 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._on_trouble = on_trouble
         self._trouble = ""
+        self._told: dict[Owner, list[tuple[object, ...]]] = {}
 
     def stop(self) -> None:
         """Ends `run`; everything is drained and stopped first."""
@@ -214,6 +226,7 @@ class Supervisor:
         for owner in fleet.owners() - here:
             for seen in fleet.observed(owner):
                 fleet.stop(Stop(seen.name, PROFILE.stop_seconds))
+            self._told.pop(owner, None)
         for pool in pools:
             with self._tolerant():
                 await self._pool_turn(store, fleet, pool, now)
@@ -230,12 +243,25 @@ class Supervisor:
             workloads=fleet.observed(owner), external=tuple(pool.status.backends) if external else ()
         )
         plan = reconcile_pool(pool, observed, now, PROFILE)
-        await fleet.carry_out(plan)
-        if not external and _told(plan.status.backends) != _told(pool.status.backends):
-            await store.put_backends(pool, plan.status.backends)
+        await fleet.carry_out(owner, plan)
+        if not external:
+            await self._report(store, owner, pool, plan.status.backends)
         if _without_counts(plan.status) != _without_counts(pool.status):
             await store.put_pool_status(pool, plan.status)
         pool.status = plan.status
+
+    async def _report(
+        self, store: Store, owner: Owner, pool: BackendPool, backends: Sequence[BackendStatus]
+    ) -> None:
+        # The control plane has its own say about versions and messages: what was told last counts,
+        # and that it still knows of each backend what rollouts are routed by.
+        told: list[tuple[object, ...]] = [
+            (one.url, one.ready, one.draining, one.policy_version, one.message) for one in backends
+        ]
+        if told == self._told.get(owner) and _routed_by(backends) == _routed_by(pool.status.backends):
+            return
+        await store.put_backends(pool, backends)
+        self._told[owner] = told
 
     async def _job_turn(
         self,
@@ -260,7 +286,7 @@ class Supervisor:
             admitted_others=len(active - {owner}),
         )
         plan = reconcile_job(job, observed, now, PROFILE)
-        await fleet.carry_out(plan)
+        await fleet.carry_out(owner, plan)
         if plan.cancel and CANCEL_REASON not in annotations:
             await store.cancel(job)
         before, after = job.status, plan.status
@@ -273,12 +299,6 @@ class Supervisor:
             await store.put_job_status(job, after)
         if holds(after.conditions, "Admitted") and not holds(after.conditions, "Finished"):
             active.add(owner)
-
-
-def owner_of(thing: RolloutJob | BackendPool) -> Owner:
-    """The object as its workloads name it."""
-    meta = thing.metadata
-    return Owner(thing.kind, meta.namespace, meta.name, meta.uid or "")
 
 
 def _is_active(job: RolloutJob) -> bool:
@@ -297,8 +317,8 @@ def _pool_state(pool: BackendPool) -> PoolState:
     return PoolState(pool.status.ready_replicas, trouble)
 
 
-def _told(backends: Sequence[BackendStatus]) -> list[tuple[str, bool, str, str]]:
-    return [(one.url, one.ready, one.policy_version, one.message) for one in backends]
+def _routed_by(backends: Sequence[BackendStatus]) -> set[tuple[str, bool, bool]]:
+    return {(one.url, one.ready, one.draining) for one in backends}
 
 
 def _without_counts(status: BackendPoolStatus) -> tuple[object, ...]:

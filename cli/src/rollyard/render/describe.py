@@ -9,10 +9,18 @@ from datetime import UTC, datetime
 import yaml
 from rich.console import Console
 from rich.text import Text
-from rollyard_crds import BackendPool, Condition, RolloutJob
+from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
 
 from rollyard.render.progress import stage_progress
-from rollyard.render.tables import plain_table, print_table
+from rollyard.render.tables import (
+    BACKEND_COLUMNS,
+    age,
+    backend_row,
+    fits,
+    plain_table,
+    print_table,
+    version_of,
+)
 
 
 def _when(moment: datetime | None) -> str:
@@ -25,9 +33,10 @@ def _field(console: Console, name: str, value: object) -> None:
 
 def _conditions(console: Console, conditions: Iterable[Condition]) -> None:
     console.print("\nConditions:")
-    table = plain_table(["type", "status", "reason", "since", "message"])
+    table = plain_table(["type", "status", "reason", "age", "message"])
+    now = datetime.now(UTC)
     for condition in conditions:
-        since = condition.last_transition_time.strftime("%Y-%m-%d %H:%M:%S")
+        since = age(condition.last_transition_time, now)
         table.add_row(condition.type, condition.status, condition.reason, since, condition.message)
     print_table(console, table)
 
@@ -68,16 +77,39 @@ def describe_job(console: Console, job: RolloutJob, failures: Counter[tuple[str,
     _spec(console, spec)
 
 
+def _backends(console: Console, backends: Iterable[BackendStatus]) -> None:
+    """A table, or a few lines for each backend where a terminal is too narrow for it."""
+    table = plain_table(BACKEND_COLUMNS)
+    table.padding = (0, 2, 0, 0)
+    rows = [(backend_row(backend), backend.message) for backend in backends]
+    for row, _ in rows:
+        table.add_row(*row)
+    if not console.is_terminal or fits(console, table):
+        print_table(console, table)
+        for row, message in rows:
+            if message:
+                console.print(Text(f"{row[0]}: {message}"), soft_wrap=True)
+        return
+    for row, message in rows:
+        told = [f"{name} {value}" for name, value in zip(BACKEND_COLUMNS[1:], row[1:], strict=True)]
+        lines = [row[0], f"  {', '.join(told[:4])}", f"  {', '.join(told[4:])}"]
+        console.print(Text("\n".join([*lines, *([f"  {message}"] if message else [])])), soft_wrap=True)
+
+
 def describe_pool(console: Console, pool: BackendPool) -> None:
     """Backends, conditions, spec."""
     _field(console, "Name", pool.metadata.name)
     _field(console, "Namespace", pool.metadata.namespace)
-    _field(console, "Ready", f"{pool.status.ready_replicas} of {len(pool.status.backends)} backends")
-    console.print()
-    table = plain_table(["backend", "ready", "active rollouts", "policy version", "message"])
-    for backend in pool.status.backends:
-        active = str(backend.active_rollouts)
-        table.add_row(backend.url, str(backend.ready), active, backend.policy_version, backend.message)
-    print_table(console, table)
+    engine = pool.spec.engine
+    wanted = len(engine.external.urls) if engine.external else pool.spec.replicas
+    paused = "; paused: the servers sample nothing" if pool.status.paused else ""
+    _field(console, "Ready", f"{pool.status.ready_replicas} of {wanted} backends{paused}")
+    _field(console, "Model", pool.spec.model)
+    _field(console, "Engine", engine.type)
+    _field(console, "Version", version_of(pool))
+    _field(console, "Limit", f"{pool.spec.max_active_rollouts} active rollouts for each backend")
+    _field(console, "Created", _when(pool.metadata.creation_timestamp))
+    console.print("\nBackends:")
+    _backends(console, pool.status.backends)
     _conditions(console, pool.status.conditions)
     _spec(console, pool.spec.to_json())

@@ -10,9 +10,11 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
+from rich.text import Text
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, StageName
 
 LINE_SECONDS = 2.0
+WAITING_SECONDS = 3.0
 MIN_BAR, MAX_BAR = 4, 36
 TEXT_WIDTH = 72
 """Characters of a bar's line beside the bar itself."""
@@ -74,6 +76,9 @@ class Bars:
             console=console,
         )
         self._tasks: dict[StageName, TaskID] = {}
+        self._message = ""
+        self._since = 0.0
+        self._told = ""
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -87,19 +92,27 @@ class Bars:
         self._progress.stop()
 
     def update(self, job: RolloutJob) -> None:
-        """Moves the bars to this state."""
+        """Moves the bars to this state; says above them why a job waits, if it does so for long."""
+        self._tell(job)
         for item in stage_progress(job.status.counts):
             note = f"{item.active} active, {item.queued} queued"
             if item.stage == "eval":
                 note = ", ".join(part for part in (note, reward_text(job)) if part)
-            if item.stage == "init" and job.status.message and job.status.phase == "Pending":
-                note = job.status.message
             self._progress.update(
                 self._tasks[item.stage],
                 completed=item.done,
                 total=job.status.counts.total or None,
                 note=note,
             )
+
+    def _tell(self, job: RolloutJob) -> None:
+        message = "" if job.status.completion_time is not None else job.status.message
+        if message != self._message:
+            self._message, self._since = message, time.monotonic()
+        # What begins takes a moment, and nobody needs to read that it does.
+        if message and message != self._told and time.monotonic() - self._since >= WAITING_SECONDS:
+            self._told = message
+            self._progress.console.print(Text(f"Waiting: {message}"), soft_wrap=True)
 
 
 class Lines:

@@ -8,13 +8,15 @@ from datetime import UTC, datetime
 
 from rich.console import Console
 from rich.table import Table
-from rollyard_crds import BackendPool, Condition, RolloutJob, StageCounts
+from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob, StageCounts
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard.render.trajectory import why
 
 WRAPPED = frozenset({"why", "message"})
 PIPE_WIDTH = 8192
+GAPS = (3, 2, 1)
+"""Spaces between columns: the widest that lets a table fit its terminal."""
 
 
 def age(since: datetime | None, now: datetime) -> str:
@@ -30,25 +32,35 @@ def age(since: datetime | None, now: datetime) -> str:
 
 def plain_table(columns: Sequence[str]) -> Table:
     """As kubectl's: no lines, upper-case heads. Free text (`why`, `message`) may wrap on a terminal."""
-    table = Table(box=None, pad_edge=False, show_edge=False, header_style="", padding=(0, 3, 0, 0))
+    table = Table(box=None, pad_edge=False, show_edge=False, header_style="", padding=(0, GAPS[0], 0, 0))
     for column in columns:
-        table.add_column(column.upper(), no_wrap=column not in WRAPPED)
+        table.add_column(column.upper(), no_wrap=column not in WRAPPED, min_width=len(column))
     return table
 
 
 def print_table(console: Console, table: Table) -> None:
     """Fits a terminal if it can be without cutting a word; else, and in a pipe, rows are as long as they are.
 
-    A name or id that is cut cannot be copied; a terminal wraps what is too long.
+    Columns move closer before that. A name or id that is cut cannot be copied; a terminal wraps what is
+    too long.
     """
-    uncut = console.measure(table, options=console.options.update(width=PIPE_WIDTH)).minimum
-    if console.is_terminal and uncut <= console.width:
-        console.print(table)
-        return
+    if console.is_terminal:
+        for gap in GAPS:
+            table.padding = (0, gap, 0, 0)
+            if fits(console, table):
+                console.print(table)
+                return
+    table.padding = (0, GAPS[0], 0, 0)
     buffer = io.StringIO()
     Console(file=buffer, width=PIPE_WIDTH, highlight=False).print(table)
     for line in buffer.getvalue().splitlines():
         console.file.write(f"{line.rstrip()}\n")
+
+
+def fits(console: Console, table: Table) -> bool:
+    """Whether no word need be cut to print it."""
+    uncut = console.measure(table, options=console.options.update(width=PIPE_WIDTH)).minimum
+    return uncut <= console.width
 
 
 def _reason(conditions: Iterable[Condition], kind: str) -> tuple[str, str]:
@@ -89,28 +101,96 @@ def jobs_table(jobs: Iterable[RolloutJob], wide: bool = False) -> Table:
     return table
 
 
-def pools_table(pools: Iterable[BackendPool], wide: bool = False) -> Table:
-    """One row for each pool."""
-    columns = ["name", "ready", "reason", "backends", "wanted"]
-    if wide:
-        columns += ["engine", "model", "active"]
+def pools_table(pools: Iterable[BackendPool]) -> Table:
+    """One row for each pool; of a model's folder its last name."""
+    columns = ["name", "ready", "model", "engine", "version", "active", "waiting", "hit rate", "state"]
     table = plain_table([*columns, "age"])
     now = datetime.now(UTC)
     for pool in pools:
-        external = pool.spec.engine.external
-        ready, reason = _reason(pool.status.conditions, "Ready")
-        row = [
+        backends, external = pool.status.backends, pool.spec.engine.external
+        wanted = len(external.urls) if external else pool.spec.replicas
+        table.add_row(
             pool.metadata.name,
-            ready,
-            reason,
-            str(pool.status.ready_replicas),
-            str(len(external.urls) if external else pool.spec.replicas),
-        ]
-        if wide:
-            active = sum(backend.active_rollouts for backend in pool.status.backends)
-            row += [pool.spec.engine.type, pool.spec.model, str(active)]
-        table.add_row(*row, age(pool.metadata.creation_timestamp, now))
+            f"{pool.status.ready_replicas}/{wanted}",
+            _short(pool.spec.model),
+            pool.spec.engine.type,
+            version_of(pool),
+            str(sum(backend.active_rollouts for backend in backends)),
+            _sum(backend.waiting_requests for backend in backends),
+            _share(mean(backend.prefix_cache_hit_rate for backend in backends)),
+            "Paused" if pool.status.paused else _reason(pool.status.conditions, "Ready")[1],
+            age(pool.metadata.creation_timestamp, now),
+        )
     return table
+
+
+BACKEND_COLUMNS = (
+    *("backend", "health", "circuit", "weights", "version", "active", "running", "waiting"),
+    *("hit rate", "tokens/s"),
+)
+
+
+def backend_row(backend: BackendStatus) -> list[str]:
+    """What the driver, the router and the server itself say: one text for each of BACKEND_COLUMNS."""
+    return [
+        backend.url,
+        health_of(backend),
+        backend.circuit,
+        backend.weights,
+        backend.policy_version or "-",
+        str(backend.active_rollouts),
+        _sum([backend.running_requests]),
+        _sum([backend.waiting_requests]),
+        _share(backend.prefix_cache_hit_rate),
+        "-" if backend.tokens_per_second is None else f"{backend.tokens_per_second:.0f}",
+    ]
+
+
+def backends_table(pools: Iterable[BackendPool]) -> Table:
+    """One row for each backend of each pool."""
+    rows = [(pool.metadata.name, backend) for pool in pools for backend in pool.status.backends]
+    # A column without a single message would only make lines longer.
+    told = ["message"] if any(backend.message for _, backend in rows) else []
+    table = plain_table(["pool", *BACKEND_COLUMNS, *told])
+    for name, backend in rows:
+        table.add_row(name, *backend_row(backend), *([backend.message] if told else []))
+    return table
+
+
+def health_of(backend: BackendStatus) -> str:
+    """`Ready`, `Draining`, `Restarting` or `NotReady`."""
+    if backend.draining:
+        return "Draining"
+    if backend.restart_requested:
+        return "Restarting"
+    return "Ready" if backend.ready else "NotReady"
+
+
+def version_of(pool: BackendPool) -> str:
+    """Label of the pool's weights; before the first update what its backends say, if that is one thing."""
+    if pool.status.policy_version:
+        return pool.status.policy_version
+    said = {backend.policy_version for backend in pool.status.backends if backend.policy_version}
+    return said.pop() if len(said) == 1 else "mixed" if said else "-"
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _short(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2] if model.startswith("/") else model
+
+
+def _sum(values: Iterable[int | None]) -> str:
+    known = [value for value in values if value is not None]
+    return str(sum(known)) if known else "-"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def trajectories_table(trajectories: Iterable[Trajectory]) -> Table:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+from rollyard_crds.task import Message
 from rollyard_crds.trajectory import Segment, Trajectory, Turn
 
 Decode = Callable[[Sequence[int]], str]
@@ -139,21 +140,20 @@ class TrajectoryView:
             if message.role == "assistant":
                 break
             if message.role in ("system", "user"):
-                text = message.content
-                shown = (
-                    text if len(text) <= PROMPT_LIMIT else f"{text[:PROMPT_LIMIT]}… ({len(text)} characters)"
-                )
                 self._rule(message.role)
-                self._console.print(Text(shown), soft_wrap=True)
+                self._console.print(Text(_shortened(message.content)), soft_wrap=True)
 
     def _rule(self, title: str) -> None:
         self._console.print(Text(f"── {title}", style=DIM), soft_wrap=True)
 
-    def _turn_title(self, number: int, turn: Turn, values: Sequence[float]) -> None:
-        self._rule(
-            f"turn {number}: {LogprobStats.of(values)}, ended by {turn.finish_reason}, "
-            f"model {turn.model_seconds:.3f} s, tools {turn.tool_seconds:.3f} s"
-        )
+    def _turn_title(self, trajectory: Trajectory, number: int, turn: Turn) -> None:
+        segment = trajectory.segments[turn.segment] if trajectory.segments else None
+        values = segment.logprobs[turn.start : turn.end] if segment is not None else []
+        title = f"turn {number}: {LogprobStats.of(values)}, ended by {turn.finish_reason}"
+        # Only where it could be another: most rollouts are sampled by one set of weights.
+        if segment is not None and len(_versions(trajectory, trajectory.turns)) > 1:
+            title += f", policy version {' then '.join(_versions(trajectory, [turn]))}"
+        self._rule(f"{title}, model {turn.model_seconds:.3f} s, tools {turn.tool_seconds:.3f} s")
 
     def _calls(self, turn: Turn) -> None:
         for call in turn.tool_calls:
@@ -167,8 +167,8 @@ class TrajectoryView:
             segment = trajectory.segments[turn.segment]
             previous = trajectory.turns[number - 2] if number > 1 else None
             if previous is not None and previous.segment != turn.segment:
-                self._rule(f"segment {turn.segment + 1}: the prompt was rendered anew")
-            self._turn_title(number, turn, segment.logprobs[turn.start : turn.end])
+                self._new_segment(trajectory, number, turn)
+            self._turn_title(trajectory, number, turn)
             self._console.print(
                 self._sampled(decode(segment.response_ids[turn.start : turn.end])), soft_wrap=True
             )
@@ -176,6 +176,17 @@ class TrajectoryView:
             outside = _outside_after(trajectory, number - 1, segment)
             if outside:
                 self._console.print(Text(decode(outside), style=OUTSIDE), soft_wrap=True)
+
+    def _new_segment(self, trajectory: Trajectory, number: int, turn: Turn) -> None:
+        """What the turn answers stands at the end of the new segment's prompt, not after the turn before."""
+        tokens = len(trajectory.segments[turn.segment].prompt_ids)
+        self._rule(
+            f"segment {turn.segment + 1}: the chat template shows earlier turns differently, "
+            f"a new prompt of {tokens} tokens"
+        )
+        for message in _said_before(trajectory, number):
+            self._rule(message.role)
+            self._console.print(Text(_shortened(message.content)), soft_wrap=True)
 
     def _messages(self, trajectory: Trajectory) -> None:
         turns = iter(enumerate(trajectory.turns, start=1))
@@ -185,9 +196,7 @@ class TrajectoryView:
                 started = True
                 number, turn = next(turns, (0, None))
                 if turn is not None:
-                    segment = trajectory.segments[turn.segment] if trajectory.segments else None
-                    values = segment.logprobs[turn.start : turn.end] if segment is not None else []
-                    self._turn_title(number, turn, values)
+                    self._turn_title(trajectory, number, turn)
                 if turn is None or turn.finish_reason != "replayed" or message.content:
                     self._console.print(self._sampled(message.content), soft_wrap=True)
                 if turn is not None:
@@ -195,6 +204,25 @@ class TrajectoryView:
             elif started:
                 self._rule(message.role)
                 self._console.print(Text(message.content), soft_wrap=True)
+
+
+def _versions(trajectory: Trajectory, turns: Iterable[Turn]) -> list[str]:
+    """Policy versions of the turns' tokens, in order of appearance."""
+    found: dict[str, None] = {}
+    for turn in turns:
+        found |= dict.fromkeys(trajectory.segments[turn.segment].policy_versions[turn.start : turn.end])
+    return list(found)
+
+
+def _said_before(trajectory: Trajectory, number: int) -> list[Message]:
+    """Messages between the turn before turn `number` (from 1) and that one."""
+    spoken, found = 0, []
+    for message in trajectory.messages:
+        if message.role == "assistant":
+            spoken += 1
+        elif spoken == number - 1:
+            found.append(message)
+    return found
 
 
 def _outside_after(trajectory: Trajectory, index: int, segment: Segment) -> list[int]:

@@ -22,6 +22,7 @@ from rollyard_crds.trajectory import FinishReason
 
 from rollyard_pipeline.backends.session import BackendSession
 from rollyard_pipeline.episode import Episode, clean_turn
+from rollyard_pipeline.errors import ContextOverflow
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, ToolCallParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
 
@@ -91,12 +92,17 @@ class AgentContext:
             return None
         before = session.model_seconds
         max_tokens = min(self._sampling.max_tokens, room)
-        sample = await session.turn(prompt.ids, max_tokens, len(self.episode.turns))
+        try:
+            sample = await session.turn(prompt.ids, max_tokens, len(self.episode.turns))
+        except ContextOverflow:  # the server's context is smaller than it said, or it did not say
+            self.episode.truncate("MaxContext")
+            return None
         text = recorder.record(prompt, sample)
         parsed = clean_turn(self._parser.parse(text)) if self._tools else ParsedTurn(text.strip())
         self.episode.add_assistant(text, parsed, sample.finish_reason, session.model_seconds - before)
         if sample.finish_reason == "length":
-            self.episode.truncate("MaxTokens" if max_tokens == self._sampling.max_tokens else "MaxContext")
+            full = len(sample.token_ids) >= self._sampling.max_tokens
+            self.episode.truncate("MaxTokens" if full else "MaxContext")
         return AgentTurn(parsed.text, parsed.calls, sample.finish_reason)
 
     async def call(self, call: ParsedCall) -> ToolResult:

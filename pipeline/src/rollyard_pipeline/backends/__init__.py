@@ -1,4 +1,4 @@
-"""Inference backends: vLLM's HTTP API with token ids in and out."""
+"""Inference backends: vLLM's and SGLang's HTTP APIs with token ids in and out."""
 
 from rollyard_pipeline.backends.client import BackendClient
 from rollyard_pipeline.backends.session import BackendSession

@@ -1,181 +1,325 @@
-"""HTTP to inference backends: one connection pool for the process, and what each backend can do.
-
-Which call a backend has is learnt from its first answer, never assumed: a server without
-`/inference/v1/generate` answers 403, 404, 405 or 501 there.
-"""
+"""Samples from inference backends, whatever call each of them has."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final
 
-import aiohttp
-import orjson
 from rollyard_crds.lease import BackendAssignment
 
-from rollyard_pipeline.backends import wire
-from rollyard_pipeline.backends.wire import Sampling
-from rollyard_pipeline.errors import BackendMismatch, BackendRefused, BackendUnavailable
+from rollyard_pipeline.backends.http import Http, checked
+from rollyard_pipeline.backends.probe import Facts, get, label_in, probe
+from rollyard_pipeline.backends.wire import Answer, Sampling, ServedModel
+from rollyard_pipeline.errors import (
+    BackendError,
+    BackendMismatch,
+    BackendUnavailable,
+    ContextOverflow,
+    ModelNotServed,
+    WeightsChanged,
+)
 from rollyard_pipeline.recorder import Sample
 
-_MAX_ANSWER_BYTES: Final = 64 << 20
-_ERROR_TEXT: Final = 500  # characters of an error answer that are worth repeating
-_NO_SUCH_CALL: Final = frozenset({403, 404, 405, 501})
-_TRANSIENT: Final = frozenset({408, 409, 425, 429})
-_PROBE_SECONDS: Final = 10.0
+UNKNOWN_MODE: Final = "unknown"
+
+_FACTS_SECONDS: Final = 300.0  # a backend is asked again what it can do: a restart may go unnoticed
+_MODE_SECONDS: Final = 10.0  # for the requests that tell what log-probabilities are given
+_MODE_TRIES: Final = 3
+_PAUSE_POLL: Final = 1.0  # seconds between questions to a backend whether it is paused
+_GONE: Final = frozenset({403, 404, 405, 501})
 
 
 @dataclass(slots=True)
-class _Known:
+class _Backend:
     """What is known of one backend."""
 
-    has_generate: bool | None = None
-    max_model_len: dict[str, int] | None = None
+    facts: Facts | None = None
+    until: float = 0.0
+    label: str | None = None
+    """The weight version that it named last."""
+    modes: dict[str, str] = field(default_factory=dict)
+    mode_tries: int = 0
+    paused: bool = False
+    paused_at: float = -_PAUSE_POLL
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def forget(self) -> None:
+        """It may be another process by now: everything is asked anew."""
+        self.until = 0.0
+        self.modes.clear()
 
 
 class BackendClient:
     """Asks backends for samples. Use as an async context manager.
 
     Args:
-        request_timeout: seconds after which one request counts as hung.
+        request_timeout: seconds after which one request counts as hung, while its backend is not paused.
         connect_timeout: seconds to wait for a connection.
+        pause_limit: seconds that one request waits for a paused backend.
     """
 
-    def __init__(self, *, request_timeout: float = 300.0, connect_timeout: float = 5.0) -> None:
-        self._timeout = aiohttp.ClientTimeout(total=request_timeout, sock_connect=connect_timeout)
-        self._session: aiohttp.ClientSession | None = None
-        self._known: dict[str, _Known] = {}
+    def __init__(
+        self,
+        *,
+        request_timeout: float = 300.0,
+        connect_timeout: float = 5.0,
+        pause_limit: float = 3600.0,
+    ) -> None:
+        self._http = Http(connect_timeout)
+        self._timeout = request_timeout
+        self._pause_limit = pause_limit
+        self._known: dict[str, _Backend] = {}
 
     async def __aenter__(self) -> BackendClient:
-        # The Run pool's places bound how many requests are in flight, so the connector need not.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout)
+        await self._http.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.__aexit__(kind, error, trace)
 
-    async def sample(self, backend: BackendAssignment, prompt: Sequence[int], sampling: Sampling) -> Sample:
+    async def sample(
+        self,
+        backend: BackendAssignment,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        paused: Callable[[float], None] | None = None,
+    ) -> Sample:
         """One request.
+
+        Args:
+            paused: told of every further second that the backend is paused, as it passes.
 
         Raises:
             BackendUnavailable: no connection, no answer in time, or a 5xx; another try may help.
-            BackendRefused: the request itself is refused.
-            BackendMismatch: the answer fails a check.
+            BackendMismatch: the answer fails a check, or the backend serves another model.
+            BackendRefused: the request itself is refused; ContextOverflow where it is too long.
+            WeightsChanged: the answer's tokens cannot be told apart by weight version.
         """
-        known = self._known.setdefault(backend.url, _Known())
-        if known.has_generate is None:
-            async with known.lock:
-                if known.has_generate is None:
-                    return await self._first(known, backend, prompt, sampling)
-        if known.has_generate:
-            status, answer = await self._post(
-                backend.url + wire.GENERATE_PATH, wire.generate_body(backend.model, prompt, sampling)
-            )
-            if status in _NO_SUCH_CALL:  # another server took the address over
-                known.has_generate = None
-                raise BackendUnavailable(f"{backend.url}{wire.GENERATE_PATH} is gone (HTTP {status})")
-            return wire.parse_generate(
-                _checked(backend.url, status, answer), prompt, sampling, backend.policy_version
-            )
-        return await self._completions(backend, prompt, sampling)
+        known = self._known.setdefault(backend.url, _Backend())
+        facts = await self._facts(known, backend)
+        before = known.label
+        url = backend.url + facts.adapter.path
+        try:
+            async with _Watch(self, known, backend.url, paused):
+                reply = await self._http.request(
+                    "POST", url, facts.adapter.body(_model(facts, backend), prompt, sampling)
+                )
+            if reply[0] in _GONE and not _about_model(url, reply):
+                raise BackendUnavailable(f"{url} is gone (HTTP {reply[0]})")
+            answer = facts.adapter.parse(checked(url, *reply), prompt, sampling)
+        except ModelNotServed as error:
+            known.forget()
+            raise ModelNotServed(f"{error}; it serves {_names(facts)}") from error
+        except BackendMismatch as error:
+            known.forget()
+            raise BackendMismatch(f"{backend.url}: {error}") from error
+        except BackendUnavailable as error:
+            if not error.overloaded:
+                known.forget()
+            raise
+        except ContextOverflow:
+            known.until = 0.0  # what it said of its context may be outdated
+            raise
+        if answer.versions is None:
+            version = await self._one_version(known, facts, backend, before, answer)
+            versions = (version,) * len(answer.token_ids)
+        else:
+            versions = tuple(version or backend.policy_version for version in answer.versions)
+            known.label = versions[-1] if versions else known.label
+        return Sample(answer.token_ids, answer.logprobs, versions, answer.finish_reason)
 
     async def max_model_len(self, backend: BackendAssignment) -> int | None:
         """Context length of the backend's model in tokens; None where the server does not say."""
-        known = self._known.setdefault(backend.url, _Known())
-        if known.max_model_len is None:
-            try:
-                status, body = await self._get(backend.url + "/v1/models")
-            except BackendUnavailable:
-                return None  # asked again at the next turn; sampling reports the trouble
-            known.max_model_len = _model_lengths(body) if status == 200 else {}
-        return known.max_model_len.get(backend.model)
-
-    async def _first(
-        self, known: _Known, backend: BackendAssignment, prompt: Sequence[int], sampling: Sampling
-    ) -> Sample:
-        status, answer = await self._post(
-            backend.url + wire.GENERATE_PATH, wire.generate_body(backend.model, prompt, sampling)
-        )
-        if status in _NO_SUCH_CALL:
-            sample = await self._completions(backend, prompt, sampling)
-            known.has_generate = False
-            return sample
-        body = _checked(backend.url, status, answer)
-        known.has_generate = True
-        return wire.parse_generate(body, prompt, sampling, backend.policy_version)
-
-    async def _completions(
-        self, backend: BackendAssignment, prompt: Sequence[int], sampling: Sampling
-    ) -> Sample:
-        status, answer = await self._post(
-            backend.url + wire.COMPLETIONS_PATH, wire.completions_body(backend.model, prompt, sampling)
-        )
-        return wire.parse_completions(
-            _checked(backend.url, status, answer), prompt, sampling, backend.policy_version
-        )
-
-    async def _post(self, url: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        return await self._request("POST", url, orjson.dumps(body), self._timeout)
-
-    async def _get(self, url: str) -> tuple[int, bytes]:
-        return await self._request("GET", url, None, aiohttp.ClientTimeout(total=_PROBE_SECONDS))
-
-    async def _request(
-        self, method: str, url: str, data: bytes | None, timeout: aiohttp.ClientTimeout
-    ) -> tuple[int, bytes]:
-        if self._session is None:
-            raise RuntimeError("BackendClient is used outside of its 'async with'")
-        headers = {"Content-Type": "application/json"} if data is not None else {}
+        known = self._known.setdefault(backend.url, _Backend())
         try:
-            async with self._session.request(
-                method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
-            ) as answer:
-                return answer.status, await _read(answer, url)
-        except TimeoutError as error:
-            raise BackendUnavailable(f"{url}: no answer within {timeout.total:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise BackendUnavailable(f"{url}: {type(error).__name__}: {error}") from error
+            return (await self._facts(known, backend)).limit(backend.model)
+        except BackendError:
+            return None  # asked again at the next turn; sampling reports the trouble
+
+    async def weight_label(self, backend: BackendAssignment) -> str | None:
+        """The label of the backend's weights at this moment; None where it does not say.
+
+        Raises:
+            BackendUnavailable: no answer.
+        """
+        known = self._known.setdefault(backend.url, _Backend())
+        path = (await self._facts(known, backend)).label_path
+        if path is None:
+            return None
+        status, body = await get(self._http, backend.url + path)
+        if status >= 500:
+            raise BackendUnavailable(f"{backend.url}{path} answered {status}")
+        known.label = label_in(body)
+        return known.label
+
+    async def logprobs_mode(self, backend: BackendAssignment, ids: Sequence[int]) -> str:
+        """What log-probabilities the backend gives, as vLLM names the modes.
+
+        Found out once, by two requests of one token; `unknown` where that fails.
+
+        Args:
+            ids: of the model's vocabulary, such as a prompt.
+        """
+        known = self._known.setdefault(backend.url, _Backend())
+        if backend.model in known.modes:
+            return known.modes[backend.model]
+        try:
+            async with asyncio.timeout(_MODE_SECONDS), known.lock:
+                if backend.model not in known.modes and known.mode_tries < _MODE_TRIES:
+                    known.mode_tries += 1
+                    known.modes[backend.model] = await self._mode(known, backend, ids)
+        except (TimeoutError, BackendError):
+            return UNKNOWN_MODE
+        return known.modes.get(backend.model, UNKNOWN_MODE)
+
+    async def is_paused(self, url: str) -> bool:
+        """Whether a backend says that it is paused; one that answers nothing is as it was."""
+        known = self._known.setdefault(url, _Backend())
+        if known.facts is None or not known.facts.says_paused:
+            return False
+        if time.monotonic() - known.paused_at >= _PAUSE_POLL:
+            known.paused_at = time.monotonic()
+            try:
+                status, body = await get(self._http, url + "/is_paused")
+            except BackendError:
+                return known.paused  # while it loads weights it may answer nothing at all
+            known.paused = status == 200 and isinstance(body, dict) and body.get("is_paused") is True
+            known.paused_at = time.monotonic()
+        return known.paused
+
+    async def _facts(self, known: _Backend, backend: BackendAssignment) -> Facts:
+        if known.facts is None or time.monotonic() >= known.until:
+            async with known.lock:
+                if known.facts is None or time.monotonic() >= known.until:
+                    facts = await probe(self._http, backend.url)
+                    if known.facts is None or _differ(facts, known.facts):
+                        known.modes.clear()
+                    known.mode_tries = 0
+                    known.facts, known.label = facts, facts.label
+                    known.until = time.monotonic() + _FACTS_SECONDS
+        if known.facts.models is not None and backend.model not in known.facts.models:
+            known.forget()
+            raise ModelNotServed(
+                f"{backend.url} does not serve the model '{backend.model}'; it serves {_names(known.facts)}"
+            )
+        return known.facts
+
+    async def _mode(self, known: _Backend, backend: BackendAssignment, ids: Sequence[int]) -> str:
+        facts = known.facts
+        if facts is None:
+            return UNKNOWN_MODE
+        model = _model(facts, backend)
+        if model.logprobs_mode is not None:
+            return model.logprobs_mode
+        pair = _two(ids)
+        answers: list[object] = []
+        for body in facts.adapter.mode_probes(model, pair):
+            url = backend.url + facts.adapter.path
+            answers.append(checked(url, *await self._http.request("POST", url, body)))
+        return facts.adapter.mode(answers, pair)
+
+    async def _one_version(
+        self, known: _Backend, facts: Facts, backend: BackendAssignment, before: str | None, answer: Answer
+    ) -> str:
+        """The one version of all tokens of an answer that does not name it for each."""
+        if facts.label_path is None:
+            return backend.policy_version
+        after = answer.label
+        if after is None:
+            after = await self.weight_label(backend)
+        known.label = after
+        if before != after:
+            raise WeightsChanged(
+                f"{backend.url}: the weights' label was {before} before the request and {after} after it",
+                discarded=len(answer.token_ids),
+            )
+        return backend.policy_version if after is None else after
 
 
-async def _read(answer: aiohttp.ClientResponse, url: str) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in answer.content.iter_any():
-        size += len(chunk)
-        if size > _MAX_ANSWER_BYTES:
-            raise BackendMismatch(f"{url}: the answer is longer than {_MAX_ANSWER_BYTES} bytes")
-        chunks.append(chunk)
-    return b"".join(chunks)
+class _Watch:
+    """Ends a request after the client's timeout, in which a pause of the backend does not count.
+
+    No request pays for it but those that take longer than a second: only then the backend is asked.
+    """
+
+    def __init__(
+        self, client: BackendClient, known: _Backend, url: str, paused: Callable[[float], None] | None
+    ) -> None:
+        self._client = client
+        self._known = known
+        self._url = url
+        self._told = paused
+        self._limit = asyncio.timeout(client._timeout)
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._pause = 0.0
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._timer = asyncio.get_running_loop().call_later(_PAUSE_POLL, self._begin)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            more = f" beside {self._pause:.0f} s of pause" if self._pause else ""
+            raise BackendUnavailable(
+                f"{self._url}: no answer within {self._client._timeout:g} s{more}"
+            ) from late
+
+    def _begin(self) -> None:
+        self._task = asyncio.ensure_future(self._follow())
+
+    async def _follow(self) -> None:
+        then = time.monotonic() - _PAUSE_POLL
+        while self._pause < self._client._pause_limit:
+            is_paused = await self._client.is_paused(self._url)
+            now = time.monotonic()
+            if is_paused and not self._limit.expired():
+                self._pause += now - then
+                self._limit.reschedule((self._limit.when() or 0.0) + now - then)
+                if self._told is not None:
+                    self._told(now - then)
+            then = now
+            await asyncio.sleep(_PAUSE_POLL)
 
 
-def _checked(url: str, status: int, answer: bytes) -> object:
-    if status != 200:
-        said = answer[:_ERROR_TEXT].decode(errors="replace")
-        if status >= 500 or status in _TRANSIENT:
-            raise BackendUnavailable(f"{url} answered {status}: {said}")
-        raise BackendRefused(f"{url} answered {status}: {said}")
+def _model(facts: Facts, backend: BackendAssignment) -> ServedModel:
+    return (facts.models or {}).get(backend.model) or ServedModel(backend.model)
+
+
+def _names(facts: Facts) -> str:
+    return ", ".join(sorted(facts.models or ())[:8]) or "no model that it names"
+
+
+def _about_model(url: str, reply: tuple[int, dict[str, str], bytes]) -> bool:
+    """A 404 because of the model's name, not because the call is gone."""
     try:
-        body: object = orjson.loads(answer)
-    except orjson.JSONDecodeError as error:
-        raise BackendMismatch(f"{url}: the answer is not JSON: {error}") from error
-    return body
+        checked(url, *reply)
+    except ModelNotServed:
+        return True
+    except BackendError:
+        return False
+    return False
 
 
-def _model_lengths(body: bytes) -> dict[str, int]:
-    try:
-        models = orjson.loads(body)["data"]
-        return {
-            model["id"]: model["max_model_len"]
-            for model in models
-            if isinstance(model.get("max_model_len"), int)
-        }
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-        return {}
+def _differ(new: Facts, old: Facts) -> bool:
+    return (new.adapter.path, new.models) != (old.adapter.path, old.models)
+
+
+def _two(ids: Sequence[int]) -> tuple[int, int]:
+    first = ids[0] if ids else 0
+    second: Any = next((one for one in ids if one != first), None)
+    return first, (second if second is not None else int(first == 0))

@@ -1,25 +1,21 @@
-"""Requests to and answers from vLLM's API: pure translation, and every check of an answer.
+"""What the adapters share: a request's parameters, an answer's content, and the checks of both.
 
-Two calls give token ids and log-probabilities; `/inference/v1/generate` also says which
-weight version sampled which token.
+Pure: no I/O. Whatever an answer lacks or contradicts raises `BackendMismatch` with the place.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
 
+import orjson
 from rollyard_crds.trajectory import FinishReason
 
 from rollyard_pipeline.errors import BackendMismatch
-from rollyard_pipeline.recorder import Sample
 
-GENERATE_PATH: Final = "/inference/v1/generate"
-COMPLETIONS_PATH: Final = "/v1/completions"
-
-_LOGPROB_TOLERANCE: Final = 1e-3  # nats above 0 that rounding in reduced precision explains
+LOGPROB_TOLERANCE: Final = 1e-3  # nats above 0 that rounding in reduced precision explains
 _FINISH: Final[dict[str, FinishReason]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -32,161 +28,182 @@ class Sampling:
     top_k: int
     max_tokens: int
     seed: int
+    allowed: tuple[int, ...] = ()
+    """Only these token ids; empty: all."""
 
-    def params(self) -> dict[str, Any]:
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_tokens": self.max_tokens,
-            "seed": self.seed,
-            "logprobs": 0,
-        }
+    def at_most(self, max_tokens: int) -> Sampling:
+        return replace(self, max_tokens=max_tokens)
 
 
-def generate_body(model: str, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    return {
-        "model": model,
-        "token_ids": list(prompt),
-        "sampling_params": sampling.params(),
-        "return_token_ids": True,
-        "stream": False,
-    }
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One entry of a backend's `/v1/models`."""
+
+    name: str
+    max_model_len: int | None = None
+    """Tokens of prompt and answer together; None where the backend does not say."""
+    parent: str | None = None
+    """The base model, where this is a LoRA adapter."""
+    logprobs_mode: str | None = None
+    """As vLLM names the modes, where the backend says it."""
 
 
-def completions_body(model: str, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": list(prompt),
-        "return_token_ids": True,
-        "stream": False,
-        **sampling.params(),
-    }
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A checked answer; the sequences are parallel (length n)."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """In nats, of the sampled tokens."""
+    finish_reason: FinishReason
+    versions: tuple[str | None, ...] | None
+    """Weight version of each token; None where the answer does not say."""
+    label: str | None = None
+    """Weight version at the answer's end, where the answer says that much only."""
 
 
-def parse_generate(answer: object, prompt: Sequence[int], sampling: Sampling, version: str) -> Sample:
-    """The sample in an answer of `/inference/v1/generate`.
+class Adapter(Protocol):
+    """One call that takes token ids and gives token ids with log-probabilities."""
 
-    Raises:
-        BackendMismatch: something is missing, of another length, or impossible.
-    """
-    body = _mapping(answer, "the answer")
-    choice = _choice(body)
-    echoed = body.get("prompt_token_ids", choice.get("prompt_token_ids"))
-    if echoed is not None:
-        _same_prompt(_ids(echoed, "prompt_token_ids"), prompt)
-    ids = _ids(choice.get("token_ids"), "token_ids")
-    logprobs = _mapping(choice.get("logprobs"), "logprobs")
-    content = logprobs.get("content")
-    if not isinstance(content, list):
-        raise BackendMismatch(f"logprobs.content is {_kind(content)}, expected a list of {len(ids)} entries")
-    values: list[object] = []
-    for place, entry in enumerate(content):
-        item = _mapping(entry, f"logprobs.content[{place}]")
-        if place < len(ids) and item.get("token_id", ids[place]) != ids[place]:
-            raise BackendMismatch(
-                f"logprobs.content[{place}] is of token {item.get('token_id')}, "
-                f"token_ids[{place}] is {ids[place]}"
-            )
-        values.append(item.get("logprob"))
-    return _sample(choice, ids, values, _versions(choice.get("weight_versions"), len(ids), version), sampling)
+    @property
+    def path(self) -> str:
+        """Where the call is, after the base URL."""
 
+    def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        """The request."""
 
-def parse_completions(answer: object, prompt: Sequence[int], sampling: Sampling, version: str) -> Sample:
-    """The sample in an answer of `/v1/completions` with `return_token_ids`.
+    def parse(self, answer: object, prompt: Sequence[int], sampling: Sampling) -> Answer:
+        """The checked answer.
 
-    Raises:
-        BackendMismatch: something is missing, of another length, or impossible.
-    """
-    body = _mapping(answer, "the answer")
-    choice = _choice(body)
-    echoed = choice.get("prompt_token_ids", body.get("prompt_token_ids"))
-    if echoed is None:
-        raise BackendMismatch("no prompt_token_ids in the answer: the server must support return_token_ids")
-    _same_prompt(_ids(echoed, "prompt_token_ids"), prompt)
-    ids = _ids(choice.get("token_ids"), "token_ids")
-    logprobs = _mapping(choice.get("logprobs"), "logprobs")
-    values = logprobs.get("token_logprobs")
-    if not isinstance(values, list):
-        raise BackendMismatch(f"logprobs.token_logprobs is {_kind(values)}, expected {len(ids)} numbers")
-    return _sample(choice, ids, values, _versions(choice.get("weight_versions"), len(ids), version), sampling)
+        Raises:
+            BackendMismatch: something is missing, of another length, or impossible.
+            BackendRefused, BackendUnavailable: the answer is an error in the form of an answer.
+        """
+
+    def mode_probes(self, model: ServedModel, ids: tuple[int, int]) -> list[dict[str, Any]]:
+        """Requests of one token each, whose answers tell what log-probabilities are given.
+
+        Args:
+            ids: two different ids of the model's vocabulary.
+        """
+
+    def mode(self, answers: Sequence[object], ids: tuple[int, int]) -> str:
+        """`raw_logprobs`, `processed_logprobs`, `temperature_logprobs` or `unknown`."""
 
 
-def _sample(
-    choice: dict[str, Any],
+def checked_answer(
     ids: list[int],
     values: Sequence[object],
-    versions: tuple[str, ...],
+    finish: object,
+    versions: tuple[str | None, ...] | None,
     sampling: Sampling,
-) -> Sample:
+    label: str | None = None,
+) -> Answer:
+    """Build an answer from its parts.
+
+    Raises:
+        BackendMismatch: unequal lengths, an impossible log-probability, too many tokens or none.
+    """
     if len(values) != len(ids):
         raise BackendMismatch(f"{len(ids)} token_ids but {len(values)} logprobs")
     if len(ids) > sampling.max_tokens:
         raise BackendMismatch(f"{len(ids)} tokens sampled, max_tokens was {sampling.max_tokens}")
+    logprobs = _logprobs(values)
+    reason = _FINISH.get(finish) if isinstance(finish, str) else None
+    if reason is None:
+        raise BackendMismatch(f"finish_reason is {finish!r}, expected one of {', '.join(_FINISH)}")
+    if not ids and reason != "abort":
+        raise BackendMismatch(f"no token sampled, finish_reason '{reason}'")
+    return Answer(tuple(ids), logprobs, reason, versions, label)
+
+
+def _logprobs(values: Sequence[object]) -> tuple[float, ...]:
+    floats = tuple(value for value in values if type(value) is float)
+    # Nearly always all is well, which is quicker to see of all at once; a NaN shows in the sum.
+    if len(floats) == len(values) and math.isfinite(sum(floats)) and max(floats, default=0.0) <= 0.0:
+        return floats
     logprobs: list[float] = []
     for place, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise BackendMismatch(f"logprob {place} is {value!r}, expected a finite number")
-        if value > _LOGPROB_TOLERANCE:
+        if value > LOGPROB_TOLERANCE:
             raise BackendMismatch(f"logprob {place} is {value}, above 0")
         logprobs.append(min(float(value), 0.0))
-    raw = choice.get("finish_reason")
-    finish = _FINISH.get(raw) if isinstance(raw, str) else None
-    if finish is None:
-        raise BackendMismatch(f"finish_reason is {raw!r}, expected one of {', '.join(_FINISH)}")
-    if not ids and finish != "abort":
-        raise BackendMismatch(f"no token sampled, finish_reason '{finish}'")
-    return Sample(tuple(ids), tuple(logprobs), versions, finish)
+    return tuple(logprobs)
 
 
-def _versions(ranges: object, count: int, default: str) -> tuple[str, ...]:
-    """One label a token from vLLM's `[{version, start, end}]`; `default` where it says nothing."""
-    labels = [default] * count
-    if ranges is None:
-        return tuple(labels)
+def versions_of(ranges: object, count: int) -> tuple[str | None, ...] | None:
+    """One label a token from `[{version, start, end}]`; None where that says nothing.
+
+    Raises:
+        BackendMismatch: the ranges do not cover the `count` tokens one after the other.
+    """
+    if ranges is None or ranges == []:
+        return None
     if not isinstance(ranges, list):
-        raise BackendMismatch(f"weight_versions is {_kind(ranges)}, expected a list")
+        raise BackendMismatch(f"weight_versions is {kind(ranges)}, expected a list")
+    labels: list[str | None] = []
     for entry in ranges:
-        item = _mapping(entry, "an entry of weight_versions")
-        start, end = item.get("start"), item.get("end")
-        if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end <= count):
-            raise BackendMismatch(f"weight_versions says tokens {start!r} to {end!r} of {count}")
-        label = item.get("version")
-        labels[start:end] = [default if label is None else str(label)] * (end - start)
+        item = mapping(entry, "an entry of weight_versions")
+        start, end, label = item.get("start"), item.get("end"), item.get("version")
+        if not (type(start) is int and type(end) is int and len(labels) == start <= end <= count):
+            raise BackendMismatch(
+                f"weight_versions says tokens {start!r} to {end!r} of {count}, after token {len(labels)}"
+            )
+        labels += [None if label is None else str(label)] * (end - start)
+    if len(labels) != count:
+        raise BackendMismatch(f"weight_versions ends at token {len(labels)} of {count}")
     return tuple(labels)
 
 
-def _same_prompt(echoed: list[int], sent: Sequence[int]) -> None:
-    if echoed == list(sent):
+def same_prompt(echoed: object, sent: Sequence[int], what: str = "prompt_token_ids") -> None:
+    """Compare the prompt that a backend says it read with what was sent.
+
+    Raises:
+        BackendMismatch: they differ.
+    """
+    # Comparing their JSON is ten times as fast as checking the type of every id, and as strict.
+    if isinstance(echoed, list) and orjson.dumps(echoed) == orjson.dumps(tuple(sent)):
         return
-    if len(echoed) != len(sent):
-        raise BackendMismatch(f"the backend read {len(echoed)} prompt ids, {len(sent)} were sent")
-    place = next(i for i, (a, b) in enumerate(zip(echoed, sent, strict=True)) if a != b)
-    raise BackendMismatch(f"prompt id {place} is {echoed[place]} at the backend, {sent[place]} was sent")
+    ids = token_ids(echoed, what)
+    if len(ids) != len(sent):
+        raise BackendMismatch(f"the backend read {len(ids)} prompt ids, {len(sent)} were sent")
+    place = next(i for i, (a, b) in enumerate(zip(ids, sent, strict=True)) if a != b)
+    raise BackendMismatch(f"prompt id {place} is {ids[place]} at the backend, {sent[place]} was sent")
 
 
-def _choice(body: dict[str, Any]) -> dict[str, Any]:
+def same_count(count: object, ids: Sequence[int], what: str) -> None:
+    """Compare a number of tokens that a backend reports with the ids that there are.
+
+    Raises:
+        BackendMismatch: they differ.
+    """
+    if type(count) is not int or count != len(ids):
+        raise BackendMismatch(f"{what} is {count!r} at the backend, there are {len(ids)} ids")
+
+
+def one_choice(body: dict[str, Any]) -> dict[str, Any]:
     choices = body.get("choices")
     if not isinstance(choices, list) or len(choices) != 1:
-        count = len(choices) if isinstance(choices, list) else _kind(choices)
+        count = len(choices) if isinstance(choices, list) else kind(choices)
         raise BackendMismatch(f"choices is {count}, expected a list of one")
-    return _mapping(choices[0], "choices[0]")
+    return mapping(choices[0], "choices[0]")
 
 
-def _mapping(value: object, what: str) -> dict[str, Any]:
+def mapping(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise BackendMismatch(f"{what} is {_kind(value)}, expected an object")
+        raise BackendMismatch(f"{what} is {kind(value)}, expected an object")
     return value
 
 
-def _ids(value: object, what: str) -> list[int]:
+def token_ids(value: object, what: str) -> list[int]:
     if not isinstance(value, list):
-        raise BackendMismatch(f"{what} is {_kind(value)}, expected a list of token ids")
-    for place, item in enumerate(value):
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise BackendMismatch(f"{what}[{place}] is {item!r}, expected a token id")
-    return value
+        raise BackendMismatch(f"{what} is {kind(value)}, expected a list of token ids")
+    if set(map(type, value)) <= {int} and min(value, default=0) >= 0:
+        return value
+    place, item = next((i, one) for i, one in enumerate(value) if type(one) is not int or one < 0)
+    raise BackendMismatch(f"{what}[{place}] is {item!r}, expected a token id")
 
 
-def _kind(value: object) -> str:
+def kind(value: object) -> str:
     return "missing" if value is None else type(value).__name__

@@ -11,8 +11,9 @@ from typing import Any
 
 from rollyard_crds.task import Message
 
-from rollyard_pipeline.chat.template import ChatTemplate
+from rollyard_pipeline.chat.template import RESERVED, ChatTemplate
 from rollyard_pipeline.chat.tokenizer import ChatTokenizer, load_folder, locate
+from rollyard_pipeline.errors import TemplateError
 
 ChatMessage = dict[str, Any]
 """A message as templates read it: `role`, `content`, and where given `tool_calls`, `tool_call_id`, `name`."""
@@ -31,10 +32,21 @@ class ChatFormat:
     template: ChatTemplate
     tools: Sequence[Mapping[str, Any]] | None = None
     now: datetime = field(default_factory=datetime.now)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the job gives the template beyond messages and tools (`enable_thinking: false`)."""
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """The conversation as text, with the generation prompt at its end."""
-        return self.template.render(messages, tools=self.tools, now=self.now)
+        return self.template.render(messages, tools=self.tools, now=self.now, variables=self.variables)
+
+    @property
+    def wraps(self) -> bool:
+        """The template puts a control token in front of an assistant's content that no sampling prompt has.
+
+        So a turn's text, which has its own (gpt-oss's channels), is no `content`.
+        """
+        prefix = self.template.content_prefix
+        return self.tokenizer.escape(prefix) != prefix
 
 
 class FormatCache:
@@ -45,13 +57,24 @@ class FormatCache:
         self._loaded: OrderedDict[str, tuple[ChatTokenizer, ChatTemplate]] = OrderedDict()
         self._lock = asyncio.Lock()
 
-    async def get(self, name: str, tools: Sequence[Mapping[str, Any]] | None = None) -> ChatFormat:
+    async def get(
+        self,
+        name: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> ChatFormat:
         """The chat format of the tokenizer folder `name`, offering `tools` to the model.
+
+        `variables` are the job's `agent.chatTemplateKwargs`.
 
         Raises:
             TokenizerUnavailable: the folder is not here or is incomplete.
-            TemplateError: the template has a syntax error.
+            TemplateError: the template has a syntax error, or `variables` names what only Rollyard sets.
         """
+        if reserved := RESERVED.intersection(variables or ()):
+            raise TemplateError(
+                f"agent.chatTemplateKwargs cannot set {', '.join(sorted(reserved))}: Rollyard does"
+            )
         async with self._lock:
             if name not in self._loaded:
                 self._loaded[name] = await asyncio.to_thread(_load, name)
@@ -59,7 +82,7 @@ class FormatCache:
                     self._loaded.popitem(last=False)
             self._loaded.move_to_end(name)
             tokenizer, template = self._loaded[name]
-        return ChatFormat(tokenizer, template, tools or None)
+        return ChatFormat(tokenizer, template, tools or None, variables=dict(variables or {}))
 
 
 def _load(name: str) -> tuple[ChatTokenizer, ChatTemplate]:

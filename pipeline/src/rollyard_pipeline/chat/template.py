@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 from jinja2 import nodes
@@ -14,6 +15,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollyard_pipeline.errors import TemplateError
+
+RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"})
+"""What a template reads that is no variable of a job's."""
+_FAILURES: Final = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+_DICT_ATTRIBUTES: Final = frozenset(dir(dict))
 
 
 class _GenerationTag(Extension):
@@ -24,6 +32,15 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way to the fields of messages: most of a template's time goes to them."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
@@ -47,11 +64,12 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
+        self.source = source
         self._variables = dict(variables or {})
         try:
             self._template = environment.from_string(source)
@@ -67,11 +85,13 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         now: datetime | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as text, ending where the assistant goes on.
 
         `now` is what `strftime_now` formats; pass one moment per rollout, or a template
-        that prints the date would rewrite history at midnight.
+        that prints the date would rewrite history at midnight. `variables` are more of what the
+        template reads (`enable_thinking`); they go before the tokenizer's own.
 
         Raises:
             TemplateError: the template refuses the conversation, or fails.
@@ -80,12 +100,31 @@ class ChatTemplate:
         clock: Callable[[str], str] = moment.strftime
         try:
             return self._template.render(
-                **self._variables,
-                messages=list(messages),
-                tools=list(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                strftime_now=clock,
+                {
+                    **self._variables,
+                    "documents": None,
+                    **(variables or {}),
+                    "messages": list(messages),
+                    "tools": list(tools) if tools else None,
+                    "add_generation_prompt": add_generation_prompt,
+                    "strftime_now": clock,
+                }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except _FAILURES as error:
             raise TemplateError(f"the chat template refuses the conversation: {error}") from error
+
+    @functools.cached_property
+    def content_prefix(self) -> str:
+        """What the template puts between the generation prompt and an assistant's content; "" mostly.
+
+        gpt-oss's names a channel there, which the model samples by itself.
+        """
+        opening = [{"role": "user", "content": "a"}]
+        said = [*opening, {"role": "assistant", "content": "probe"}, {"role": "user", "content": "b"}]
+        now = datetime(2000, 1, 1)
+        try:
+            before, after = self.render(opening, now=now), self.render(said, now=now)
+        except TemplateError:
+            return ""
+        prefix, found, _ = after.removeprefix(before).partition("probe")
+        return prefix if found and after.startswith(before) else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,11 @@ from tokenizers import Tokenizer
 from rollyard_pipeline.errors import TokenizerUnavailable
 
 _TOKEN_NAMES: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+_OTHER_FORMATS: Final = ("tekken.json", "tokenizer.model*", "*.tiktoken", "vocab.json", "vocab.txt")
+_BARS: Final = re.compile(r"<[|｜].+[|｜]>")
+
+MARK: Final = "\ufdd0"
+"""Where an encoding is cut, so that text cannot become a control token; no character of Unicode."""
 
 
 class ChatTokenizer:
@@ -31,6 +37,16 @@ class ChatTokenizer:
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
+        # Some tokenizers (DeepSeek's) do not mark the tokens that begin a turn as special.
+        self._control_ids: dict[int, str] = {
+            int(token_id): token.content
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if len(token.content) > 1 and (token.special or _BARS.fullmatch(token.content))
+        }
+        texts = "|".join(re.escape(text) for text in sorted(self._control_ids.values()))
+        self._control = re.compile(f"(?={texts})(.)", re.S)
+        self._control_starts = sorted({text[:3] for text in self._control_ids.values()})
+        self._anchor = next(iter(self._special), None)
 
     @property
     def vocabulary_size(self) -> int:
@@ -56,25 +72,68 @@ class ChatTokenizer:
                 found[name] = value
         return found
 
+    def escape(self, text: str) -> str:
+        """`text` with a MARK inside whatever spells a control token: a special one, or one like `<|user|>`.
+
+        What `encode` makes of it is the text's ids, but never a control token's.
+        """
+        if MARK in text:
+            text = text.replace(MARK, "")
+        return self._control.sub(rf"\1{MARK}", text) if self._may_spell(text) else text
+
+    def _may_spell(self, text: str) -> bool:
+        # Many times faster than the pattern, on text that spells none.
+        return any(start in text for start in self._control_starts)
+
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Ids of `text`; it is cut at each MARK, and none is encoded."""
+        first, *more = text.split(MARK)
+        ids = list(self._tokenizer.encode(first, add_special_tokens=False).ids)
+        for piece in more:
+            ids += self.encode_after(ids[-1] if ids else None, piece)
+        return ids
 
     def encode_after(self, last_id: int | None, text: str) -> list[int]:
         """Ids of `text` where it follows the token `last_id`.
 
-        After a special token the text is encoded behind that token, because some
+        The text is encoded behind a special token (that one, where it is one), because some
         tokenizers treat the start of an input differently (a leading space mark).
         """
-        anchor = None if last_id is None else self._special.get(last_id)
-        if anchor is not None:
-            ids = self.encode(anchor + text)
-            if ids[:1] == [last_id]:
+        if last_id is not None and self._anchor is not None:
+            anchor = last_id if last_id in self._special else self._anchor
+            ids = self.encode(self._special[anchor] + text)
+            if ids[:1] == [anchor]:
                 return ids[1:]
         return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def decode_sampled(self, ids: Sequence[int]) -> str:
+        """Text of sampled ids in the middle of a text, escaped where plain tokens spell a control token."""
+        text = self._decode_inside(ids)
+        if not self._may_spell(text):
+            return text
+        parts: list[str] = []
+        plain: list[int] = []
+        for token in ids:
+            if token in self._control_ids:
+                parts += [self.escape(self._decode_inside(plain)), self._control_ids[token]]
+                plain = []
+            else:
+                plain.append(token)
+        return "".join([*parts, self.escape(self._decode_inside(plain))])
+
+    def _decode_inside(self, ids: Sequence[int]) -> str:
+        # Some decoders drop the space that a text begins with.
+        if not ids:
+            return ""
+        if self._anchor is not None:
+            text = self.decode([self._anchor, *ids])
+            if text.startswith(self._special[self._anchor]):
+                return text[len(self._special[self._anchor]) :]
+        return self.decode(ids)
 
 
 def locate(name: str) -> Path:
@@ -87,9 +146,7 @@ def locate(name: str) -> Path:
     if (folder / "tokenizer.json").is_file():
         return folder
     if folder.is_dir():
-        raise TokenizerUnavailable(
-            f"{folder} has no tokenizer.json; set the pool's spec.tokenizer to one that has"
-        )
+        raise TokenizerUnavailable(f"{folder} has no tokenizer.json: {_remedy(folder)}")
     try:
         hub = importlib.import_module("huggingface_hub")
     except ImportError:
@@ -108,35 +165,57 @@ def locate(name: str) -> Path:
     )
 
 
+def _remedy(folder: Path) -> str:
+    other = next((name for name in _OTHER_FORMATS if any(folder.glob(name))), None)
+    if other is None:
+        return "set the pool's spec.tokenizer to a folder that has one"
+    return (
+        f"its {other} has to be converted once, with transformers and sentencepiece installed: "
+        f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('NEW_FOLDER'); then set the pool's "
+        "spec.tokenizer to NEW_FOLDER"
+    )
+
+
 def load_folder(folder: Path) -> tuple[ChatTokenizer, str]:
     """The tokenizer and the source of the chat template that lie in `folder`.
 
     Raises:
         TokenizerUnavailable: a file is missing or cannot be read.
     """
-    config: dict[str, Any] = {}
-    config_file = folder / "tokenizer_config.json"
     try:
-        if config_file.is_file():
-            config = json.loads(config_file.read_text(encoding="utf-8"))
+        config = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
+        source = _template_source(folder, config)
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except (OSError, ValueError) as error:
         raise TokenizerUnavailable(f"{folder}: the tokenizer's files cannot be read: {error}") from error
+    except TokenizerUnavailable:
+        raise
     except Exception as error:  # tokenizers raises bare Exception for a bad tokenizer.json
         raise TokenizerUnavailable(f"{folder}/tokenizer.json cannot be parsed: {error}") from error
-    return ChatTokenizer(tokenizer, config), _template_source(folder, config)
+    return ChatTokenizer(tokenizer, config), source
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    value = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{file.name} is no JSON object")
+    return value
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    source = config.get("chat_template")
+    for name in ("additional_chat_templates/tool_use.jinja", "chat_template.jinja"):
+        if (folder / name).is_file():
+            return (folder / name).read_text(encoding="utf-8")
+    source = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
     if isinstance(source, list):  # several named templates
         named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
         source = named.get("tool_use") or named.get("default")
     if isinstance(source, str):
         return source
     raise TokenizerUnavailable(
-        f"{folder} has no chat_template.jinja, and tokenizer_config.json there has no 'chat_template'"
+        f"{folder} has no chat_template.jinja, and tokenizer_config.json there has no 'chat_template': "
+        "a base model has none; put the template that its training used there as chat_template.jinja, or "
+        "set the pool's spec.tokenizer to a folder that has tokenizer.json and one"
     )

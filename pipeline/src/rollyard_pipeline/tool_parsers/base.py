@@ -1,9 +1,13 @@
-"""What a tool-call parser gives."""
+"""What a tool-call parser gives, and what it may be told before it reads."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of each offered tool's arguments (an object with `properties`), by the tool's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +31,19 @@ class ToolCallParser(Protocol):
     """Reads a turn's text. Total: malformed calls become `ParsedCall.error`, never an exception."""
 
     def parse(self, text: str) -> ParsedTurn: ...
+
+
+@runtime_checkable
+class ConfigurableParser(Protocol):
+    """A parser that reads by the model's chat template or the offered tools; the method is optional."""
+
+    def configure(self, template: str, schemas: Schemas) -> None:
+        """Called once, before the first `parse`, with the template's jinja2 source."""
+        ...
+
+
+def configured(parser: ToolCallParser, template: str, schemas: Schemas) -> ToolCallParser:
+    """`parser`, which has been told of the template and the tools if it wants to know."""
+    if isinstance(parser, ConfigurableParser):
+        parser.configure(template, schemas)
+    return parser

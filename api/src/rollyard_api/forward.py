@@ -1,0 +1,31 @@
+"""Log-probabilities of a prompt by transformers' own forward pass: the reference of a weight update.
+
+A script of its own, run by path in any Python that has torch and transformers:
+`python forward.py FOLDER`, with `{"ids": [...]}` on standard input; prints `{"logprobs": [...]}`,
+length n - 1, in nats. In float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+
+
+def logprobs(folder: str, ids: list[int]) -> list[float]:
+    """Of each id after the first, given those before it."""
+    torch, transformers = import_module("torch"), import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True
+    )
+    model.eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0, :-1].float()
+    scores = torch.log_softmax(logits, dim=-1)
+    found: list[float] = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    return found
+
+
+if __name__ == "__main__":
+    asked = json.load(sys.stdin)
+    print(json.dumps({"logprobs": logprobs(sys.argv[1], asked["ids"])}))

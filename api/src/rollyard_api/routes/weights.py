@@ -1,0 +1,180 @@
+"""Weight updates of a pool, and pausing it: the calls of a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from rollyard_crds.backendpool import BackendPool
+from rollyard_crds.base import Model
+from rollyard_crds.weights import PauseMode, WeightUpdate, WeightUpdateRequest
+from sqlalchemy.engine import Connection
+from starlette.responses import Response
+
+from rollyard_api import checkpoints, pools, weights, wire
+from rollyard_api.codec import loads
+from rollyard_api.problems import Conflict
+from rollyard_api.routes.common import (
+    MAX_WAIT,
+    Namespace,
+    Plane,
+    Wait,
+    answer,
+    body_of,
+    body_schema,
+    plane_of,
+)
+from rollyard_api.schema import backends
+from rollyard_api.service import ControlPlane
+from rollyard_api.weight_steps import NoSuchCall, Server, StepFailed
+from rollyard_api.weight_targets import PAUSED
+
+router = APIRouter(prefix="/v1/backendpools", tags=["weights"])
+
+
+class WeightUpdates(Model):
+    """A pool's weight updates, the newest first."""
+
+    items: list[WeightUpdate]
+
+
+def _pool(conn: Connection, namespace: str, name: str) -> tuple[Any, list[Any]]:
+    pool = pools.find(conn, namespace, name)
+    return pool, list(conn.execute(backends.select().where(backends.c.pool_id == pool.id)))
+
+
+async def _require(plane: ControlPlane, pool: Any, rows: list[Any], *, keep: bool) -> None:
+    """Rollouts may go on over an update only where servers say which tokens came after it.
+
+    Raises:
+        Conflict: names the server that does not.
+    """
+
+    async def one(url: str) -> str | None:
+        server = Server(plane.http, url, plane.settings.weight_limits)
+        try:
+            await server.label()
+            if keep and not await server.tells_versions_of_tokens(pool.served_model or pool.model):
+                return (
+                    f"mode: {url} cannot say which tokens came before and after (/inference/v1/generate with "
+                    "weight_versions; vLLM: --enable-scale-out): 'keep' is refused, use 'abort' or 'wait'"
+                )
+        except NoSuchCall:
+            return (
+                f"inFlight: {url} has no /weight_info, so nobody could tell old tokens from new ones: "
+                "use inFlight 'restart' (vLLM: VLLM_SERVER_DEV_MODE=1)"
+            )
+        except StepFailed:
+            return None  # it is told of in the update's own steps
+        return None
+
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(one(row.url)) for row in rows if row.ready]
+    refusals = [problem for task in asked if (problem := task.result())]
+    if refusals:
+        raise Conflict(refusals[0], errors=refusals, reason="VersionsUnknown")
+
+
+@router.post(
+    "/{name}/weights",
+    status_code=202,
+    responses={200: {"model": WeightUpdate}, 202: {"model": WeightUpdate}},
+    openapi_extra=body_schema(WeightUpdateRequest.model_json_schema(by_alias=True)),
+)
+async def update_weights(request: Request, name: str, namespace: Namespace = "default") -> Response:
+    """Bring every backend to new weights: 202 begun, 200 the same was asked for before.
+
+    An update that runs still is superseded. The answer comes at once; follow the update by its id.
+    """
+    plane = plane_of(request)
+    asked = wire.model(WeightUpdateRequest, await body_of(request))
+    pool, rows = await plane.database.read(partial(_pool, namespace=namespace, name=name))
+    standing = await plane.database.read(partial(weights.standing, pool=pool, asked=asked))
+    note = ""
+    if standing is None:
+        engine = loads(pool.spec)["engine"]["type"]
+        urls = [row.url for row in rows]
+        note = await asyncio.to_thread(checkpoints.check, asked.source, urls, engine)
+        if asked.in_flight == "continue" or asked.mode == "keep":
+            await _require(plane, pool, rows, keep=asked.mode == "keep")
+    row, new = await plane.database.write(
+        partial(weights.add, namespace=namespace, name=name, asked=asked, note=note)
+    )
+    return answer(weights.document(row), 202 if new else 200)
+
+
+@router.get("/{name}/weights", responses={200: {"model": WeightUpdates}})
+async def list_updates(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+    """The pool's weight updates, the newest first."""
+    found = await plane.database.read(partial(weights.listed, namespace=namespace, name=name))
+    return answer({"items": found})
+
+
+@router.get("/{name}/weights/{number}", responses={200: {"model": WeightUpdate}})
+async def get_update(
+    request: Request, name: str, number: int, namespace: Namespace = "default", wait: Wait = 0.0
+) -> Response:
+    """One weight update; waits up to `wait` seconds while it runs."""
+    plane = plane_of(request)
+    read = partial(weights.one, namespace=namespace, name=name, number=number)
+    row = await plane.bus.until(
+        weights.TOPIC,
+        partial(plane.database.read, read),
+        lambda found: found.state != "Running",
+        wait,
+        request.is_disconnected,
+    )
+    return answer(weights.document(row))
+
+
+PauseWait = Annotated[float, Query(ge=0, le=MAX_WAIT)]
+
+
+@router.post("/{name}/pause", responses={200: {"model": BackendPool}, 202: {"model": BackendPool}})
+async def pause(
+    request: Request,
+    name: str,
+    namespace: Namespace = "default",
+    mode: PauseMode = "abort",
+    wait: PauseWait = 30.0,
+) -> Response:
+    """Let no rollout enter Run and the servers sample nothing, until `resume`.
+
+    200 once every server is paused, 202 where that takes longer than `wait` seconds: it goes on then.
+    """
+    plane = plane_of(request)
+    pool, rows = await plane.database.read(partial(_pool, namespace=namespace, name=name))
+    if mode == "keep":
+        await _require(plane, pool, rows, keep=True)
+    await plane.database.write(partial(weights.pause, namespace=namespace, name=name, mode=mode))
+    return await _until(
+        request, namespace, name, wait, lambda row: not row.ready or row.weights_message == PAUSED
+    )
+
+
+@router.post("/{name}/resume", responses={200: {"model": BackendPool}, 202: {"model": BackendPool}})
+async def resume(
+    request: Request, name: str, namespace: Namespace = "default", wait: PauseWait = 30.0
+) -> Response:
+    """Undo `pause`: 200 once every server goes on, 202 where that takes longer than `wait` seconds."""
+    plane = plane_of(request)
+    await plane.database.write(partial(weights.resume, namespace=namespace, name=name))
+    return await _until(
+        request, namespace, name, wait, lambda row: not row.ready or row.weights != "Updating"
+    )
+
+
+async def _until(request: Request, namespace: str, name: str, wait: float, settled: Any) -> Response:
+    plane = plane_of(request)
+    read = partial(_pool, namespace=namespace, name=name)
+
+    def enough(found: tuple[Any, list[Any]]) -> bool:
+        return all(settled(row) for row in found[1])
+
+    found = await plane.bus.until(
+        weights.TOPIC, partial(plane.database.read, read), enough, wait, request.is_disconnected
+    )
+    document = (await plane.database.read(partial(pools.listed, namespace=namespace, name=name)))[0]
+    return answer(document, 200 if enough(found) else 202)

@@ -1,0 +1,127 @@
+"""Which backends sampled a job's tokens, and under which policy versions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollyard_crds.backendpool import BackendStatus
+from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.weights import WeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSummary:
+    """What one backend did for the job, and how it stands at its end."""
+
+    url: str
+    rollouts: int
+    tokens_sampled: int
+    policy_version: str
+    prefix_cache_hit_rate: float | None
+    """Share of prompt tokens, from the server's own metrics; None where it has none."""
+    tokens_per_second: float | None
+    """Sampled tokens per second of one rollout's model time."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSummary:
+    """What was sampled under one policy version."""
+
+    version: str
+    rollouts: int
+    """With at least one token of it."""
+    tokens: int
+    lag: int
+    """Weight updates between it and the newest version."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSummary:
+    """One weight update."""
+
+    policy_version: str
+    state: str
+    verified: bool
+    verified_by: str
+    max_difference: float | None
+    """Largest difference of a log-probability from the reference over all backends, in nats."""
+    paused_seconds: float | None
+    """The longest that a backend sampled nothing."""
+    seconds: float | None
+    """From the request until the last backend was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySummary:
+    """Backends, versions and updates of a job."""
+
+    backends: list[BackendSummary]
+    policy_versions: list[VersionSummary]
+    rollouts_of_several_versions: int
+    weight_updates: list[UpdateSummary]
+
+    def to_json(self) -> dict[str, Any]:
+        """For summary.json."""
+        return asdict(self)
+
+
+def summarize_policies(
+    trajectories: Iterable[Trajectory], backends: Sequence[BackendStatus], updates: Sequence[WeightUpdate]
+) -> PolicySummary:
+    """One pass over a job's trajectories; `updates` in the order in which they were asked for."""
+    rollouts: Counter[str] = Counter()
+    sampled: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
+    several = 0
+    for trajectory in trajectories:
+        rollouts[trajectory.backend] += 1
+        sampled[trajectory.backend] += trajectory.sampled_tokens
+        own: Counter[str] = Counter()
+        for segment in trajectory.segments:
+            pairs = zip(segment.policy_versions, segment.loss_mask, strict=True)
+            own.update(version for version, mask in pairs if mask)
+        tokens.update(own)
+        seen.update(own.keys())
+        several += len(own) > 1
+    # What no update brought was there from the start.
+    brought = [update.policy_version for update in updates]
+    order = [*(version for version in tokens if version not in brought), *brought]
+    newest = len(order) - 1
+    return PolicySummary(
+        backends=[
+            BackendSummary(
+                url=backend.url,
+                rollouts=rollouts[backend.url],
+                tokens_sampled=sampled[backend.url],
+                policy_version=backend.policy_version,
+                prefix_cache_hit_rate=backend.prefix_cache_hit_rate,
+                tokens_per_second=backend.tokens_per_second,
+            )
+            for backend in backends
+        ],
+        policy_versions=[
+            VersionSummary(version, seen[version], tokens[version], newest - place)
+            for place, version in enumerate(order)
+        ],
+        rollouts_of_several_versions=several,
+        weight_updates=[_update(update) for update in updates],
+    )
+
+
+def _update(update: WeightUpdate) -> UpdateSummary:
+    differences = [one.max_difference for one in update.backends if one.max_difference is not None]
+    pauses = [one.paused_seconds for one in update.backends if one.paused_seconds is not None]
+    took = None if update.finished_at is None else (update.finished_at - update.created_at).total_seconds()
+    return UpdateSummary(
+        policy_version=update.policy_version,
+        state=update.state,
+        verified=update.verified,
+        verified_by=update.verified_by,
+        max_difference=max(differences, default=None),
+        paused_seconds=max(pauses, default=None),
+        seconds=took,
+    )

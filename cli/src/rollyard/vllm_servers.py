@@ -1,0 +1,199 @@
+"""The quickstart's vLLM servers: a pool of them, and new weights in the middle of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollyard.checkpoint import ReferenceRun, check_model, perturbed
+from rollyard.errors import StartFailed, UsageProblem
+from rollyard.local.options import DEFAULT_POOL
+from rollyard.midway import MidwayUpdate, NewVersion
+from rollyard.trajectories import read_file
+from rollyard.versions import PolicySummary, summarize_policies
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rollyard_client import Client
+
+READY_SECONDS = 900.0
+POLL_SECONDS = 0.5
+LINE_SECONDS = 15.0
+PROBE_SECONDS = 120.0
+REFERENCE_SECONDS = 180.0
+NEW_VERSION = "step-1"
+NOISE = 0.02
+"""Of each matrix's standard deviation: log-probabilities change by some hundredths, habits do not."""
+_CPU_ARGUMENTS = (
+    "--enforce-eager",
+    "--dtype=float32",
+    "--block-size=32",
+    # vLLM 0.32's CPU build dies of a prompt that is read in parts while its request has a seed.
+    "--no-enable-chunked-prefill",
+)
+_CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "$(BACKEND_INDEX)",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+}
+_MIN_RUN_PLACES, _SHARE_OF_RUN_PLACES = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What the servers run, and with what."""
+
+    python: Path
+    """A Python that has vLLM."""
+    model: Path
+    replicas: int
+    update_weights: bool
+
+    def check(self) -> None:
+        """Everything that can be known before a server starts.
+
+        Raises:
+            UsageProblem: the Python is none, or has no vLLM.
+            InvalidInput: the model's folder is incomplete.
+        """
+        if not (self.python.is_file() and os.access(self.python, os.X_OK)):
+            raise UsageProblem(f"--vllm-python: {self.python} is no program")
+        probe = "import importlib.util as u, sys; sys.exit(3 * (u.find_spec('vllm') is None))"
+        try:
+            code = subprocess.run(
+                [str(self.python), "-c", probe], stdin=subprocess.DEVNULL, timeout=PROBE_SECONDS
+            ).returncode
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UsageProblem(f"--vllm-python: {self.python} does not run: {error}") from error
+        if code:
+            raise UsageProblem(
+                f"--vllm-python: {self.python} has no vLLM (scripts/vllm-env makes one that has)"
+            )
+        check_model(self.model)
+
+
+def gpus() -> int:
+    """GPUs that the driver sees."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        seen = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0)
+    except subprocess.TimeoutExpired:
+        return 0
+    return sum(line.startswith("GPU ") for line in seen.stdout.splitlines())
+
+
+def up_arguments(options: VllmOptions, gpu_count: int) -> list[str]:
+    """What `rollyard up` is asked for; without GPUs on the CPU, one core for each server."""
+    arguments = ["--engine", "vllm", "--replicas", str(options.replicas)]
+    arguments += ["--vllm-python", os.path.abspath(options.python), "--model", str(options.model.resolve())]
+    if gpu_count == 0:
+        arguments += [f"--engine-arg={argument}" for argument in _CPU_ARGUMENTS]
+        arguments += [f"--engine-env={name}={value}" for name, value in _CPU_ENVIRONMENT.items()]
+    elif gpu_count >= options.replicas:
+        arguments += ["--gpus", "1"]
+    else:
+        arguments += [f"--engine-arg=--gpu-memory-utilization={0.8 / options.replicas:.2f}"]
+    return arguments
+
+
+def run_places(places: int, rollouts: int) -> int:
+    """Places in Run that leave most rollouts ahead while the update in the middle is on its way."""
+    return min(places, max(_MIN_RUN_PLACES, rollouts // _SHARE_OF_RUN_PLACES))
+
+
+@dataclass(slots=True)
+class VllmServers:
+    """The servers of one quickstart."""
+
+    options: VllmOptions
+    out: Path
+    console: Console
+    update: MidwayUpdate | None = field(default=None, init=False)
+    _reference: ReferenceRun | None = field(default=None, init=False)
+
+    @property
+    def folder(self) -> Path:
+        """The new checkpoint."""
+        return self.out / "new-weights"
+
+    @contextlib.contextmanager
+    def new_weights(self) -> Iterator[None]:
+        """Makes the new checkpoint; its log-probabilities are computed while the servers start.
+
+        Raises:
+            InvalidInput: the model's weights cannot be read.
+        """
+        if not self.options.update_weights:
+            yield
+            return
+        folder = self.folder
+        perturbed(self.options.model, folder, NOISE)
+        self.console.print(
+            f"New weights {NEW_VERSION}: {folder}, the policy with a little noise, "
+            "in the place of an optimiser's step",
+            soft_wrap=True,
+        )
+        reference = ReferenceRun(self.options.python, folder, self.out / "reference.log")
+        self._reference = reference
+        try:
+            yield
+        finally:
+            reference.stop()
+
+    def up_arguments(self) -> list[str]:
+        """What `rollyard up` is asked for."""
+        return up_arguments(self.options, gpus())
+
+    def start(self, client: Client) -> None:
+        """Returns when every server is ready.
+
+        Raises:
+            StartFailed: they were not in time, or the new weights' log-probabilities are missing.
+        """
+        self._wait_ready(client)
+        if self._reference is not None:
+            expected = self._reference.result(REFERENCE_SECONDS)
+            new = NewVersion(NEW_VERSION, self.folder, expected)
+            self.update = MidwayUpdate(client, DEFAULT_POOL, new, self.console)
+
+    def _wait_ready(self, client: Client) -> None:
+        began = told_at = time.monotonic()
+        told = ""
+        with self.console.status("vLLM servers start") as spinner:
+            while (seconds := time.monotonic() - began) < READY_SECONDS:
+                status = client.pool(DEFAULT_POOL).status
+                ready = sum(backend.ready for backend in status.backends)
+                state = f"vLLM servers: {ready} of {self.options.replicas} ready"
+                if ready == self.options.replicas:
+                    self.console.print(f"{state}, after {seconds:.0f} s")
+                    return
+                trouble = next((c.message for c in status.conditions if c.type == "Degraded"), "")
+                state += f" ({trouble})" if trouble else ""
+                spinner.update(f"{state}, {seconds:.0f} s; a start takes about a minute on a CPU")
+                now = time.monotonic()
+                if not self.console.is_terminal and (state != told or now - told_at >= LINE_SECONDS):
+                    self.console.print(f"{state}, {seconds:.0f} s", soft_wrap=True)
+                    told, told_at = state, now
+                time.sleep(POLL_SECONDS)
+        raise StartFailed(f"{state} within {READY_SECONDS:.0f} s")
+
+    def summarize(self, client: Client, trajectories: Path) -> PolicySummary:
+        """What came of it, once the update has ended, if it was sent.
+
+        Raises:
+            StartFailed: the update did not succeed.
+        """
+        update = self.update.finish() if self.update is not None else None
+        if self.update is not None and (update is None or update.state != "Succeeded"):
+            why = "the job ended before it was sent" if update is None else update.message or update.state
+            raise StartFailed(f"the weight update {NEW_VERSION} did not succeed: {why}")
+        backends = client.pool(DEFAULT_POOL).status.backends
+        return summarize_policies(read_file(trajectories), backends, [update] if update is not None else [])

@@ -1,0 +1,145 @@
+"""SGLang's native `/generate` with token ids in and out: pure translation, and every check.
+
+Follows the documentation and the request and answer types of SGLang 0.5 (its "Native APIs" and
+"Sampling Parameters" pages, `GenerateReqInput`, `SamplingParams`): it was held against that
+contract only, never against a running server.
+
+What matters here of that contract:
+- `meta_info.output_token_logprobs` is a list of `[logprob, token_id, text or null]`, one for each
+  sampled token, the end-of-turn token included; `output_ids` may lack that last one.
+- Log-probabilities are those after temperature and before top-p and top-k; a server started with
+  `SGLANG_RETURN_ORIGINAL_LOGPROB=1` gives those before temperature.
+- `meta_info.weight_version` is the label at the answer's end; later versions also give
+  `meta_info.weight_versions`, `[{version, start, end}]` as vLLM does.
+- `sampling_seed` has an effect only on servers started with `--enable-deterministic-inference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rollyard_pipeline.backends.wire import (
+    Answer,
+    Sampling,
+    ServedModel,
+    checked_answer,
+    kind,
+    mapping,
+    same_count,
+    token_ids,
+    versions_of,
+)
+from rollyard_pipeline.errors import BackendMismatch, BackendRefused, BackendUnavailable
+
+_TEMPERATURES: Final = (1.0, 0.25)
+_SAME: Final = 0.01  # nats, of two logprobs of one token from two runs of the model
+
+
+class SglangGenerate:
+    """`POST /generate`."""
+
+    path: Final = "/generate"
+
+    def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "input_ids": list(prompt),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                # Said, because a server fills what is left out from the model's generation_config.json.
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "max_new_tokens": sampling.max_tokens,
+                "sampling_seed": sampling.seed,
+            },
+            "return_logprob": True,
+            "stream": False,
+        }
+        if model.parent is not None:
+            body["lora_path"] = model.name
+        return body
+
+    def parse(self, answer: object, prompt: Sequence[int], sampling: Sampling) -> Answer:
+        body = mapping(answer, "the answer")
+        meta = mapping(body.get("meta_info"), "meta_info")
+        finish = _finish(meta)
+        same_count(meta.get("prompt_tokens"), prompt, "meta_info.prompt_tokens")
+        entries = meta.get("output_token_logprobs")
+        if not isinstance(entries, list):
+            raise BackendMismatch(f"meta_info.output_token_logprobs is {kind(entries)}, expected a list")
+        pairs = [_pair(place, entry) for place, entry in enumerate(entries)]
+        ids = token_ids([token for _, token in pairs], "meta_info.output_token_logprobs")
+        same_count(meta.get("completion_tokens"), ids, "meta_info.completion_tokens")
+        if "output_ids" in body:
+            _same_output(token_ids(body["output_ids"], "output_ids"), ids, finish)
+        versions = versions_of(meta.get("weight_versions"), len(ids))
+        label = meta.get("weight_version")
+        return checked_answer(
+            ids,
+            [value for value, _ in pairs],
+            finish.get("type"),
+            versions,
+            sampling,
+            label if isinstance(label, str) else None,
+        )
+
+    def mode_probes(self, model: ServedModel, ids: tuple[int, int]) -> list[dict[str, Any]]:
+        bodies = []
+        for temperature in _TEMPERATURES:
+            sampling = Sampling(temperature=temperature, top_p=1.0, top_k=-1, max_tokens=1, seed=0)
+            bodies.append(self.body(model, ids[:1], sampling) | {"token_ids_logprob": list(ids)})
+        return bodies
+
+    def mode(self, answers: Sequence[object], ids: tuple[int, int]) -> str:
+        """The difference of two tokens' logprobs is divided by the temperature, or is not touched by it."""
+        plain, sharp = (_difference(answer, ids) for answer in answers)
+        if plain is None or sharp is None or abs(plain) <= 4 * _SAME:
+            return "unknown"
+        if abs(sharp - plain) <= _SAME:
+            return "raw_logprobs"
+        expected = plain * _TEMPERATURES[0] / _TEMPERATURES[1]
+        return "temperature_logprobs" if abs(sharp - expected) <= 4 * _SAME else "unknown"
+
+
+def _finish(meta: dict[str, Any]) -> dict[str, Any]:
+    """`meta_info.finish_reason`, unless it says that the request failed."""
+    finish = mapping(meta.get("finish_reason"), "meta_info.finish_reason")
+    status = finish.get("status_code")
+    if finish.get("type") == "abort" and isinstance(status, int):
+        said = f"aborted with status {status}: {finish.get('message')}"
+        raise BackendUnavailable(said) if status >= 500 else BackendRefused(said)
+    return finish
+
+
+def _pair(place: int, entry: object) -> tuple[object, object]:
+    if not isinstance(entry, list) or len(entry) < 2:
+        raise BackendMismatch(
+            f"meta_info.output_token_logprobs[{place}] is {entry!r}, expected [logprob, token id, text]"
+        )
+    return entry[0], entry[1]
+
+
+def _same_output(output: list[int], ids: list[int], finish: dict[str, Any]) -> None:
+    if output == ids:
+        return
+    # The token that ended the turn is trimmed from output_ids by some versions.
+    if finish.get("type") == "stop" and output == ids[:-1] and finish.get("matched") == ids[-1]:
+        return
+    raise BackendMismatch(f"output_ids has {len(output)} ids that are not the {len(ids)} with logprobs")
+
+
+def _difference(answer: object, ids: tuple[int, int]) -> float | None:
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    steps = meta.get("output_token_ids_logprobs") if isinstance(meta, dict) else None
+    if not isinstance(steps, list) or len(steps) != 1 or not isinstance(steps[0], list):
+        return None
+    found = {
+        entry[1]: entry[0]
+        for entry in steps[0]
+        if isinstance(entry, list) and len(entry) >= 2 and isinstance(entry[0], float)
+    }
+    if not all(one in found for one in ids):
+        return None
+    return float(found[ids[0]]) - float(found[ids[1]])

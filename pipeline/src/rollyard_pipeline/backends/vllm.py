@@ -1,0 +1,158 @@
+"""vLLM's two calls with token ids in and out: pure translation, and every check of an answer.
+
+`/inference/v1/generate` (vLLM with `--enable-scale-out`) also says which weight version sampled
+which token; `/v1/completions` with `return_token_ids` repeats the prompt's ids instead.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rollyard_pipeline.backends.wire import (
+    LOGPROB_TOLERANCE,
+    Answer,
+    Sampling,
+    ServedModel,
+    checked_answer,
+    kind,
+    mapping,
+    one_choice,
+    same_count,
+    same_prompt,
+    token_ids,
+    versions_of,
+)
+from rollyard_pipeline.errors import BackendMismatch
+
+
+def _params(sampling: Sampling) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        # Said, because a server fills what is left out from the model's generation_config.json.
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": sampling.max_tokens,
+        "seed": sampling.seed,
+        "logprobs": 0,
+    }
+    if sampling.allowed:
+        params["allowed_token_ids"] = list(sampling.allowed)
+    return params
+
+
+def _mode_samplings(ids: tuple[int, int]) -> list[Sampling]:
+    return [
+        Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=1, seed=0, allowed=(one,)) for one in ids
+    ]
+
+
+def _mode(answers: Sequence[Answer], ids: tuple[int, int]) -> str:
+    """From two tokens that were each the only one allowed.
+
+    After processing, an only token has probability 1; before it, two tokens cannot both have it.
+    """
+    if [answer.token_ids for answer in answers] != [(one,) for one in ids]:
+        return "unknown"
+    processed = all(abs(answer.logprobs[0]) <= LOGPROB_TOLERANCE for answer in answers)
+    return "processed_logprobs" if processed else "raw_logprobs"
+
+
+class _Vllm(ABC):
+    """What both calls share: how the server's logprobs mode is found out."""
+
+    @abstractmethod
+    def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def parse(self, answer: object, prompt: Sequence[int], sampling: Sampling) -> Answer: ...
+
+    def mode_probes(self, model: ServedModel, ids: tuple[int, int]) -> list[dict[str, Any]]:
+        return [self.body(model, ids[:1], sampling) for sampling in _mode_samplings(ids)]
+
+    def mode(self, answers: Sequence[object], ids: tuple[int, int]) -> str:
+        pairs = zip(answers, _mode_samplings(ids), strict=True)
+        return _mode([self.parse(answer, ids[:1], sampling) for answer, sampling in pairs], ids)
+
+
+class VllmGenerate(_Vllm):
+    """`POST /inference/v1/generate`."""
+
+    path: Final = "/inference/v1/generate"
+
+    def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        return {
+            "model": model.name,
+            "token_ids": list(prompt),
+            "sampling_params": _params(sampling),
+            "stream": False,
+        }
+
+    def parse(self, answer: object, prompt: Sequence[int], sampling: Sampling) -> Answer:
+        body = mapping(answer, "the answer")
+        choice = one_choice(body)
+        echoed = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        if echoed is not None:
+            same_prompt(echoed, prompt)
+        else:
+            same_count(_usage(body).get("prompt_tokens"), prompt, "usage.prompt_tokens")
+        ids = token_ids(choice.get("token_ids"), "token_ids")
+        content = mapping(choice.get("logprobs"), "logprobs").get("content")
+        if not isinstance(content, list):
+            raise BackendMismatch(
+                f"logprobs.content is {kind(content)}, expected a list of {len(ids)} entries"
+            )
+        try:
+            named = [entry["token_id"] for entry in content]
+            values = [entry["logprob"] for entry in content]
+        except (TypeError, KeyError) as error:
+            raise BackendMismatch(
+                f"an entry of logprobs.content lacks token_id or logprob: {error!r}"
+            ) from error
+        if named != ids and len(named) == len(ids):
+            place = next(i for i, (a, b) in enumerate(zip(named, ids, strict=True)) if a != b)
+            raise BackendMismatch(
+                f"logprobs.content[{place}] is of token {named[place]}, token_ids[{place}] is {ids[place]}"
+            )
+        versions = versions_of(choice.get("weight_versions"), len(ids))
+        return checked_answer(ids, values, choice.get("finish_reason"), versions, sampling)
+
+
+class VllmCompletions(_Vllm):
+    """`POST /v1/completions` with `return_token_ids`."""
+
+    path: Final = "/v1/completions"
+
+    def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        return {
+            "model": model.name,
+            "prompt": list(prompt),
+            "return_token_ids": True,
+            "stream": False,
+            **_params(sampling),
+        }
+
+    def parse(self, answer: object, prompt: Sequence[int], sampling: Sampling) -> Answer:
+        body = mapping(answer, "the answer")
+        choice = one_choice(body)
+        echoed = choice.get("prompt_token_ids", body.get("prompt_token_ids"))
+        if echoed is None:
+            raise BackendMismatch(
+                "no prompt_token_ids in the answer: the server must support return_token_ids"
+            )
+        same_prompt(echoed, prompt)
+        if "usage" in body:
+            same_count(_usage(body).get("prompt_tokens"), prompt, "usage.prompt_tokens")
+        ids = token_ids(choice.get("token_ids"), "token_ids")
+        values = mapping(choice.get("logprobs"), "logprobs").get("token_logprobs")
+        if not isinstance(values, list):
+            raise BackendMismatch(f"logprobs.token_logprobs is {kind(values)}, expected {len(ids)} numbers")
+        versions = versions_of(choice.get("weight_versions"), len(ids))
+        return checked_answer(ids, values, choice.get("finish_reason"), versions, sampling)
+
+
+def _usage(body: dict[str, Any]) -> dict[str, Any]:
+    return mapping(body.get("usage"), "usage")

@@ -1,0 +1,255 @@
+"""A conversation as text: what comes after a sampled turn, and whether the template rewrites history.
+
+Pure, and free of token ids. Written with
+
+    R(k)   = the template's rendering before turn k
+    R(k+1) = its rendering with turn k as it was sampled, and with the messages that came since
+
+the outside text of turn k+1 is what R(k+1) adds to R(k) + turn k. Where R(k+1) does not begin with them, the
+template rewrites history, and the conversation has to be read anew.
+
+Some templates refuse a turn's raw text (calls must be structured where results follow) or wrap it (channels).
+They are shown the parsed turn. Its rendering differs from what was sampled in form only, so it serves to find
+the outside text, which is what follows the turn's end token.
+
+Rendering the whole conversation each time would cost more with every turn. So of a long one only the
+opening and the latest turns are rendered. All of it is rendered again when a role speaks that has not since
+the turns that were left out (a user's word is what strips their thoughts), and whenever the conversation has
+doubled. A template that rewrites turns further back for another reason is found out at the next of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from rollyard_pipeline.chat.format import ChatFormat, ChatMessage
+from rollyard_pipeline.chat.harmony import split_channels
+from rollyard_pipeline.errors import TemplateError
+
+_WINDOW: Final = 3  # turns that are rendered at least
+_WINDOW_LIMIT: Final = 8  # turns that are rendered at most, between two looks at the whole
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The conversation before the next turn. Texts may hold `tokenizer.MARK`."""
+
+    text: str
+    """All of it: R(k+1)."""
+    outside: str | None
+    """What the last turn and the messages since add, after the sampled text; None: read `text` anew."""
+    messages: tuple[ChatMessage, ...]
+    """The last turn and the messages since, in the form that the template took."""
+    window: str | None
+    """The rendering of the opening and the latest turns; None where it has to be made."""
+    whole: bool
+    """The template rendered all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    text: str
+    end: str
+    parsed: ChatMessage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A turn and the messages that came after it."""
+
+    turn: _Turn
+    new: tuple[ChatMessage, ...]
+    start: int
+    """Where in the settled messages the turn stands."""
+
+
+class Conversation:
+    """Messages, and the template's view of them.
+
+    Args:
+        chat: the model's chat format.
+        messages: what it starts from; their special tokens are the author's and stay.
+    """
+
+    def __init__(self, chat: ChatFormat, messages: Sequence[ChatMessage]) -> None:
+        self._chat = chat
+        self._settled = list(messages)
+        """In the form that the template took; what came since is in `_turn` and `_new`."""
+        self._turn: _Turn | None = None
+        self._new: list[ChatMessage] = []
+        self._groups: list[_Group] = []
+        self._text = ""  # R(k)
+        self._first = 0  # the group that the window begins with; 0: it is the whole conversation
+        self._window: str | None = None
+        self._checked = 0  # settled messages when the whole was rendered last
+        self._formal = chat.wraps  # turns are shown parsed wherever they can be
+
+    def add(self, message: ChatMessage) -> None:
+        """Append a message from outside; text in it that spells a control token stays text."""
+        self._new.append(_escaped(message, self._chat.tokenizer.escape))
+
+    def structured(self, message: ChatMessage) -> None:
+        """Give the parsed form of the last turn."""
+        if self._turn is not None:
+            self._turn = replace(self._turn, parsed=message)
+
+    def said(self, before: Rendering, text: str, end: str) -> None:
+        """Append the turn that was sampled after `before`: its text without its end-of-turn token `end`."""
+        shown = len(before.messages)
+        if self._turn is not None:
+            shown -= 1
+            self._groups.append(_Group(self._turn, tuple(self._new[:shown]), len(self._settled)))
+        self._settled += before.messages
+        if before.whole:
+            self._checked = len(self._settled)
+        del self._new[:shown]
+        self._text, self._window = before.text, before.window
+        self._turn = _Turn(text, end)
+        self._slide()
+
+    def next(self) -> Rendering:
+        """The conversation before the next turn.
+
+        Raises:
+            TemplateError: the template refuses the conversation in every form.
+        """
+        if self._turn is None:
+            messages = (*self._settled, *self._new)
+            text = self._chat.render(messages)
+            return Rendering(text, None, tuple(self._new), text, True)
+        if self._first and not self._look_at_all():
+            window = self._windowed(self._turn)
+            if window is not None:
+                return window
+        return self._full(self._turn)
+
+    def _look_at_all(self) -> bool:
+        if len(self._settled) >= 2 * self._checked:
+            return True
+        latest = {message["role"] for message in self._settled[self._groups[self._first].start :]}
+        return not latest.issuperset(message["role"] for message in self._new)
+
+    def _slide(self) -> None:
+        if len(self._groups) - self._first > _WINDOW_LIMIT:
+            self._first = len(self._groups) - _WINDOW
+            self._window = None
+
+    def _in_window(self) -> list[ChatMessage]:
+        if not self._first:
+            return self._settled
+        return self._settled[: self._groups[0].start] + self._settled[self._groups[self._first].start :]
+
+    def _windowed(self, turn: _Turn) -> Rendering | None:
+        messages = self._in_window()
+        try:
+            if self._window is None:
+                self._window = self._chat.render(messages)
+            found = self._after(messages, self._window, turn)
+        except TemplateError:  # it may be the gap that it refuses
+            return None
+        if found.outside is None:
+            return None
+        return replace(
+            found, text=self._text + found.text[len(self._window) :], window=found.text, whole=False
+        )
+
+    def _full(self, turn: _Turn) -> Rendering:
+        try:
+            found = self._after(self._settled, self._text, turn)
+        except TemplateError:
+            if self._formal:
+                raise
+            # It has taken the raw text of turns that called tools, and now refuses what follows from it.
+            self._formal = True
+            for place, group in enumerate(self._groups):
+                form = self._form("parsed", place, group) or self._form("stand-in", place, group)
+                if form is not None:
+                    self._settled[group.start : group.start + len(form)] = form
+            found = self._after(self._settled, self._text, turn)
+        return replace(found, window=None if self._first else found.text)
+
+    def _after(self, messages: list[ChatMessage], before: str, turn: _Turn) -> Rendering:
+        """What follows `turn`, which was sampled after `messages`, whose rendering is `before`."""
+        refused: TemplateError | None = None
+        forms = ("parsed", "stand-in", "raw") if self._formal else ("raw", "parsed", "stand-in")
+        for form in forms:
+            group = _Group(turn, tuple(self._new), 0)
+            added = self._form(form, len(self._groups), group)
+            if added is None:
+                continue
+            try:
+                text = self._chat.render([*messages, *added])
+            except TemplateError as error:
+                refused = refused or error
+                continue
+            outside = _outside(before, turn, text, added[0] if form != "raw" else None)
+            if outside is None and form == "raw" and turn.end and text.startswith(before + turn.text):
+                whitespace = text[len(before + turn.text) :].lstrip().startswith(turn.end)
+                if not whitespace and not self._chat.wraps:
+                    # Another special token than the template's end of turn: it is part of what was said.
+                    turn = _Turn(turn.text + turn.end, "")
+                    added = [{"role": "assistant", "content": turn.text}, *self._new]
+                    text = self._chat.render([*messages, *added])
+                    outside = _outside(before, turn, text, None)
+            return Rendering(text, outside, tuple(added), text, True)
+        raise refused or TemplateError("the chat template has no form for the last turn")
+
+    def _form(self, form: str, number: int, group: _Group) -> list[ChatMessage] | None:
+        """Turn `number` and the messages after it, as `form` has them; None where it has not."""
+        turn, new = group.turn, group.new
+        if form == "raw":
+            return [{"role": "assistant", "content": turn.text}, *new]
+        escape = self._chat.tokenizer.escape
+        results = [message for message in new if message["role"] == "tool"]
+        parsed = _escaped(turn.parsed, escape) if turn.parsed and form == "parsed" else {}
+        calls = parsed.get("tool_calls") or []
+        if form == "stand-in":
+            # The answer to a malformed call needs a call in front of it.
+            calls = [_call(result.get("name") or "unknown") for result in results]
+        if not calls and (results or form == "stand-in" or not self._chat.wraps):
+            return None
+        if self._chat.wraps:
+            shown: ChatMessage = {"role": "assistant", **split_channels(turn.text, escape, bool(calls))}
+        else:
+            shown = {"role": "assistant", "content": parsed.get("content") or ""}
+        # Mistral's templates demand ids of nine characters.
+        ids = [f"{number % 1_000_000:06d}{place % 1_000:03d}" for place in range(len(calls))]
+        if calls:
+            shown["tool_calls"] = [{**call, "id": name} for call, name in zip(calls, ids, strict=True)]
+        added, answered = [shown], 0
+        for message in new:
+            if message["role"] == "tool" and ids:
+                message = {**message, "tool_call_id": ids[min(answered, len(ids) - 1)]}
+                answered += 1
+            added.append(message)
+        return added
+
+
+def _outside(before: str, turn: _Turn, text: str, parsed: ChatMessage | None) -> str | None:
+    """What of `text` comes after the sampled turn; None where history is rewritten."""
+    known = before + turn.text
+    if text.startswith(known):
+        rest = text[len(known) :]
+        if rest.startswith(turn.end):
+            return rest[len(turn.end) :]
+    if parsed is None or not turn.end or not text.startswith(before):
+        return None
+    shown, end, rest = text[len(before) :].partition(turn.end)
+    kept = all(str(parsed.get(part) or "") in shown for part in ("thinking", "content"))
+    return rest if end and kept else None
+
+
+def _call(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": {}}}
+
+
+def _escaped(value: Any, escape: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, dict):
+        return {escape(key): _escaped(entry, escape) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_escaped(entry, escape) for entry in value]
+    return value

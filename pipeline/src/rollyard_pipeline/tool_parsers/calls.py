@@ -1,0 +1,102 @@
+"""What the parsers share: JSON at a place of a text, the shape of a call, the words of an error."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+from rollyard_pipeline.tool_parsers.base import ParsedCall
+
+NAME_LIMIT: Final = 128
+"""Characters of a tool's name."""
+
+
+_FIRST_WINDOW: Final = 4096  # characters
+_CUT: Final = 64
+"""An error nearer than this to the end of a window may come from the cut; the longest token is shorter."""
+_SPACE: Final = re.compile(r"[ \t\r\n]*+")
+
+
+class NotJson(ValueError):
+    """No JSON value where one was expected; the message says why, `at` where (an index of the text)."""
+
+    reason = "NotJson"
+
+    def __init__(self, why: str, at: int) -> None:
+        super().__init__(why)
+        self.at = at
+
+
+def malformed(why: str, name: str = "") -> ParsedCall:
+    """A call that cannot be run, with the words that the model gets to see."""
+    return ParsedCall(name if len(name) <= NAME_LIMIT else "", error=f"malformed tool call: {why}")
+
+
+def skip_space(text: str, at: int) -> int:
+    """The index of the first character from `at` on that is no JSON whitespace."""
+    space = _SPACE.match(text, at)
+    return at if space is None else space.end()
+
+
+def json_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value at `at`, behind whitespace, and the index where it ends.
+
+    Raw newlines in strings are accepted: models write them. NaN and Infinity are not.
+
+    Raises:
+        NotJson: none there, or it is nested too deeply.
+    """
+    start = skip_space(text, at)
+    window = _FIRST_WINDOW
+    while True:
+        # Of the whole text, an error would cost time in proportion to its place: its line is counted.
+        piece = text[start : start + window]
+        whole = start + window >= len(text)
+        try:
+            value, end = _DECODER.raw_decode(piece)
+        except RecursionError as error:
+            # The window before this one was JSON to its cut: nothing in it is looked at again.
+            read = 0 if window == _FIRST_WINDOW else window // 2 - _CUT
+            raise NotJson("not JSON: too deep", start + read) from error
+        except json.JSONDecodeError as error:
+            if whole or not (error.pos > window - _CUT or error.msg.startswith("Unterminated string")):
+                why = f"not JSON: {error.msg} at character {error.pos}"
+                raise NotJson(why, start + error.pos) from error
+        except ValueError as error:  # a number of too many digits, or one that is no JSON
+            raise NotJson(f"not JSON: {error}", start) from error
+        else:
+            if whole or end < len(piece):
+                return value, start + end
+        window *= 2
+
+
+def named_call(value: object, keys: Sequence[str] = ("arguments",)) -> ParsedCall:
+    """The call that an object with `name` and arguments (under the first of `keys` that it has) makes."""
+    if not isinstance(value, dict):
+        return malformed(f"expected a JSON object with 'name' and '{keys[0]}'")
+    key = next((key for key in keys if key in value), keys[0])
+    return call_of(value.get("name"), value.get(key, {}), key)
+
+
+def call_of(name: object, arguments: object, key: str = "arguments") -> ParsedCall:
+    """A call if `name` is a tool's name and `arguments` an object; else a malformed one."""
+    if not isinstance(name, str) or not 1 <= len(name) <= NAME_LIMIT:
+        return malformed("'name' must be the name of a tool")
+    if isinstance(arguments, str):  # some models quote the object once more
+        try:
+            quoted, end = json_at(arguments, 0)
+        except NotJson:
+            quoted, end = None, 0
+        arguments = quoted if skip_space(arguments, end) == len(arguments) else None
+    if not isinstance(arguments, dict):
+        return malformed(f"'{key}' must be a JSON object", name)
+    return ParsedCall(name, arguments)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER: Final = json.JSONDecoder(strict=False, parse_constant=_no_constant)

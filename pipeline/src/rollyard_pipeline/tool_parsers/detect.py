@@ -1,0 +1,59 @@
+"""Which parser a model's chat template calls for."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rollyard_pipeline.tool_parsers.base import ParsedTurn, Schemas, ToolCallParser, configured
+from rollyard_pipeline.tool_parsers.deepseek import DeepSeekParser
+from rollyard_pipeline.tool_parsers.gpt_oss import GptOssParser
+from rollyard_pipeline.tool_parsers.hermes import HermesParser
+from rollyard_pipeline.tool_parsers.llama import LlamaJsonParser
+from rollyard_pipeline.tool_parsers.mistral import MistralParser
+from rollyard_pipeline.tool_parsers.pythonic import PythonicParser
+from rollyard_pipeline.tool_parsers.qwen_coder import QwenCoderParser
+
+DEFAULT: Final = "hermes"
+
+# All of a row's marks in the template's source mean the parser; the first row that fits is taken.
+_MARKS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
+    (("<|channel|>", "<|message|>"), "gpt_oss"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<function=", "<parameter="), "qwen_coder"),
+    (("[func_name1(",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (("<|python_start|>",), "llama3_json"),
+    (('{"name": function name, "parameters": ',), "llama3_json"),
+)
+_PARSERS: Final[dict[str, type[ToolCallParser]]] = {
+    "gpt_oss": GptOssParser,
+    "deepseek": DeepSeekParser,
+    "mistral": MistralParser,
+    "qwen_coder": QwenCoderParser,
+    "pythonic": PythonicParser,
+    "llama3_json": LlamaJsonParser,
+    "hermes": HermesParser,
+}
+
+
+def choose(template: str) -> str:
+    """The name of the parser for a chat template's jinja2 source; `hermes` where nothing else fits."""
+    for marks, name in _MARKS:
+        if all(mark in template for mark in marks):
+            return name
+    return DEFAULT
+
+
+class AutoParser:
+    """The parser that the model's template calls for; until it has seen one, `hermes`."""
+
+    def __init__(self) -> None:
+        self._parser: ToolCallParser = HermesParser()
+
+    def configure(self, template: str, schemas: Schemas) -> None:
+        """Choose by the template's source."""
+        self._parser = configured(_PARSERS[choose(template)](), template, schemas)
+
+    def parse(self, text: str) -> ParsedTurn:
+        return self._parser.parse(text)

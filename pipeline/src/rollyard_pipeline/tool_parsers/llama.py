@@ -1,0 +1,68 @@
+"""Llama 3's JSON calls: `<|python_tag|>{"name": …, "parameters": {…}}`, several separated by `;`.
+
+The mark is optional (Llama 3.2 leaves it out; Llama 4 writes `<|python_start|>`). Without it, an object
+is a call where it begins a line and has a name and parameters: everything else is an answer in JSON.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
+from rollyard_pipeline.tool_parsers.calls import NotJson, json_at, malformed, named_call, skip_space
+from rollyard_pipeline.tool_parsers.turn import TurnReader
+
+_MARK: Final = r"<\|python_(?:tag|start)\|>"
+_OBJECT: Final = r'^[ \t]*(?=\{\s*"(?:name|type|function|parameters|arguments)"\s*:)'
+_KEYS: Final = ("parameters", "arguments")
+_END: Final = re.compile(r"\s*(?:<\|python_end\|>|<\|eom_id\|>|<\|eot_id\|>)")
+_NEXT: Final = re.compile(r"\s*;\s*(?=\{)")
+
+
+class LlamaJsonParser:
+    """Finds the calls of a turn of a Llama 3 model."""
+
+    def __init__(self) -> None:
+        self._reader = TurnReader(rf"(?P<mark>{_MARK})|{_OBJECT}", _calls)
+
+    def parse(self, text: str) -> ParsedTurn:
+        return self._reader.parse(text)
+
+
+def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
+    calls: list[ParsedCall] = []
+    at = mark.end()
+    marked = mark["mark"] is not None
+    while True:
+        call, at = _call(text, at, marked=marked or bool(calls))
+        if call is None:
+            return calls, at
+        calls.append(call)
+        following = _NEXT.match(text, at)
+        if call.error is not None or following is None:
+            break
+        at = following.end()
+    ended = _END.match(text, at)
+    return calls, ended.end() if ended is not None else at
+
+
+def _call(text: str, at: int, *, marked: bool) -> tuple[ParsedCall | None, int]:
+    """The call at `at` and where it ends; None where it is text."""
+    start = skip_space(text, at)
+    try:
+        value, end = json_at(text, start)
+    except NotJson as error:
+        line = text.find("\n", error.at)
+        return malformed(str(error)), len(text) if line < 0 else line
+    if marked:
+        return named_call(value, _KEYS), end
+    if not isinstance(value, dict) or "name" not in value:
+        return None, end
+    if not any(key in value for key in _KEYS):
+        # An answer in JSON may have a name; an object of a name alone is a call that lacks the rest.
+        if set(value) - {"name", "type"}:
+            return None, end
+        return malformed("'parameters' is missing", str(value["name"])), end
+    return named_call(value, _KEYS), end

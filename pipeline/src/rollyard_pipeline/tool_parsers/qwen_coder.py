@@ -1,0 +1,159 @@
+"""The XML format of Qwen3-coder and later Qwen models:
+
+    <tool_call>
+    <function=bash>
+    <parameter=command>
+    ls -l
+    </parameter>
+    </function>
+    </tool_call>
+
+Values stand without quotes or escapes. So a value ends at the first `</parameter>` that another
+parameter or `</function>` follows, and a call at `</function></tool_call>`: these sequences a value
+cannot hold, nor `</think>` with a `<function=` behind it, which is a draft in a thought. One newline at a
+value's start and one at its end are the template's. What type a value has the tool's JSON schema says;
+without one it is a string.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, Schemas
+from rollyard_pipeline.tool_parsers.calls import NAME_LIMIT, NotJson, json_at, malformed, skip_space
+from rollyard_pipeline.tool_parsers.literals import NotLiteral, literal_at, skip_blank
+from rollyard_pipeline.tool_parsers.turn import THINK, TurnReader
+
+# The opening <tool_call> may be missing: these models leave it out at times.
+_OPEN: Final = r"<tool_call>|(?=<function=[^<>\n]{1,128}>\s*(?:<parameter=|</function>))"
+_CLOSE: Final = "</tool_call>"
+_FUNCTION: Final = re.compile(r"\s*+<function=(?P<name>[^<>\n]*+)>")
+_PARAMETER: Final = re.compile(r"\s*+<parameter=(?P<name>[^<>\n]++)>")
+_FUNCTION_END: Final = re.compile(r"\s*+</function>")
+_CALL_END: Final = re.compile(rf"\s*+{_CLOSE}")
+_VALUE_END: Final = re.compile(
+    r"(?P<whole></parameter>(?=\s*+(?:<parameter=|</function>)))|(?=</function>\s*+</tool_call>)"
+)
+_RESUME: Final = re.compile(rf"{_CLOSE}|</function>")
+
+
+class QwenCoderParser:
+    """Finds the calls of a turn and gives arguments the types that their tool's schema names."""
+
+    def __init__(self) -> None:
+        self._schemas: Schemas = {}
+        self._reader = TurnReader(_OPEN, self._call)
+
+    def configure(self, template: str, schemas: Schemas) -> None:
+        """Keep the schemas, by which values are typed."""
+        self._schemas = schemas
+
+    def parse(self, text: str) -> ParsedTurn:
+        return self._reader.parse(text)
+
+    def _call(self, text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
+        function = _FUNCTION.match(text, mark.end())
+        if function is None:
+            return [malformed("expected <function=NAME> after <tool_call>")], _recover(text, mark.end())
+        name = function["name"].strip()
+        if not 1 <= len(name) <= NAME_LIMIT:
+            return [malformed("<function=NAME> must name a tool")], _recover(text, function.end())
+        properties = self._schemas.get(name, {}).get("properties", {})
+        arguments: dict[str, Any] = {}
+        at = function.end()
+        while (parameter := _PARAMETER.match(text, at)) is not None:
+            key = parameter["name"].strip()
+            end = _VALUE_END.search(text, parameter.end())
+            if end is None:
+                return [malformed(f"</parameter> of '{key}' is missing", name)], len(text)
+            if end["whole"] is None:
+                return [malformed(f"</parameter> of '{key}' is missing", name)], _recover(text, end.end())
+            if key in arguments:
+                return [malformed(f"parameter '{key}' is given twice", name)], _recover(text, end.end())
+            value = _without_frame(text[parameter.end() : end.start()])
+            if "<function=" in value.partition(THINK[1])[2]:
+                # A draft within a thought: its value would swallow the call behind the thought.
+                return [malformed(f"</parameter> of '{key}' is missing", name)], end.end()
+            arguments[key] = typed(value, properties.get(key, {}))
+            at = end.end()
+        closed = _FUNCTION_END.match(text, at)
+        if closed is None:
+            problem = "expected <parameter=NAME> or </function>"
+            return [malformed(problem, name)], _recover(text, at)
+        ended = _CALL_END.match(text, closed.end())
+        if ended is None and mark[0]:
+            return [malformed(f"{_CLOSE} is missing after </function>", name)], closed.end()
+        return [ParsedCall(name, arguments)], closed.end() if ended is None else ended.end()
+
+
+def typed(value: str, rule: Mapping[str, Any]) -> Any:
+    """`value` as the type that the JSON schema `rule` allows; the text itself where it is of none of them."""
+    kinds = _kinds(rule)
+    if not kinds or kinds == {"string"}:
+        return value
+    word = value.strip()
+    if "null" in kinds and word.lower() in ("null", "none", ""):
+        return None
+    if "boolean" in kinds and word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if kinds & {"integer", "number"} and (number := _number(word)) is not None:
+        # 3.0 is an integer by JSON schema's rules.
+        if isinstance(number, int) or "number" in kinds:
+            return number
+        if number.is_integer():
+            return int(number)
+    if kinds & {"array", "object"}:
+        found = _structure(word)
+        if (isinstance(found, list) and "array" in kinds) or (isinstance(found, dict) and "object" in kinds):
+            return found
+    return value
+
+
+def _kinds(rule: Mapping[str, Any]) -> set[str]:
+    kind = rule.get("type")
+    kinds = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
+    for union in ("anyOf", "oneOf"):
+        for option in rule.get(union) or ():
+            if isinstance(option, dict):
+                kinds |= _kinds(option)
+    return {kind for kind in kinds if isinstance(kind, str)}
+
+
+def _number(word: str) -> int | float | None:
+    try:
+        value, end = json_at(word, 0)
+    except NotJson:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or end != len(word):
+        return None
+    return value
+
+
+def _structure(word: str) -> Any:
+    """A list or an object, in JSON or, since models copy what templates print, as Python writes it."""
+    try:
+        value, end = json_at(word, 0)
+        if skip_space(word, end) == len(word):
+            return value
+    except NotJson:
+        pass
+    try:
+        value, end = literal_at(word, 0)
+    except NotLiteral:
+        return None
+    return value if skip_blank(word, end) == len(word) else None
+
+
+def _without_frame(value: str) -> str:
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def _recover(text: str, at: int) -> int:
+    """Where to go on after a malformed call: behind its end."""
+    mark = _RESUME.search(text, at)
+    if mark is None:
+        return len(text)
+    ended = _CALL_END.match(text, mark.end()) if mark[0] != _CLOSE else None
+    return mark.end() if ended is None else ended.end()

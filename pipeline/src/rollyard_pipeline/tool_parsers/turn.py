@@ -1,0 +1,74 @@
+"""Goes through a turn's text once: thoughts, calls and what is said around them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
+
+ReadCalls: TypeAlias = Callable[[str, re.Match[str]], tuple[Sequence[ParsedCall], int]]
+"""From the text and the match of a call's opening mark: the calls there, and the index behind them.
+
+The index lies behind the mark. No calls: the mark was text after all.
+"""
+
+THINK: Final = ("<think>", "</think>")
+
+
+class TurnReader:
+    """Reads turns in which calls stand between marks, in time linear in the text.
+
+    A thought is what stands between the thinking marks, and what stands before a closing mark without
+    an opening one (some templates open the thought in the prompt). Calls in thoughts are no calls. A
+    closing mark within a well-formed call is a piece of its arguments.
+
+    Args:
+        opening: matches where a call begins.
+        read: reads the calls there.
+        thought: the opening and the closing mark of thoughts.
+    """
+
+    def __init__(self, opening: str, read: ReadCalls, thought: tuple[str, str] = THINK) -> None:
+        self._open, self._close = thought
+        marks = "|".join(re.escape(mark) for mark in thought)
+        self._marks = re.compile(f"(?P<thought>{marks})|(?:{opening})", re.MULTILINE)
+        self._read = read
+
+    def parse(self, text: str) -> ParsedTurn:
+        """The turn's text outside its calls, thoughts included, and its calls."""
+        outside: list[str] = []
+        calls: list[ParsedCall] = []
+        at = thoughts_end = 0
+        while (mark := self._marks.search(text, at)) is not None:
+            if mark["thought"] == self._open:
+                end = text.find(self._close, mark.end())
+                if end < 0:
+                    break
+                end += len(self._close)
+                outside.append(text[at:end])
+            elif mark["thought"] == self._close:
+                calls.clear()
+                end = mark.end()
+                thoughts_end = end
+                outside.clear()
+            else:
+                found, end = self._read(text, mark)
+                thought = -1
+                if any(call.error for call in found):
+                    # The last one, so that no part of the text is read more than twice.
+                    thought = text.rfind(self._close, mark.end(), end)
+                if thought >= 0:  # the model thought aloud of a call, and the thought ended there
+                    calls.clear()
+                    end = thought + len(self._close)
+                    thoughts_end = end
+                    outside.clear()
+                elif found:
+                    calls += found
+                    outside.append(text[at : mark.start()])
+                else:
+                    outside.append(text[at:end])
+            at = end
+        outside.append(text[at:])
+        return ParsedTurn((text[:thoughts_end] + "".join(outside)).strip(), tuple(calls))

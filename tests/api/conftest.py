@@ -30,7 +30,7 @@ POSTGRES_BIN = max(
     default=Path("/usr/lib/postgresql/bin"),
 )
 """Debian's newest installed one."""
-START_SECONDS = 30.0
+START_SECONDS = 90.0
 
 
 def _as_postgres() -> dict[str, Any]:
@@ -153,7 +153,13 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     """Settings with a fresh database of each kind; the sweeper is left to the tests."""
     db = Databases(request).url(request.param, tmp_path)
     return Settings(
-        state_dir=tmp_path, db=db, sweep_seconds=3600.0, health_seconds=3600.0, recheck_seconds=0.2
+        state_dir=tmp_path,
+        db=db,
+        sweep_seconds=3600.0,
+        health_seconds=3600.0,
+        circuit_seconds=3600.0,
+        stats_seconds=3600.0,
+        recheck_seconds=0.2,
     )
 
 
@@ -338,3 +344,166 @@ async def until(look: Callable[[], Any], seconds: float = 10.0) -> Any:
 @pytest.fixture
 def eventually() -> Callable[..., Any]:
     return until
+
+
+class Scripted:
+    """A real HTTP server that misbehaves as told: `mode` is how it answers requests for tokens.
+
+    `ok`, `completions-only`, `sglang`, `garbage`, `no-logprobs`, `nan`, `two-tokens`, `empty`,
+    `500`, `429`, `hang`, `cut` (closes in the middle), `endless`, `wrong-model`.
+    """
+
+    def __init__(self) -> None:
+        self.mode = "ok"
+        self.health = 200
+        self.models: Any = {"data": [{"id": "tiny"}]}
+        self.label: str | None = "default"
+        self.metrics = ""
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.url = ""
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> Scripted:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def completions(self) -> int:
+        """Requests for tokens so far."""
+        return sum(body != {} for _, body in self.asked)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while await self._one(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        path = head.split(" ", 2)[1]
+        length = next((int(h[16:]) for h in head.split("\r\n") if h.startswith("content-length: ")), 0)
+        body = json.loads(await reader.readexactly(length)) if length else {}
+        self.asked.append((path, body))
+        answered = self._answer(path, bool(body))
+        if answered is None:
+            return await self._misbehave(writer)
+        status, content = answered
+        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(content)) + content)
+        await writer.drain()
+        return True
+
+    def _answer(self, path: str, sampling: bool) -> tuple[int, bytes] | None:
+        if not sampling:
+            documents = {
+                "/health": (self.health, b""),
+                "/v1/models": (200, json.dumps(self.models).encode()),
+                "/metrics": (200, self.metrics.encode()),
+                "/weight_info": (200, json.dumps({"weight_version": self.label}).encode()),
+            }
+            found = documents.get(path, (404, b""))
+            return (404, b"") if path == "/weight_info" and self.label is None else found
+        if self.mode in ("hang", "cut", "endless"):
+            return None
+        if self.mode.isdigit():
+            return int(self.mode), b"no"
+        return self._sampled(path)
+
+    def _sampled(self, path: str) -> tuple[int, bytes]:
+        generate = {"token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}}
+        plain = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
+        if self.mode == "garbage":
+            return 200, b"<html>"
+        if self.mode == "wrong-model":
+            return 404, b"The model `tiny` does not exist."
+        if self.mode == "completions-only":
+            return (200, _choices(plain)) if path == "/v1/completions" else (404, b"")
+        if self.mode == "sglang":
+            without_ids = {"text": "x", "logprobs": None}
+            native = {"text": "x", "meta_info": {"output_token_logprobs": [[-0.5, 7, None]]}}
+            known = {"/v1/completions": _choices(without_ids), "/generate": json.dumps(native).encode()}
+            return (200, known[path]) if path in known else (404, b"")
+        wrong: dict[str, Any] = {
+            "no-logprobs": generate | {"logprobs": None},
+            "too-few": generate | {"logprobs": {"content": []}},
+            "nan": generate | {"logprobs": {"content": [{"logprob": None}]}},
+            "two-tokens": generate | {"token_ids": [7, 8]},
+            "empty": generate | {"token_ids": []},
+        }
+        return 200, _choices(wrong.get(self.mode, generate))
+
+    async def _misbehave(self, writer: asyncio.StreamWriter) -> bool:
+        if self.mode == "hang":
+            await asyncio.sleep(60)
+        elif self.mode == "cut":
+            writer.write(b'HTTP/1.1 200 X\r\nContent-Length: 500\r\n\r\n{"choices": [')
+            await writer.drain()
+        else:
+            writer.write(b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n")
+            while True:
+                writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+                await writer.drain()
+        return False
+
+
+def _choices(choice: dict[str, Any]) -> bytes:
+    return json.dumps({"choices": [choice]}).encode()
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Callable[[], Any]]:
+    """`await scripted()`: one more scripted server."""
+    made: list[Scripted] = []
+
+    async def start() -> Scripted:
+        made.append(await Scripted().start())
+        return made[-1]
+
+    yield start
+    for server in made:
+        await server.stop()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    """The control plane's client towards backends."""
+    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a real embedded engine that serves `tiny`; shared, so none may pause or change it."""
+    folder = tmp_path_factory.mktemp("engine")
+    port_file = folder / "port"
+    model = Path(__file__).parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
+    command = [sys.executable, "-m", "rollyard_engine", "--model", str(model), "--served-model-name", "tiny"]
+    with (folder / "log").open("wb") as log:
+        popen = subprocess.Popen(
+            [*command, "--port", "0", "--port-file", str(port_file)], stdout=log, stderr=log
+        )
+    try:
+        end = time.monotonic() + START_SECONDS
+        while not port_file.exists():
+            if popen.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"the engine did not start: {(folder / 'log').read_text()[-2000:]}")
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{port_file.read_text().strip()}"
+    finally:
+        popen.kill()
+        popen.wait(10)

@@ -1,4 +1,4 @@
-"""BackendPools: Run leases only where a backend has room; failover; health of external servers."""
+"""BackendPools: Run leases only where a backend has room; failover; drain; PATCH; external servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from rollyard_api import health
+from rollyard_api.schema import backends, pools, rollouts
 
 MODEL = "tiny"
 
@@ -114,12 +116,21 @@ class FakeServer:
     def __init__(self) -> None:
         self.health = 200
         self.models = [MODEL]
+        self.label = "default"
+        self.logprob: float | None = -0.5
+        self.completions = 0
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.host == "down":
             raise httpx.ConnectError("refused", request=request)
         if request.url.path == "/health":
             return httpx.Response(self.health)
+        if request.url.path == "/weight_info":
+            return httpx.Response(200, json={"weight_version": self.label})
+        if request.method == "POST":
+            self.completions += 1
+            choice = {"token_ids": [7], "logprobs": {"content": [{"logprob": self.logprob}]}}
+            return httpx.Response(200, json={"choices": [choice]})
         return httpx.Response(200, json={"data": [{"id": name} for name in self.models]})
 
 
@@ -152,3 +163,299 @@ async def test_health_of_external_servers(served: Any, worker: Any, fake: Any) -
         assert message in backends[0]["message"]
     refused = await served.driver.put("/v1/backendpools/pool/backends", json={"backends": []})
     assert refused.json()["reason"] == "ExternalPool"
+
+
+async def _rows(served: Any) -> dict[str, Any]:
+    def read(conn: Any) -> dict[str, Any]:
+        return {row.url: row for row in conn.execute(sa.select(backends))}
+
+    rows: dict[str, Any] = await served.plane.database.read(read)
+    return rows
+
+
+async def _set(served: Any, table: sa.Table, **values: Any) -> None:
+    await served.plane.database.write(lambda tx: tx.conn.execute(sa.update(table).values(**values)))
+
+
+async def _status(served: Any) -> dict[str, dict[str, Any]]:
+    found = (await served.admin.get("/v1/backendpools/pool")).json()["status"]["backends"]
+    return {one["url"]: one for one in found}
+
+
+async def _route(served: Any, lease: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    ask = {"rollout": lease["rollout"], "token": lease["token"], "failed_url": lease["backend"]["url"]}
+    answer = await served.worker.post("/v1/leases/route", json=ask | fields)
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+async def test_a_report_keeps_what_is_known(served: Any) -> None:
+    await served.admin.post("/v1/backendpools", json=pool())
+    await _report(served, a=True, b=True)
+    await _set(served, backends, speed=123.4, circuit="Open", failures=5, opened_at=1e12, policy_index=3)
+    await _report(served, b=True, c=True, a=True)
+    rows = await _rows(served)
+    kept = {url: (row.position, row.speed, row.circuit, row.policy_index) for url, row in rows.items()}
+    assert kept == {
+        "http://b": (0, 123.4, "Open", 3),
+        "http://c": (1, None, "Closed", 0),
+        "http://a": (2, 123.4, "Open", 3),
+    }
+    await _report(served, c=True)
+    assert (await _rows(served)).keys() == {"http://c"}
+    await _report(served, a=True)
+    assert (await _rows(served))["http://a"].circuit == "Closed", "it came anew"
+
+
+async def test_a_server_that_begins_is_behind_an_updated_pool(served: Any, worker: Any) -> None:
+    await served.admin.post("/v1/backendpools", json=pool())
+    await _report(served, a=True)
+    await _set(served, pools, policy_version="v9", policy_index=2)
+    await _set(served, backends, policy_version="v9", policy_index=2, restart_requested=True)
+    await _report(served, a=True)
+    status = await _status(served)
+    assert (status["http://a"]["weights"], status["http://a"]["policyVersion"]) == ("Current", "v9")
+    (lease,) = await worker.lease(run=1)
+    assert lease["backend"]["policy_version"] == "v9"
+    index = await served.plane.database.read(
+        lambda conn: conn.scalar(sa.select(rollouts.c.policy_index).where(rollouts.c.id == lease["rollout"]))
+    )
+    assert index == 2
+    for up in (False, True):
+        await _report(served, a=up, new=True)
+    status = await _status(served)
+    assert {one["weights"] for one in status.values()} == {"Stale"}
+    assert "pool is at 'v9'" in status["http://a"]["message"]
+    assert not status["http://a"]["restartRequested"], "it was restarted"
+    assert await worker.lease(run=1) == []
+    await _set(served, backends, weights="Updating")
+    assert (await _route(served, lease, blame=False))["reason"] == "WeightsUpdating"
+    # A label between loading and verification is the update's business.
+    body = {"backends": [{"url": "http://x", "ready": True, "policyVersion": "unverified:v9"}]}
+    await served.driver.put("/v1/backendpools/pool/backends", json=body)
+    assert (await _status(served))["http://x"]["policyVersion"] == ""
+
+
+async def test_paused_pool_and_adapter_name(served: Any, worker: Any) -> None:
+    await served.admin.post("/v1/backendpools", json=pool())
+    await _report(served, a=True, b=True)
+    await _set(served, pools, served_model="adapter")
+    (lease,) = await worker.lease(run=1)
+    assert lease["backend"]["model"] == "adapter"
+    await _set(served, pools, paused=True)
+    assert await worker.lease(run=1) == []
+    told = await _route(served, lease, blame=False)
+    assert (told["backend"], told["reason"]) == (None, "PoolPaused")
+    assert (await served.admin.get("/v1/backendpools/pool")).json()["status"]["paused"] is True
+
+
+async def test_a_draining_backend_gets_no_rollouts_and_keeps_its_own(served: Any, worker: Any) -> None:
+    await served.admin.post("/v1/backendpools", json=pool())
+    await _report(served, a=True, b=True)
+    before = await worker.lease(run=2)
+    (gone,) = {lease["backend"]["url"] for lease in before}
+    (other,) = {"http://a", "http://b"} - {gone}
+    body = [{"url": url, "ready": True, "draining": url == gone} for url in (gone, other)]
+    await served.driver.put("/v1/backendpools/pool/backends", json={"backends": body})
+    status = await _status(served)
+    assert (status[gone]["draining"], status[gone]["activeRollouts"]) == (True, 2)
+    leases = await worker.lease(run=8)
+    assert {lease["backend"]["url"] for lease in leases} == {other}
+    assert len(leases) == 3
+    told = await _route(served, before[0], blame=False)
+    assert (told["backend"], told["reason"]) == (None, "BackendsFull"), "it may go on where it is"
+    assert 0 < told["retry_after"] <= 5
+    assert await worker.complete(worker.result(before[1])) == ["accepted"], "what runs there ends there"
+    await worker.complete(worker.result(leases[0]))
+    assert (await _route(served, before[0], blame=False))["backend"]["url"] == other
+
+
+async def test_nothing_is_lost_when_the_pool_scales_down(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    """Three backends, 60 rollouts on them; two vanish, and there is room for one at a time."""
+    manifest = pool()
+    manifest["spec"]["maxActiveRollouts"] = 20
+    await served.admin.post("/v1/backendpools", json=manifest)
+    await _report(served, a=True, b=True, c=True)
+    tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(10)]}
+    spec = {"agent": {"type": "tools"}, "backendRef": {"name": "pool"}, "tasks": tasks, "samplesPerTask": 8}
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
+    worker = worker_of(served.worker)
+    for _ in range(2):
+        await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=64)])
+    held = {lease["rollout"]: lease for lease in await worker.lease(run=64)}
+    assert Counter(lease["backend"]["url"] for lease in held.values()) == {
+        f"http://{name}": 20 for name in "abc"
+    }
+    await _report(served, c=True)
+
+    async def load() -> int:
+        active: int = (await _status(served))["http://c"]["activeRollouts"]
+        assert active <= 20, "over the limit"
+        return active
+
+    displaced = [lease for lease in held.values() if lease["backend"]["url"] != "http://c"]
+    homes = [lease for lease in held.values() if lease["backend"]["url"] == "http://c"]
+    told = await asyncio.gather(*[_route(served, lease) for lease in displaced])
+    assert {(one["backend"], one["reason"]) for one in told} == {(None, "BackendsFull")}
+    ended = 0
+    while displaced or homes:
+        assert await load() == 20 or not displaced
+        lease = homes.pop()
+        assert await worker.complete(worker.result(lease)) == ["accepted"]
+        ended += 1
+        if displaced:
+            assert await worker.lease(run=8) == [], "a place went to the queue before a displaced rollout"
+            moving = displaced.pop()
+            told_now = await _route(served, moving)
+            assert told_now["backend"]["url"] == "http://c"
+            repeated = await _route(served, moving)
+            assert repeated["backend"]["url"] == "http://c", "the answer was lost: asked again"
+            homes.append(moving)
+            assert (await _route(served, displaced[-1]))["backend"] is None if displaced else True
+    assert ended == 60
+    await worker.finish_all()
+    counts = (await served.admin.get("/v1/rolloutjobs/job")).json()["status"]["counts"]
+    assert (counts["succeeded"], counts["total"]) == (80, 80)
+
+
+async def test_a_group_moves_together_and_a_failed_attempt_goes_elsewhere(
+    served: Any, worker: Any, make_manifest: Any
+) -> None:
+    await served.admin.post("/v1/backendpools", json=pool())
+    await served.admin.patch("/v1/backendpools/pool", json={"spec": {"maxActiveRollouts": 50}})
+    await _report(served, a=True, b=True, c=True)
+    first = await worker.lease(run=2)
+    (home,) = {lease["backend"]["url"] for lease in first}
+    moved = [(await _route(served, lease))["backend"]["url"] for lease in first]
+    assert len(set(moved)) == 1
+    assert moved[0] != home
+    leases = {lease["rollout"]: lease for lease in await worker.lease(run=6)}
+    broken, handed = list(leases.values())[-2:]
+    await worker.fail(broken, "ToolError")
+    await worker.fail(handed, "WorkerDrained", counts=False)
+    again = {lease["rollout"]: lease["backend"]["url"] for lease in await worker.lease(run=8)}
+    assert again.keys() == {broken["rollout"], handed["rollout"]}
+    assert again[broken["rollout"]] != broken["backend"]["url"], "sent back to where it failed"
+    assert again[handed["rollout"]] == handed["backend"]["url"], "its cache is there"
+
+
+async def test_patch(served: Any) -> None:
+    await served.admin.post("/v1/backendpools", json=pool(type="embedded", args=["--seed", "1"]))
+    url = "/v1/backendpools/pool"
+    changes = {"replicas": 3, "maxActiveRollouts": 7, "engine": {"env": {"A": "1"}, "args": None}}
+    answer = await served.driver.patch(url, json={"spec": changes})
+    assert answer.status_code == 200, answer.text
+    document = answer.json()
+    assert document["metadata"]["generation"] == 2
+    assert document["spec"]["replicas"] == 3
+    assert document["spec"]["maxActiveRollouts"] == 7
+    assert document["spec"]["engine"]["env"] == {"A": "1"}
+    assert not document["spec"]["engine"].get("args")
+    again = await served.admin.patch(url, json={"spec": changes})
+    assert again.json()["metadata"]["generation"] == 2, "nothing changed"
+    for wrong, name in (
+        ({"model": "other"}, "spec.model"),
+        ({"tokenizer": "/elsewhere"}, "spec.tokenizer"),
+        ({"engine": {"type": "vllm"}}, "spec.engine.type"),
+        ({"replicas": -1}, "spec.replicas"),
+        ({"replicaz": 1}, "spec.replicaz"),
+        ({"engine": {"external": {"urls": ["http://a"]}}}, "spec.engine"),
+        ({"model": None}, "spec.model"),
+    ):
+        refused = await served.admin.patch(url, json={"spec": wrong})
+        assert refused.status_code == 422, wrong
+        assert refused.json()["errors"][0].startswith(name), refused.text
+    assert (await served.admin.patch(url, json={"metadata": {}})).status_code == 422
+    assert (await served.admin.patch("/v1/backendpools/no", json={"spec": {}})).status_code == 404
+    assert (await served.worker.patch(url, json={"spec": {}})).status_code == 403
+    assert (await served.admin.get(url)).json()["spec"] == document["spec"], "a refusal changes nothing"
+
+
+async def test_patch_of_external_urls(
+    served: Any, worker: Any, engine: str, scripted: Any, http: Any
+) -> None:
+    other = await scripted()
+    external = pool(type="external", external={"urls": [engine]})
+    await served.admin.post("/v1/backendpools", json=external)
+    await health.check_all(served.plane.database, http)
+    await _set(served, backends, speed=50.0)
+    leases = await worker.lease(run=2)
+    assert {lease["backend"]["url"] for lease in leases} == {engine}
+
+    async def put(*urls: str) -> Any:
+        spec = {"engine": {"external": {"urls": list(urls)}}}
+        return await served.admin.patch("/v1/backendpools/pool", json={"spec": spec})
+
+    assert (await put()).status_code == 422
+    assert (await put(other.url, engine)).status_code == 200
+    status = await _status(served)
+    assert [(one["ready"], one.get("tokensPerSecond")) for one in status.values()] == [
+        (False, None),
+        (True, 50.0),
+    ]
+    scaled = await served.admin.patch("/v1/backendpools/pool", json={"spec": {"replicas": 5}})
+    assert "engine.external.urls" in scaled.json()["detail"]
+    await health.check_all(served.plane.database, http)
+    await put(other.url)
+    assert (await _route(served, leases[0]))["backend"]["url"] == other.url
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"health": 503}, "/health answered 503"),
+        ({"models": {"data": [{"id": "other-model"}]}}, "does not serve 'tiny'; it serves: other-model"),
+        ({"models": {"data": "x"}}, "no list of models"),
+        ({"mode": "garbage"}, "its first request failed"),
+        ({"mode": "no-logprobs"}, "its first request failed"),
+        ({"mode": "429"}, "answered 429"),
+        ({"mode": "cut"}, "cannot be reached"),
+    ],
+)
+async def test_first_check_of_an_external_server(
+    change: dict[str, Any], says: str, scripted: Any, http: Any
+) -> None:
+    server = await scripted()
+    for name, value in change.items():
+        setattr(server, name, value)
+    found = await health.check(http, server.url, MODEL, warm=False)
+    assert not found.ready
+    assert says in found.message
+
+
+async def test_an_external_servers_label(served: Any, worker: Any, scripted: Any, http: Any) -> None:
+    """A restart is noticed by the label, without any check that failed."""
+    server = await scripted()
+    await served.admin.post(
+        "/v1/backendpools", json=pool(type="external", external={"urls": [server.url, "http://["]})
+    )
+
+    async def check() -> dict[str, Any]:
+        await health.check_all(served.plane.database, http)
+        return (await _status(served))[server.url]
+
+    first = await check()
+    assert (first["ready"], first["policyVersion"], first["weights"]) == (True, "default", "Current")
+    assert server.completions == 1, "ready only after a first request"
+    await _set(served, pools, policy_version="v1", policy_index=1)
+    await _set(served, backends, policy_version="v1", policy_index=1)
+    server.label = "unverified:v2"
+    assert (await check())["policyVersion"] == "v1"
+    server.label = "v1"
+    assert (await check())["weights"] == "Current"
+    server.label = "default"
+    again = await check()
+    assert (again["ready"], again["policyVersion"], again["weights"]) == (True, "default", "Stale")
+    assert await worker.lease(run=1) == []
+    assert server.completions == 1
+    server.label = None
+    await _set(served, backends, weights="Current", policy_version="v1", policy_index=1)
+    assert (await check())["weights"] == "Current", "it has no label any more, and never stopped"
+    server.health = 500
+    assert not (await check())["ready"]
+    server.health = 200
+    assert (await check())["weights"] == "Stale", "nobody can say whether it began anew"
+    assert not (await _status(served))["http://["]["ready"]

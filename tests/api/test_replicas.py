@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,40 @@ async def _work(worker: Any) -> list[tuple[str, str]]:
         if leases:
             assert set(await worker.complete(*[worker.result(lease) for lease in leases])) == {"accepted"}
     return taken
+
+
+async def test_two_replicas_keep_the_limit_of_a_backend(
+    both: Any, serving: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    """Both count and give out at the same moment; together they give no more than there are places."""
+    pool = {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": "pool"},
+        "spec": {
+            "model": "tiny",
+            "tokenizer": "byte",
+            "engine": {"type": "embedded"},
+            "maxActiveRollouts": 2,
+        },
+    }
+    urls = ["http://a", "http://b"]
+    async with serving(both[0]) as one, serving(both[1]) as two:
+        assert (await one.admin.post("/v1/backendpools", json=pool)).status_code == 201
+        report = {"backends": [{"url": url, "ready": True, "policyVersion": "v1"} for url in urls]}
+        put = await one.admin.put("/v1/backendpools/pool/backends", json=report)
+        assert put.status_code == 200, put.text
+        tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(80)]}
+        manifest = make_manifest(tasks=tasks, agent={"type": "tools"}, backendRef={"name": "pool"})
+        assert (await one.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+        workers = [worker_of(replica.worker, f"w{i}") for i, replica in enumerate([one, two] * 4)]
+        first = workers[0]
+        while leases := await first.lease(init=64):
+            await first.complete(*[first.result(lease) for lease in leases])
+        for _ in range(12):
+            given = await asyncio.gather(*[worker.lease(run=4) for worker in workers])
+            taken = Counter(lease["backend"]["url"] for leases in given for lease in leases)
+            assert taken == dict.fromkeys(urls, 2), "more rollouts than places, or places left empty"
+            for worker, leases in zip(workers, given, strict=True):
+                if leases:
+                    await worker.complete(*[worker.result(lease) for lease in leases])

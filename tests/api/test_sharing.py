@@ -1,4 +1,4 @@
-"""Sharing leases between jobs, and choosing backends."""
+"""Sharing leases between jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 from rollyard_api.fairness import Share, allocate
-from rollyard_api.router import Backend, Router
 
 
 def _allocate(
@@ -48,34 +47,3 @@ async def test_two_jobs_of_very_different_size(served: Any, make_manifest: Any, 
     assert Counter(lease["job"] for lease in first) == {"large": 4, "small": 4}
     second = await worker.lease(init=8)
     assert Counter(lease["job"] for lease in second) == {"large": 6, "small": 2}
-
-
-def test_fewest_active_rollouts_first_and_a_finished_one_gives_its_place_back() -> None:
-    router = Router.of(2, [Backend("a", active=1), Backend("b", active=0)])
-    assert [choice.url if (choice := router.choose(None, None)) else None for _ in range(4)] == [
-        "b",
-        "a",
-        "b",
-        None,
-    ]
-    assert Router.of(2, [Backend("a", active=2), Backend("b", active=1)]).free == 1
-
-
-def test_a_rollout_stays_on_its_backend() -> None:
-    router = Router.of(8, [Backend("a", active=5), Backend("b", active=0)])
-    assert router.choose("a", None) == Backend("a", active=5)
-    gone = router.choose("c", None)
-    assert gone is not None
-    assert gone.url == "b"
-
-
-def test_a_group_shares_a_backend_within_the_bound() -> None:
-    router = Router.of(100, [Backend("a"), Backend("b"), Backend("c")])
-    group: str | None = None
-    for _ in range(12):
-        chosen = router.choose(None, group)
-        assert chosen is not None
-        group = group or chosen.url
-    # The bound holds at every choice: load ≤ 1.25 × mean + 1, so no backend has more than 1.25 × 4 + 1.
-    assert max(router.active.values()) <= 6
-    assert router.active[group or ""] >= max(router.active.values()) - 1

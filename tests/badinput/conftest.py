@@ -8,50 +8,88 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
 from yard import Yard
 
 MODEL = Path(__file__).resolve().parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
+END = 2
+"""The model's end-of-turn token."""
 
 
 class BadBackend(BaseHTTPRequestHandler):
-    """vLLM's calls under several base URLs: each is healthy, and then samples in its own bad way."""
+    """vLLM's calls under several base URLs: each samples well once, so that it counts as ready, and
+    then in its own bad way."""
 
     protocol_version = "HTTP/1.1"
     released = threading.Event()
     """Set at the end of the tests: lets hanging answers go."""
+    asked: ClassVar[Counter[str]] = Counter()
+    """Requests to sample, by base URL."""
 
     def do_GET(self) -> None:
-        listed = {"data": [{"id": "policy", "object": "model", "max_model_len": 4096}], "object": "list"}
-        self._answer(200, listed if self.path.endswith("/v1/models") else {})
+        model = "another" if self.path.startswith("/foreign/") else "policy"
+        card = {"id": model, "object": "model", "max_model_len": 4096, "logprobs_mode": "processed_logprobs"}
+        self._answer(200, {"data": [card], "object": "list"} if self.path.endswith("/v1/models") else {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        kind = self.path.split("/")[1]
-        if kind == "error":
+        _, kind, *call = self.path.split("/")
+        if call != ["inference", "v1", "generate"]:
+            self._answer(404, {})
+            return
+        if "token_ids" not in body:
+            self._answer(400, {"error": {"message": "token_ids: Field required"}})
+            return
+        self.asked[kind] += 1
+        if self.asked[kind] == 1 or kind in ("sound", "foreign"):
+            self._sample(body)
+        elif kind == "error":
             self._answer(500, {"error": {"message": "the engine is dead"}})
         elif kind == "hang":
             self.released.wait(120)
             self.close_connection = True
         elif kind == "lengths":
-            logprobs = {"content": [{"logprob": -0.5}]}
-            choice = {"token_ids": [5, 6], "finish_reason": "stop", "logprobs": logprobs}
-            self._answer(200, {"choices": [choice], "prompt_token_ids": body.get("token_ids")})
+            self._sample(body, token_ids=[5, 6])
+        elif kind == "garbage":
+            self._send(200, b'{"choices": [{"token_ids": [5')
+        elif kind == "closes":
+            self.send_response(200)
+            self.send_header("Content-Length", "4096")
+            self.end_headers()
+            self.wfile.write(b'{"choices": [')
+            self.close_connection = True
+        elif kind == "busy" and self.asked[kind] <= 4:
+            self._answer(429, {"error": {"message": "too many requests"}}, {"Retry-After": "0"})
+        elif kind == "overflow":
+            told = "The decoder prompt (length 9) is longer than the maximum model length of 8."
+            self._answer(400, {"error": {"message": told, "type": "BadRequestError", "code": 400}})
         else:
-            self._answer(404, {})
+            self._sample(body)
 
-    def _answer(self, status: int, document: object) -> None:
-        body = json.dumps(document).encode()
+    def _sample(self, body: dict[str, Any], **wrong: Any) -> None:
+        """One token, which ends the turn."""
+        prompt = len(body["token_ids"])
+        logprobs = {"content": [{"token_id": wrong.get("token_ids", [END])[0], "logprob": -0.5}]}
+        choice = {"token_ids": [END], "finish_reason": "stop", "logprobs": logprobs, **wrong}
+        self._answer(200, {"choices": [choice], "usage": {"prompt_tokens": prompt}})
+
+    def _answer(self, status: int, document: object, headers: dict[str, str] | None = None) -> None:
+        self._send(status, json.dumps(document).encode(), headers)
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
@@ -66,8 +104,9 @@ class Backends(ThreadingHTTPServer):
 
 @pytest.fixture(scope="module")
 def backends() -> Iterator[str]:
-    """Base URL; `/sound`, `/error`, `/hang` and `/lengths` below it are a backend each."""
+    """Base URL; `/sound`, `/error`, `/hang` and so on below it are a backend each."""
     BadBackend.released.clear()
+    BadBackend.asked.clear()
     with Backends(("127.0.0.1", 0), BadBackend) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -114,6 +153,10 @@ class Desk:
         self.yard = yard
         self.folder = folder
         self.backends = backends
+
+    @staticmethod
+    def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+        until(condition, seconds)
 
     def cli(self, *arguments: str) -> Said:
         return rollyard(*arguments, home=self.yard.home, cwd=self.folder)

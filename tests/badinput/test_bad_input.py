@@ -62,9 +62,20 @@ def external(name: str, url: str, tokenizer: Path) -> dict[str, Any]:
     }
 
 
+def endless() -> dict[str, Any]:
+    """A job of two rollouts that do not end by themselves."""
+    return manifest(
+        "endless",
+        tasks=replaying("sleep 4000"),
+        samplesPerTask=2,
+        agent={"type": "oracle", "tools": ["bash"], "toolTimeoutSeconds": 3600},
+        stages={"run": {"timeoutSeconds": 3600}},
+    )
+
+
 # What runs until it ends: started together, so that the tests wait for them side by side.
 
-BACKENDS = ("error", "hang", "lengths")
+BACKENDS = ("error", "hang", "lengths", "garbage", "closes", "busy", "overflow")
 TOKENIZER = Path(__file__).resolve().parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
 
 
@@ -76,7 +87,9 @@ def started(desk: Any) -> Any:
             pool = external(f"pool-{kind}", f"{desk.backends}/{kind}", TOKENIZER)
             assert http.post("/v1/backendpools", json=pool).status_code == 201
     for kind in BACKENDS:
-        stages = {"run": {"timeoutSeconds": 4, "maxAttempts": 1}}
+        # Those that answer wrongly are asked three times, with the pauses of an open circuit between.
+        seconds = 60 if kind in ("lengths", "garbage", "busy", "overflow") else 4
+        stages = {"run": {"timeoutSeconds": seconds, "maxAttempts": 1}}
         desk.submit(
             manifest(
                 f"backend-{kind}",
@@ -91,7 +104,7 @@ def started(desk: Any) -> Any:
     # tail keeps all of what it reads, since there is no line end: more than the sandbox may have.
     hungry = "head -c 500M /dev/zero | tail > kept && touch finished"
     desk.submit(manifest("hungry", tasks=replaying(hungry)))
-    desk.submit(manifest("endless", tasks=replaying("sleep 4000"), samplesPerTask=2))
+    desk.submit(endless())
     return desk
 
 
@@ -259,6 +272,77 @@ def test_a_backend_that_sends_wrong_lengths(started: Any) -> None:
     assert_infrastructure_failure(started, "backend-lengths", "BackendMismatch", told, 2)
 
 
+def test_a_backend_that_sends_garbage(started: Any) -> None:
+    told = "the answer is not JSON"
+    assert_infrastructure_failure(started, "backend-garbage", "BackendMismatch", told, 2)
+
+
+def test_a_backend_that_closes_in_the_middle(started: Any) -> None:
+    assert_infrastructure_failure(started, "backend-closes", "BackendUnavailable", "Run's limit of 4 s", 2)
+    assert "/closes/inference/v1/generate" in started.trajectories("backend-closes")[0]["message"]
+
+
+def test_a_backend_that_is_busy_is_waited_for(started: Any) -> None:
+    job = started.ended("backend-busy")
+    assert (job["status"]["phase"], job["status"]["counts"]["failed"]) == ("Succeeded", 0)
+    for record in started.trajectories("backend-busy"):
+        assert (record["status"], record["reward"], len(record["turns"])) == ("succeeded", 0.0, 1)
+    started.cleared("backend-busy")
+
+
+def test_a_prompt_beyond_the_servers_context_is_truncated(started: Any) -> None:
+    job = started.ended("backend-overflow")
+    assert job["status"]["phase"] == "Succeeded"
+    for record in started.trajectories("backend-overflow"):
+        assert (record["truncated"], record["truncated_reason"]) == (True, "MaxContext")
+        assert (record["status"], record["reward"]) == ("succeeded", 0.0)
+    started.cleared("backend-overflow")
+
+
+def test_a_server_of_another_model_gets_no_rollouts(desk: Any) -> None:
+    """It is refused by name; the pool and its job say so, and the job waits for a server of its model."""
+    with desk.yard.http() as http:
+        pool = external("pool-foreign", f"{desk.backends}/foreign", TOKENIZER)
+        assert http.post("/v1/backendpools", json=pool).status_code == 201
+    agent = {"type": "tools", "tools": ["bash"]}
+    desk.submit(manifest("foreign", agent=agent, backendRef={"name": "pool-foreign"}))
+    told = "the server does not serve 'policy'; it serves: another"
+    desk.until(lambda: told in desk.cli("describe", "bp", "pool-foreign").out.replace("\n", " "))
+    desk.until(lambda: desk.conditions("foreign").get("Running") == ("False", "BackendPoolNotReady"))
+    assert desk.job("foreign")["status"]["counts"]["failed"] == 0
+    assert desk.cli("cancel", "foreign").status == 0
+    desk.ended("foreign")
+    desk.cleared("foreign")
+
+
+def test_a_model_without_a_chat_template(desk: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((TOKENIZER / "tokenizer.json").read_bytes())
+    with desk.yard.http() as http:
+        pool = external("pool-bare", f"{desk.backends}/sound", folder)
+        assert http.post("/v1/backendpools", json=pool).status_code == 201
+    agent = {"type": "tools", "tools": ["bash"]}
+    desk.submit(manifest("bare", agent=agent, backendRef={"name": "pool-bare"}))
+    assert_infrastructure_failure(desk, "bare", "TokenizerUnavailable", "chat_template.jinja", 1)
+
+
+def test_a_weight_folder_that_misses_a_shard(desk: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"vocab_size": 1068}')
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    shards = {"weight_map": {"a": names[0], "b": names[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(shards))
+    (folder / names[0]).write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    body = {"policyVersion": "v1", "source": {"checkpoint": {"path": str(folder)}}}
+    with desk.yard.http() as http:
+        answer = http.post("/v1/backendpools/default/weights", json=body)
+        assert (answer.status_code, answer.headers["Content-Type"]) == (422, "application/problem+json")
+        assert names[1] in answer.json()["detail"]
+        assert http.get("/v1/backendpools/default/weights").json()["items"] == []
+
+
 def test_a_backend_that_is_none(desk: Any) -> None:
     """`--backend` at something that speaks no vLLM: refused before anything starts."""
     home = desk.folder / "none"
@@ -315,8 +399,7 @@ def test_a_cancelled_job(started: Any) -> None:
     again = started.cli("cancel", "endless")
     assert again.status == 0
     assert "had ended already (Cancelled)" in again.out
-    waited = started.cli("submit", "-f", started.write(manifest(
-        "endless", tasks=replaying("sleep 4000"), samplesPerTask=2)), "--wait")  # fmt: skip
+    waited = started.cli("submit", "-f", started.write(endless()), "--wait")
     assert waited.status == 1
     assert "job 'endless' is Cancelled" in waited.err
     started.cleared("endless")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rollyard_bench import results
 from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, predicted_speed_up
-from rollyard_bench.main import run_group
+from rollyard_bench.main import main, run_group
 from rollyard_bench.registry import FIGURES, GROUPS, Measurement, Settings, failed, judge, selected
 from rollyard_bench.results import Baseline, Entry, ResultError
 
@@ -64,6 +64,27 @@ def test_written_entries_have_exactly_the_documented_fields(tmp_path: Path) -> N
     assert second["value"] is None
     assert second["how"] == "not measured: no tmux"
     assert [path.name for path in out.parent.iterdir()] == ["results.json"]
+
+
+def test_a_part_measured_anew_leaves_the_other_groups_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measured(settings: Settings) -> list[Measurement]:
+        return [Measurement("ipython_p50", 2.0, Baseline("gateway", 40.0), "anew")]
+
+    out = tmp_path / "results.json"
+    old = replace(GOOD, name="ipython_p50", how="old")
+    results.write([GOOD, old, replace(GOOD, name="of_no_figure_any_more")], out)
+    monkeypatch.setattr("rollyard_bench.main._load", lambda group: measured)
+    monkeypatch.setattr("rollyard_bench.main.signal.signal", lambda *arguments: None)
+    assert main(["--only", "ipython", "--out", str(out)]) == 0
+    assert [(entry.name, entry.how) for entry in results.read(out)] == [
+        ("echo_p50", GOOD.how),
+        ("ipython_p50", "anew"),
+    ]
+    out.write_text("[{}]")
+    assert main(["--only", "ipython", "--out", str(out)]) == 2
+    assert out.read_text() == "[{}]"
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)

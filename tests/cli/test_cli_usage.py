@@ -156,6 +156,8 @@ def test_up_refuses_what_it_cannot_use(
     assert "must be a URL" in capsys.readouterr().err
     assert main(["up", "--model", str(tmp_path / "none")]) == 2
     assert "is no folder" in capsys.readouterr().err
+    assert main(["up", "--verify-python", str(tmp_path / "none")]) == 2
+    assert "is no program that can be run" in capsys.readouterr().err
     assert main(["up", "--backend", f"http://127.0.0.1:{free_port}", "--model", "m"]) == 1
     assert "does not answer as a vLLM-compatible server" in capsys.readouterr().err
 
@@ -172,6 +174,23 @@ def test_a_url_that_is_none_and_a_kind_without_a_name(capsys: pytest.CaptureFixt
     )
     assert main(["describe", "rj"]) == 2
     assert "give the NAME too: rollyard describe rj NAME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--version", "a:b", "--pushed"], "--version"),
+        (["--version", "step-1"], "--checkpoint DIR"),
+        (["--checkpoint", "x"], "--version"),
+        (["--version", "step-1", "--lora", "x"], "--lora"),
+        (["--pause", "keep", "--resume"], "--resume"),
+    ],
+)
+def test_weight_updates_that_cannot_be(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str], free_port: int
+) -> None:
+    assert main(["weights", "pool", *arguments, "--url", f"http://127.0.0.1:{free_port}"]) == 2
+    assert named in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from rollyard.errors import InvalidInput, NotFound
 from rollyard.main import main
+from rollyard.render import progress
 from rollyard.render.progress import Lines, progress_line, stage_progress
 from rollyard.render.tables import plain_table, print_table
 from rollyard.render.trajectory import TrajectoryView, why
@@ -210,3 +211,48 @@ def test_a_narrow_terminal_cuts_no_id(width: int) -> None:
     assert "quickstart-77fffddd-5-0" in shown
     assert "succeeded" in shown
     assert "…" not in shown
+
+
+def test_a_new_segment_shows_what_its_prompt_ends_with_and_versions_that_differ() -> None:
+    second = {
+        "prompt_ids": [1, 2, 10, 20, 21],
+        "response_ids": [13, 14],
+        "loss_mask": [1, 1],
+        "logprobs": [-0.25, -0.75],
+        "policy_versions": ["0", "step-1"],
+    }
+    whole = record()
+    first = whole.segments[0].model_dump()
+    first |= {name: values[:3] for name, values in first.items() if name != "prompt_ids"}
+    turns = [turn.model_dump() for turn in whole.turns]
+    turns[1] |= {"segment": 1, "start": 0, "end": 2}
+    text = shown(record(segments=[first, second], turns=turns), lambda ids: f"{list(ids)}")
+    lines = text.splitlines()
+    begins = next(place for place, line in enumerate(lines) if line.startswith("── segment 2"))
+    assert "5 tokens" in lines[begins]
+    assert lines[begins + 1 : begins + 3] == ["── tool", "3"]
+    assert "policy version 0 then step-1" in lines[begins + 3]
+    assert "policy version" not in shown(record())
+
+
+def test_bars_say_why_a_job_waits_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    job = RolloutJob.model_validate(
+        {
+            "metadata": {"name": "j"},
+            "spec": {"tasks": {"stream": True}, "handler": "shell", "backendRef": {"name": "gone"}},
+        }
+    )
+    job.status.message = "BackendPool 'gone' has no ready backend"
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
+    with progress.Bars(console) as bars:
+        bars.update(job)
+        now += progress.WAITING_SECONDS - 1
+        bars.update(job)
+        assert isinstance(console.file, io.StringIO)
+        assert "Waiting" not in console.file.getvalue()
+        for _ in range(3):
+            now += 1
+            bars.update(job)
+    assert console.file.getvalue().count("Waiting: BackendPool 'gone' has no ready backend") == 1

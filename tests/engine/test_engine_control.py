@@ -142,6 +142,12 @@ async def test_keep_resumes_under_new_weights_and_every_token_knows_its_version(
     assert 20 < cut < cut + 20 < end
 
 
+def test_lora_adapters_are_refused(server: Any) -> None:
+    answer = server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/tmp/a"})
+    assert answer.status_code == 400
+    assert "has no LoRA adapters" in answer.json()["error"]["message"]
+
+
 def test_a_folder_that_does_not_load_leaves_the_old_weights_serving(
     own_server: Any, model_dir: Path, tmp_path: Path
 ) -> None:

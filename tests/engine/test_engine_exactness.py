@@ -67,6 +67,63 @@ def test_greedy_takes_the_likeliest_token_and_reports_its_plain_logprob(server: 
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=TOLERANCE)
 
 
+def prompt_scores(answer: dict[str, Any]) -> tuple[list[int], list[dict[str, Any]]]:
+    """The ids and entries of ``prompt_logprobs``; each object starts with the prompt's own token."""
+    first, *others = answer["prompt_logprobs"]
+    assert first is None
+    pairs = [next(iter(entry.items())) for entry in others]
+    return [int(token) for token, _ in pairs], [entry for _, entry in pairs]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
+def test_prompt_logprobs_are_the_raw_ones_of_an_independent_forward_pass(
+    server: Any, model_dir: Path, path: str
+) -> None:
+    server.complete(PROMPT, max_tokens=3, seed=1)  # leaves a kept cache of this prompt, which must not serve
+    sampling = {"max_tokens": 2, "temperature": 0.5, "top_k": 3, "prompt_logprobs": 2, "seed": 1}
+    if path == "/v1/completions":
+        body = {"prompt": PROMPT, **sampling}
+    else:
+        body = {"token_ids": PROMPT, "sampling_params": sampling}
+    answer = server.post(path, body).json()
+    scored = answer if "prompt_logprobs" in answer else answer["choices"][0]
+    ids, entries = prompt_scores(scored)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert ids == PROMPT[1:]
+    expected = reference(model_dir, PROMPT[:1], ids, 1.0)
+    assert [entry["logprob"] for entry in entries] == pytest.approx(expected, abs=TOLERANCE)
+    logits = all_logits(model_dir, PROMPT)
+    for position, (entry, whole) in enumerate(zip(entries, scored["prompt_logprobs"][1:], strict=True)):
+        assert entry["rank"] == int((logits[position] >= logits[position, ids[position]]).sum())
+        likeliest = [int(token) for token in np.argsort(-logits[position])[:2]]
+        assert {str(token) for token in (ids[position], *likeliest)} == set(whole)
+        assert [whole[str(token)]["rank"] for token in likeliest] == [1, 2]
+    piece = server.post("/detokenize", {"tokens": [ids[0]]}).json()["prompt"]
+    assert entries[0]["decoded_token"] == piece
+
+
+async def test_a_scored_prompt_disturbs_no_other_sequence(server: Any) -> None:
+    sampled = {"token_ids": [4, 4, 4], "sampling_params": {"max_tokens": 200, "seed": 1, "temperature": 2.0}}
+    sampled["sampling_params"] |= {"logprobs": 0, "ignore_eos": True}  # type: ignore[operator]
+    scored = {"token_ids": [5, *PROMPT], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+    async with server.client() as client:
+
+        async def choice() -> Any:
+            answer = (await client.post("/inference/v1/generate", json=sampled)).json()["choices"][0]
+            return answer["token_ids"], answer["logprobs"]
+
+        server.post("/reset_prefix_cache")
+        alone = await choice()
+        server.post("/reset_prefix_cache")
+        beside, *answers = await asyncio.gather(
+            choice(), *(client.post("/inference/v1/generate", json=scored) for _ in range(4))
+        )
+    assert beside == alone
+    scores = [answer.json()["prompt_logprobs"] for answer in answers]
+    assert all(score == scores[0] for score in scores)
+    assert len(scores[0]) == len(PROMPT) + 1
+
+
 def test_the_next_turn_continues_from_the_kept_cache_with_the_same_numbers(
     server: Any, model_dir: Path
 ) -> None:

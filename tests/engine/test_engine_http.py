@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_engine import protocol
+from rollyard_engine.errors import InvalidRequest
 
 
 def test_models_names_the_context_and_the_kind_of_logprobs(server: Any, model_dir: Path) -> None:
@@ -95,6 +97,14 @@ def test_messages_go_through_the_chat_template(server: Any) -> None:
         ("/v1/completions", {"prompt": [5], "top_p": 0}, "top_p", "in (0, 1]"),
         ("/v1/completions", {"prompt": [5], "top_k": -2}, "top_k", "top_k"),
         ("/v1/completions", {"prompt": [5], "logprobs": 21}, "logprobs", "greater than max allowed: 20"),
+        ("/v1/completions", {"prompt": [5], "prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+        ("/v1/completions", {"prompt": [5], "prompt_logprobs": -1}, "prompt_logprobs", "from 0 to 20"),
+        (
+            "/v1/completions",
+            {"prompt": [5], "prompt_logprobs": 0, "stream": True},
+            "prompt_logprobs",
+            "not available when `stream=True`",
+        ),
         ("/v1/completions", {"prompt": [5], "n": 2}, "n", "one request a sample"),
         ("/v1/completions", {"prompt": [5], "stop": ["a"]}, "stop", "stop_token_ids"),
         ("/v1/completions", {"prompt": [5], "temprature": 1}, "body.temprature", "Extra inputs"),
@@ -129,6 +139,13 @@ def test_bad_requests_are_refused_naming_the_field(
     assert said in error["message"]
     if param is not None:
         assert error["param"] == param
+
+
+def test_a_prompt_too_long_to_be_scored_is_refused() -> None:
+    body = protocol.parse(protocol.CompletionBody, {"prompt": [5], "prompt_logprobs": 0})
+    body.to_params(default_max_tokens=1, prompt_tokens=4096, room=9)
+    with pytest.raises(InvalidRequest, match=r"at most 4096 tokens, this one has 4097"):
+        body.to_params(default_max_tokens=1, prompt_tokens=4097, room=9)
 
 
 def test_neutral_values_of_unsupported_fields_are_accepted(server: Any) -> None:

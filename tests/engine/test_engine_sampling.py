@@ -49,10 +49,13 @@ def test_frequencies_and_logprobs_follow_the_processed_distribution(params: Samp
     sampler = Sampler(SamplingParams(1, params.temperature, params.top_p, params.top_k, seed=3))
     draws = 20_000
     counts = np.zeros(SIZE)
+    logprobs: dict[int, float] = {}
     for _ in range(draws):
         token = sampler.sample(LOGITS, "v")
         counts[token.token_id] += 1
-        assert np.exp(token.logprob) == pytest.approx(expected[token.token_id], rel=1e-9)
+        assert logprobs.setdefault(token.token_id, token.logprob) == token.logprob
+    for index, logprob in logprobs.items():
+        assert np.exp(logprob) == pytest.approx(expected[index], rel=1e-9)
     # Five standard deviations of a binomial count, for each of the tokens.
     bound = 5 * np.sqrt(draws * expected * (1 - expected)) + 1e-9
     assert (np.abs(counts - draws * expected) <= bound).all()

@@ -65,13 +65,19 @@ def make_scheduler(model: FakeModel, eos: int = EOS, **limits: int) -> Scheduler
 
 
 def make_sequence(
-    prompt: list[int], max_tokens: int = 5, *, stop: int | None = None, ignore_eos: bool = False
+    prompt: list[int],
+    max_tokens: int = 5,
+    *,
+    stop: int | None = None,
+    ignore_eos: bool = False,
+    prompt_logprobs: int | None = None,
 ) -> Sequence:
     params = SamplingParams(
         max_tokens,
         temperature=0.0,
         stop_token_ids=frozenset() if stop is None else frozenset({stop}),
         ignore_eos=ignore_eos,
+        prompt_logprobs=prompt_logprobs,
     )
     return Sequence(
         "id",
@@ -104,6 +110,31 @@ def expected(model: FakeModel, prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         sequence.append(model.next_token(sequence))
     return sequence[len(prompt) :]
+
+
+def test_a_prompt_is_scored_by_one_set_of_weights_and_not_from_a_kept_cache() -> None:
+    old, new = FakeModel(), FakeModel(salt=1)
+    scheduler = make_scheduler(old)
+    prompt = list(range(3, 33))
+    kept = make_sequence(prompt, ignore_eos=True)
+    scheduler.add(kept)
+    run_until_idle(scheduler)
+    scored = make_sequence(prompt, 3, ignore_eos=True, prompt_logprobs=1)
+    scheduler.add(scored)
+    run_until(scheduler, lambda: len(scored.prompt_scores) == 20)
+    assert scored.cached_tokens == 0
+    assert set(old.appended[-20:]) == {1}
+    scheduler.swap_model(new)
+    run_until(scheduler, lambda: len(scored.output) == 1)
+    swapped_later = list(scored.prompt_scores)
+    scheduler.swap_model(old)  # the prompt has its scores: these stay, and it is computed in pieces again
+    run_until_idle(scheduler)
+    assert old.appended[-2:] == [31, 1]
+    assert scored.prompt_scores == swapped_later
+    assert [token.token_id for token in scored.prompt_scores] == prompt[1:]
+    assert [token.top[0][0] for token in scored.prompt_scores] == [
+        new.next_token(prompt[:length]) for length in range(1, len(prompt))
+    ]
 
 
 def test_every_token_depends_on_all_before_it_however_long_the_prompt() -> None:

@@ -10,7 +10,8 @@ import pytest
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
 from rollyard_operator.fleet import restart_delay
 from rollyard_operator.plan import ObservedJob, ObservedPool, ObservedWorkload, PoolState, Profile
-from rollyard_operator.reconcile import job_workloads, pool_workloads, reconcile_job, reconcile_pool
+from rollyard_operator.pools import pool_workloads, reconcile_pool
+from rollyard_operator.reconcile import job_workloads, reconcile_job
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LOCAL = Profile(combine_stages=True)
@@ -239,3 +240,97 @@ def test_scaled_to_zero() -> None:
     plan = reconcile_pool(pool_of(replicas=0), ObservedPool(), NOW)
     assert condition(plan, "Ready").reason == "NoBackends"
     assert condition(plan, "Degraded").status == "False"
+
+
+def vllm_pool(**spec: Any) -> BackendPool:
+    engine = {
+        "type": "vllm",
+        "args": ["--seed=$(BACKEND_INDEX)"],
+        "env": {"BIND": "$(BACKEND_INDEX)"},
+        "resources": {"gpu": 2},
+    }
+    return pool_of(engine=engine, replicas=2, **spec)
+
+
+def test_workloads_of_an_engine_carry_what_a_start_needs() -> None:
+    first, second = pool_workloads(vllm_pool())
+    assert (first.args, first.env, first.gpus) == (("--seed=0",), (("BIND", "0"),), 2)
+    assert (second.args, second.env) == (("--seed=1",), (("BIND", "1"),))
+    changes: list[dict[str, Any]] = [
+        {"command": ["x"]},
+        {"args": ["--seed=0", "a"]},
+        {"env": {}},
+        {"resources": None},
+    ]
+    hashes = {first.spec_hash}
+    for change in changes:
+        pool = vllm_pool()
+        for name, value in change.items():
+            setattr(pool.spec.engine, name, value)
+        hashes.add(pool_workloads(pool)[0].spec_hash)
+    assert len(hashes) == 1 + len(changes)
+    patient = vllm_pool()
+    patient.spec.engine.start_timeout_seconds = 1
+    assert pool_workloads(patient) == (first, second), "a longer patience restarts nobody"
+
+
+def test_start_timeout_is_the_engines_own_and_the_start_is_told() -> None:
+    pool = vllm_pool()
+    pool.spec.engine.start_timeout_seconds = 200
+    first, second = pool_workloads(pool)
+    seen = tuple(
+        ObservedWorkload(
+            one.name,
+            one.spec_hash,
+            "starting",
+            NOW,
+            ready=False,
+            url=f"http://127.0.0.1:{one.index + 1}",
+            message="starting",
+        )
+        for one in (first, second)
+    )
+    plan = reconcile_pool(pool, ObservedPool(seen), NOW + timedelta(seconds=199))
+    assert (plan.stop, plan.requeue_after) == ((), 1)
+    assert "loads the model" in condition(plan, "Progressing").message
+    assert condition(plan, "Degraded").status == "False"
+    late = reconcile_pool(pool, ObservedPool(seen), NOW + timedelta(seconds=201))
+    assert {stop.name for stop in late.stop} == {first.name, second.name}
+
+
+def test_what_the_machine_lacks_is_told_and_looked_for_again() -> None:
+    pool = vllm_pool()
+    first, second = pool_workloads(pool)
+    url = "http://127.0.0.1:1"
+    seen = (
+        ObservedWorkload(first.name, first.spec_hash, "running", NOW, url=url),
+        ObservedWorkload(
+            second.name, second.spec_hash, "exited", NOW, message="wants 2 GPUs", blocked=True, exited_at=NOW
+        ),
+    )
+    plan = reconcile_pool(pool, ObservedPool(seen), NOW + timedelta(seconds=1))
+    assert (plan.launch, plan.requeue_after) == ((), 4)
+    degraded = condition(plan, "Degraded")
+    assert (degraded.reason, "wants 2 GPUs" in degraded.message) == ("BackendsFailing", True)
+    again = reconcile_pool(pool, ObservedPool(seen), NOW + timedelta(seconds=5))
+    assert [(one.workload.name, one.restarts) for one in again.launch] == [(second.name, 0)]
+
+
+def test_a_requested_restart_is_done_once_and_what_others_know_is_kept() -> None:
+    pool = vllm_pool()
+    first, second = pool_workloads(pool)
+    seen = tuple(
+        ObservedWorkload(one.name, one.spec_hash, "running", NOW, url=f"http://127.0.0.1:{one.index + 1}")
+        for one in (first, second)
+    )
+    pool.status.backends = [
+        BackendStatus(url="http://127.0.0.1:1", ready=True, restart_requested=True, weights="Failed"),
+        BackendStatus(url="http://127.0.0.1:2", ready=True, circuit="Open", active_rollouts=3),
+    ]
+    plan = reconcile_pool(pool, ObservedPool(seen), NOW)
+    assert [stop.name for stop in plan.stop] == [first.name]
+    assert "wrong weights" in condition(plan, "Degraded").message
+    (kept,) = plan.status.backends
+    assert (kept.url, kept.circuit, kept.active_rollouts) == ("http://127.0.0.1:2", "Open", 3)
+    gone = (replace(seen[0], state="stopping"), seen[1])
+    assert not reconcile_pool(pool, ObservedPool(gone), NOW).stop

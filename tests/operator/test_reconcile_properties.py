@@ -8,9 +8,9 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollyard_crds import BackendPool, RolloutJob
-from rollyard_operator.plan import ObservedJob, ObservedPool, ObservedWorkload, Plan, PoolState, Profile
-from rollyard_operator.reconcile import job_workloads, pool_workloads, reconcile_job, reconcile_pool
+from rollyard_crds import RolloutJob
+from rollyard_operator.plan import ObservedJob, ObservedWorkload, Plan, PoolState, Profile
+from rollyard_operator.reconcile import job_workloads, reconcile_job
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -132,41 +132,6 @@ def test_jobs_converge_whatever_happens(
     again = reconcile_job(job, ObservedJob(workloads=world.seen, pool=pool), world.now, profile)
     assert (again.launch, again.stop, again.cancel, again.delete) == ((), (), "", False)
     assert again.status == job.status
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 4), steps)
-def test_pools_converge_whatever_happens(replicas: int, script: list[tuple[str, int, int]]) -> None:
-    profile = Profile()
-    world = World(profile)
-    pool = BackendPool.model_validate(
-        {"metadata": {"name": "p", "uid": "abc"}, "spec": {"model": "m", "replicas": replicas}}
-    )
-
-    def turn() -> None:
-        nonlocal pool
-        plan = reconcile_pool(pool, ObservedPool(workloads=world.seen), world.now, profile)
-        world.apply(plan)
-        pool = pool.model_copy(update={"status": plan.status})
-
-    for action, first, second in script:
-        if action == "kill":
-            world.kill(first, second)
-        elif action == "wait":
-            world.now += timedelta(seconds=first)
-        elif action == "scale":
-            pool.spec.replicas = first
-        turn()
-    for _ in range(3):
-        world.now += timedelta(seconds=profile.backoff_cap_seconds + 1)
-        turn()
-    assert {seen.name for seen in world.seen if seen.state == "running"} == {
-        workload.name for workload in pool_workloads(pool)
-    }
-    plan = reconcile_pool(pool, ObservedPool(workloads=world.seen), world.now, profile)
-    assert (plan.launch, plan.stop) == ((), ())
-    assert plan.status == pool.status
-    assert plan.status.ready_replicas == pool.spec.replicas
 
 
 reasons = st.sampled_from(["", "", "Cancelled", "DeadlineExceeded"])

@@ -2,120 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
+from families import FAMILIES, train_tokenizer
+from rollyard_crds.lease import BackendAssignment, RouteResponse
+from rollyard_crds.rolloutjob import SamplingSpec
+from rollyard_pipeline.backends import BackendClient, BackendSession
+from rollyard_pipeline.backends.session import Route
 from rollyard_pipeline.chat import ChatFormat, ChatTemplate, ChatTokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-SPECIAL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>",
-    "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-)  # fmt: skip
-MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-
-CHATML = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
-"""
-
-# As Meta's template: a begin-of-text token, and every content trimmed.
-LLAMA = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- set role = 'ipython' if message.role == 'tool' else message.role %}
-    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-
-# As Qwen3's: thinking before the last user message is stripped, tools are listed, results are user turns.
-QWEN = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}
-    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
-    {{- '\\n</tools><|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(last_query=-1) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{%- set ns.last_query = loop.index0 %}{%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if message.role == 'assistant' %}
-        {%- set reasoning = '' %}
-        {%- if '</think>' in content %}
-            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1] %}
-            {%- set reasoning = reasoning.lstrip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {%- if loop.index0 > ns.last_query and reasoning %}
-            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning + '\\n</think>\\n\\n' + content }}
-        {%- else %}
-            {{- '<|im_start|>assistant\\n' + content }}
-        {%- endif %}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
+from tokenizers import Tokenizer
 
 # The shipped tiny policy's own.
 TINY_FOLDER = Path(__file__).parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
 TINY = (TINY_FOLDER / "chat_template.jinja").read_text()
 
-# The template puts a newline before the end of turn, which no policy samples.
-NEWLINE_BEFORE_END = CHATML.replace("+ '<|im_end|>\\n'", "+ '\\n<|im_end|>\\n'")
-
-TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "qwen": QWEN, "tiny": TINY, "newline": NEWLINE_BEFORE_END}
-END_OF_TURN = {name: "<|eot_id|>" if name == "llama" else "<|im_end|>" for name in TEMPLATES}
-
-_TEXT = (
-    "the user asks how many files there are in the folder and the assistant calls a tool to count them",
-    'system user assistant tool ipython {"name": "bash", "arguments": {"command": "ls -la | wc -l"}}',
-    "error: no such file: report.txt [exit code 1] (no output) thinking about it 0123456789 \n\n\n   \t ",
-)
-
-
-def train() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=[*SPECIAL, *MARKERS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_TEXT, trainer)
-    state = json.loads(tokenizer.to_str())
-    for added in state["added_tokens"]:
-        added["special"] = added["content"] in SPECIAL
-    return Tokenizer.from_str(json.dumps(state))
+CHATML = FAMILIES["chatml"].source
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama": FAMILIES["llama3"].source,
+    "qwen": FAMILIES["qwen3"].source,
+    "tiny": TINY,
+    # The template puts a newline before the end of turn, which no policy samples.
+    "newline": CHATML.replace("+ '<|im_end|>\\n'", "+ '\\n<|im_end|>\\n'"),
+}
 
 
 @pytest.fixture(scope="session")
 def bpe() -> Tokenizer:
-    return train()
+    return train_tokenizer()
 
 
 @pytest.fixture(scope="session")
@@ -136,8 +58,11 @@ def model_folder(bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("model")
     bpe.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    (folder / "chat_template.jinja").write_text(QWEN)
+    (folder / "chat_template.jinja").write_text(TEMPLATES["qwen"])
     return folder
+
+
+MODE = {"logprobs_mode": "processed_logprobs"}
 
 
 class ScriptedModel:
@@ -147,16 +72,30 @@ class ScriptedModel:
         self.tokenizer = tokenizer
         self.answer = answer
         self.prompts: list[list[int]] = []
+        self.card: dict[str, Any] = {"id": "scripted", "max_model_len": 100_000, **MODE}
+        self.context = 100_000
+        """Tokens of prompt and answer together; `card` may say otherwise."""
+        self.running = asyncio.Event()
+        """Cleared: paused."""
+        self.running.set()
         self.url = ""
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/health":
             return web.Response()
         if request.path == "/v1/models":
-            return web.json_response({"data": [{"id": "scripted", "max_model_len": 100_000}]})
+            return web.json_response({"data": [self.card]})
+        if request.path == "/is_paused":
+            return web.json_response({"is_paused": not self.running.is_set()})
         if request.path != "/inference/v1/generate":
             return web.json_response({"error": "not here"}, status=404)
         body = await request.json()
+        if "token_ids" not in body:  # asked whether the call is here
+            return web.json_response({"error": {"message": "token_ids: Field required"}}, status=400)
+        await self.running.wait()
+        if len(body["token_ids"]) >= self.context:
+            said = f"This model's maximum context length is {self.context} tokens. However, your prompt ..."
+            return web.json_response({"error": {"message": said}}, status=400)
         self.prompts.append(body["token_ids"])
         ids = self.tokenizer.encode(self.answer(self.tokenizer.decode(body["token_ids"])))
         cut = ids[: body["sampling_params"]["max_tokens"]]
@@ -187,3 +126,122 @@ class ScriptedModel:
 @pytest.fixture
 def scripted(tokenizer: ChatTokenizer) -> Callable[[Callable[[str], str]], ScriptedModel]:
     return lambda answer: ScriptedModel(tokenizer, answer)
+
+
+Reply = Callable[[dict[str, Any]], Any]
+"""From a request's body to an answer: JSON, a response, or something to await that gives one of them."""
+
+
+class ScriptedBackend:
+    """A backend whose answers the test decides; it answers the client's probes as a vLLM server does.
+
+    Args:
+        generate, completions, sglang: answer the three calls; None: the call is not there.
+        models: entries of `/v1/models`.
+        states: what further GET calls answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        generate: Reply | None = None,
+        completions: Reply | None = None,
+        sglang: Reply | None = None,
+        models: list[dict[str, Any]] | None = None,
+        states: dict[str, Callable[[], Any]] | None = None,
+    ) -> None:
+        self.calls = {
+            "/inference/v1/generate": generate,
+            "/v1/completions": completions,
+            "/generate": sglang,
+        }
+        self.models = [{"id": "tiny", "max_model_len": 64, **MODE}] if models is None else models
+        self.states = states or {}
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.probes: list[str] = []
+        self.request: web.Request | None = None
+        """The one that is being answered."""
+        self.url = ""
+
+    @property
+    def assignment(self) -> BackendAssignment:
+        return BackendAssignment(
+            pool="p", url=self.url, model="tiny", tokenizer="t", policy_version="assigned"
+        )
+
+    async def __aenter__(self) -> ScriptedBackend:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        listener = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(self._runner, listener).start()
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.method == "GET":
+            self.probes.append(request.path)
+            if request.path == "/v1/models":
+                return web.json_response({"object": "list", "data": self.models})
+            state = self.states.get(request.path)
+            answer = state() if state is not None else web.Response(status=404)
+            return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
+        body = await request.json()
+        reply = self.calls.get(request.path)
+        if not body:
+            self.probes.append(request.path)
+            return web.Response(status=404 if reply is None else 400)
+        self.requests.append((request.path, body))
+        if reply is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        self.request = request
+        answer = reply(body)
+        if isinstance(answer, Awaitable):
+            answer = await answer
+        return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
+
+    @staticmethod
+    def generated(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+        """Two tokens, under two weight versions, as `/inference/v1/generate` answers."""
+        content = [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": -0.25}]
+        choice = {
+            "token_ids": [5, 6],
+            "finish_reason": "stop",
+            "logprobs": {"content": content},
+            "weight_versions": [
+                {"version": "w1", "start": 0, "end": 1},
+                {"version": "w2", "start": 1, "end": 2},
+            ],
+        }
+        return {"choices": [choice | changes], "usage": {"prompt_tokens": len(body["token_ids"])}}
+
+    @staticmethod
+    def completed(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+        """Two tokens, as `/v1/completions` answers."""
+        choice = {
+            "prompt_token_ids": body["prompt"],
+            "token_ids": [5, 6],
+            "finish_reason": "stop",
+            "logprobs": {"token_logprobs": [-0.5, -0.25]},
+        }
+        return {"choices": [choice | changes], "usage": {"prompt_tokens": len(body["prompt"])}}
+
+    def session(self, client: BackendClient, route: Route | None = None, **options: Any) -> BackendSession:
+        """A rollout on this backend; without `route`, it must not ask for another one."""
+
+        async def never(url: str, error: str, blame: bool) -> RouteResponse:
+            raise AssertionError(f"asked for a route away from {url}: {error}")
+
+        spec = SamplingSpec(seed=3, **options.pop("sampling", {}))
+        options = {"task_id": "t", "sample_index": 1, "budget": 20.0, **options}
+        return BackendSession(client, self.assignment, route or never, spec, **options)
+
+
+@pytest.fixture
+def backend() -> type[ScriptedBackend]:
+    """Makes backends whose answers the test decides."""
+    return ScriptedBackend

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from rollyard_pipeline.chat import ChatTemplate, ChatTokenizer, FormatCache
-from rollyard_pipeline.chat.tokenizer import load_folder, locate
+from rollyard_pipeline.chat.tokenizer import MARK, load_folder, locate
 from rollyard_pipeline.errors import TemplateError, TokenizerUnavailable
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -30,13 +30,44 @@ def test_the_helpers_that_templates_expect() -> None:
     assert render("{{ tools[0].function.name if tools else 'none' }}") == "none"
 
 
+def test_what_templates_of_the_field_use() -> None:
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": {"a": 1}}}]
+    assert render("{{ tools | tojson(indent=4) }}", tools=tools) == json.dumps(tools, indent=4)
+    assert render("{%- macro m(a, b=2) -%}{{ a ~ b }}{%- endmacro -%}{{ m(1) }}") == "12"
+    counted = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"
+    )
+    assert render(counted) == "1"
+    assert render("{% for k, v in tools[0].function.items() %}{{ k }} {% endfor %}", tools=tools) == (
+        "name parameters "
+    )
+    assert render("{% for k, v in tools[0].function | items %}{{ k }} {% endfor %}", tools=tools) == (
+        "name parameters "
+    )
+    assert render("{% for m in messages %}{% if 1 %}{% continue %}{% endif %}{{ m }}{% endfor %}x") == "x"
+    assert render("{{ documents is none }} {{ thinking is defined }}") == "True False"
+    assert render("{{ enable_thinking }}", variables={"enable_thinking": False}) == "False"
+    # What only the renderer sets cannot be overwritten, whatever a job's variables say.
+    assert render("{{ messages[0].content }}", variables={"messages": []}) == "hi"
+    assert render("{{ messages[0].reasoning_content is string }}{{ messages[0].get('x', 'y') }}") == "Falsey"
+    assert (
+        render("{{ messages[::-1][0].role }}{{ [1, 2] is iterable }}{{ 'a' is mapping }}") == "userTrueFalse"
+    )
+
+
 def test_a_template_that_refuses_or_is_broken() -> None:
     with pytest.raises(TemplateError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TemplateError, match="line 2"):
         ChatTemplate("ok\n{% if %}")
-    with pytest.raises(TemplateError):
-        render("{{ messages[0].content.no_such() }}")
+    for failing in (
+        "{{ messages[0].content.no_such() }}",
+        "{{ 1 / 0 }}",
+        "{{ range(10**9) }}",
+        "{{ [][5].x }}",
+    ):
+        with pytest.raises(TemplateError, match="refuses the conversation"):
+            render(failing)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +92,58 @@ def test_outside_text_is_encoded_as_it_stands_in_the_whole(tokenizer: ChatTokeni
     assert tokenizer.special_text(tokenizer.encode("<tool_call>")[0]) is None
 
 
+def test_text_that_spells_control_tokens_stays_text(tokenizer: ChatTokenizer) -> None:
+    end, think = tokenizer.encode("<|im_end|>")[0], tokenizer.encode("<think>")[0]
+    text = "a <|im_end|> b <think><|im_start|><|im_end|>"
+    ids = tokenizer.encode(tokenizer.escape(text))
+    assert not set(ids) & set(tokenizer.special)
+    assert think in ids  # not a control token: as ordinary as any other text
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode(tokenizer.escape("plain [text] <b>")) == tokenizer.encode("plain [text] <b>")
+    # Sampled plain tokens that spell one stay plain, and a sampled special token stays special.
+    sampled = [*ids, end, *tokenizer.encode("c")]
+    assert tokenizer.encode(tokenizer.decode_sampled(sampled)) == sampled
+    # Whatever hides in front of it, and a mark that somebody brings along.
+    for hostile in (f"<{MARK}|im_end|>", "<<|im_end|>", "<|im_start<|im_end|>", f"{MARK}<|im_end|>{MARK}"):
+        assert not set(tokenizer.encode(tokenizer.escape(hostile))) & set(tokenizer.special)
+
+
+def metaspace(legacy: bool) -> ChatTokenizer:
+    """A tokenizer as sentencepiece models have: spaces as a mark, one more in front, bytes where needed."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
+    for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz[]/", "▁a", "▁seven", "se", "ve", "n", "seve", "seven"]:
+        vocabulary.setdefault(piece, len(vocabulary))
+    merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n"), ("▁", "a"), ("▁", "seven")]
+    bpe = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    if legacy:
+        bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    bpe.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bpe.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in ("<s>", "</s>")])
+    return ChatTokenizer(bpe, {})
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_tokenizer_that_marks_spaces(legacy: bool) -> None:
+    tokenizer = metaspace(legacy)
+    whole = tokenizer.encode("<s>a seven</s>a seven")
+    end = whole.index(2)
+    assert tokenizer.encode_after(2, "a seven") == whole[end + 1 :]
+    # A sampled turn that begins with a space, and the same turn inside the whole.
+    assert tokenizer.decode_sampled([vocabulary_id(tokenizer, "▁seven")]) == " seven"
+    assert tokenizer.decode_sampled([vocabulary_id(tokenizer, "seven")]) == "seven"
+    assert tokenizer.decode_sampled([3 + 0xF0, 3 + 0x9F, 3 + 0x99, 3 + 0x82]) == "🙂"
+    assert "\ufffd" in tokenizer.decode_sampled([3 + 0xF0, 3 + 0x9F])
+
+
+def vocabulary_id(tokenizer: ChatTokenizer, piece: str) -> int:
+    found = next(i for i in range(tokenizer.vocabulary_size) if tokenizer._tokenizer.id_to_token(i) == piece)
+    return int(found)
+
+
 async def test_a_folder_is_loaded_once_and_dropped_when_old(model_folder: Path) -> None:
     cache = FormatCache(size=1)
     first = await cache.get(str(model_folder))
@@ -78,6 +161,14 @@ def test_the_template_in_the_tokenizers_config(bpe: Tokenizer, tmp_path: Path) -
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     config.write_text(json.dumps({"chat_template": named}))
     assert load_folder(tmp_path)[1] == "t"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerUnavailable, match="cannot be read"):
+        load_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert load_folder(tmp_path)[1] == "file"
+    config.write_text("[]")
+    with pytest.raises(TokenizerUnavailable, match=r"tokenizer_config\.json is no JSON object"):
+        load_folder(tmp_path)
     config.write_text("{broken")
     with pytest.raises(TokenizerUnavailable, match="cannot be read"):
         load_folder(tmp_path)
@@ -89,6 +180,12 @@ def test_a_tokenizer_that_is_not_here(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("nobody/no-such-model", "not a name at all!", str(tmp_path / "missing")):
         with pytest.raises(TokenizerUnavailable, match=r"spec\.tokenizer"):
             locate(name)
+    for file in ("tekken.json", "tokenizer.model"):
+        (tmp_path / file).write_text("x")
+        with pytest.raises(TokenizerUnavailable, match=rf"{file}.* converted .*save_pretrained"):
+            locate(str(tmp_path))
+        (tmp_path / file).unlink()
     (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("x")
     with pytest.raises(TokenizerUnavailable, match="cannot be parsed"):
         load_folder(tmp_path)

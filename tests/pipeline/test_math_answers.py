@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Message, Task
 from rollyard_crds.trajectory import Trajectory
@@ -18,6 +19,9 @@ from rollyard_pipeline.handlers import StageContext
 from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.handlers.verifier import Verifiers, VerifierTimeout
+
+# One event loop, so that tests share a handler: its children are slow to start (sympy).
+shared = pytest.mark.asyncio(loop_scope="module")
 
 
 def shared_folder() -> Path:
@@ -32,7 +36,7 @@ def gsm8k() -> list[str]:
     return [json.loads(line)["answer"] for line in file.read_text().splitlines()]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def handler() -> AsyncIterator[MathHandler]:
     handler = MathHandler()
     yield handler
@@ -80,6 +84,7 @@ def wrong_forms(gold: str) -> list[str]:
 
 
 @pytest.mark.timeout(300)
+@shared
 async def test_gsm8k_gold_answers_score_1_and_perturbed_ones_0(
     handler: MathHandler, gsm8k: list[str]
 ) -> None:
@@ -123,23 +128,27 @@ def test_where_the_answer_is(text: str, answer: str) -> None:
         ("12", "", 0.0),
     ],
 )
+@shared
 async def test_equal_is_what_mathematics_says(
     handler: MathHandler, gold: str, said: str, reward: float
 ) -> None:
     assert (await handler.eval(context(gold, said))).reward == reward
 
 
+@shared
 async def test_a_submitted_answer_goes_before_what_was_said(handler: MathHandler) -> None:
     assert (await handler.eval(context("12", "\\boxed{12}", submitted="13"))).reward == 0.0
     assert (await handler.eval(context("12", "\\boxed{13}", submitted="12"))).reward == 1.0
 
 
+@shared
 async def test_a_task_without_an_answer_is_refused(handler: MathHandler) -> None:
     assert handler.check(Task(id="t", prompt="q")) == ["answer: required by the handler 'math'"]
     with pytest.raises(TaskInvalid, match="answer: required"):
         await handler.eval(context("", "\\boxed{1}"))
 
 
+@pytest.mark.timeout(240)  # two children start, up to a minute each on a busy machine
 async def test_a_comparison_without_end_is_ended_and_the_next_one_works() -> None:
     verifiers = Verifiers(count=1)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,13 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
 from rollyard_pipeline.backends import BackendClient
-from rollyard_pipeline.errors import BackendUnavailable, SetupFailed, TestScriptError, TokenizerUnavailable
+from rollyard_pipeline.errors import (
+    BackendUnavailable,
+    SetupFailed,
+    TemplateError,
+    TestScriptError,
+    TokenizerUnavailable,
+)
 from rollyard_pipeline.failure import stage_failure
 from rollyard_pipeline.leases import HeldLease
 from rollyard_pipeline.registry import Registry
@@ -54,6 +61,7 @@ class Rollout:
         self.plane = plane
         self.task = Task(id="t", prompt="q")
         self.backend: BackendAssignment | None = None
+        self.model: Any = None
         self.init: StageResult | None = None
         self.ran: StageResult | None = None
 
@@ -113,7 +121,7 @@ async def model(
     def latest(prompt: str) -> str:
         return answer[-1](prompt)
 
-    server = scripted(latest)
+    server = rollout.model = scripted(latest)
     async with server.serving():
 
         def use(
@@ -139,6 +147,22 @@ def call(name: str, **arguments: Any) -> str:
 
 def oracle(*steps: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     return {"solution": [{"name": name, "arguments": arguments} for name, arguments in steps]}
+
+
+async def test_another_familys_calls_are_read_and_a_malformed_one_is_an_observation(
+    rollout: Rollout, model: Callable[..., None]
+) -> None:
+    steps = [
+        f"<tool_call>\n<function=bash>\n<parameter=command>\nls{END}",
+        "<tool_call>\n<function=bash>\n<parameter=command>\nprintf 'a\\n\\nb'\n</parameter>\n</function>\n"
+        f"</tool_call>{END}",
+        "I am done." + END,
+    ]
+    model(lambda prompt: steps[prompt.count("<tool_response>")], {"toolParser": "qwen_coder"})
+    trajectory = await rollout.play()
+    seen = [message.content for message in trajectory.messages if message.role == "tool"]
+    assert seen == ["error: malformed tool call: </parameter> of 'command' is missing", "a\n\nb"]
+    assert [turn.finish_reason for turn in trajectory.turns] == ["tool_calls"] * 2 + ["stop"]
 
 
 async def test_the_policy_sees_what_went_wrong_and_goes_on(
@@ -214,6 +238,42 @@ async def test_a_run_timeout_keeps_what_was_sampled(rollout: Rollout, model: Cal
     assert (await rollout.score()).reward == 1.0
 
 
+async def test_the_record_says_what_the_backend_did(rollout: Rollout, model: Callable[..., None]) -> None:
+    model(lambda prompt: "done" + END, sampling={"temperature": 0.7})
+    rollout.model.card["logprobs_mode"] = "raw_logprobs"
+    trajectory = await rollout.play()
+    assert trajectory.sampling is not None
+    assert (trajectory.sampling.temperature, trajectory.sampling.logprobs_mode) == (0.7, "raw_logprobs")
+    assert rollout.ran is not None
+    stats = rollout.ran.stats
+    assert (stats.sampled_tokens, stats.discarded_tokens) == (trajectory.sampled_tokens, 0)
+    assert stats.requests == 1
+
+
+async def test_a_context_smaller_than_the_backend_says_truncates(
+    rollout: Rollout, model: Callable[..., None]
+) -> None:
+    model(lambda prompt: call("bash", command="seq 1 30"))
+    rollout.model.context = 1500
+    trajectory = await rollout.play()
+    assert (trajectory.truncated, trajectory.truncated_reason) == (True, "MaxContext")
+    assert trajectory.turns
+    assert all(len(one.prompt_ids) + len(one.response_ids) <= 1500 for one in trajectory.segments)
+    assert rollout.plane.routed == []
+
+
+async def test_a_paused_backend_uses_up_no_run_time(
+    rollout: Rollout, model: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard_pipeline.backends.client._PAUSE_POLL", 0.1)
+    model(lambda prompt: "done" + END, stages={"run": {"timeoutSeconds": 2}})
+    rollout.model.running.clear()
+    asyncio.get_running_loop().call_later(4.0, rollout.model.running.set)
+    trajectory = await rollout.play()
+    assert not trajectory.truncated
+    assert rollout.times.model_seconds < 2.0, "the pause was taken for the backend's speed"
+
+
 async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: Callable[..., None]) -> None:
     model(lambda prompt: call("bash", command="true"))
     assert rollout.backend is not None
@@ -241,6 +301,50 @@ async def test_a_tokenizer_that_is_not_here_says_what_to_set(
         await rollout.play()
 
 
+async def test_a_model_without_a_chat_template_fails_once_and_says_what_to_do(
+    rollout: Rollout, model: Callable[..., None], model_folder: Path, tmp_path: Path
+) -> None:
+    model(lambda prompt: END)
+    assert rollout.backend is not None
+    shutil.copy(model_folder / "tokenizer.json", tmp_path)
+    rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(tmp_path)})
+    with pytest.raises(TokenizerUnavailable) as caught:
+        await rollout.play()
+    lease = Lease(
+        rollout="r", token=1, stage="run", job="j", namespace="default", job_uid="u", group_id="g",
+        sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0, task=rollout.task,
+    )  # fmt: skip
+    failure = stage_failure(lease, caught.value, StageTimes())
+    assert (failure.reason, failure.retryable) == ("TokenizerUnavailable", False)
+    assert str(tmp_path) in failure.message
+    assert "chat_template.jinja" in failure.message
+
+
+async def test_chat_template_kwargs_reach_the_template(
+    rollout: Rollout, model: Callable[..., None], model_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copy(model_folder / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}{{ 'no thoughts' if enable_thinking is false else 'thoughts' }}"
+    )
+    seen: list[str] = []
+
+    def answer(prompt: str) -> str:
+        seen.append(prompt)
+        return END
+
+    model(answer, {"tools": [], "chatTemplateKwargs": {"enable_thinking": False}})
+    assert rollout.backend is not None
+    rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(tmp_path)})
+    await rollout.play()
+    assert seen == ["qno thoughts"]
+    model(answer, {"tools": [], "chatTemplateKwargs": {"messages": []}})
+    rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(tmp_path)})
+    with pytest.raises(TemplateError, match=r"agent\.chatTemplateKwargs cannot set messages"):
+        await rollout.play()
+
+
+@pytest.mark.timeout(180)  # a child imports sympy, slow on a busy machine
 async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None]) -> None:
     model(lambda prompt: "2 + 2 = \\boxed{4}" + END, {"type": "single_turn"}, {"answer": "4"}, handler="math")
     trajectory = await rollout.play()

@@ -1,0 +1,211 @@
+"""What backends say of themselves, and how fast rollouts find them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rollyard_api import stats
+from rollyard_api.speeds import MIN_TOKENS, Speeds
+from rollyard_api.stats import HITS, QUERIES, RUNNING, WAITING, WINDOW_SECONDS, Poller, Window
+
+VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a}b \\"c"} 3.0
+vllm:num_requests_running{engine="1",model_name="a}b \\"c"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="tiny"} 7.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 9.0
+vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 1.5e+03
+vllm:prefix_cache_queries_created{engine="0",model_name="tiny"} 1.7952612544912148e+09
+vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 1200.0 1795261254491
+vllm:external_prefix_cache_hits_total{engine="0",model_name="tiny"} 5.0
+"""
+
+
+def test_parse() -> None:
+    assert stats.parse(VLLM) == {RUNNING: 5.0, WAITING: 7.0, QUERIES: 1500.0, HITS: 1200.0}
+    assert stats.parse(b"vllm:num_requests_running 4\n") == {RUNNING: 4.0}
+    for nothing in (b"", b"<html>", b"vllm:num_requests_running{} NaN\n", b"vllm:num_requests_running x\n"):
+        assert stats.parse(nothing) == {}
+    assert stats.parse(b"vllm:num_requests_waiting{} -1\n") == {}
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 200), st.integers(0, 1000), st.floats(0, 1), st.booleans()), max_size=40)
+)
+def test_the_window_against_a_plain_sum(steps: list[tuple[float, int, float, bool]]) -> None:
+    """Growth of the last minutes, whatever restarts lie between."""
+    window, now, queries, hits = Window(), 0.0, 0, 0
+    window.add(0.0, 0, 0)
+    grown: list[tuple[float, int, int]] = []
+    for seconds, asked, share, restarted in steps:
+        now += seconds
+        if restarted:
+            queries = hits = 0
+            window.add(now, 0, 0)
+        found = int(asked * share)
+        queries, hits = queries + asked, hits + found
+        window.add(now, queries, hits)
+        grown.append((now, asked, found))
+    recent = [(asked, found) for at, asked, found in grown if at > now - WINDOW_SECONDS]
+    total = sum(asked for asked, _ in recent)
+    if total == 0:
+        assert window.rate is None
+    else:
+        assert window.rate == pytest.approx(sum(found for _, found in recent) / total)
+
+
+def test_a_restart_that_was_not_seen_at_zero() -> None:
+    window = Window()
+    window.add(0.0, 1000, 900)
+    assert window.rate is None, "what was before it was looked at is not of the last minutes"
+    window.add(1.0, 100, 20)
+    assert window.rate == pytest.approx(0.2)
+
+
+def test_only_material_changes_are_written() -> None:
+    one = {"runningRequests": 1, "prefixCacheHitRate": 0.5}
+    assert not stats.material(one, one | {"prefixCacheHitRate": 0.502})
+    assert stats.material(one, one | {"prefixCacheHitRate": 0.51})
+    assert stats.material(one, one | {"runningRequests": 2})
+    assert stats.material(None, one)
+    assert stats.material(one, None)
+    assert stats.material(one, {"runningRequests": 1})
+    assert not stats.material(None, None)
+
+
+POOL = {
+    "apiVersion": "rollyard.dev/v1alpha1",
+    "kind": "BackendPool",
+    "metadata": {"name": "pool"},
+    "spec": {"model": "tiny"},
+}
+
+
+async def _report(served: Any, *urls: str, ready: bool = True) -> None:
+    body = {"backends": [{"url": url, "ready": ready} for url in urls]}
+    answer = await served.driver.put("/v1/backendpools/pool/backends", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+async def _status(served: Any) -> dict[str, dict[str, Any]]:
+    found = (await served.admin.get("/v1/backendpools/pool")).json()["status"]["backends"]
+    return {one["url"]: one for one in found}
+
+
+async def test_a_real_engines_metrics(
+    served: Any, engine: str, scripted: Any, http: httpx.AsyncClient
+) -> None:
+    hanging, foreign = await scripted(), await scripted()
+    hanging.metrics = "x" * (9 << 20)
+    foreign.metrics = "up 1\n"
+    await served.admin.post("/v1/backendpools", json=POOL)
+    await _report(served, engine, hanging.url, foreign.url, "http://[")
+    poller, database = Poller(), served.plane.database
+    await poller.poll(database, http)
+    prompt = random.choices(range(100, 1000), k=300)  # other tests use the engine, too
+    for _ in range(4):
+        body = {"prompt": prompt, "max_tokens": 2, "model": "tiny", "return_token_ids": True}
+        answer = await http.post(f"{engine}/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        prompt += [*answer.json()["choices"][0]["token_ids"], 7, 8]
+    await poller.poll(database, http)
+    status = await _status(served)
+    mine = status[engine]
+    assert (mine["runningRequests"], mine["waitingRequests"]) == (0, 0)
+    assert 0.7 <= mine["prefixCacheHitRate"] <= 0.75, "three of four prompts were in its cache"
+    for other in (hanging.url, foreign.url, "http://["):
+        assert "runningRequests" not in status[other]
+    text = (await served.admin.get("/metrics")).text
+    label = f'backend="{engine}",namespace="default",pool="pool"'
+    for name, value in (
+        ("ready", 1.0),
+        ("active_rollouts", 0.0),
+        ("waiting_requests", 0.0),
+        ("prefix_cache_hit_ratio", mine["prefixCacheHitRate"]),
+        ("circuit_closed", 1.0),
+        ("weights_current", 1.0),
+    ):
+        assert f"rollyard_backend_{name}{{{label}}} {value}" in text, name
+    assert f'rollyard_backend_waiting_requests{{backend="{foreign.url}"' not in text
+    writes: list[Any] = []
+    real = database.write
+
+    async def counted(op: Any, **durable: bool) -> Any:
+        writes.append(op)
+        return await real(op, **durable)
+
+    database.write = counted
+    for _ in range(3):
+        await poller.poll(database, http)
+    assert writes == [], "nothing changed"
+    await _report(served, engine, ready=False)
+    await poller.poll(database, http)
+    assert "runningRequests" not in (await _status(served))[engine], "old numbers of a server that is gone"
+
+
+async def _runs(served: Any, worker: Any, **fields: Any) -> None:
+    for lease in await worker.lease(run=2):
+        await worker.complete(worker.result(lease, **fields))
+    await served.plane.speeds.write(served.plane.database)
+
+
+async def test_speed_is_measured(served: Any, make_manifest: Any, worker_of: Any) -> None:
+    await served.admin.post("/v1/backendpools", json=POOL)
+    await _report(served, "http://a")
+    tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(20)]}
+    spec = {"agent": {"type": "tools"}, "backendRef": {"name": "pool"}, "tasks": tasks}
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
+    worker = worker_of(served.worker)
+    await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=20)])
+
+    async def speed() -> float | None:
+        return (await _status(served))["http://a"].get("tokensPerSecond")
+
+    await _runs(served, worker, stats={"sampled_tokens": MIN_TOKENS - 1}, times={"model_seconds": 9.0})
+    await _runs(served, worker, stats={"sampled_tokens": 1000}, times={})
+    assert await speed() is None, "too little to tell"
+    await _runs(served, worker, stats={"sampled_tokens": 1000}, times={"model_seconds": 10.0})
+    assert await speed() == 100.0
+    await _runs(
+        served,
+        worker,
+        stats={"sampled_tokens": 1000, "discarded_tokens": 1000, "requests": 4},
+        times={"model_seconds": 10.0},
+    )
+    assert await speed() == pytest.approx(100 + 100 * (1 - 0.9**2)), "what was thrown away took its time too"
+    before = await speed()
+    (lease,) = await worker.lease(run=1)
+    ask = {"rollout": lease["rollout"], "token": lease["token"], "failed_url": "http://a"}
+    await _report(served, "http://a", "http://b")
+    moved = (await served.worker.post("/v1/leases/route", json=ask)).json()["backend"]["url"]
+    assert moved == "http://b"
+    slow = worker.result(lease, stats={"sampled_tokens": 100}, times={"model_seconds": 300.0})
+    assert await worker.complete(slow) == ["accepted"]
+    await served.plane.speeds.write(served.plane.database)
+    status = await _status(served)
+    assert "tokensPerSecond" not in status["http://b"], "the failed backend's time is not its own"
+    assert await speed() == before
+    (lease,) = await worker.lease(run=1)
+    body = {"worker": "w", "results": [worker.result(lease, stats={"sampled_tokens": -1})]}
+    refused = await served.worker.post("/v1/leases/complete", json=body)
+    assert refused.status_code == 422
+    assert refused.json()["errors"][0].startswith("results[0].stats.sampled_tokens")
+
+
+def test_speeds_leave_out_what_is_no_number() -> None:
+    speeds = Speeds()
+    for seconds in (0.0, float("nan"), float("inf"), -1.0):
+        speeds.add([("a", 100, seconds, 5.0)])
+    assert speeds.take() == []
+    speeds.add([("b", 100, 1.0, 3.0)], {"b": 8})
+    speeds.add([("b", 300, 1.0, 5.0), ("a", 100, 2.0, 1.0)], {"b": 4})
+    a, b = speeds.take()
+    assert (a["b_url"], a["b_speed"], b["b_url"], b["b_speed"]) == ("a", 50.0, "b", 200.0)
+    assert (b["b_pace"], b["b_pace_seconds"], b["b_pace_load"]) == (50.0, 4.0, 6.0), "tools and all"
+    assert (a["b_pace"], a["b_pace_load"]) == (50.0, 1.0), "no Run is shorter than its model time"
+    assert speeds.take() == []

@@ -1,0 +1,363 @@
+"""Weight updates on real engines: loaded, verified, labelled, refused, rolled back, healed."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import rollyard_engine
+from rollyard_api.settings import Settings
+from rollyard_api.weight_steps import Limits
+
+MODEL = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
+IDS = [(7 * i * i + 3) % 300 for i in range(40)]
+
+
+class Engine:
+    """An engine process on a port that stays the same over restarts."""
+
+    def __init__(self, folder: Path, model: Path = MODEL) -> None:
+        self._folder, self._model, self.port = folder, model, 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, and wait until it serves."""
+        port_file = self._folder / "port"
+        port_file.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "rollyard_engine", "--model", str(self._model), "--port", str(self.port)),
+            *("--port-file", str(port_file), "--served-model-name", "tiny"),
+        ]
+        self.popen = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + 30
+        while not port_file.exists():
+            assert self.popen.poll() is None, "the engine did not start"
+            assert time.monotonic() < end, "the engine did not start in time"
+            time.sleep(0.02)
+        self.port = int(port_file.read_text())
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait(10)
+
+    def heal(self) -> None:
+        """Bring it to what it was after its start, whatever a test did to it."""
+        if self.popen.poll() is not None:
+            self.start()
+        elif (self.label(), self.paused()) != ("0", False):
+            self.push(self._model)
+            for path, body in (("update_weight_version", {"new_version": "0"}), ("resume", None)):
+                assert httpx.post(f"{self.url}/{path}", json=body, timeout=30).status_code == 200
+
+    def label(self) -> str:
+        version: str = httpx.get(f"{self.url}/weight_info", timeout=10).json()["weight_version"]
+        return version
+
+    def paused(self) -> bool:
+        return bool(httpx.get(f"{self.url}/is_paused", timeout=10).json()["is_paused"])
+
+    def push(self, folder: Path) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        assert httpx.post(f"{self.url}/collective_rpc", json=body, timeout=30).status_code == 200
+
+    def logprobs(self) -> list[float]:
+        body = {"prompt": IDS, "max_tokens": 1, "prompt_logprobs": 0}
+        choice = httpx.post(f"{self.url}/v1/completions", json=body, timeout=30).json()["choices"][0]
+        pairs = zip(IDS[1:], choice["prompt_logprobs"][1:], strict=True)
+        return [entry[str(token)]["logprob"] for token, entry in pairs]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same network, every number changed by some per cent."""
+    folder = tmp_path_factory.mktemp("other") / "other"
+    shutil.copytree(MODEL, folder)
+    data = folder / "model.onnx.data"
+    numbers = np.fromfile(data, dtype=np.float32)
+    noise = np.random.default_rng(0).normal(1.0, 0.05, numbers.shape).astype(np.float32)
+    (numbers * noise).tofile(data)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    made = [Engine(tmp_path_factory.mktemp("engine")) for _ in range(2)]
+    yield made
+    for engine in made:
+        engine.kill()
+
+
+@pytest.fixture(scope="module")
+def references(
+    running: list[Engine], other: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What the two sets of weights give, from engines that were started on them."""
+    running[0].heal()
+    engine = Engine(tmp_path_factory.mktemp("reference"), other)
+    logprobs = {"first": running[0].logprobs(), "other": engine.logprobs()}
+    engine.kill()
+    assert max(abs(a - b) for a, b in zip(*logprobs.values(), strict=True)) > 0.1
+    return {name: {"promptIds": IDS, "logprobs": one, "tolerance": 0.01} for name, one in logprobs.items()}
+
+
+@pytest.fixture
+def engines(running: list[Engine]) -> list[Engine]:
+    """Two engines with their first weights."""
+    for engine in running:
+        engine.heal()
+    return running
+
+
+@pytest.fixture
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
+    """On SQLite, or as a test's parameter says; what is waited for comes soon."""
+    postgres = getattr(request, "param", "sqlite") == "postgresql"
+    return Settings(
+        state_dir=tmp_path,
+        db=request.getfixturevalue("fresh_postgres") if postgres else "",
+        sweep_seconds=3600.0,
+        circuit_seconds=3600.0,
+        stats_seconds=3600.0,
+        recheck_seconds=0.2,
+        health_seconds=0.2,
+        weights_seconds=0.05,
+        weight_limits=Limits(look=0.2),
+    )
+
+
+@pytest.fixture
+async def yard(settings: Settings, serving: Any, engines: list[Engine]) -> AsyncIterator[Any]:
+    """A control plane with a pool of the two engines, ready."""
+    async with serving(settings) as served:
+        await make_pool(served.admin, [engine.url for engine in engines])
+        yield served
+
+
+async def make_pool(admin: httpx.AsyncClient, urls: list[str]) -> None:
+    manifest = {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": "p"},
+        "spec": {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}},
+    }
+    assert (await admin.post("/v1/backendpools", json=manifest)).status_code == 201
+    end = time.monotonic() + 30
+    while not all(b["ready"] for b in (await backends_of(admin))):
+        assert time.monotonic() < end, await backends_of(admin)
+        await asyncio.sleep(0.02)
+
+
+async def status_of(admin: httpx.AsyncClient) -> dict[str, Any]:
+    status: dict[str, Any] = (await admin.get("/v1/backendpools/p")).json()["status"]
+    return status
+
+
+async def backends_of(admin: httpx.AsyncClient) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await status_of(admin))["backends"]
+    return found
+
+
+async def post(
+    admin: httpx.AsyncClient, version: str, source: dict[str, Any], **fields: Any
+) -> httpx.Response:
+    return await admin.post(
+        "/v1/backendpools/p/weights", json={"policyVersion": version, "source": source, **fields}
+    )
+
+
+async def update(admin: httpx.AsyncClient, version: str, folder: Path, **fields: Any) -> dict[str, Any]:
+    """Ask for an update and wait for its end."""
+    answer = await post(admin, version, {"checkpoint": {"path": str(folder)}}, **fields)
+    assert answer.status_code == 202, answer.text
+    done = await admin.get(f"/v1/backendpools/p/weights/{answer.json()['id']}", params={"wait": 40})
+    found: dict[str, Any] = done.json()
+    return found
+
+
+@pytest.mark.parametrize("settings", ["sqlite", "postgresql"], indirect=True)
+async def test_update_is_verified_on_every_backend(
+    yard: Any, engines: list[Engine], other: Path, references: Any
+) -> None:
+    done = await update(yard.admin, "v1", other, reference=references["other"])
+    assert (done["state"], done["verified"], done["verifiedBy"]) == ("Succeeded", True, "reference"), done
+    for part in done["backends"]:
+        assert part["step"] == "Done"
+        assert part["maxDifference"] < 0.01
+        assert part["pausedSeconds"] > 0
+    status = await status_of(yard.admin)
+    assert status["policyVersion"] == "v1"
+    assert {(b["weights"], b["policyVersion"]) for b in status["backends"]} == {("Current", "v1")}
+    assert [(e.label(), e.paused()) for e in engines] == [("v1", False)] * 2
+    assert engines[0].logprobs() == pytest.approx(references["other"]["logprobs"], abs=1e-4)
+    source = {"checkpoint": {"path": str(other)}}
+    again = await post(yard.admin, "v1", source)
+    assert (again.status_code, again.json()["id"]) == (200, done["id"])
+    clash = await post(yard.admin, "v1", {"checkpoint": {"path": str(MODEL)}})
+    assert (clash.status_code, clash.json()["reason"]) == (409, "PolicyVersionExists")
+    metrics = (await yard.admin.get("/metrics")).text
+    assert 'rollyard_weight_updates_total{state="Succeeded"} 1.0' in metrics
+    assert "rollyard_weight_update_paused_seconds_count 2.0" in metrics
+
+
+async def test_refused_weights_are_taken_back(
+    yard: Any, engines: list[Engine], other: Path, references: Any, eventually: Callable[..., Any]
+) -> None:
+    assert (await update(yard.admin, "v1", MODEL, reference=references["first"]))["state"] == "Succeeded"
+    done = await update(yard.admin, "v2", other, reference=references["first"])
+    assert done["state"] == "Failed"
+    assert "nats" in done["message"]
+    assert "caller" in done["message"]
+    assert (await status_of(yard.admin))["policyVersion"] == "v1"
+
+    async def restored() -> bool:
+        found = await backends_of(yard.admin)
+        return all((b["weights"], b["policyVersion"]) == ("Current", "v1") for b in found)
+
+    await eventually(restored, 20)
+    for engine in engines:
+        assert (engine.label(), engine.paused()) == ("v1", False)
+        assert engine.logprobs() == pytest.approx(references["first"]["logprobs"], abs=1e-4)
+
+
+async def test_refused_first_weights_need_a_restart(
+    yard: Any, engines: list[Engine], other: Path, references: Any, eventually: Callable[..., Any]
+) -> None:
+    done = await update(yard.admin, "v1", other, reference=references["first"])
+    assert done["state"] == "Failed"
+
+    async def flagged() -> bool:
+        return all(b["restartRequested"] for b in await backends_of(yard.admin))
+
+    await eventually(flagged, 20)
+    found = await backends_of(yard.admin)
+    assert {b["weights"] for b in found} == {"Failed"}
+    assert all("restart it" in b["message"] for b in found)
+    assert all(engine.paused() for engine in engines)
+    for engine in engines:
+        engine.kill()
+        engine.start()
+
+    async def back() -> bool:
+        return all(b["weights"] == "Current" and b["ready"] for b in await backends_of(yard.admin))
+
+    await eventually(back, 30)
+    assert not any(engine.paused() for engine in engines)
+    assert (await status_of(yard.admin))["policyVersion"] == ""
+
+
+async def test_half_updated_pool_is_healed_when_the_server_is_back(
+    yard: Any, engines: list[Engine], other: Path, references: Any, eventually: Callable[..., Any]
+) -> None:
+    engines[1].kill()
+
+    async def noticed() -> bool:
+        return not (await backends_of(yard.admin))[1]["ready"]
+
+    await eventually(noticed, 20)
+    answer = await post(yard.admin, "v1", {"checkpoint": {"path": str(other)}}, reference=references["other"])
+    number = answer.json()["id"]
+
+    async def half() -> bool:
+        found = await backends_of(yard.admin)
+        return [b["weights"] for b in found] == ["Current", "Stale"]
+
+    await eventually(half, 20)
+    assert (await yard.admin.get(f"/v1/backendpools/p/weights/{number}")).json()["state"] == "Running"
+    engines[1].start()
+    done = (await yard.admin.get(f"/v1/backendpools/p/weights/{number}", params={"wait": 30})).json()
+    assert (done["state"], done["verified"]) == ("Succeeded", True)
+    # A server that begins anew later comes to the pool's weights by itself.
+    engines[0].kill()
+    engines[0].start()
+
+    async def healed() -> bool:
+        return (await backends_of(yard.admin))[0]["weights"] == "Current" and engines[0].label() == "v1"
+
+    await eventually(healed, 30)
+    assert engines[0].logprobs() == pytest.approx(references["other"]["logprobs"], abs=1e-4)
+
+
+async def test_pushed_weights_on_a_paused_pool(
+    yard: Any, engines: list[Engine], other: Path, references: Any, eventually: Callable[..., Any]
+) -> None:
+    answer = await yard.admin.post("/v1/backendpools/p/pause", params={"mode": "wait"})
+    assert (answer.status_code, answer.json()["status"]["paused"]) == (200, True)
+    assert all(engine.paused() for engine in engines)
+    for engine in engines:
+        engine.push(other)
+    answer = await post(yard.admin, "v1", {"pushed": True}, reference=references["other"])
+    done = (
+        await yard.admin.get(f"/v1/backendpools/p/weights/{answer.json()['id']}", params={"wait": 30})
+    ).json()
+    assert (done["state"], done["verified"]) == ("Succeeded", True)
+    status = await status_of(yard.admin)
+    assert not status["paused"]
+    assert [(e.label(), e.paused()) for e in engines] == [("v1", False)] * 2
+    # What was pushed cannot be loaded again: the server stays out until the trainer pushes it again.
+    engines[0].kill()
+    engines[0].start()
+
+    async def stale() -> bool:
+        found = (await backends_of(yard.admin))[0]
+        return bool(found["weights"] == "Stale" and "push them again" in found["message"])
+
+    await eventually(stale, 30)
+
+
+async def test_pause_and_resume(yard: Any, engines: list[Engine]) -> None:
+    assert (await yard.admin.post("/v1/backendpools/p/pause")).status_code == 200
+    assert all(engine.paused() for engine in engines)
+    answer = await yard.admin.post("/v1/backendpools/p/resume")
+    assert (answer.status_code, answer.json()["status"]["paused"]) == (200, False)
+    assert not any(engine.paused() for engine in engines)
+    assert {b["weights"] for b in answer.json()["status"]["backends"]} == {"Current"}
+    assert (await yard.admin.post("/v1/backendpools/nope/pause")).status_code == 404
+    assert (await yard.admin.post("/v1/backendpools/p/pause", params={"mode": "now"})).status_code == 422
+
+
+async def test_later_update_supersedes(
+    yard: Any, engines: list[Engine], other: Path, references: Any
+) -> None:
+    first = await post(yard.admin, "v1", {"checkpoint": {"path": str(other)}})
+    done = await update(yard.admin, "v2", MODEL, reference=references["first"])
+    assert (done["state"], done["verified"]) == ("Succeeded", True)
+    before = (await yard.admin.get(f"/v1/backendpools/p/weights/{first.json()['id']}")).json()
+    assert before["state"] in ("Superseded", "Succeeded")
+    listed = (await yard.admin.get("/v1/backendpools/p/weights")).json()["items"]
+    assert [item["policyVersion"] for item in listed] == ["v2", "v1"]
+    assert [engine.label() for engine in engines] == ["v2", "v2"]
+    assert engines[1].logprobs() == pytest.approx(references["first"]["logprobs"], abs=1e-4)
+
+
+async def test_unverified_where_there_is_nothing_to_compare_with(yard: Any, other: Path) -> None:
+    done = await update(yard.admin, "v1", other, requireVerified=True)
+    assert done["state"] == "Failed"
+    assert "no reference" in done["message"]
+    assert {b["weights"] for b in await backends_of(yard.admin)} == {"Current"}, "no server was touched"
+    done = await update(yard.admin, "v2", other)
+    assert (done["state"], done["verified"], done["verifiedBy"]) == ("Succeeded", False, "")
+
+
+async def test_a_control_plane_killed_between_pausing_and_resuming(
+    settings: Settings, serving: Any, engines: list[Engine], eventually: Callable[..., Any]
+) -> None:
+    """The pool stays paused over a restart, and its servers go on once it is resumed."""
+    async with serving(settings) as served:
+        await make_pool(served.admin, [engine.url for engine in engines])
+        assert (await served.admin.post("/v1/backendpools/p/pause")).status_code == 200
+    async with serving(settings) as served:
+        assert (await status_of(served.admin))["paused"]
+        assert all(engine.paused() for engine in engines)
+        assert (await served.admin.post("/v1/backendpools/p/resume")).status_code == 200
+        assert not any(engine.paused() for engine in engines)

@@ -1,0 +1,379 @@
+"""Weight updates through failures: a control plane killed at any step, servers that misbehave."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollyard_api.settings import Settings
+from rollyard_api.weight_steps import Limits
+
+_SPEC = importlib.util.spec_from_file_location("scripted", Path(__file__).with_name("scripted.py"))
+assert _SPEC is not None
+assert _SPEC.loader is not None
+scripted = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(scripted)
+REFERENCE = scripted.REFERENCE
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Any]]:
+    made = [scripted.Scripted() for _ in range(2)]
+    yield made
+    for server in made:
+        server.close()
+
+
+def write_safetensors(file: Path, missing: int = 0) -> None:
+    """A safetensors file with one tensor of 64 bytes, its last `missing` bytes not written."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}}).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64 - missing))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    write_safetensors(folder / "model.safetensors")
+    return folder
+
+
+def pool_of(urls: list[str]) -> dict[str, Any]:
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": "p"},
+        "spec": {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}},
+    }
+
+
+async def made(admin: httpx.AsyncClient, urls: list[str], eventually: Callable[..., Any]) -> None:
+    assert (await admin.post("/v1/backendpools", json=pool_of(urls))).status_code == 201
+
+    async def ready() -> bool:
+        return all(b["ready"] for b in await backends_of(admin))
+
+    await eventually(ready, 20)
+
+
+async def backends_of(admin: httpx.AsyncClient) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await admin.get("/v1/backendpools/p")).json()["status"]["backends"]
+    return found
+
+
+async def post(
+    admin: httpx.AsyncClient, checkpoint: Path, version: str = "v1", **fields: Any
+) -> httpx.Response:
+    body = {
+        "policyVersion": version,
+        "source": {"checkpoint": {"path": str(checkpoint)}},
+        "reference": REFERENCE,
+        **fields,
+    }
+    return await admin.post("/v1/backendpools/p/weights", json=body)
+
+
+async def ended(admin: httpx.AsyncClient, number: int, wait: float = 40.0) -> dict[str, Any]:
+    answer = await admin.get(f"/v1/backendpools/p/weights/{number}", params={"wait": wait})
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+@pytest.fixture
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
+    """On SQLite, or as a test's parameter says; the sweeper is left to the tests."""
+    postgres = getattr(request, "param", "sqlite") == "postgresql"
+    return Settings(
+        state_dir=tmp_path,
+        db=request.getfixturevalue("fresh_postgres") if postgres else "",
+        sweep_seconds=3600.0,
+        circuit_seconds=3600.0,
+        stats_seconds=3600.0,
+        recheck_seconds=0.2,
+    )
+
+
+def quick(settings: Settings, **limits: float) -> dict[str, Any]:
+    return {"health_seconds": 0.2, "weights_seconds": 0.05, "weight_limits": Limits(look=0.2, **limits)}
+
+
+STEPS = ("/pause", "/collective_rpc", "/update_weight_version", "/resume", "/v1/completions")
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(400)
+async def test_kill_9_of_the_control_plane_at_each_step(
+    tmp_path: Path,
+    start_api: Any,
+    servers: list[Any],
+    checkpoint: Path,
+    eventually: Callable[..., Any],
+) -> None:
+    """One update after the other, each killed while both servers are at another step of it.
+
+    The successor ends it, and begins the next.
+    """
+    folder = tmp_path / "state"
+    folder.mkdir()
+    number = None
+    for version, step in enumerate((*STEPS, None)):
+        with start_api(folder) as process:
+            headers = {"Authorization": f"Bearer {process.tokens['admin']}"}
+            async with httpx.AsyncClient(base_url=process.url, headers=headers, timeout=70) as http:
+                if number is None:
+                    await made(http, [server.url for server in servers], eventually)
+                else:
+                    done = await ended(http, number)
+                    assert (done["state"], done["verified"]) == ("Succeeded", True), done
+                    found = await backends_of(http)
+                    label = f"v{version - 1}"
+                    assert {(b["weights"], b["policyVersion"]) for b in found} == {("Current", label)}
+                    assert [(s.label, s.weights, s.paused) for s in servers] == [(label, "new", False)] * 2
+                if step is None:
+                    return
+                for server in servers:
+                    server.seen.clear()
+                    server.weights = "old"
+                    server.gates[step] = threading.Event()
+                number = (await post(http, checkpoint, f"v{version}")).json()["id"]
+
+                async def reached(step: str = step) -> bool:
+                    return all(step in server.seen for server in servers)
+
+                await eventually(reached, 30)
+                process.kill()
+        for server in servers:
+            server.gates.pop(step).set()
+
+
+async def test_a_server_that_fails_now_and_then(
+    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+) -> None:
+    """500 at reload twice, a pause that hangs: tried again until it works."""
+    async with serving(settings, **quick(settings, pause=0.5)) as served:
+        await made(served.admin, [server.url for server in servers], eventually)
+        servers[0].failing["/collective_rpc"] = 2
+        servers[1].gates["/pause"] = threading.Event()
+        number = (await post(served.admin, checkpoint)).json()["id"]
+
+        async def hangs() -> bool:
+            parts = (await ended(served.admin, number, 0))["backends"]
+            return any("no answer within" in part["message"] for part in parts)
+
+        await eventually(hangs, 20)
+        assert (await backends_of(served.admin))[1]["weights"] == "Updating"
+        servers[1].gates.pop("/pause").set()
+        done = await ended(served.admin, number)
+        assert (done["state"], done["verified"]) == ("Succeeded", True), done
+        assert not any(server.paused for server in servers)
+
+
+async def test_a_server_that_never_loads_waits_for_its_restart(
+    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+) -> None:
+    async with serving(settings, **quick(settings)) as served:
+        await made(served.admin, [server.url for server in servers], eventually)
+        servers[0].failing["/collective_rpc"] = 1_000
+        number = (await post(served.admin, checkpoint)).json()["id"]
+
+        async def flagged() -> bool:
+            return bool((await backends_of(served.admin))[0]["restartRequested"])
+
+        await eventually(flagged, 20)
+        half = await backends_of(served.admin)
+        assert [b["weights"] for b in half] == ["Failed", "Current"]
+        assert (await ended(served.admin, number, 0))["state"] == "Running"
+        servers[0].failing.clear()
+        servers[0].restart()
+        done = await ended(served.admin, number)
+        assert (done["state"], done["verified"]) == ("Succeeded", True), done
+        assert [(s.label, s.weights, s.paused) for s in servers] == [("v1", "new", False)] * 2
+
+
+async def test_no_server_loads(
+    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+) -> None:
+    async with serving(settings, **quick(settings)) as served:
+        await made(served.admin, [server.url for server in servers], eventually)
+        for server in servers:
+            server.failing["/collective_rpc"] = 1_000
+        number = (await post(served.admin, checkpoint)).json()["id"]
+        done = await ended(served.admin, number)
+        assert done["state"] == "Failed"
+        assert "scripted failure" in done["message"]
+        assert (await served.admin.get("/v1/backendpools/p")).json()["status"]["policyVersion"] == ""
+
+
+async def test_one_server_that_keeps_old_weights_fails_the_update(
+    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+) -> None:
+    async with serving(settings, **quick(settings)) as served:
+        await made(served.admin, [server.url for server in servers], eventually)
+        servers[1].stale = True
+        done = await ended(served.admin, (await post(served.admin, checkpoint)).json()["id"])
+        assert done["state"] == "Failed"
+        assert servers[1].url in done["message"]
+        assert "1 nats" in done["message"]
+
+        async def flagged() -> bool:
+            return all(b["restartRequested"] for b in await backends_of(served.admin))
+
+        await eventually(flagged, 20)
+        assert all(server.paused for server in servers), "nothing is sampled with weights that nobody knows"
+        for server in servers:
+            server.restart()
+            server.stale = False
+
+        async def back() -> bool:
+            return all(b["weights"] == "Current" for b in await backends_of(served.admin))
+
+        await eventually(back, 30)
+        done = await ended(served.admin, (await post(served.admin, checkpoint, "v2")).json()["id"])
+        assert done["state"] == "Succeeded"
+
+
+async def test_bad_folders_name_the_field_and_the_file(
+    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    async with serving(settings, **quick(settings)) as served:
+        await made(served.admin, [server.url for server in servers], eventually)
+
+        async def refusal(folder: Path, **fields: Any) -> str:
+            answer = await post(served.admin, folder, **fields)
+            assert answer.status_code == 422, answer.text
+            detail: str = answer.json()["detail"]
+            return detail
+
+        assert "source.checkpoint.path" in await refusal(checkpoint.parent / "nowhere")
+        write_safetensors(checkpoint / "model.safetensors", missing=5)
+        assert "not written to the end" in await refusal(checkpoint)
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+        write_safetensors(checkpoint / "model-1.safetensors")
+        assert "has no model-2.safetensors" in await refusal(checkpoint)
+        (checkpoint / "config.json").unlink()
+        assert "has no config.json" in await refusal(checkpoint)
+        assert "policyVersion" in await refusal(checkpoint, policyVersion="unverified:v1")
+        body = {"policyVersion": "v1", "source": {}}
+        answer = await served.admin.post("/v1/backendpools/p/weights", json=body)
+        assert (answer.status_code, "source" in answer.json()["detail"]) == (422, True)
+        assert (await served.admin.post("/v1/backendpools/q/weights", json=body)).status_code == 422
+        body = {"policyVersion": "v1", "source": {"pushed": True}}
+        assert (await served.admin.post("/v1/backendpools/q/weights", json=body)).status_code == 404
+        assert (await served.worker.post("/v1/backendpools/p/weights", json=body)).status_code == 403
+        assert (await served.admin.get("/v1/backendpools/p/weights")).json() == {"items": []}
+
+
+@pytest.mark.parametrize(
+    ("settings", "choice"),
+    [("sqlite", "Restart"), ("postgresql", "Restart"), ("sqlite", "Cancel")],
+    indirect=["settings"],
+)
+async def test_stale_rollouts(
+    choice: str,
+    settings: Settings,
+    serving: Any,
+    servers: list[Any],
+    checkpoint: Path,
+    make_manifest: Any,
+    worker_of: Any,
+    eventually: Callable[..., Any],
+) -> None:
+    """Beyond maxPolicyLag, in Run, before Eval and at completion; each exactly once, no attempt counted."""
+    async with serving(settings, **quick(settings)) as served:
+        await made(served.admin, [server.url for server in servers], eventually)
+        tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(3)]}
+        manifest = make_manifest(
+            tasks=tasks,
+            backendRef={"name": "p"},
+            agent={"type": "tools"},
+            maxPolicyLag=0,
+            staleRollouts=choice,
+        )
+        answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
+        assert answer.status_code == 201, answer.text
+        worker = worker_of(served.worker)
+        await worker.complete(*[worker.result(one) for one in await worker.lease(init=3)])
+        held = await worker.lease(run=3)
+        assert len(held) == 3
+        assert await worker.complete(worker.result(held[0])) == ["accepted"]  # waits for Eval
+        done = await ended(served.admin, (await post(served.admin, checkpoint)).json()["id"])
+        assert done["state"] == "Succeeded"
+        beat = await worker.heartbeat(*held[1:])
+        told = beat["lost"] if choice == "Restart" else beat["cancelled"]
+        assert len(told) == 2
+        assert await worker.complete(worker.result(held[1])) == [
+            "stale" if choice == "Restart" else "cancelled"
+        ]
+        assert await worker.lease(eval=3) == []
+        finished = await worker.finish_all()
+        assert finished == (3 if choice == "Restart" else 0)
+        records = (await served.admin.get("/v1/rolloutjobs/job/trajectories")).text.splitlines()
+        outcomes = {(r["status"], r["reason"], r["attempt"]) for r in map(json.loads, records)}
+        expected = ("succeeded", "", 0) if choice == "Restart" else ("cancelled", "PolicyTooStale", 0)
+        assert (len(records), outcomes) == (3, {expected})
+        metrics = (await served.admin.get("/metrics")).text
+        action = "restarted" if choice == "Restart" else "cancelled"
+        assert f'rollyard_stale_rollouts_total{{action="{action}"}} 3.0' in metrics
+
+
+async def test_in_flight_restart_fences_what_is_in_run(
+    settings: Settings,
+    serving: Any,
+    servers: list[Any],
+    checkpoint: Path,
+    make_manifest: Any,
+    worker_of: Any,
+    eventually: Callable[..., Any],
+) -> None:
+    async with serving(settings, **quick(settings)) as served:
+        await made(served.admin, [server.url for server in servers], eventually)
+        manifest = make_manifest(backendRef={"name": "p"}, agent={"type": "tools"})
+        assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+        worker = worker_of(served.worker)
+        await worker.complete(*[worker.result(one) for one in await worker.lease(init=2)])
+        held = await worker.lease(run=2)
+        sandboxes = [one["sandbox"]["id"] for one in held]
+        done = await ended(
+            served.admin, (await post(served.admin, checkpoint, inFlight="restart")).json()["id"]
+        )
+        assert done["state"] == "Succeeded"
+        beat = await worker.heartbeat(*held, sandboxes=sandboxes)
+        assert len(beat["lost"]) == 2
+        assert sorted(beat["orphans"]) == sorted(sandboxes)
+        assert await worker.complete(*[worker.result(one) for one in held]) == ["stale", "stale"]
+        again = await worker.lease(init=2)
+        assert {one["rollout"] for one in again} == {one["rollout"] for one in held}
+        await worker.complete(*[worker.result(one) for one in again])
+        assert {one["backend"]["policy_version"] for one in await worker.lease(run=2)} == {"v1"}
+
+
+async def test_one_of_two_replicas_makes_an_update(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    serving: Any,
+    servers: list[Any],
+    checkpoint: Path,
+    eventually: Callable[..., Any],
+) -> None:
+    database = request.getfixturevalue("fresh_postgres")
+    common: dict[str, Any] = {"db": database, "trajectories": str(tmp_path / "store"), "recheck_seconds": 0.1}
+    one = Settings(state_dir=tmp_path / "a", sweep_seconds=3600.0, **common)
+    two = replace(one, state_dir=tmp_path / "b")
+    async with serving(one, **quick(one)) as first, serving(two, **quick(two)) as second:
+        await made(first.admin, [server.url for server in servers], eventually)
+        for server in servers:
+            server.seen.clear()
+        number = (await post(second.admin, checkpoint)).json()["id"]
+        done = await ended(first.admin, number)
+        assert (done["state"], done["verified"]) == ("Succeeded", True)
+        assert [server.seen.count("/collective_rpc") for server in servers] == [1, 1], "loaded once each"

@@ -1,0 +1,176 @@
+"""The vLLM quickstart's parts that need no server: new weights, the account of versions, its arguments."""
+
+from __future__ import annotations
+
+import json
+import struct
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rollyard.checkpoint import check_model, perturbed
+from rollyard.commands.quickstart import command
+from rollyard.errors import InvalidInput, UsageProblem
+from rollyard.versions import summarize_policies
+from rollyard_crds.backendpool import BackendStatus
+from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.weights import WeightUpdate
+
+ROOT = Path(__file__).resolve().parents[2]
+POLICY = ROOT / "examples" / "tiny-policy" / "hf"
+ONE, TWO = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
+
+
+def safetensors(file: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, (kind, shape, raw) in tensors.items():
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def body(file: Path) -> bytes:
+    data = file.read_bytes()
+    return data[8 + struct.unpack_from("<Q", data)[0] :]
+
+
+def test_noise_reaches_the_matrices_of_every_known_type_and_nothing_else(tmp_path: Path) -> None:
+    values = np.random.default_rng(3).standard_normal(4096).astype(np.float32)
+    bf16 = (values.view(np.uint32) >> 16).astype(np.uint16)
+    source, target = tmp_path / "old", tmp_path / "new"
+    source.mkdir()
+    safetensors(
+        source / "model.safetensors",
+        {
+            "f32": ("F32", [64, 64], values.tobytes()),
+            "norm": ("F32", [4096], values.tobytes()),
+            "f16": ("F16", [64, 64], values.astype(np.float16).tobytes()),
+            "bf16": ("BF16", [64, 64], bf16.tobytes()),
+        },
+    )
+    (source / "config.json").write_text("{}")
+    target.mkdir()
+    (target / "left.over").write_text("of an earlier run")
+    perturbed(source, target, 0.02)
+    raw = body(target / "model.safetensors")
+    f32 = np.frombuffer(raw[:16384], np.float32)
+    norm = np.frombuffer(raw[16384:32768], np.float32)
+    f16 = np.frombuffer(raw[32768:40960], np.float16).astype(np.float32)
+    new_bf16 = (np.frombuffer(raw[40960:], np.uint16).astype(np.uint32) << 16).view(np.float32)
+    assert np.array_equal(norm, values)
+    for changed in (f32, f16, new_bf16):
+        assert 0.015 < float((changed - values).std()) < 0.025
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [(b"\xff" * 64, "cannot be read as safetensors"), (b"", "cannot be read as safetensors")],
+)
+def test_weights_that_are_none_are_refused_by_name(broken: bytes, text: str, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "model.safetensors").write_bytes(broken)
+    with pytest.raises(InvalidInput, match=rf"model\.safetensors: {text}"):
+        perturbed(tmp_path / "old", tmp_path / "new", 0.02)
+    assert not (tmp_path / "new").exists()
+    safetensors(tmp_path / "old" / "model.safetensors", {"q": ("I8", [2, 2], b"1234")})
+    with pytest.raises(InvalidInput, match="weights of type I8"):
+        perturbed(tmp_path / "old", tmp_path / "new", 0.02)
+
+
+def test_a_folder_that_is_no_model_is_refused() -> None:
+    check_model(POLICY)
+    with pytest.raises(InvalidInput, match=r"no config\.json"):
+        check_model(ROOT / "examples")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--replicas", "2"], "go with --engine vllm"),
+        (["--update-weights"], "go with --engine vllm"),
+        (["--engine", "vllm"], "give --vllm-python"),
+        (["--engine", "vllm", "--vllm-python", "python"], "give --model"),
+        (["--engine", "vllm", "--backend", "http://127.0.0.1:1"], "leave --engine out"),
+        (["--engine", "vllm", "--vllm-python", "/no/python", "--model", str(POLICY)], "is no program"),
+        (["--engine", "vllm", "--vllm-python", "/bin/false", "--model", str(POLICY)], "has no vLLM"),
+    ],
+)
+def test_impossible_arguments_are_refused_before_anything_starts(
+    arguments: list[str], text: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = CliRunner().invoke(command, [*arguments, "--out", str(out)])
+    assert isinstance(done.exception, UsageProblem)
+    assert text in str(done.exception)
+    assert not out.exists()
+
+
+def trajectory(number: int, backend: str, versions: list[str]) -> Trajectory:
+    mask = [int(bool(version)) for version in versions]
+    segment = {
+        "prompt_ids": [1],
+        "response_ids": list(range(len(versions))),
+        "loss_mask": mask,
+        "logprobs": [-0.5 * one for one in mask],
+        "policy_versions": versions,
+    }
+    return Trajectory.model_validate(
+        {
+            "id": f"r-{number}",
+            "job": "j",
+            "task_id": "t",
+            "group_id": "t",
+            "sample_index": number,
+            "segments": [segment],
+            "messages": [],
+            "turns": [],
+            "backend": backend,
+        }
+    )
+
+
+def test_every_token_is_counted_under_its_version_and_its_backend() -> None:
+    began = datetime.now(UTC)
+    update = WeightUpdate.model_validate(
+        {
+            "id": 1,
+            "policyVersion": "step-1",
+            "source": {"checkpoint": {"path": "/new"}},
+            "mode": "abort",
+            "inFlight": "continue",
+            "state": "Succeeded",
+            "verified": True,
+            "verifiedBy": "reference",
+            "backends": [
+                {"url": ONE, "step": "Done", "verified": True, "maxDifference": 1e-5, "pausedSeconds": 0.2},
+                {"url": TWO, "step": "Done", "verified": True, "maxDifference": 2e-5, "pausedSeconds": 0.1},
+            ],
+            "createdAt": began.isoformat(),
+            "finishedAt": (began + timedelta(seconds=3)).isoformat(),
+        }
+    )
+    rows = [
+        trajectory(0, ONE, ["old", "", "old"]),
+        trajectory(1, ONE, ["old", "", "step-1", "step-1"]),
+        trajectory(2, TWO, ["step-1"]),
+    ]
+    backends = [
+        BackendStatus(url=ONE, ready=True, policy_version="step-1", prefix_cache_hit_rate=0.5),
+        BackendStatus(url=TWO, ready=True, policy_version="step-1"),
+    ]
+    summary = summarize_policies(rows, backends, [update]).to_json()
+    assert [(one["rollouts"], one["tokens_sampled"]) for one in summary["backends"]] == [(2, 5), (1, 1)]
+    assert summary["policy_versions"] == [
+        {"version": "old", "rollouts": 2, "tokens": 3, "lag": 1},
+        {"version": "step-1", "rollouts": 2, "tokens": 3, "lag": 0},
+    ]
+    assert summary["rollouts_of_several_versions"] == 1
+    (told,) = summary["weight_updates"]
+    assert (told["max_difference"], told["paused_seconds"], told["seconds"]) == (2e-5, 0.2, 3.0)

@@ -1,0 +1,233 @@
+"""Weight updates as a rollout meets them: aborts, pauses, labels that change, weights not verified yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rollyard_pipeline.backends import BackendClient, Sampling, client, session
+from rollyard_pipeline.backends.vocabulary import vocabulary_size
+from rollyard_pipeline.errors import BackendUnavailable, WeightsChanged
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
+
+
+async def test_an_aborted_turn_goes_on_from_its_tokens(backend: Any) -> None:
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        first = len(body["token_ids"]) == 3
+        return backend.generated(body, **({"finish_reason": "abort"} if first else {"weight_versions": None}))
+
+    async with backend(generate=reply) as server, BackendClient() as client:
+        talk = server.session(client)
+        sample = await talk.turn([1, 2, 3], 8, 0)
+    assert sample.token_ids == (5, 6, 5, 6)
+    assert sample.policy_versions == ("w1", "w2", "assigned", "assigned")
+    (_, first), (_, second) = server.requests
+    assert second["token_ids"] == [1, 2, 3, 5, 6]
+    assert second["sampling_params"]["max_tokens"] == 6
+    assert second["sampling_params"]["seed"] != first["sampling_params"]["seed"]
+    assert (talk.stats.sampled_tokens, talk.stats.discarded_tokens, talk.stats.requests) == (4, 0, 2)
+
+
+async def test_tokens_of_weights_that_are_not_verified_are_thrown_away(backend: Any) -> None:
+    """And all after them: what followed them was conditioned on them."""
+    labels = iter(["unverified:v1", "unverified:v1", "v1"])
+    spans = [
+        [{"version": "v0", "start": 0, "end": 1}, {"version": "unverified:v1", "start": 1, "end": 2}],
+        [{"version": "unverified:v1", "start": 0, "end": 1}, {"version": "v1", "start": 1, "end": 2}],
+        [{"version": "v1", "start": 0, "end": 2}],
+    ]
+
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        return backend.generated(body, weight_versions=spans[len(server.requests) - 1])
+
+    now = {"label": "v0"}
+
+    def info() -> dict[str, Any]:
+        if len(server.requests):
+            now["label"] = next(labels, "v1")
+        return {"weight_version": now["label"]}
+
+    server = backend(generate=reply, states={"/weight_info": info})
+    async with server, BackendClient() as client:
+        talk = server.session(client)
+        waited: list[float] = []
+        talk.on_wait = waited.append
+        sample = await talk.turn([1, 2], 8, 0)
+    assert sample.token_ids == (5, 5, 6)
+    assert sample.logprobs == (-0.5, -0.5, -0.25)
+    assert sample.policy_versions == ("v0", "v1", "v1")
+    bodies = [body for _, body in server.requests]
+    assert [body["token_ids"] for body in bodies] == [[1, 2], [1, 2, 5], [1, 2, 5]]
+    assert [body["sampling_params"]["max_tokens"] for body in bodies] == [8, 7, 7]
+    seeds = [body["sampling_params"]["seed"] for body in bodies]
+    assert seeds[0] != seeds[1] == seeds[2], "a request that gave nothing to keep has another seed"
+    assert (talk.stats.sampled_tokens, talk.stats.discarded_tokens, talk.stats.requests) == (3, 3, 3)
+    assert sum(waited) > 0
+
+
+async def test_weights_that_are_never_verified_end_the_rollout(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_UPDATE_SECONDS", 0.4)
+    spans = [{"version": "unverified:v1", "start": 0, "end": 2}]
+    server = backend(
+        generate=lambda body: backend.generated(body, weight_versions=spans),
+        states={"/weight_info": lambda: {"weight_version": "unverified:v1"}},
+    )
+    async with server, BackendClient() as client:
+        with pytest.raises(BackendUnavailable, match="not verified within"):
+            await server.session(client).turn([1], 8, 0)
+    assert len(server.requests) == 1, "sampled again though the label said that it is no use"
+
+
+async def test_aborts_without_end_end_the_rollout(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_FIRST_WAIT", 0.001)
+    empty = {"token_ids": [], "logprobs": {"content": []}, "weight_versions": [], "finish_reason": "abort"}
+    server = backend(generate=lambda body: backend.generated(body, **empty))
+    async with server, BackendClient() as client:
+        with pytest.raises(BackendUnavailable, match="64 requests"):
+            await server.session(client).turn([1], 8, 0)
+
+
+async def test_completions_are_dropped_where_the_label_changed_meanwhile(backend: Any) -> None:
+    now = {"label": "v0"}
+
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        if len(server.requests) == 2:
+            now["label"] = "v1"  # updated while it sampled
+        return backend.completed(body)
+
+    server = backend(completions=reply, states={"/weight_info": lambda: {"weight_version": now["label"]}})
+    async with server, BackendClient() as client:
+        talk = server.session(client)
+        first = await talk.turn([1], 8, 0)
+        second = await talk.turn([1], 8, 1)
+        now["label"] = "v2"
+        with pytest.raises(WeightsChanged) as caught:
+            await client.sample(server.assignment, [1], SAMPLING)
+    assert first.policy_versions == ("v0", "v0")
+    assert second.policy_versions == ("v1", "v1")
+    assert len(server.requests) == 4
+    assert (talk.stats.sampled_tokens, talk.stats.discarded_tokens, talk.stats.requests) == (4, 2, 3)
+    assert caught.value.discarded == 2
+
+
+@pytest.mark.parametrize("paused", [True, False])
+async def test_a_pause_counts_against_no_timeout(
+    backend: Any, paused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_PAUSE_POLL", 0.05)
+    resumed = asyncio.Event()
+
+    async def reply(body: dict[str, Any]) -> dict[str, Any]:
+        await resumed.wait()
+        return backend.generated(body)
+
+    server = backend(
+        generate=reply, states={"/is_paused": lambda: {"is_paused": paused and not resumed.is_set()}}
+    )
+    waited: list[float] = []
+    async with server, BackendClient(request_timeout=0.4) as backends:
+        talk = server.session(backends, budget=0.2)
+        asyncio.get_running_loop().call_later(1.5, resumed.set)
+        if not paused:
+            with pytest.raises(BackendUnavailable, match=r"no answer within 0\.4 s"):
+                await talk.turn([1], 8, 0)
+            assert talk.waited_seconds == 0.0
+            return
+        async with asyncio.timeout(1.0) as limit:
+
+            def extend(seconds: float) -> None:
+                waited.append(seconds)
+                limit.reschedule((limit.when() or 0.0) + seconds)
+
+            talk.on_wait = extend
+            sample = await talk.turn([1], 8, 0)
+    assert sample.token_ids == (5, 6)
+    assert len(server.requests) == 1
+    assert sum(waited) == talk.waited_seconds
+    assert talk.waited_seconds + talk.model_seconds > 1.0
+    assert talk.model_seconds < talk.waited_seconds
+
+
+async def test_a_rollout_cut_off_by_a_pause_is_not_scored(backend: Any) -> None:
+    async def hang(body: dict[str, Any]) -> Any:
+        await asyncio.sleep(60)
+
+    server = backend(generate=hang, states={"/is_paused": lambda: {"is_paused": True}})
+    async with server, BackendClient() as backends:
+        talk = server.session(backends)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await talk.turn([1], 8, 0)
+        assert await talk.silence() == f"{server.url} is paused"
+
+
+Logprob = Callable[[dict[str, Any]], float]
+
+
+@pytest.mark.parametrize(
+    ("logprob", "mode"),
+    [
+        (lambda params: 0.0 if "allowed_token_ids" in params else -1.5, "processed_logprobs"),
+        (
+            lambda params: {1: -0.0001, 2: -8.75}.get(params.get("allowed_token_ids", [0])[0], -1.5),
+            "raw_logprobs",
+        ),
+    ],
+)
+async def test_what_the_logprobs_are_is_found_out_once(backend: Any, logprob: Logprob, mode: str) -> None:
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        params = body["sampling_params"]
+        token = params.get("allowed_token_ids", [5])[0]
+        content = [{"token_id": token, "logprob": logprob(params)}]
+        return backend.generated(
+            body,
+            token_ids=[token],
+            logprobs={"content": content},
+            weight_versions=None,
+            finish_reason="length",
+        )
+
+    server = backend(generate=reply, models=[{"id": "tiny", "max_model_len": 64}])
+    async with server, BackendClient() as client:
+        talks = [server.session(client) for _ in range(4)]
+        await asyncio.gather(*(talk.turn([1, 1, 2], 8, 0) for talk in talks))
+        await talks[0].turn([1, 1, 2], 8, 1)
+        assert {talk.logprobs_mode for talk in talks} == {mode}
+    probes = [body for _, body in server.requests if "allowed_token_ids" in body["sampling_params"]]
+    assert [body["sampling_params"]["allowed_token_ids"] for body in probes] == [[1], [2]]
+    assert all(body["sampling_params"]["max_tokens"] == 1 for body in probes)
+
+
+async def test_a_mode_that_cannot_be_found_out_is_unknown(backend: Any) -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        if "allowed_token_ids" in body["sampling_params"]:
+            return web.Response(status=400)
+        return backend.generated(body)
+
+    async with backend(generate=reply, models=[{"id": "tiny"}]) as server, BackendClient() as client:
+        talk = server.session(client)
+        assert talk.logprobs_mode == "unknown"
+        for turn in range(8):
+            await talk.turn([1], 8, turn)
+        assert talk.logprobs_mode == "unknown"
+    assert len(server.requests) < 16, "asked at every turn"
+
+
+def test_the_vocabulary_is_the_models_own(tmp_path: Path) -> None:
+    assert vocabulary_size(tmp_path, 100) == 100
+    for text, size in (
+        ('{"vocab_size": 128}', 128),
+        ('{"vocab_size": 64}', 100),
+        ('{"text_config": {"vocab_size": 256}}', 256),
+        ("[1]", 100),
+        ("{", 100),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        assert vocabulary_size(tmp_path, 100) == size

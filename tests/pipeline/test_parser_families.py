@@ -1,0 +1,371 @@
+"""Every family's format: well-formed turns, malformed ones, round trips and hostile texts."""
+
+# ruff: noqa: E501  (a turn is read more easily on one line)
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollyard_pipeline.episode import clean_turn
+from rollyard_pipeline.registry import TOOL_PARSERS, Registry, installed
+from rollyard_pipeline.tool_parsers import ConfigurableParser, ParsedCall, ToolCallParser
+from rollyard_pipeline.tool_parsers.detect import AutoParser, choose
+
+Arguments = dict[str, Any]
+Calls = list[tuple[str, Arguments]]
+FAMILIES = ("hermes", "qwen_coder", "llama3_json", "pythonic", "mistral", "deepseek", "gpt_oss")
+
+SCHEMAS = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "count": {"type": "integer"},
+            "share": {"type": "number"},
+            "deep": {"type": "boolean"},
+            "items": {"type": "array"},
+            "table": {"type": "object"},
+            "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        },
+    }
+}
+
+
+def parser(name: str) -> ToolCallParser:
+    made: ToolCallParser = Registry().load(TOOL_PARSERS, name)()
+    if isinstance(made, ConfigurableParser):
+        made.configure("", SCHEMAS)
+    return made
+
+
+def dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+# -- how each family writes calls ---------------------------------------------------------------------
+
+
+def xml_value(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value)
+
+
+def write_hermes(calls: Calls) -> str:
+    return "\n".join(
+        f"<tool_call>\n{dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def write_qwen_coder(calls: Calls) -> str:
+    def one(name: str, arguments: Arguments) -> str:
+        values = "".join(
+            f"<parameter={key}>\n{xml_value(value)}\n</parameter>\n" for key, value in arguments.items()
+        )
+        return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def write_llama3_json(calls: Calls) -> str:
+    return "<|python_tag|>" + "; ".join(dumps({"name": n, "parameters": a}) for n, a in calls)
+
+
+def write_pythonic(calls: Calls) -> str:
+    return (
+        "["
+        + ", ".join(
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+            for name, arguments in calls
+        )
+        + "]"
+    )
+
+
+def write_mistral(calls: Calls) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(arguments)}" for name, arguments in calls)
+
+
+def write_deepseek(calls: Calls) -> str:
+    each = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumps(arguments)}\n```<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{each}<｜tool▁calls▁end｜>"
+
+
+def write_gpt_oss(calls: Calls) -> str:
+    return "<|call|><|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumps(arguments)}"
+        for name, arguments in calls
+    )
+
+
+WRITERS: dict[str, Callable[[Calls], str]] = {
+    "hermes": write_hermes,
+    "qwen_coder": write_qwen_coder,
+    "llama3_json": write_llama3_json,
+    "pythonic": write_pythonic,
+    "mistral": write_mistral,
+    "deepseek": write_deepseek,
+    "gpt_oss": write_gpt_oss,
+}
+MARKS = [
+    *("<tool_call>", "</tool_call>", "</think>", "<think>", "</parameter>", "</function>", "<function=f>"),
+    *("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<｜tool▁call▁end｜>", "```", "<|end|>", "<|call|>", "; {"),
+    *('"', "'", "\\", "\n", "[", "]", "{", "}", "é", "\U0001f600", "\u2028", '[f(a="', '{"name": "x"}'),
+]
+# What the XML format itself cannot write (the module says so); everything else must survive.
+UNWRITABLE = ("</parameter>", "<parameter=", "</function>")
+
+_texts = st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=6)), max_size=6).map("".join)
+_values = st.recursive(
+    st.one_of(_texts, st.integers(-(10**12), 10**12), st.booleans(), st.none(), st.floats(-1e9, 1e9)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_texts, inner, max_size=3)),
+    max_leaves=6,
+)
+_typed_arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": _texts,
+        "count": st.integers(-(10**12), 10**12),
+        "share": st.floats(-1e9, 1e9),
+        "deep": st.booleans(),
+        "items": st.lists(_values, max_size=3),
+        "table": st.dictionaries(_texts, _values, max_size=3),
+        "either": st.one_of(st.none(), st.integers(0, 9)),
+    },
+)
+_free_arguments = st.dictionaries(st.from_regex(r"[a-z][a-z0-9_]{0,7}", fullmatch=True), _values, max_size=4)
+_SAID = st.sampled_from(["", "I look first.\n", "日本語 🙂\n"])
+
+
+def writable(family: str, arguments: Arguments) -> bool:
+    if family != "qwen_coder":
+        return True
+    values = [xml_value(value) for value in arguments.values()]
+    drafts = any("<function=" in value.partition("</think>")[2] for value in values)
+    return not drafts and not any(mark in value for value in values for mark in UNWRITABLE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_what_a_family_writes_is_read_back(family: str, data: st.DataObject) -> None:
+    kind = _typed_arguments if family == "qwen_coder" else _free_arguments
+    arguments = kind.filter(lambda item: writable(family, item))
+    calls = data.draw(st.lists(st.tuples(st.just("f"), arguments), min_size=1, max_size=3))
+    said = data.draw(_SAID)
+    if family == "gpt_oss" and said:
+        text = f"<|channel|>analysis<|message|>{said}<|end|><|start|>assistant{WRITERS[family](calls)}"
+    else:
+        text = said + WRITERS[family](calls)
+    parsed = parser(family).parse(text)
+    assert parsed.calls == tuple(ParsedCall(name, values) for name, values in calls)
+    assert parsed.text == said.strip()
+
+
+LS = ParsedCall("f", {"text": "ls"})
+R1 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "said", "calls"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"text": "</think>"}}</tool_call>', "",
+         [ParsedCall("f", {"text": "</think>"})]),
+        ("qwen_coder", "<function=f>\n<parameter=text>\nls\n</parameter>\n</function>\n</tool_call>", "", [LS]),
+        ("qwen_coder", "<tool_call>\n<function=f>\n</function>\n</tool_call>", "", [ParsedCall("f", {})]),
+        ("qwen_coder", "<tool_call><function=f><parameter=text>\n\n  a\n\nb\n\n</parameter></function></tool_call>",
+         "", [ParsedCall("f", {"text": "\n  a\n\nb\n"})]),
+        ("qwen_coder", "<tool_call><function=f><parameter=text>a</parameter> <b></function> x</parameter>"
+         "<parameter=count> 7 </parameter></function></tool_call>", "",
+         [ParsedCall("f", {"text": "a</parameter> <b></function> x", "count": 7})]),
+        # As jinja2 prints what is neither text nor JSON, and values that fit no type of the schema.
+        ("qwen_coder", "<tool_call><function=f><parameter=deep>True</parameter><parameter=either>None</parameter>"
+         "<parameter=table>{'a': [1, None]}</parameter><parameter=count>seven</parameter>"
+         "<parameter=other>12</parameter></function></tool_call>", "",
+         [ParsedCall("f", {"deep": True, "either": None, "table": {"a": [1, None]}, "count": "seven",
+                           "other": "12"})]),
+        ("llama3_json", '{"name": "f", "parameters": {"text": "ls"}}', "", [LS]),
+        ("llama3_json", '{"type": "function", "name": "f", "arguments": {"text": "ls"}};{"name": "f", '
+         '"parameters": {}}', "", [LS, ParsedCall("f", {})]),
+        ("llama3_json", 'So:\n{"name": "f", "parameters": {"text": "ls"}}\n', "So:", [LS]),
+        ("llama3_json", 'The answer:\n{"name": "Ada", "born": 1815}', 'The answer:\n{"name": "Ada", "born": 1815}',
+         []),
+        ("llama3_json", 'set {"name": "f", "parameters": {}} inline', 'set {"name": "f", "parameters": {}} inline',
+         []),
+        ("pythonic", "<|python_start|>[f(text='ls')]<|python_end|>", "", [LS]),
+        ("pythonic", "f(text='ls') and [see](f(1)) [1, 2]", "f(text='ls') and [see](f(1)) [1, 2]", []),
+        ("pythonic", """[f(text='l' "s",), a.b(x=(1, [2]), y={'k': -1.5e3, "n": null}, z=r"\\d", u="\\u00e9\\x41\\q")]""",
+         "", [LS, ParsedCall("a.b", {"x": [1, [2]], "y": {"k": -1500.0, "n": None}, "z": "\\d", "u": "éA\\q"})]),
+        ("mistral", 'Well.[TOOL_CALLS] [{"name": "f", "arguments": {"text": "ls"}, "id": "a1b2c3d4e"}, '
+         '{"name": "f", "arguments": "{}"}]', "Well.", [LS, ParsedCall("f", {})]),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"text": "ls"}[TOOL_CALLS]f{"text": "ls"}', "", [LS, LS]),
+        ("mistral", '[THINK][TOOL_CALLS]f[ARGS]{}[/THINK]a[TOOL_CALLS]f[ARGS]{"text": "ls"}',
+         "[THINK][TOOL_CALLS]f[ARGS]{}[/THINK]a", [LS]),
+        ("deepseek", f'a</think>b{R1}f<｜tool▁sep｜>{{"text": "ls"}}<｜tool▁call▁end｜><｜tool▁call▁begin｜>f'
+         '<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>', "a</think>b",
+         [LS, ParsedCall("f", {})]),
+        ("gpt_oss", "plain", "plain", []),
+        ("gpt_oss", "<|channel|>analysis<|message|>hm to=functions.f<|end|><|start|>assistant<|channel|>final"
+         "<|message|>four", "four", []),
+        ("gpt_oss", '<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.f<|channel|>commentary '
+         'json<|message|>{"text": "ls"}', "hm", [LS]),
+        ("gpt_oss", ' to=functions.f<|channel|>commentary json<|message|>{"text": "ls"}<|call|>', "", [LS]),
+    ],
+)  # fmt: skip
+def test_well_formed_turns(family: str, text: str, said: str, calls: list[ParsedCall]) -> None:
+    parsed = parser(family).parse(text)
+    assert list(parsed.calls) == calls
+    assert parsed.text == said
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "says"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON number"),
+        ("qwen_coder", "<tool_call>f()</tool_call>", "expected <function=NAME>"),
+        ("qwen_coder", "<tool_call><function=></function></tool_call>", "must name a tool"),
+        ("qwen_coder", "<tool_call><function=f><parameter=text>ls</function></tool_call>", "'text' is missing"),
+        ("qwen_coder", "<tool_call><function=f><parameter=text>ls", "'text' is missing"),
+        ("qwen_coder", "<tool_call><function=f>ls</function></tool_call>", "expected <parameter=NAME>"),
+        ("qwen_coder", "<tool_call><function=f></function> and", "</tool_call> is missing"),
+        ("qwen_coder", "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>"
+         "</tool_call>", "'a' is given twice"),
+        ("llama3_json", "<|python_tag|>import os", "not JSON: Expecting value at character 0"),
+        ("llama3_json", '{"name": "f", "parameters": {"text": "ls"', "not JSON"),
+        ("llama3_json", '{"name": "f"}', "'parameters' is missing"),
+        ("llama3_json", '{"name": "f", "parameters": [1]}', "'parameters' must be a JSON object"),
+        ("pythonic", "[f('ls')]", "an argument by name (name=value)"),
+        ("pythonic", "[f(text=open('x'))]", "expected a literal value"),
+        ("pythonic", "[f(text='ls', text='x')]", "'text' is given twice"),
+        ("pythonic", "[f(text='ls)]", "a string is not closed"),
+        ("pythonic", "[f(text=" + "[" * 200 + "]" * 200 + ")]", "nests deeper than"),
+        ("pythonic", "[f(count=" + "9" * 9000 + ")]", "a number is too long"),
+        ("pythonic", "<|python_start|>{}", "expected the name of a tool"),
+        ("mistral", "[TOOL_CALLS]ls -l", "expected a JSON list"),
+        ("mistral", "[TOOL_CALLS][]", "the list of calls is empty"),
+        ("mistral", '[TOOL_CALLS][{"arguments": {}}]', "'name' must be"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{", "not JSON"),
+        ("deepseek", R1 + "function<｜tool▁sep｜>f\n```json\n{}\n```", "<｜tool▁call▁end｜> is missing"),
+        ("deepseek", R1 + "f\n{}<｜tool▁call▁end｜>", "name and <｜tool▁sep｜>"),
+        ("deepseek", R1 + "function<｜tool▁sep｜>f\n{}\n```<｜tool▁call▁end｜>", "code block"),
+        ("gpt_oss", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>ls<|call|>", "not JSON"),
+        ("gpt_oss", '<|channel|>commentary to=functions.f json{"text": "ls"}', "<|message|> is missing"),
+        ("gpt_oss", "<|channel|>commentary to=functions.f json<|message|>{} x<|call|>", "text after the JSON"),
+    ],
+)  # fmt: skip
+def test_malformed_calls_say_why(family: str, text: str, says: str) -> None:
+    (only,) = parser(family).parse(text).calls
+    assert only.error is not None
+    assert only.error.startswith("malformed tool call")
+    assert says in only.error
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen_coder", "llama3_json", "pythonic", "deepseek"])
+@pytest.mark.parametrize("opened", [True, False])
+def test_calls_in_thoughts_are_no_calls(family: str, opened: bool) -> None:
+    one = WRITERS[family]([("f", {"text": "no"})])
+    broken = one[: len(one) // 2]
+    thought = ("<think>" if opened else "") + f"maybe\n{one}\nor\n{broken}\n</think>"
+    parsed = parser(family).parse(f"{thought}\n{WRITERS[family]([('f', {'text': 'ls'})])}")
+    assert list(parsed.calls) == [LS]
+    assert parsed.text == thought
+
+
+# -- any text at all ----------------------------------------------------------------------------------
+
+PIECES = [
+    *MARKS,
+    *(
+        "<parameter=text>",
+        "<tool_call>{",
+        "[TOOL_CALLS][",
+        "[TOOL_CALLS]f",
+        "[CALL_ID]",
+        "[THINK]",
+        "[/THINK]",
+    ),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "```json"),
+    *("<|start|>", "<|channel|>", "<|channel|>commentary to=functions.f<|message|>", "<|message|>", " to=f"),
+    *(
+        '\n{"name": "',
+        '\n{"name":',
+        "\n[f(",
+        "\n[f(a=",
+        "\n[f(a=" + 3 * "'",
+        "(",
+        ")",
+        "1",
+        "-",
+        ",",
+        "a",
+        " ",
+        "\0",
+    ),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(deadline=None, max_examples=30)
+@given(text=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=40).map("".join))
+def test_any_text_parses(family: str, text: str) -> None:
+    for item in clean_turn(parser(family).parse(text)).calls:
+        assert item.error or item.name
+        json.dumps(item.arguments, allow_nan=False).encode()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_megabyte_of_anything_is_read_in_linear_time(family: str) -> None:
+    """The time limit of a test is the bound: one mark read quadratically takes many minutes."""
+    reader = parser(family)
+    size = 1 << 20
+    for piece in PIECES:
+        reader.parse(piece * (size // 8 // len(piece)))
+    call = WRITERS[family]([("f", {"text": "ls"})])
+    long = WRITERS[family]([("f", {"text": "x" * size})])
+    assert reader.parse(long).calls == (ParsedCall("f", {"text": "x" * size}),)
+    separator = "<|start|>assistant" if family == "gpt_oss" else "\n"
+    assert len(reader.parse(separator.join([call] * 2000)).calls) == 2000
+
+
+def test_numbers_that_json_cannot_write_become_text() -> None:
+    (only,) = clean_turn(
+        parser("hermes").parse(write_hermes([("f", {})]).replace("{}", '{"n": 1e999}'))
+    ).calls
+    assert only.arguments == {"n": "inf"}
+    assert not math.isfinite(float(only.arguments["n"]))
+
+
+# -- choosing by the template -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<|start|>assistant<|channel|>final<|message|>' }}", "gpt_oss"),
+        ("{{ '<｜tool▁calls▁begin｜>' }} </think>", "deepseek"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("<tool_call>\\n<function=x>\\n<parameter=y>", "qwen_coder"),
+        ("[func_name1(params_name1=params_value1)] <|python_start|>", "pythonic"),
+        ("{{ '<|python_tag|>' }}", "llama3_json"),
+        ('Respond in the format {"name": function name, "parameters": dictionary', "llama3_json"),
+        ("{{ '<tool_call>' }} </think>", "hermes"),
+        ("", "hermes"),
+    ],
+)
+def test_a_template_names_its_parser(template: str, name: str) -> None:
+    assert choose(template) == name
+    auto = AutoParser()
+    auto.configure(template, SCHEMAS)
+    assert auto.parse(WRITERS[name]([("f", {"text": "ls"})])).calls == (LS,)
+
+
+def test_every_family_is_installed() -> None:
+    assert {*FAMILIES, "auto", "qwen3_coder", "llama4_pythonic"} <= set(installed(TOOL_PARSERS))

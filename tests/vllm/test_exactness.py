@@ -1,0 +1,251 @@
+"""Every token of random dialogues over many chat templates is what a real vLLM server sampled.
+
+The jobs run through the product's own path: control plane, stage worker, router, two servers. A proxy
+before each server records what was said; the checker compares it with what the REST API answers, and
+transformers computes every log-probability anew. Then the checker itself is put to the test: every mutation
+must be caught.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checker import Answer, compare, judge, passes
+from families import FAMILIES
+from forward import Forward
+from servers import VllmServer
+from stage import MAX_TOKENS, Stage, Trajectory, tasks
+
+MakeStage = Callable[..., AbstractContextManager[Stage]]
+
+PLAYED = ("qwen3", "qwen3_coder", "llama3", "mistral_v3", "deepseek_v3", "gpt_oss", "chatml")
+TASKS, SAMPLES = 2, 6
+TEMPERATURES = (1.0, 0.7)
+SECONDS = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a run left: what the REST API answers, and what the proxies recorded."""
+
+    trajectories: list[Trajectory]
+    served: list[Answer]
+    family: dict[str, str]
+    """Of each job."""
+
+    def of(self, temperature: float) -> list[Trajectory]:
+        return [one for one in self.trajectories if one["sampling"]["temperature"] == temperature]
+
+
+@pytest.fixture(scope="module")
+def played(vllm_fleet: list[VllmServer], stage: MakeStage) -> Played:
+    """Groups of dialogues in every family's template, at two temperatures, over both servers."""
+    for server in vllm_fleet:
+        server.heal()
+    family_of: dict[str, str] = {}
+    expected: dict[str, set[tuple[str, int]]] = {}
+    with stage() as there:
+        there.product.worker("w0")
+        for family in PLAYED:
+            pool, parser = there.pool(family), FAMILIES[family].parser
+            for temperature in TEMPERATURES:
+                job = f"{pool}-{int(temperature * 10)}"
+                family_of[job] = family
+                expected[job] = there.product.job(
+                    job, pool, tasks(job, TASKS, turns=5), SAMPLES,
+                    parser="auto", tools=("lookup",) if parser else (),
+                    sampling={"temperature": temperature, "maxTokens": MAX_TOKENS, "seed": 7},
+                )  # fmt: skip
+        found = [one for job, pairs in expected.items() for one in there.product.results(job, pairs, SECONDS)]
+        return Played(found, there.served(), family_of)
+
+
+def test_every_sampled_token_is_the_servers(played: Played) -> None:
+    failed = [
+        (one["id"], one["reason"], one["message"])
+        for one in played.trajectories
+        if one["status"] != "succeeded"
+    ]
+    assert failed == []
+    assert len(played.trajectories) == len(PLAYED) * len(TEMPERATURES) * TASKS * SAMPLES
+    verdict = judge(played.trajectories, played.served)
+    assert verdict.findings == []
+    assert verdict.unused == []
+    masked_in = sum(sum(segment["loss_mask"]) for one in played.trajectories for segment in one["segments"])
+    assert verdict.tokens == masked_in
+    assert verdict.turns == sum(len(one["turns"]) for one in played.trajectories)
+    # The dialogues are what they are meant to be: many turns, in every family, over both servers.
+    for job, family in played.family.items():
+        mine = [one for one in played.trajectories if one["job"] == job]
+        assert sum(len(one["turns"]) for one in mine) >= 3 * len(mine), family
+    assert {answer.server for answer in played.served} == {one["backend"] for one in played.trajectories}
+    assert len({answer.server for answer in played.served}) == 2
+    if any(FAMILIES[family].think for family in PLAYED):
+        assert any(one["template_breaks"] for one in played.trajectories)
+    calls = sum(len(turn["tool_calls"]) for one in played.trajectories for turn in one["turns"])
+    assert calls > len(played.trajectories) / 4
+
+
+def test_a_fresh_forward_pass_agrees(played: Played, forward: Forward, vllm_model: Path) -> None:
+    asked = list(passes(played.trajectories))
+    agreement = compare(asked, forward.logprobs(vllm_model, asked))
+    assert agreement.findings == []
+    assert agreement.tokens == sum(
+        sum(segment["loss_mask"]) for one in played.trajectories for segment in one["segments"]
+    )
+    # It would agree with nothing in particular if the model were indifferent.
+    recorded = [value for one in asked for value in one.recorded]
+    mean = sum(recorded) / len(recorded)
+    assert sum((value - mean) ** 2 for value in recorded) / len(recorded) >= 1.0
+
+
+@pytest.fixture
+def mutable(played: Played) -> Played:
+    """A copy to spoil: of the dialogues, not of what was served."""
+    return Played(copy.deepcopy(played.trajectories), played.served, played.family)
+
+
+def first_turn(trajectory: Trajectory) -> tuple[dict[str, Any], int, int]:
+    """The first turn's segment and span."""
+    turn = trajectory["turns"][0]
+    return trajectory["segments"][turn["segment"]], turn["start"], turn["end"]
+
+
+def forward_checks(forward: Forward, model: Path, trajectories: list[Trajectory]) -> tuple[int, int]:
+    """How many tokens a fresh forward pass disagrees with, and of how many."""
+    asked = list(passes(trajectories))
+    agreement = compare(asked, forward.logprobs(model, asked))
+    return len(agreement.findings), agreement.tokens
+
+
+def test_it_fails_when_one_id_is_swapped(mutable: Played, forward: Forward, vllm_model: Path) -> None:
+    victim = mutable.trajectories[0]
+    segment, start, end = first_turn(victim)
+    place = start + (end - start) // 2
+    segment["response_ids"][place] ^= 1
+    verdict = judge(mutable.trajectories, mutable.served)
+    assert {finding.where.split(" turn")[0] for finding in verdict.findings if finding.check == "ids"} == {
+        victim["id"]
+    }
+    # Without any record of the wire, the ids themselves say it: they have other log-probabilities.
+    wrong, _ = forward_checks(forward, vllm_model, [victim])
+    assert wrong >= 1
+
+
+def test_it_fails_when_two_turns_swap_an_id(mutable: Played) -> None:
+    """Even where the same ids are there, as often, in another order."""
+    segment, start, end = next(
+        (segment, turn["start"], turn["end"])
+        for one in mutable.trajectories
+        for turn in one["turns"]
+        for segment in [one["segments"][turn["segment"]]]
+        if len(set(segment["response_ids"][turn["start"] : turn["end"]])) > 1
+    )
+    ids = segment["response_ids"]
+    other = next(place for place in range(start + 1, end) if ids[place] != ids[start])
+    ids[start], ids[other] = ids[other], ids[start]
+    assert "ids" in judge(mutable.trajectories, mutable.served).checks
+
+
+def test_it_fails_when_logprobs_are_shifted_by_one_place(
+    mutable: Played, forward: Forward, vllm_model: Path
+) -> None:
+    for one in mutable.trajectories:
+        for turn in one["turns"]:
+            values = one["segments"][turn["segment"]]["logprobs"]
+            values[turn["start"] : turn["end"]] = [*values[turn["start"] + 1 : turn["end"]], -1.0]
+    verdict = judge(mutable.trajectories, mutable.served)
+    assert verdict.checks >= {"logprobs"}
+    assert "ids" not in verdict.checks
+    wrong, tokens = forward_checks(forward, vllm_model, mutable.trajectories[:20])
+    assert wrong > tokens / 2
+
+
+def test_it_fails_when_a_logprob_is_off_by_the_last_bit(mutable: Played) -> None:
+    segment, start, end = first_turn(mutable.trajectories[-1])
+    place = next(place for place in range(start, end) if segment["logprobs"][place] < 0)
+    segment["logprobs"][place] = math.nextafter(segment["logprobs"][place], -math.inf)
+    assert judge(mutable.trajectories, mutable.served).checks >= {"logprobs"}
+
+
+def test_it_fails_when_temperature_is_ignored(mutable: Played, forward: Forward, vllm_model: Path) -> None:
+    """The record says 1, the server was asked for 0.7: as if nobody had told the trainer."""
+    cool = mutable.of(0.7)
+    for one in cool:
+        one["sampling"]["temperature"] = 1.0
+    assert "sampling" in judge(mutable.trajectories, mutable.served).checks
+    wrong, tokens = forward_checks(forward, vllm_model, cool[:20])
+    assert wrong > tokens / 4
+
+
+def test_it_fails_when_a_policy_version_is_another(mutable: Played) -> None:
+    segment, start, _ = first_turn(mutable.trajectories[0])
+    segment["policy_versions"][start] = "step-1"
+    assert judge(mutable.trajectories, mutable.served).checks >= {"versions"}
+
+
+def test_it_fails_when_an_answer_is_used_twice_or_lost(mutable: Played) -> None:
+    lost = mutable.trajectories.pop()
+    verdict = judge(mutable.trajectories, mutable.served)
+    assert verdict.checks == {"unused"}
+    assert len(verdict.unused) >= len(lost["turns"])
+    twice = copy.deepcopy(mutable.trajectories[0])
+    twice["id"] = "twin"
+    verdict = judge([*mutable.trajectories, lost, twice], mutable.served)
+    assert {finding.where.split(" turn")[0] for finding in verdict.findings} == {"twin"}
+
+
+def test_it_fails_when_the_mask_hides_or_adds_a_token(mutable: Played) -> None:
+    segment, start, _ = first_turn(mutable.trajectories[0])
+    segment["loss_mask"][start] = 0
+    assert judge(mutable.trajectories, mutable.served).checks == {"shape"}
+
+
+def test_it_fails_when_an_agent_retokenizes(
+    vllm_servers: list[VllmServer], stage: MakeStage, forward: Forward, vllm_model: Path
+) -> None:
+    """A wrong agent in the real product: text of the sampled turn, made into ids once more."""
+    with stage() as there:
+        there.product.worker("w0")
+        pool = there.pool("qwen3")
+        expected = there.product.job(
+            "wrong", pool, tasks("wrong", 2, turns=4, tokenizer=str(vllm_model / "tokenizer.json")), 4,
+            agent="retokenizing",
+            sampling={"temperature": 1.0, "maxTokens": MAX_TOKENS},
+        )  # fmt: skip
+        found = there.product.results("wrong", expected, SECONDS)
+        verdict = judge(found, there.served())
+    assert "ids" in verdict.checks
+    assert "unused" in verdict.checks
+    wrong, _ = forward_checks(forward, vllm_model, found)
+    assert wrong >= 1
+
+
+def test_it_finds_out_a_server_with_raw_logprobs(
+    completions_server: VllmServer, stage: MakeStage, forward: Forward, vllm_model: Path
+) -> None:
+    """Log-probabilities before the temperature: the record is faithful, says so, and fits no trainer."""
+    with stage([completions_server]) as there:
+        there.product.worker("w0")
+        pool = there.pool("chatml")
+        expected = there.product.job(
+            "raw", pool, tasks("raw", 2, turns=3), 4, tools=(),
+            sampling={"temperature": 0.7, "maxTokens": MAX_TOKENS},
+        )  # fmt: skip
+        found = there.product.results("raw", expected, SECONDS)
+        # Through /v1/completions, which such a server has instead, every id is exact all the same.
+        assert judge(found, there.served()).findings == []
+    completions_server.stop()
+    assert {one["sampling"]["logprobs_mode"] for one in found} == {"raw_logprobs"}
+    wrong, tokens = forward_checks(forward, vllm_model, found)
+    assert wrong > tokens / 4
+    for one in found:
+        one["sampling"]["temperature"] = 1.0
+    assert forward_checks(forward, vllm_model, found) == (0, tokens)

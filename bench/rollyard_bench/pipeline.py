@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import dataclasses
 import os
 import sys
 import tempfile
@@ -15,30 +15,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
-
 from rollyard_bench import coupled
 from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, stage_bounds
 from rollyard_bench.latency_model import MODEL
 from rollyard_bench.memory import counts, manifest, posted
-from rollyard_bench.processes import (
-    ControlPlane,
-    Program,
-    ProgramFailed,
-    answers,
-    control_plane,
-    port_of,
-    program,
-)
+from rollyard_bench.processes import ProgramFailed, answers, control_plane, port_of, program
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
-from rollyard_bench.sandboxes import release_all
+from rollyard_bench.yard import deliver, external_pool, stage_worker
 
 HERE = Path(__file__).resolve().parents[1]
 NAME = "latency"
+POOL = "latency"
 SAMPLES = 8
 SLOTS = Slots(init=8, run=8, eval=8)
-WAIT = 20  # seconds of one long poll
 
 
 def workload(settings: Settings) -> Workload:
@@ -99,7 +89,7 @@ def _job(work: Workload) -> dict[str, Any]:
         samplesPerTask=SAMPLES,
         agent={"type": "tools", "tools": ["bash", "submit"], "maxTurns": work.turns + 2},
         sampling={"maxTokens": 256},
-        backendRef={"name": "latency"},
+        backendRef={"name": POOL},
         sandbox={"warm": 4, "resources": {"memory": "256Mi", "disk": "32Mi"}},
         stages={
             "init": {"concurrency": SLOTS.init},
@@ -107,58 +97,6 @@ def _job(work: Workload) -> dict[str, Any]:
             "eval": {"concurrency": SLOTS.eval},
         },
     )
-
-
-async def _pool(client: httpx.AsyncClient, driver: httpx.AsyncClient, folder: Path, url: str) -> None:
-    """Registers the model server; returns once the control plane calls it ready."""
-    spec = {
-        "model": MODEL,
-        "tokenizer": str(folder / "model"),
-        "engine": {"type": "external", "external": {"urls": [url]}},
-    }
-    pool = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "BackendPool",
-        "metadata": {"name": "latency"},
-        "spec": spec,
-    }
-    await posted(client, "/v1/backendpools", json=pool)
-    async with asyncio.timeout(30.0):
-        while True:
-            answer = await client.get("/v1/backendpools/latency")
-            answer.raise_for_status()
-            backends = answer.json()["status"]["backends"]
-            if backends and all(backend["ready"] for backend in backends):
-                return
-            await asyncio.sleep(0.1)
-
-
-@asynccontextmanager
-async def _worker(plane: ControlPlane, folder: Path, environment: dict[str, str]) -> AsyncIterator[Program]:
-    command = [sys.executable, "-m", "rollyard_pipeline", "--url", plane.url]
-    command += ["--token-file", str(plane.tokens_file), "--stages", "init,run,eval"]
-    command += ["--concurrency", f"init={SLOTS.init},run={SLOTS.run},eval={SLOTS.eval}"]
-    command += ["--run-dir", str(folder / "run"), "--sandbox", "bubblewrap", "--name", "bench"]
-    try:
-        async with program(command, folder / "worker.log", environment) as running:
-            yield running
-    finally:
-        await release_all(folder / "run")
-
-
-async def _deliver(client: httpx.AsyncClient, worker: Program, count: int) -> list[dict[str, Any]]:
-    """Follows the job as a trainer does, until the control plane says that it is finished."""
-    delivered: list[dict[str, Any]] = []
-    cursor = ""
-    while True:
-        worker.check("rollyard_pipeline")
-        query = {"cursor": cursor, "wait": str(WAIT)} if cursor else {"wait": str(WAIT)}
-        answer = await client.get(f"/v1/rolloutjobs/{NAME}/trajectories", params=query)
-        answer.raise_for_status()
-        delivered += [json.loads(line) for line in answer.text.splitlines() if line]
-        cursor = answer.headers["Rollyard-Cursor"]
-        if len(delivered) >= count or answer.headers["Rollyard-Finished"] == "true":
-            return delivered
 
 
 def _check(found: list[dict[str, Any]], work: Workload) -> None:
@@ -181,17 +119,16 @@ async def _pipeline(folder: Path, url: str, work: Workload) -> PipelineRun:
     async with (
         control_plane(folder, environment) as plane,
         plane.client() as client,
-        plane.client("driver") as driver,
-        _worker(plane, folder, environment) as worker,
+        stage_worker(plane, folder, dataclasses.asdict(SLOTS), environment) as worker,
     ):
-        await _pool(client, driver, folder, url)
+        await external_pool(client, POOL, MODEL, folder / "model", [url])
         # The worker waits for its first lease, as it does between two steps of a training run.
         await asyncio.sleep(2.0)
         begin = time.perf_counter()
         await posted(client, "/v1/rolloutjobs", json=_job(work))
         try:
             async with asyncio.timeout(4 * pipeline_bound(work, SLOTS)):
-                found = await _deliver(client, worker, work.rollouts)
+                found = await deliver(client, worker, NAME, work.rollouts)
         except TimeoutError as error:
             raise ProgramFailed(
                 f"not finished in four times the bound; the job: {await counts(client, NAME)}; "

@@ -67,6 +67,22 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure("pipeline_speed_up", "pipeline", "×", _ratio(">=", 0.9, "≥ 0.9× predicted"), "times the baseline"),
     Figure("pipeline_run_slots_busy", "pipeline", "of 1", None, "times the baseline"),
+    Figure("delta_tokenize_32k", "tokenize", "ms", _value("<=", 2, "≤ 2 ms"), "times faster"),
+    Figure("delta_tokenize_growth", "tokenize", "×", _value("<=", 1.5, "≤ 1.5×"), "times the baseline"),
+    Figure("prefix_hits", "prefix", "%", _value(">=", 76, "≥ 76%"), "times the baseline"),
+    Figure(
+        "prefix_hits_one_server",
+        "prefix",
+        "%",
+        _ratio(">=", 0.976, "≥ that less 2 points"),
+        "times the baseline",
+    ),
+    Figure("prefix_hits_round_robin", "prefix", "%", None, "times the baseline"),
+    Figure("prefix_hits_prorl", "prefix", "%", None, "times the baseline"),
+    Figure("turn_overhead", "overhead", "ms", _value("<=", 3, "≤ 3 ms"), "times the baseline"),
+    Figure("turn_overhead_busy", "overhead", "ms", None, "times the baseline"),
+    Figure("uneven_makespan", "uneven", "s", _ratio("<=", 1.15, "≤ 1.15× the ideal"), "times the baseline"),
+    Figure("uneven_vs_round_robin", "uneven", "s", None, "times faster"),
 )
 
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(figure.group for figure in FIGURES))

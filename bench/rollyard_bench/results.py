@@ -130,6 +130,25 @@ def write(entries: Sequence[Entry], path: Path) -> None:
     os.replace(partial, path)
 
 
+def read(path: Path) -> list[Entry]:
+    """The entries of a file that `write` wrote; none where there is no file.
+
+    Raises:
+        ResultError: it holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        entries = [
+            Entry(**{**item, "baseline": item["baseline"] and Baseline(**item["baseline"])}) for item in found
+        ]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError, KeyError) as error:
+        raise ResultError(f"{path}: is no result file: {error}") from error
+    to_json(entries)
+    return entries
+
+
 def _short(value: float | None, unit: str) -> str:
     if value is None:
         return "-"

@@ -1,0 +1,137 @@
+"""What a turn of the Run stage takes beyond the backend's own time, on the real path."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollyard_pipeline.seeds import request_seed
+
+from rollyard_bench.memory import manifest, posted
+from rollyard_bench.processes import ProgramFailed, control_plane, port_of, program
+from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Baseline
+from rollyard_bench.stats import Sample
+from rollyard_bench.vllm import MODEL, ROOT, Server, vllm_servers
+from rollyard_bench.yard import deliver, external_pool, stage_worker
+
+TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"
+BENCH = Path(__file__).resolve().parents[1]
+SAMPLES = 2
+SEED = 0
+BUSY = 8  # rollouts in flight, in the second run
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Milliseconds per turn, over all turns of a job."""
+
+    ours: Sample
+    """A turn's wall time and its share of the rest of Run, without tools, without the backend's own time."""
+    backend: Sample
+    """The backend's own time."""
+    outside: Sample
+    """The part of `ours` that is not spent in the model call: template, tokenizer, sandbox, record."""
+
+
+@asynccontextmanager
+async def relay(
+    folder: Path, name: str, target: str, *, slower: float = 1.0, log: Path | None = None
+) -> AsyncIterator[str]:
+    """A relay in front of `target`; gives its URL."""
+    port_file = folder / f"{name}.port"
+    command = [sys.executable, "-m", "rollyard_bench.relay", "--target", target, "--slower", str(slower)]
+    command += ["--port-file", str(port_file), *(("--log", str(log)) if log else ())]
+    async with program(command, folder / f"{name}.log", {"PYTHONPATH": str(BENCH)}) as running:
+        yield f"http://127.0.0.1:{await port_of(running, 'the relay', port_file)}"
+
+
+def _job(name: str, tasks: int, slots: int) -> dict[str, Any]:
+    lines = TASKS.read_text().splitlines()[:tasks]
+    return manifest(
+        name,
+        tasks={"inline": [json.loads(line) for line in lines]},
+        handler="shell",
+        samplesPerTask=SAMPLES,
+        agent={"type": "tools", "tools": ["bash", "edit", "submit"], "maxTurns": 8, "maxContextTokens": 1024},
+        sampling={"temperature": 1.0, "maxTokens": 64, "seed": SEED},
+        backendRef={"name": "vllm"},
+        sandbox={"warm": 4, "resources": {"memory": "256Mi", "disk": "64Mi"}},
+        stages={"init": {"concurrency": 2}, "run": {"concurrency": slots}, "eval": {"concurrency": 2}},
+    )
+
+
+async def _run(folder: Path, server: Server, tasks: int, slots: int) -> Run:
+    """One job with `slots` rollouts in flight, on a control plane and a worker of its own."""
+    folder.mkdir()
+    os.chmod(folder, 0o700)
+    log, name = folder / "exchanges.jsonl", f"overhead-{slots}"
+    async with (
+        relay(folder, "relay", server.url, log=log) as url,
+        control_plane(folder) as plane,
+        plane.client() as client,
+        stage_worker(plane, folder, {"init": 2, "run": slots, "eval": 2}) as worker,
+    ):
+        await external_pool(client, "vllm", MODEL, server.model, [url])
+        await posted(client, "/v1/rolloutjobs", json=_job(name, tasks, slots))
+        async with asyncio.timeout(120.0):
+            found = await deliver(client, worker, name, tasks * SAMPLES)
+    # The worker has closed its connections: every exchange is in the log.
+    exchanges = [json.loads(line) for line in log.read_text().splitlines()]
+    return _turns(found, {e["seed"]: e["seconds"] for e in exchanges if e["seed"] is not None})
+
+
+def _turns(found: list[dict[str, Any]], own: Mapping[int, float]) -> Run:
+    """Joins the product's records with the relay's: each request carries a seed of its own."""
+    ours: list[float] = []
+    backend: list[float] = []
+    outside: list[float] = []
+    for item in found:
+        if item["status"] != "succeeded" or not item["turns"]:
+            raise ProgramFailed(f"{item['id']}: {item['status']} {item['reason']} {item['message'][:300]}")
+        rest = item["timings"]["own_seconds"] / len(item["turns"])
+        for number, turn in enumerate(item["turns"]):
+            seed = request_seed(SEED, item["task_id"], item["sample_index"], number)
+            if seed not in own:
+                raise ProgramFailed(f"{item['id']}: turn {number} is not in the relay's log")
+            backend.append(own[seed] * 1e3)
+            outside.append(rest * 1e3)
+            ours.append((turn["model_seconds"] - own[seed] + rest) * 1e3)
+    return Run(Sample(tuple(ours)), Sample(tuple(backend)), Sample(tuple(outside)))
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """One rollout at a time, then eight at once."""
+    tasks = 8 if settings.quick else 40
+    with tempfile.TemporaryDirectory(prefix="ryb-") as name:
+        folder = Path(name)
+        async with vllm_servers(folder, 1) as (server,):
+            alone = await _run(folder / "alone", server, tasks, 1)
+            busy = await _run(folder / "busy", server, tasks, BUSY)
+    how = (
+        "wall time of a turn in the worker (rendering, tokenizing, the request through the session, parsing, "
+        "recording, and its share of what else Run does, such as attaching the sandbox), less the tools and "
+        "less the backend's own time, from the request's last byte to the answer's last byte, as a relay in "
+        "front of the server sees it; the relay's own hop counts as ours; one rollout at a time: "
+        f"{alone.ours.text()}, {alone.outside.p50:.3g} ms of it outside of the model call; backend's own "
+        f"time {alone.backend.text()}"
+    )
+    how_busy = (
+        f"{BUSY} rollouts in flight, two cores shared with the server, sandboxes starting and ending beside: "
+        f"{busy.ours.text()}, {busy.outside.p50:.3g} ms of it outside of the model call; backend's own time "
+        f"{busy.backend.text()}"
+    )
+    return [
+        Measurement("turn_overhead", alone.ours.p50, Baseline("backend's own time", alone.backend.p50), how),
+        Measurement(
+            "turn_overhead_busy", busy.ours.p50, Baseline("backend's own time", busy.backend.p50), how_busy
+        ),
+    ]

@@ -1,0 +1,224 @@
+"""Prefix-cache hits of growing conversations over two vLLM servers, by routing policy."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard_api.router import Backend, Router
+from rollyard_crds.lease import BackendAssignment, RouteResponse
+from rollyard_crds.rolloutjob import SamplingSpec
+from rollyard_pipeline.backends import BackendClient, BackendSession
+
+from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Baseline
+from rollyard_bench.vllm import MODEL, CacheCounts, Server, vllm_servers
+
+TURNS = 8
+FIRST = 600  # tokens of the first prompt, which the samples of a group share
+SAMPLED = 16  # tokens of a turn
+OUTSIDE = 400  # tokens that follow a turn: tool results
+GROUP = 8
+SLOTS = 16  # rollouts in flight
+MAX_ACTIVE = 256
+CONTEXT = 8192
+WORDS = range(300, 1060)  # plain tokens of the tiny policy's vocabulary
+SEED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One conversation to play."""
+
+    group: str
+    sample: int
+
+
+class Policy(ABC):
+    """Which server a rollout is given when it begins, and where each of its requests goes."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = list(urls)
+
+    @abstractmethod
+    def begin(self, rollout: Rollout) -> str:
+        """The server of a rollout that begins."""
+
+    def request(self, own: str) -> str:
+        """The server of its next request."""
+        return own
+
+    def end(self, rollout: Rollout, own: str) -> None:
+        """A rollout has ended."""
+        return
+
+
+class Ours(Policy):
+    """The control plane's router, asked as it is when a Run lease is given out."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        super().__init__(urls)
+        self._active: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
+        self._groups: dict[str, str] = {}
+
+    def begin(self, rollout: Rollout) -> str:
+        router = Router.of(MAX_ACTIVE, [Backend(url, active=self._active[url]) for url in self.urls])
+        together = GROUP - self._ended[rollout.group]
+        chosen = router.choose(None, self._groups.get(rollout.group), together=together)
+        if chosen is None:
+            raise ProgramFailed("the router gave no backend though all have room")
+        self._groups[rollout.group] = chosen.url
+        self._active[chosen.url] += 1
+        return chosen.url
+
+    def end(self, rollout: Rollout, own: str) -> None:
+        self._active[own] -= 1
+        self._ended[rollout.group] += 1
+
+
+class ProRL(Policy):
+    """A min-heap of assignment counts, which never fall; each task (a rollout, there) is sticky."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        super().__init__(urls)
+        self._assigned: Counter[str] = Counter()
+
+    def begin(self, rollout: Rollout) -> str:
+        chosen = min(self.urls, key=lambda url: (self._assigned[url], url))
+        self._assigned[chosen] += 1
+        return chosen
+
+
+class RoundRobin(Policy):
+    """Every request to the next server, as a load balancer in front of the servers does."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        super().__init__(urls)
+        self._next = 0
+
+    def begin(self, rollout: Rollout) -> str:
+        return self.urls[0]
+
+    def request(self, own: str) -> str:
+        self._next += 1
+        return self.urls[self._next % len(self.urls)]
+
+
+class Random(Policy):
+    """Every request to a server drawn at random."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        super().__init__(urls)
+        self._draw = random.Random(SEED)
+
+    def begin(self, rollout: Rollout) -> str:
+        return self.urls[0]
+
+    def request(self, own: str) -> str:
+        return self._draw.choice(self.urls)
+
+
+async def _stay(url: str, error: str, blame: bool = True) -> RouteResponse:
+    raise ProgramFailed(f"{url} failed in the middle of the measurement: {error}")
+
+
+def _words(kind: str, rollout: Rollout, turn: int, count: int) -> list[int]:
+    """Outside text, the same under every policy; that of a group's first prompt is shared."""
+    sample = "" if kind == "task" else f"{rollout.sample}:{turn}"
+    return random.Random(f"{SEED}:{kind}:{rollout.group}:{sample}").choices(WORDS, k=count)
+
+
+async def _play(client: BackendClient, policy: Policy, rollout: Rollout) -> None:
+    """One rollout: 8 turns, each prompt the one before, what was sampled, and what tools said."""
+    own = policy.begin(rollout)
+    try:
+        session = BackendSession(
+            client,
+            _assignment(own),
+            _stay,
+            SamplingSpec(max_tokens=SAMPLED, seed=SEED),
+            task_id=rollout.group,
+            sample_index=rollout.sample,
+        )
+        ids = _words("task", rollout, 0, FIRST)
+        for turn in range(TURNS):
+            session.backend = _assignment(policy.request(own))
+            sample = await session.turn(ids, SAMPLED, turn)
+            ids = [*ids, *sample.token_ids, *_words("tool", rollout, turn, OUTSIDE)]
+    finally:
+        policy.end(rollout, own)
+
+
+def _assignment(url: str) -> BackendAssignment:
+    return BackendAssignment(pool="bench", url=url, model=MODEL, tokenizer="")
+
+
+async def _hits(policy: Policy, servers: Sequence[Server], groups: int) -> tuple[CacheCounts, float]:
+    """The servers' own counts while all rollouts are played over emptied caches, and the seconds."""
+    for server in servers:
+        await server.empty_cache()
+    before = [await server.cache_counts() for server in servers]
+    waiting = deque(Rollout(f"group-{n:02d}", sample) for n in range(groups) for sample in range(GROUP))
+
+    async def slot(client: BackendClient) -> None:
+        while waiting:
+            await _play(client, policy, waiting.popleft())
+
+    begin = time.perf_counter()
+    async with BackendClient() as client, asyncio.TaskGroup() as tasks:
+        for _ in range(SLOTS):
+            tasks.create_task(slot(client))
+    seconds = time.perf_counter() - begin
+    after = [await server.cache_counts() for server in servers]
+    total = CacheCounts(0, 0)
+    for then, now in zip(before, after, strict=True):
+        total += now - then
+    return total, seconds
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """Every policy over the same conversations, after one server that holds them all."""
+    groups = 3 if settings.quick else 8
+    with tempfile.TemporaryDirectory(prefix="ryb-") as name:
+        async with vllm_servers(Path(name), 2, CONTEXT) as servers:
+            urls = [server.url for server in servers]
+            found = {"one server": await _hits(ProRL(urls[:1]), servers[:1], groups)}
+            for kind in (Ours, ProRL, RoundRobin, Random):
+                found[kind.__name__] = await _hits(kind(urls), servers, groups)
+    return _measurements({name: counts for name, (counts, _) in found.items()}, _shape(groups, found))
+
+
+def _shape(groups: int, found: dict[str, tuple[CacheCounts, float]]) -> str:
+    each = "; ".join(
+        f"{name} {counts.percent:.1f}%, {counts.computed:,.0f} tokens computed, {seconds:.0f} s"
+        for name, (counts, seconds) in found.items()
+    )
+    longest = FIRST + (TURNS - 1) * (SAMPLED + OUTSIDE)
+    return (
+        f"{groups} groups of {GROUP}, {TURNS} turns from {FIRST} to at most {longest:,} tokens, {SLOTS} "
+        f"rollouts in flight, two vLLM servers, the same conversations and emptied caches for each policy, "
+        f"the servers' own counters; {each}; round-robin and random choose for every request"
+    )
+
+
+def _measurements(found: dict[str, CacheCounts], how: str) -> list[Measurement]:
+    ours = found["Ours"].percent
+
+    def beside(figure: str, name: str, key: str) -> Measurement:
+        return Measurement(figure, ours, Baseline(name, found[key].percent), how)
+
+    return [
+        beside("prefix_hits", "random, per request", "Random"),
+        beside("prefix_hits_one_server", "one server holds all", "one server"),
+        beside("prefix_hits_round_robin", "round-robin, per request", "RoundRobin"),
+        beside("prefix_hits_prorl", "ProRL's: assignment counts, sticky", "ProRL"),
+    ]

@@ -1,0 +1,144 @@
+"""A relay of bytes in front of a server: it times what the server takes, or makes it slower in proportion.
+
+`python -m rollyard_bench.relay --target http://127.0.0.1:8000 --port-file FILE [--log FILE] [--slower 4]`
+
+It reads no HTTP. Over a connection that is not pipelined, request and answer take turns, so the last byte
+sent before an answer and the last byte of that answer are known without it. The log has a line for each
+exchange, `{"seed": the request's, "seconds": from the request's last byte to the answer's last byte}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+from urllib.parse import urlsplit
+
+import uvloop
+
+CHUNK = 1 << 18
+QUEUED = 64  # chunks of an answer that wait to be passed on
+_SEED = re.compile(rb'"seed":\s*(\d+)')
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and its answer."""
+
+    request: bytearray = field(default_factory=bytearray)
+    sent: float = 0.0
+    received: float = 0.0
+    answered: bool = False
+
+    def line(self) -> str:
+        """For the log."""
+        seed = _SEED.search(self.request)
+        return json.dumps({"seed": int(seed[1]) if seed else None, "seconds": self.received - self.sent})
+
+
+class Relay:
+    """Passes bytes to and fro.
+
+    Args:
+        target: host and port of the server.
+        slower: answers come this many times later than the server gave them.
+        log: a line for each exchange.
+    """
+
+    def __init__(self, target: tuple[str, int], slower: float, log: TextIO | None) -> None:
+        self._target = target
+        self._slower = slower
+        self._log = log
+
+    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection until either side closes it."""
+        try:
+            up_reader, up_writer = await asyncio.open_connection(*self._target)
+        except OSError:
+            writer.close()
+            return
+        exchange = Exchange()
+
+        async def upwards() -> None:
+            nonlocal exchange
+            while data := await reader.read(CHUNK):
+                if exchange.answered:
+                    self._note(exchange)
+                    exchange = Exchange()
+                exchange.request += data
+                up_writer.write(data)
+                await up_writer.drain()
+                exchange.sent = time.perf_counter()
+
+        waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUED)
+
+        async def downwards() -> None:
+            while data := await up_reader.read(CHUNK):
+                exchange.received, exchange.answered = time.perf_counter(), True
+                if self._slower == 1:
+                    writer.write(data)
+                    await writer.drain()
+                    continue
+                took = exchange.received - exchange.sent
+                await waiting.put((exchange.sent + self._slower * took, data))
+
+        async def late() -> None:
+            while True:
+                due, data = await waiting.get()
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                writer.write(data)
+                await writer.drain()
+
+        tasks = [asyncio.ensure_future(work()) for work in (upwards, downwards, late)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            # A connection that is reset ends it like one that is closed.
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if exchange.answered:
+                self._note(exchange)
+            for end in (up_writer, writer):
+                end.close()
+
+    def _note(self, exchange: Exchange) -> None:
+        if self._log is not None:
+            self._log.write(exchange.line() + "\n")
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    target = urlsplit(options.target)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    log = options.log.open("w", buffering=1) if options.log is not None else None
+    relay = Relay((target.hostname or "127.0.0.1", target.port or 80), options.slower, log)
+    server = await asyncio.start_server(relay.connection, "127.0.0.1", 0)
+    partial = options.port_file.with_suffix(".partial")
+    partial.write_text(str(server.sockets[0].getsockname()[1]))
+    os.replace(partial, options.port_file)
+    await stop.wait()
+    server.close()
+
+
+def main() -> None:
+    """Serve on a free port of the loopback interface until a signal."""
+    parse = argparse.ArgumentParser(description=__doc__)
+    parse.add_argument("--target", required=True, help="the server's URL")
+    parse.add_argument("--port-file", type=Path, required=True)
+    parse.add_argument("--log", type=Path)
+    parse.add_argument("--slower", type=float, default=1.0, help="answers come so many times later")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(parse.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

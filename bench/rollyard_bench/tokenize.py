@@ -1,0 +1,117 @@
+"""A turn's tokenization on our side, at growing histories, beside rendering and tokenizing everything."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import dataclass, field
+
+from rollyard_pipeline.chat.format import ChatFormat, ChatMessage
+from rollyard_pipeline.chat.template import ChatTemplate
+from rollyard_pipeline.chat.tokenizer import load_folder
+from rollyard_pipeline.recorder import Sample, TrajectoryRecorder
+
+from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Baseline
+from rollyard_bench.stats import Sample as Times
+from rollyard_bench.vllm import POLICY
+
+HISTORIES = (2048, 8192, 32_768)  # tokens
+FIRST, LAST = HISTORIES[0], HISTORIES[-1]
+WORDS = ("wagon", "maple", "meadow", "bagel", "lantern", "cherry", "copper", "walrus", "hammer", "kettle")
+LINES = 40  # of one tool result: about 200 tokens
+VERSION = "1"
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A dialogue of tool calls that grows turn by turn; the model's part is invented, the rest is real."""
+
+    chat: ChatFormat
+    draw: random.Random
+    messages: list[ChatMessage] = field(default_factory=list)
+    """As a trainer that renders everything anew would keep them."""
+    recorder: TrajectoryRecorder = field(init=False)
+    size: int = 0
+    """Tokens of the last prompt."""
+
+    def __post_init__(self) -> None:
+        self.messages.append({"role": "user", "content": "Look through the files and submit the answer."})
+        self.recorder = TrajectoryRecorder(self.chat, self.messages)
+
+    def turn(self) -> float:
+        """One turn; the seconds that the recorder took for the prompt and for what was sampled."""
+        begin = time.perf_counter()
+        prompt = self.recorder.prompt()
+        took = time.perf_counter() - begin
+        self.size = len(prompt.ids)
+        command = {"command": f"cat {self._name()}"}
+        text = f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': command})}\n</tool_call>"
+        call = {"type": "function", "function": {"name": "bash", "arguments": command}}
+        ids = tuple(self.chat.tokenizer.encode(f"{text}<|im_end|>"))
+        sample = Sample(ids, (-0.5,) * len(ids), (VERSION,) * len(ids), "stop")
+        result = "\n".join(f"{self._name()} {self.draw.randrange(10_000)}" for _ in range(LINES))
+        begin = time.perf_counter()
+        self.recorder.record(prompt, sample)
+        self.recorder.structured({"role": "assistant", "content": "", "tool_calls": [call]})
+        self.recorder.add({"role": "tool", "content": result})
+        took += time.perf_counter() - begin
+        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append({"role": "tool", "content": result})
+        return took
+
+    def anew(self) -> float:
+        """The seconds that rendering and tokenizing the whole conversation takes."""
+        begin = time.perf_counter()
+        self.chat.tokenizer.encode(self.chat.render(self.messages))
+        return time.perf_counter() - begin
+
+    def _name(self) -> str:
+        return f"{self.draw.choice(WORDS)}/{self.draw.choice(WORDS)}.txt"
+
+
+def _times(chat: ChatFormat, conversations: int, turns: int) -> tuple[dict[int, Times], dict[int, Times]]:
+    """By history: a turn of the recorder's, and everything anew; the `turns` turns after reaching it."""
+    ours: dict[int, list[float]] = {history: [] for history in HISTORIES}
+    anew: dict[int, list[float]] = {history: [] for history in HISTORIES}
+    for number in range(conversations):
+        conversation = Conversation(chat, random.Random(number))
+        for history in HISTORIES:
+            while conversation.size < history:
+                conversation.turn()
+            for _ in range(turns):
+                ours[history].append(conversation.turn() * 1e3)
+            for _ in range(3):
+                anew[history].append(conversation.anew() * 1e3)
+        if conversation.recorder.template_breaks or len(conversation.recorder.segments()) != 1:
+            raise RuntimeError("the template broke the conversation into segments: nothing was measured")
+    return (
+        {history: Times(tuple(values)) for history, values in ours.items()},
+        {history: Times(tuple(values)) for history, values in anew.items()},
+    )
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """The recorder with the tiny policy's tokenizer and template."""
+    tokenizer, source = load_folder(POLICY)
+    chat = ChatFormat(tokenizer, ChatTemplate(source, tokenizer.variables()))
+    ours, anew = _times(chat, 2 if settings.quick else 5, 10 if settings.quick else 20)
+    shape = (
+        f"TrajectoryRecorder.prompt() and record() of a turn, with {LINES} lines of tool output; a trainer "
+        "without token-in/token-out renders the template over all messages and tokenizes the text"
+    )
+    each = "; ".join(
+        f"{history:,} tokens: ours {ours[history].text()}, everything anew {anew[history].text()}"
+        for history in HISTORIES
+    )
+    how = f"{each}; {shape}"
+    return [
+        Measurement("delta_tokenize_32k", ours[LAST].p50, Baseline("everything anew", anew[LAST].p50), how),
+        Measurement(
+            "delta_tokenize_growth",
+            ours[LAST].p50 / ours[FIRST].p50,
+            Baseline("everything anew", anew[LAST].p50 / anew[FIRST].p50),
+            f"p50 at {LAST:,} tokens / p50 at {FIRST:,}; {how}",
+        ),
+    ]

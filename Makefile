@@ -10,7 +10,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 TASKS ?= 64
 SAMPLES ?= 8
 
-.PHONY: help run test bench lint format typecheck crds docs clean
+.PHONY: help run demo-vllm test bench lint format typecheck crds docs clean
 
 help: ## What each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -26,10 +26,14 @@ $(DEV_STAMP): $(STAMP) pyproject.toml scripts/setup
 run: $(STAMP) ## Set up, start everything on this machine, and run the quickstart job (TASKS, SAMPLES)
 	@$(BIN)/rollyard quickstart --tasks $(TASKS) --samples $(SAMPLES) --out runs/quickstart
 
+demo-vllm: $(STAMP) ## The same on two vLLM servers, with new weights in the middle (TASKS, SAMPLES)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/demo-vllm runs/vllm --tasks $(TASKS) --samples $(SAMPLES)
+
 test: $(DEV_STAMP) ## Set up and run every check and every test, real components included
 	@VENV="$(VENV)" scripts/test
 
 bench: $(DEV_STAMP) ## Measure speed and memory beside the baselines, into bench/results.json
+	-@PYTHON="$(PYTHON)" scripts/vllm-env > /dev/null
 	@$(BIN)/python bench/run.py --out bench/results.json
 
 lint: $(DEV_STAMP) ## Ruff and the import contracts

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from rollyard_crds.quantity import parse_quantity
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_crds.task import TaskSandbox
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import DiskFull, RunDirUnusable
-from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest, parse_quantity
+from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest
 from rollyard_pipeline.sandboxes.processes import (
     ProcessRef,
     descendants,

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from rollyard_crds.base import API_VERSION, LIST_MAP_BY_TYPE, Condition, Model, ObjectMeta, Path, cel
+from rollyard_crds.podtemplate import PodTemplate
 
 BackendUrl = Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=2048)]
 
@@ -84,6 +85,9 @@ class BackendPoolSpec(Model):
     """Backends that the driver keeps running; external pools have one for each URL instead."""
     engine: EngineSpec = Field(default_factory=EngineSpec)
     """What serves the model."""
+    template: PodTemplate = Field(default_factory=PodTemplate)
+    """Kubernetes only: image, resources and placement of the backends' pods. `engine.resources.gpu` asks
+    for GPUs."""
     max_active_rollouts: Annotated[int, Field(ge=1, le=100_000)] = 256
     """Per backend; more wait in the Run queue."""
 

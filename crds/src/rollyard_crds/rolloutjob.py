@@ -18,27 +18,40 @@ from rollyard_crds.base import (
     ShortText,
     cel,
 )
+from rollyard_crds.podtemplate import Placement, PodTemplate
+from rollyard_crds.quantity import Quantity
 from rollyard_crds.task import Task
 
 EntryPointName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]*$", max_length=63)]
 Seconds = Annotated[int, Field(ge=1, le=604_800)]
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=32)]
-"""A Kubernetes resource quantity, such as `500m`, `2` or `2Gi`."""
-
+PlacementName = Literal["kubernetes", "slurm", "local"]
 StageName = Literal["init", "run", "eval"]
 STAGES: tuple[StageName, ...] = ("init", "run", "eval")
 
 MAX_INLINE_TASKS = 4096
 
 
+class ConfigMapSource(Model):
+    """A key of a ConfigMap in the job's namespace, with one JSON object a line."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    """Name of the ConfigMap."""
+    key: Annotated[str, Field(min_length=1, max_length=253)] = "tasks.jsonl"
+    """Its key."""
+
+
+_ONE_SOURCE = "give exactly one of 'url', 'inline', 'configMapRef' and 'stream: true'"
+
+
 class TaskSource(Model):
-    """Where tasks come from: exactly one of a file, an inline list, or a stream."""
+    """Where tasks come from: exactly one of a file, an inline list, a ConfigMap, or a stream."""
 
     model_config = ConfigDict(
         json_schema_extra=cel(
             (
-                "(has(self.url) ? 1 : 0) + (has(self.inline) ? 1 : 0) + (self.stream ? 1 : 0) == 1",
-                "give exactly one of 'url', 'inline' and 'stream: true'",
+                "(has(self.url) ? 1 : 0) + (has(self.inline) ? 1 : 0) + (has(self.configMapRef) ? 1 : 0)"
+                " + (self.stream ? 1 : 0) == 1",
+                _ONE_SOURCE,
             ),
             ("!has(self.inline) || size(self.inline) > 0", "'inline' must hold at least one task"),
         )
@@ -48,13 +61,16 @@ class TaskSource(Model):
     """`file:///path/tasks.jsonl` or any URL that fsspec opens; one JSON object a line, `.gz` too."""
     inline: Annotated[list[Task], Field(max_length=MAX_INLINE_TASKS)] | None = None
     """The tasks themselves."""
+    config_map_ref: ConfigMapSource | None = None
+    """Kubernetes only: the tasks stand in a ConfigMap, read once when the job is first seen."""
     stream: bool = False
     """Tasks are pushed over REST until the job is closed."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskSource:
-        if sum((self.url is not None, self.inline is not None, self.stream)) != 1:
-            raise ValueError("give exactly one of 'url', 'inline' and 'stream: true'")
+        given = (self.url, self.inline, self.config_map_ref)
+        if sum(source is not None for source in given) + self.stream != 1:
+            raise ValueError(_ONE_SOURCE)
         if self.inline is not None and not self.inline:
             raise ValueError("'inline' must hold at least one task")
         return self
@@ -123,7 +139,8 @@ class SandboxSpec(Model):
     """The sandbox of every rollout; tasks may add to it."""
 
     image: Annotated[str, Field(max_length=1024)] | None = None
-    """A root folder under bubblewrap; nothing means the host's read-only system."""
+    """Kubernetes: a container image, with or without `docker://`. Under bubblewrap: a root folder; nothing
+    means the host's read-only system (on Kubernetes: the installation's default image)."""
     network: Literal["none"] = "none"
     """No network at all."""
     resources: SandboxResources = Field(default_factory=SandboxResources)
@@ -131,20 +148,39 @@ class SandboxSpec(Model):
     env: Annotated[dict[str, str], Field(max_length=256)] = Field(default_factory=dict)
     """Environment variables of every command."""
     warm: Annotated[int, Field(ge=0, le=1024)] = 4
-    """Sandboxes kept started and unclaimed by each Init worker."""
+    """Sandboxes kept started and unclaimed by each Init worker; on Kubernetes, for the whole job."""
+    template: Placement = Field(default_factory=Placement)
+    """Kubernetes only: where sandbox pods may run."""
+
+
+_BOUNDS = "'maxReplicas' must be at least 'replicas'"
 
 
 class StageSpec(Model):
     """One stage: its workers, how many rollouts each holds at once, its limit and retries."""
 
+    model_config = ConfigDict(
+        json_schema_extra=cel(("!has(self.maxReplicas) || self.maxReplicas >= self.replicas", _BOUNDS))
+    )
+
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
-    """Worker processes."""
+    """Worker processes; with `maxReplicas`, the least of them."""
+    max_replicas: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    """As many workers as the queue keeps busy, at most this many; default: always `replicas`."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
     """Rollouts that each worker holds at once."""
     timeout_seconds: Seconds = 300
     """Of work, never of waiting in the queue."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Tries of one rollout in this stage before it ends as Failed."""
+    template: PodTemplate = Field(default_factory=PodTemplate)
+    """Kubernetes only: image, resources and placement of the workers' pods."""
+
+    @model_validator(mode="after")
+    def _ordered_bounds(self) -> StageSpec:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(_BOUNDS)
+        return self
 
 
 class InitStageSpec(StageSpec):
@@ -207,6 +243,10 @@ class RolloutJobSpec(Model):
                 "has(self.backendRef) == has(oldSelf.backendRef)",
                 "'backendRef' is immutable: delete the job and make it anew",
             ),
+            (
+                "has(self.placement) == has(oldSelf.placement)",
+                "'placement' is immutable: delete the job and make it anew",
+            ),
         )
     )
 
@@ -232,6 +272,10 @@ class RolloutJobSpec(Model):
     """Weight updates that may come between a rollout's first sampled token and its last; default: any."""
     stale_rollouts: Literal["Restart", "Cancel"] = "Restart"
     """What happens to a rollout beyond `maxPolicyLag`: it begins anew, or ends as Cancelled."""
+    placement: Annotated[PlacementName, Field(json_schema_extra=IMMUTABLE)] | None = None
+    """The driver that runs the job, where the control plane has several; default: its only one."""
+    backoff_limit: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    """Restarts of one stage worker in a row after which the job fails; default: restarted for ever."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Rollouts of a higher priority are leased first; equal ones share fairly between jobs."""
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)

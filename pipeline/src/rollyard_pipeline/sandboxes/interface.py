@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from rollyard_crds.lease import SandboxHandle
+from rollyard_crds.quantity import parse_quantity
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_crds.task import TaskSandbox
 from rollyard_sandbox.client import ExecClient
-
-_UNITS = {
-    "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12,
-    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40,
-}  # fmt: skip
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(|m|k|M|G|T|Ki|Mi|Gi|Ti)")
-
-
-def parse_quantity(quantity: str) -> float:
-    """A Kubernetes quantity (`500m`, `2Gi`) as a plain number.
-
-    Raises:
-        ValueError: not a quantity; the message says what would be one.
-    """
-    match = _QUANTITY.fullmatch(quantity)
-    if match is None:
-        raise ValueError(f"{quantity!r} is no quantity; write for example '1', '500m', '512Mi' or '2Gi'")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 @dataclass(frozen=True, slots=True)

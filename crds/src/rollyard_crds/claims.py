@@ -1,0 +1,116 @@
+"""Sandbox claims: a worker asks for a sandbox, a driver that starts sandboxes elsewhere fulfils it.
+
+On Kubernetes the sandbox is a pod that only the operator can create. A worker files a claim with
+the control plane and waits; the operator binds it to a pod, and says where its exec server listens.
+The control plane releases a claim once no rollout needs it; the operator then deletes the pod and
+says so, and the claim is gone. All of it may be repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rollyard_crds.quantity import parse_quantity
+from rollyard_crds.rolloutjob import SandboxSpec
+from rollyard_crds.trajectory import Record
+
+PROVIDER = "kubernetes"
+"""`SandboxHandle.provider` of a claimed sandbox; its `id` is the claim's id, its `node` NODE."""
+NODE = "kubernetes"
+"""Node name of workers and sandboxes whose sandboxes are reached over a pod network."""
+
+ClaimState = Literal["Pending", "Bound", "Failed", "Released"]
+
+
+class SandboxShape(Record):
+    """What a sandbox must be started with; claims and warm sandboxes of one shape are exchangeable."""
+
+    image: str = ""
+    """Container image without `docker://`; empty: the installation's default."""
+    cpu: float
+    """Cores."""
+    memory_bytes: int
+    disk_bytes: int
+    processes: int
+    network: Literal["none"] = "none"
+
+
+class ClaimRequest(Record):
+    """A worker's wish for one sandbox. The same rollout and token again is the same claim."""
+
+    rollout: Annotated[str, Field(min_length=1, max_length=253)]
+    token: Annotated[int, Field(ge=1)]
+    """Fencing token of the Init lease in whose name it is filed."""
+    shape: SandboxShape
+    wait: Annotated[float, Field(ge=0, le=60)] = 0.0
+    """Seconds to wait for it to be bound or refused."""
+
+
+class Claim(Record):
+    """One claim as workers and drivers read it."""
+
+    id: str
+    """Lower-case DNS label of at most 40 characters; the sandbox's id."""
+    namespace: str
+    job: str
+    job_uid: str
+    """The control plane's uid of the job; the driver knows the object by namespace and name."""
+    rollout: str
+    shape: SandboxShape
+    state: ClaimState
+    address: str = ""
+    """Bound: `tcp://host:port` of the exec server."""
+    secret: str = ""
+    """Bound: what the exec server wants to be shown. It knows only its SHA-256."""
+    reason: str = ""
+    """Failed: CamelCase word, such as `ImagePullFailed`, `QuotaExceeded`, `NotIsolated`."""
+    message: str = ""
+    retryable: bool = True
+    """Failed: False where no other attempt can succeed."""
+    age_seconds: float = 0.0
+    """Since it was filed."""
+
+
+class ClaimStatus(Record):
+    """What a driver says about a claim. `Removed`: nothing of it is left, forget it."""
+
+    state: Literal["Bound", "Failed", "Removed"]
+    address: Annotated[str, Field(max_length=512)] = ""
+    secret: Annotated[str, Field(max_length=128)] = ""
+    reason: Annotated[str, Field(max_length=128)] = ""
+    message: Annotated[str, Field(max_length=1024)] = ""
+    retryable: bool = True
+
+
+class WarmWant(Record):
+    """Sandboxes of one shape that an unfinished job wants ready and unclaimed."""
+
+    namespace: str
+    job: str
+    job_uid: str
+    shape: SandboxShape
+    count: int
+
+
+class ClaimList(Record):
+    """All claims that a driver has to do with, and what is to be warm."""
+
+    revision: int
+    """Give it with the next call, which then waits for a change."""
+    claims: list[Claim]
+    warm: list[WarmWant]
+
+
+def shape_of(spec: SandboxSpec) -> SandboxShape:
+    """The shape of a job's sandboxes, without what a single task changes."""
+    resources = spec.resources
+    return SandboxShape(
+        image=(spec.image or "").removeprefix("docker://"),
+        cpu=parse_quantity(resources.cpu),
+        memory_bytes=int(parse_quantity(resources.memory)),
+        disk_bytes=int(parse_quantity(resources.disk)),
+        processes=resources.processes,
+        network=spec.network,
+    )

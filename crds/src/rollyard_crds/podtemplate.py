@@ -1,0 +1,67 @@
+"""What of a pod a spec may choose; names, command, ports and security are the operator's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rollyard_crds.base import Model
+from rollyard_crds.quantity import Quantity
+
+LabelKey = Annotated[str, Field(min_length=1, max_length=317)]
+LabelValue = Annotated[str, Field(max_length=63)]
+
+
+class LocalReference(Model):
+    """An object in the same namespace."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    """Its name."""
+
+
+class PodResources(Model):
+    """Requests and limits, by resource name (`cpu`, `memory`, `nvidia.com/gpu`, …)."""
+
+    requests: Annotated[dict[LabelKey, Quantity], Field(max_length=32)] = Field(default_factory=dict)
+    """What the scheduler sets aside."""
+    limits: Annotated[dict[LabelKey, Quantity], Field(max_length=32)] = Field(default_factory=dict)
+    """What it may not exceed."""
+
+
+class Placement(Model):
+    """Where a pod may run, and whose it is; as in Kubernetes' PodSpec."""
+
+    labels: Annotated[dict[LabelKey, LabelValue], Field(max_length=32)] = Field(default_factory=dict)
+    """Further labels of the pods."""
+    annotations: Annotated[dict[LabelKey, Annotated[str, Field(max_length=4096)]], Field(max_length=32)] = (
+        Field(default_factory=dict)
+    )
+    """Further annotations of the pods."""
+    node_selector: Annotated[dict[LabelKey, LabelValue], Field(max_length=32)] = Field(default_factory=dict)
+    """Labels that a node must have."""
+    tolerations: Annotated[list[dict[str, Any]], Field(max_length=32)] = Field(default_factory=list)
+    """Taints that the pods put up with."""
+    affinity: dict[str, Any] = Field(default_factory=dict)
+    """Node and pod affinity."""
+    priority_class_name: Annotated[str, Field(max_length=253)] = ""
+    """PriorityClass of the pods."""
+    runtime_class_name: Annotated[str, Field(max_length=253)] = ""
+    """RuntimeClass of the pods, such as `gvisor`."""
+    image_pull_secrets: Annotated[list[LocalReference], Field(max_length=16)] = Field(default_factory=list)
+    """Secrets of the namespace with registry credentials, beside those of the installation."""
+
+
+class PodTemplate(Placement):
+    """What of a stage worker's or a backend's pod may be chosen."""
+
+    image: Annotated[str, Field(max_length=1024)] = ""
+    """Container image; default: the installation's."""
+    resources: PodResources = Field(default_factory=PodResources)
+    """Of the container; default: the installation's."""
+    env: Annotated[list[dict[str, Any]], Field(max_length=128)] = Field(default_factory=list)
+    """Further environment variables, as in a container: `{name, value}` or `{name, valueFrom}`."""
+    volumes: Annotated[list[dict[str, Any]], Field(max_length=32)] = Field(default_factory=list)
+    """Further volumes, as in a pod."""
+    volume_mounts: Annotated[list[dict[str, Any]], Field(max_length=32)] = Field(default_factory=list)
+    """Where they appear, as in a container."""

@@ -1,0 +1,29 @@
+"""Kubernetes quantities (`500m`, `2Gi`) as numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field
+
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=32)]
+"""A Kubernetes resource quantity, such as `500m`, `2` or `2Gi`."""
+
+_UNITS = {
+    "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40,
+}  # fmt: skip
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(|m|k|M|G|T|Ki|Mi|Gi|Ti)")
+
+
+def parse_quantity(quantity: str) -> float:
+    """A Kubernetes quantity as a plain number.
+
+    Raises:
+        ValueError: not a quantity; the message says what would be one.
+    """
+    match = _QUANTITY.fullmatch(quantity)
+    if match is None:
+        raise ValueError(f"{quantity!r} is no quantity; write for example '1', '500m', '512Mi' or '2Gi'")
+    return float(match[1]) * _UNITS[match[2]]

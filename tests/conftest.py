@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -41,3 +42,24 @@ def bubblewrap_works(bubblewrap_problem: str | None, missing: Missing) -> None:
     """Bubblewrap makes sandboxes here."""
     if bubblewrap_problem is not None:
         missing(bubblewrap_problem)
+
+
+_AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
+
+
+@pytest.fixture(scope="session")
+def even_scheduling() -> Iterator[None]:
+    """Cores are shared process by process, not session by session (sched(7), autogroup), where we may say so.
+
+    On some virtual machines a session that sleeps and wakes gets no core for seconds while another,
+    an inference server's, is busy: longer than whole turns of the test model, so that nothing
+    could happen in the middle of one.
+    """
+    try:
+        before = _AUTOGROUP.read_text()
+        _AUTOGROUP.write_text("0")
+    except OSError:
+        yield
+        return
+    yield
+    _AUTOGROUP.write_text(before)

@@ -19,6 +19,7 @@ from rich.console import Console
 from rollyard_bench import results
 from rollyard_bench.registry import FIGURES, Measurement, Settings, failed, judge, selected
 from rollyard_bench.results import Entry
+from rollyard_bench.scheduling import shared_evenly
 
 GROUP_SECONDS = 400.0
 
@@ -107,11 +108,12 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     entries: list[Entry] = []
     begin = time.monotonic()
-    for group in groups:
-        started = time.monotonic()
-        console.print(f"bench: {group} …", style="dim", highlight=False)
-        entries += run_group(group, Settings(quick=options.quick))
-        console.print(f"bench: {group}: {time.monotonic() - started:.1f} s", style="dim", highlight=False)
+    with shared_evenly():
+        for group in groups:
+            started = time.monotonic()
+            console.print(f"bench: {group} …", style="dim", highlight=False)
+            entries += run_group(group, Settings(quick=options.quick))
+            console.print(f"bench: {group}: {time.monotonic() - started:.1f} s", style="dim", highlight=False)
     results.write(_ordered([*_others(groups, before), *entries]), options.out)
     results.show(entries, console)
     missed = sum(entry.met is False for entry in entries)

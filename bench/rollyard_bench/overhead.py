@@ -44,11 +44,11 @@ class Run:
 
 @asynccontextmanager
 async def relay(
-    folder: Path, name: str, target: str, *, slower: float = 1.0, log: Path | None = None
+    folder: Path, name: str, target: str, *, pace: float = 0.0, log: Path | None = None
 ) -> AsyncIterator[str]:
     """A relay in front of `target`; gives its URL."""
     port_file = folder / f"{name}.port"
-    command = [sys.executable, "-m", "rollyard_bench.relay", "--target", target, "--slower", str(slower)]
+    command = [sys.executable, "-m", "rollyard_bench.relay", "--target", target, "--pace", str(pace)]
     command += ["--port-file", str(port_file), *(("--log", str(log)) if log else ())]
     async with program(command, folder / f"{name}.log", {"PYTHONPATH": str(BENCH)}) as running:
         yield f"http://127.0.0.1:{await port_of(running, 'the relay', port_file)}"

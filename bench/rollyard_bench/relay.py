@@ -1,10 +1,10 @@
-"""A relay of bytes in front of a server: it times what the server takes, or makes it slower in proportion.
+"""A relay of bytes in front of a server: it times what the server takes, or gives it a pace of its own.
 
-`python -m rollyard_bench.relay --target http://127.0.0.1:8000 --port-file FILE [--log FILE] [--slower 4]`
+`python -m rollyard_bench.relay --target http://127.0.0.1:8000 --port-file FILE [--log FILE] [--pace 0.02]`
 
-It reads no HTTP. Over a connection that is not pipelined, request and answer take turns, so the last byte
-sent before an answer and the last byte of that answer are known without it. The log has a line for each
-exchange, `{"seed": the request's, "seconds": from the request's last byte to the answer's last byte}`.
+It reads no HTTP headers. Over a connection that is not pipelined, request and answer take turns, so the
+last byte sent before an answer and the last byte of that answer are known without it. The log has a line for
+each exchange, `{"seed": the request's, "seconds": from the request's last byte to the answer's last byte}`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import uvloop
 CHUNK = 1 << 18
 QUEUED = 64  # chunks of an answer that wait to be passed on
 _SEED = re.compile(rb'"seed":\s*(\d+)')
+_IDS = re.compile(rb'"token_ids":\s*\[([\d,\s]+)\]')
 
 
 @dataclass(slots=True)
@@ -33,9 +34,16 @@ class Exchange:
     """One request and its answer."""
 
     request: bytearray = field(default_factory=bytearray)
+    answer: bytearray = field(default_factory=bytearray)
+    """Kept where its tokens are counted."""
     sent: float = 0.0
     received: float = 0.0
     answered: bool = False
+
+    def tokens(self) -> int:
+        """Sampled ones in what has been answered so far."""
+        ids = _IDS.search(self.answer)
+        return ids[1].count(b",") + 1 if ids else 0
 
     def line(self) -> str:
         """For the log."""
@@ -48,13 +56,13 @@ class Relay:
 
     Args:
         target: host and port of the server.
-        slower: answers come this many times later than the server gave them.
+        pace: seconds per sampled token; an answer that the server gave sooner is held back. 0: none is.
         log: a line for each exchange.
     """
 
-    def __init__(self, target: tuple[str, int], slower: float, log: TextIO | None) -> None:
+    def __init__(self, target: tuple[str, int], pace: float, log: TextIO | None) -> None:
         self._target = target
-        self._slower = slower
+        self._pace = pace
         self._log = log
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -82,12 +90,12 @@ class Relay:
         async def downwards() -> None:
             while data := await up_reader.read(CHUNK):
                 exchange.received, exchange.answered = time.perf_counter(), True
-                if self._slower == 1:
+                if self._pace == 0:
                     writer.write(data)
                     await writer.drain()
                     continue
-                took = exchange.received - exchange.sent
-                await waiting.put((exchange.sent + self._slower * took, data))
+                exchange.answer += data
+                await waiting.put((exchange.sent + self._pace * exchange.tokens(), data))
 
         async def late() -> None:
             while True:
@@ -120,7 +128,7 @@ async def _serve(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     log = options.log.open("w", buffering=1) if options.log is not None else None
-    relay = Relay((target.hostname or "127.0.0.1", target.port or 80), options.slower, log)
+    relay = Relay((target.hostname or "127.0.0.1", target.port or 80), options.pace, log)
     server = await asyncio.start_server(relay.connection, "127.0.0.1", 0)
     partial = options.port_file.with_suffix(".partial")
     partial.write_text(str(server.sockets[0].getsockname()[1]))
@@ -135,7 +143,7 @@ def main() -> None:
     parse.add_argument("--target", required=True, help="the server's URL")
     parse.add_argument("--port-file", type=Path, required=True)
     parse.add_argument("--log", type=Path)
-    parse.add_argument("--slower", type=float, default=1.0, help="answers come so many times later")
+    parse.add_argument("--pace", type=float, default=0.0, help="seconds per sampled token")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(parse.parse_args()))
 

@@ -84,6 +84,25 @@ async def test_groups_stay_together_and_load_is_even(served: Any, worker: Any) -
     assert together[1] >= 4
 
 
+async def test_the_last_rollouts_wait_for_a_much_faster_backend(served: Any, worker: Any) -> None:
+    """What was measured holds a slow backend back near the end, and keeps nothing from the fast one."""
+    await served.admin.post("/v1/backendpools", json=pool())
+    for name, seconds in (("fast", 0.2), ("slow", 60.0)):
+        await _report(served, **{other: other == name for other in ("fast", "slow")})
+        (one,) = await worker.lease(run=1)
+        assert one["backend"]["url"] == f"http://{name}"
+        stats, times = {"sampled_tokens": 400}, {"model_seconds": seconds, "active_seconds": seconds}
+        assert await worker.complete(worker.result(one, stats=stats, times=times)) == ["accepted"]
+    await _report(served, fast=True, slow=True)
+
+    await served.plane.speeds.write(served.plane.database)
+    leases = await worker.lease(run=8)
+    assert [one["backend"]["url"] for one in leases] == ["http://fast"] * 3
+    assert await worker.lease(run=8) == [], "3 more are waiting, and the slow one is idle"
+    assert await worker.complete(*map(worker.result, leases)) == ["accepted"] * 3
+    assert [one["backend"]["url"] for one in await worker.lease(run=8)] == ["http://fast"] * 3
+
+
 async def test_failover(served: Any, worker: Any) -> None:
     await served.admin.post("/v1/backendpools", json=pool())
     await _report(served, a=True, b=True)

@@ -123,7 +123,9 @@ def named(pids: list[int], words: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory, missing: Callable[[str], Any]) -> Iterator[Up]:
+def up(
+    tmp_path_factory: pytest.TempPathFactory, missing: Callable[[str], Any], even_scheduling: None
+) -> Iterator[Up]:
     python = vllm_python()
     if not python:
         missing("there is no environment with vLLM (make it with scripts/vllm-env, or set VLLM_PYTHON)")

@@ -65,7 +65,9 @@ StartVllm = Callable[..., VllmServer]
 
 
 @pytest.fixture(scope="session")
-def start_vllm(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartVllm]:
+def start_vllm(
+    vllm_python: Path, tmp_path_factory: pytest.TempPathFactory, even_scheduling: None
+) -> Iterator[StartVllm]:
     """`start_vllm(model, index, …)`: a further server, ready; arguments as VllmServer's. Ended at the end.
 
     `ready=False` returns at once, so that several start together; call `wait()` then.

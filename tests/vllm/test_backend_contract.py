@@ -17,8 +17,8 @@ from servers import MAX_MODEL_LEN, VllmServer
 
 KINDS = ("generate", "completions")
 PROMPT = (5, 6, 7, 8)
-LONG = 2500  # tokens: seconds on one core, also where nothing else runs
-ENDLESS = 6000
+LONG = 1200  # tokens: more than a second on one core, also where nothing else runs
+ENDLESS = 3000
 
 
 @pytest.fixture(params=KINDS)

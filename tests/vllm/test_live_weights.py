@@ -181,10 +181,18 @@ def test_a_restarted_rollout_has_tokens_of_the_new_weights_only(trainer: Trainer
     assert {one["status"] for one in updated.trajectories} == {"succeeded"}
     firsts = {tuple(one["segments"][0]["prompt_ids"]) for one in updated.trajectories}
 
+    # What a rollout of this job had when it began anew, and what it still asked for before it heard.
+    dropped = {
+        answer.prompt + tuple(answer.ids)
+        for answer in updated.served
+        if set(answer.versions) == {updated.old}
+        and any(answer.prompt[: len(first)] == first for first in firsts)
+    }
+
     def discarded(answer: Answer) -> bool:
-        """Sampled for a rollout of this job before it began anew: with the old weights."""
-        mine = any(answer.prompt[: len(first)] == first for first in firsts)
-        return mine and set(answer.versions) == {updated.old}
+        """Sampled for a rollout before it began anew: with the old weights, or going on from such tokens."""
+        whole = answer.prompt + tuple(answer.ids)
+        return whole in dropped or any(answer.prompt[: len(start)] == start for start in dropped)
 
     verdict = judge(updated.trajectories, updated.served, discarded)
     assert verdict.findings == []

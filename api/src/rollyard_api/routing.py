@@ -210,7 +210,8 @@ class Routers:
             asked = {"b_namespace": key[0], "b_pool": key[1], "b_limit": limit}
             waiting = int(tx.conn.execute(_WAITING, asked).scalar_one())
             if 0 < waiting < limit:
-                began = dict(tx.conn.execute(_BEGAN, {"b_urls": sorted(router.backends)}).tuples())
+                rows = tx.conn.execute(_BEGAN, {"b_urls": sorted(router.backends)})
+                began = {url: since for url, since in rows}  # noqa: C416 - a result has keys(), as a mapping
                 self._routers[key] = Router.of(
                     router.max_active,
                     [

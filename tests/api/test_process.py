@@ -198,6 +198,35 @@ async def test_events(tmp_path: Path, start_api: Any, make_manifest: Any, worker
             assert [e["reward"] for e in ends] == [1.0, 1.0]
 
 
+async def test_kill_9_keeps_claims(
+    tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    shape = {"cpu": 1.0, "memory_bytes": 1 << 30, "disk_bytes": 1 << 30, "processes": 64}
+    bound = {"state": "Bound", "address": "tcp://10.0.0.7:7411", "secret": "s"}
+    with start_api(tmp_path) as process:
+        async with _http(process) as http:
+            await http.post("/v1/rolloutjobs", json=make_manifest())
+            leases = await worker_of(http, node="kubernetes").lease(init=2)
+            bodies = [{"rollout": x["rollout"], "token": x["token"], "shape": shape} for x in leases]
+            kept, dropped = [(await http.post("/v1/claims", json=body)).json()["id"] for body in bodies]
+            for claim in (kept, dropped):
+                assert (await http.put(f"/v1/claims/{claim}/status", json=bound)).status_code == 200
+        process.kill()
+    with start_api(tmp_path) as process:
+        async with _http(process) as http:
+            for body, claim in zip(bodies, (kept, dropped), strict=True):
+                again = (await http.post("/v1/claims", json=body | {"wait": 30})).json()
+                assert (again["id"], again["secret"]) == (claim, "s")
+            revision = (await http.get("/v1/claims")).json()["revision"]
+            rollout = bodies[1]["rollout"]
+            await http.post("/v1/rolloutjobs/job/cancel", json={"rollout": rollout})
+            told = await http.get("/v1/claims", params={"revision": revision, "wait": 30})
+            assert {c["id"]: c["state"] for c in told.json()["claims"]} == {
+                kept: "Bound",
+                dropped: "Released",
+            }
+
+
 def _refused(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)

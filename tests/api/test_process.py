@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -271,25 +272,21 @@ def certificate(tmp_path: Path, missing: Any) -> tuple[Path, Path]:
     return made
 
 
-async def test_https(
-    tmp_path: Path, start_api: Any, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rollyard_client import Client, ContextError, DriverClient, Retry, ServerUnavailable
-
+async def test_https(tmp_path: Path, start_api: Any, certificate: tuple[Path, Path]) -> None:
     options = ["--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1])]
     with start_api(tmp_path, *options) as process:
-        url, token = process.url.replace("http://", "https://"), process.tokens["driver"]
-        async with DriverClient(url, token, retry=Retry(attempts=1)) as stranger:
-            with pytest.raises(ServerUnavailable, match="certificate"):
-                await stranger.jobs()
-        monkeypatch.setenv("ROLLYARD_CA_FILE", str(certificate[0]))
-        async with DriverClient(url, token) as driver:
-            assert await driver.unfinished_jobs() == []
-        with Client(url, token) as client:
-            client.ready()
-        monkeypatch.setenv("ROLLYARD_CA_FILE", str(tmp_path / "nowhere"))
-        with pytest.raises(ContextError, match="ROLLYARD_CA_FILE"):
-            DriverClient(url, token)
+        url = process.url.replace("http://", "https://")
+        trusting = ssl.create_default_context(cafile=str(certificate[0]))
+        headers = {"Authorization": f"Bearer {process.tokens['driver']}"}
+        async with httpx.AsyncClient(base_url=url, headers=headers, verify=trusting) as http:
+            assert (await http.get("/v1/rolloutjobs")).json()["items"] == []
+            assert (await http.get("/readyz")).text == "ok"
+        async with httpx.AsyncClient(base_url=url, verify=True, trust_env=False) as stranger:
+            with pytest.raises(httpx.ConnectError, match="certificate"):
+                await stranger.get("/healthz")
+        async with httpx.AsyncClient(base_url=process.url) as plain:
+            with pytest.raises(httpx.TransportError):
+                await plain.get("/healthz")
 
 
 def test_certificates_that_are_no_use(tmp_path: Path, certificate: tuple[Path, Path]) -> None:

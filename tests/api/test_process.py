@@ -272,7 +272,11 @@ def certificate(tmp_path: Path, missing: Any) -> tuple[Path, Path]:
     return made
 
 
-async def test_https(tmp_path: Path, start_api: Any, certificate: tuple[Path, Path]) -> None:
+async def test_https(
+    tmp_path: Path, start_api: Any, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollyard_client import Client, ContextError, DriverClient, Retry, ServerUnavailable
+
     options = ["--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1])]
     with start_api(tmp_path, *options) as process:
         url = process.url.replace("http://", "https://")
@@ -287,6 +291,18 @@ async def test_https(tmp_path: Path, start_api: Any, certificate: tuple[Path, Pa
         async with httpx.AsyncClient(base_url=process.url) as plain:
             with pytest.raises(httpx.TransportError):
                 await plain.get("/healthz")
+        token = process.tokens["driver"]
+        async with DriverClient(url, token, retry=Retry(attempts=1)) as driver:
+            with pytest.raises(ServerUnavailable, match="certificate"):
+                await driver.jobs()
+        monkeypatch.setenv("ROLLYARD_CA_FILE", str(certificate[0]))
+        async with DriverClient(url, token) as driver:
+            assert await driver.unfinished_jobs() == []
+        with Client(url, token) as client:
+            client.ready()
+        monkeypatch.setenv("ROLLYARD_CA_FILE", str(tmp_path / "nowhere"))
+        with pytest.raises(ContextError, match="ROLLYARD_CA_FILE"):
+            DriverClient(url, token)
 
 
 def test_certificates_that_are_no_use(tmp_path: Path, certificate: tuple[Path, Path]) -> None:

@@ -16,10 +16,9 @@ import aiohttp
 import orjson
 from kubernetes.aio import client, config
 
-Object = dict[str, Any]
-"""A Kubernetes object as JSON."""
+from rollyard_operator.labels import MANAGER, Object
 
-FIELD_MANAGER = "rollyard-operator"
+FIELD_MANAGER = MANAGER
 TIMEOUT_SECONDS = 15.0
 ATTEMPTS = 5
 LONGEST_PAUSE_SECONDS = 2.0

@@ -6,16 +6,13 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from rollyard_operator.kube import Object
+from rollyard_operator import labels
+from rollyard_operator.labels import Object
 
 Key = tuple[str, str]
 """Namespace and name."""
 REMEMBERED = 10_000
-INSTANCE_LABEL = "rollyard.dev/instance"
-COMPONENT_LABEL = "app.kubernetes.io/component"
-JOB_LABEL, JOB_UID_LABEL = "rollyard.dev/job", "rollyard.dev/job-uid"
-POOL_LABEL, POOL_UID_LABEL = "rollyard.dev/pool", "rollyard.dev/pool-uid"
-OWNER_UID_LABELS = (JOB_UID_LABEL, POOL_UID_LABEL)
+OWNER_UIDS = (labels.JOB_UID, labels.POOL_UID)
 
 
 def key_of(obj: Object) -> Key:
@@ -28,11 +25,6 @@ def uid_of(obj: Object) -> str:
     """The object's uid."""
     uid: str = obj["metadata"]["uid"]
     return uid
-
-
-def label(obj: Object, name: str) -> str:
-    """A label; empty if it is not there."""
-    return str((obj["metadata"].get("labels") or {}).get(name, ""))
 
 
 def _version(obj: Object) -> int:
@@ -139,22 +131,22 @@ class PodCache(ObjectCache):
         return [
             pod
             for (where, _), pod in self._objects.items()
-            if namespace in (None, where) and component in (None, label(pod, COMPONENT_LABEL))
+            if namespace in (None, where) and component in (None, labels.label_of(pod, labels.COMPONENT))
         ]
 
     def owned(self, uid: str, component: str) -> list[Object]:
         """Those of a component that belong to the job or pool with this uid, by name."""
         pods = (self._objects[key] for key in sorted(self._owned.get(uid, ())))
-        return [pod for pod in pods if label(pod, COMPONENT_LABEL) == component]
+        return [pod for pod in pods if labels.label_of(pod, labels.COMPONENT) == component]
 
     def _index(self, obj: Object) -> None:
-        for name in OWNER_UID_LABELS:
-            if uid := label(obj, name):
+        for name in OWNER_UIDS:
+            if uid := labels.label_of(obj, name):
                 self._owned.setdefault(uid, {})[key_of(obj)] = None
 
     def _unindex(self, obj: Object) -> None:
-        for name in OWNER_UID_LABELS:
-            if uid := label(obj, name):
+        for name in OWNER_UIDS:
+            if uid := labels.label_of(obj, name):
                 keys = self._owned.get(uid, {})
                 keys.pop(key_of(obj), None)
                 if not keys:

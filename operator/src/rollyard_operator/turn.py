@@ -84,12 +84,14 @@ def in_words(conditions: Sequence[Condition]) -> list[tuple[str, str, str, str]]
 def refused(
     job: RolloutJobStatus, generation: int, reason: str, message: str, now: datetime
 ) -> RolloutJobStatus:
-    """The status of a job that cannot be registered now. It is tried again: what is missing may come."""
+    """The status of a job that cannot be registered now. It is tried again: what is missing may come.
+
+    `observedGeneration` stays: that generation of the spec has had no effect yet.
+    """
     claims = (Claim("Admitted", False, reason, message), Claim("Running", False, reason, message))
     return job.model_copy(
         update={
             "conditions": updated(job.conditions, claims, generation, now),
-            "observed_generation": generation,
             "message": message[:256],
         }
     )

@@ -27,6 +27,10 @@ class Admissions:
         self._active: set[Key] = set()
         self._waiting: dict[Key, Rank] = {}
 
+    def restore(self, key: Key) -> None:
+        """A job that was admitted before this process began."""
+        self._active.add(key)
+
     def others(self, key: Key, job: RolloutJob) -> int:
         """Jobs that count as admitted before this one: those that are, and those whose turn comes first."""
         active = len(self._active - {key})

@@ -65,9 +65,7 @@ class Children:
         steps = [self._stop(namespace, stop) for stop in plan.stop]
         steps += [self._launch(namespace, launch, build) for launch in plan.launch]
         steps += [self._mark(namespace, name, name in plan.drain) for name in known]
-        failed = [
-            one for one in await asyncio.gather(*steps, return_exceptions=True) if one is not None
-        ]
+        failed = [one for one in await asyncio.gather(*steps, return_exceptions=True) if one is not None]
         for one in failed:
             raise one
 

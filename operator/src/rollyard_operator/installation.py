@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+from rollyard_crds import RolloutJob
 
 from rollyard_operator import labels
 from rollyard_operator.admission import Admissions
@@ -167,7 +168,7 @@ class Operator:
             except KubeError as error:
                 _log.warning("cannot list yet: %s", error)
                 await asyncio.sleep(PATIENCE_SECONDS)
-        reader = Reader(self._model("RolloutJob"))
+        reader = Reader(RolloutJob)
         for obj in self.yard.jobs:
             if is_active(reader.status(obj)):
                 self.yard.admissions.restore(key_of(obj))
@@ -192,7 +193,8 @@ class Operator:
 
     async def _list(self) -> None:
         settings, kube = self.yard.settings, self.yard.kube
-        for namespace in settings.namespaces or [None]:
+        namespaces: list[str | None] = [*settings.namespaces] or [None]
+        for namespace in namespaces:
             for kind in (*KINDS, "Pod"):
                 selector = f"{labels.INSTANCE}={settings.instance}" if kind == "Pod" else ""
                 known = [obj for obj in self._cache(kind) if namespace in (None, key_of(obj)[0])]

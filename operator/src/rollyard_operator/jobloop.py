@@ -101,7 +101,7 @@ class JobLoop(ObjectLoop):
     # What the control plane knows of it
 
     async def _view(self, obj: Object, job: RolloutJob) -> RolloutJob | None:
-        """The control plane's view; registers the job where it is news there. None: the object was patched."""
+        """The control plane's view; registers what is news there. None: the object was patched."""
         plane, life = self._yard.plane, self._life
         view = plane.unfinished.get(self.key, life.uid)
         told = (generation_of(obj), job.metadata.labels, job.metadata.annotations)
@@ -138,9 +138,7 @@ class JobLoop(ObjectLoop):
         }
         if not spec:
             return False
-        fresh = await self._yard.kube.patch(
-            "RolloutJob", *self.key, {"spec": spec}, uid=job.metadata.uid
-        )
+        fresh = await self._yard.kube.patch("RolloutJob", *self.key, {"spec": spec}, uid=job.metadata.uid)
         if fresh is not None:
             self._yard.jobs.put(fresh)
         return True
@@ -169,13 +167,13 @@ class JobLoop(ObjectLoop):
         if found is None:
             text = f"spec.tasks.configMapRef: there is no ConfigMap {source.name!r} in this namespace"
             raise Refused("ConfigMapNotFound", text)
-        text = (found.get("data") or {}).get(source.key)
-        if text is None:
+        lines = (found.get("data") or {}).get(source.key)
+        if lines is None:
             keys = ", ".join(sorted(found.get("data") or {})) or "none"
             where = f"spec.tasks.configMapRef.key: ConfigMap {source.name!r} has no key {source.key!r}"
             raise Refused("ConfigMapKeyNotFound", f"{where}; its keys: {keys}")
         try:
-            return await asyncio.to_thread(parse_lines, str(text).splitlines())
+            return await asyncio.to_thread(parse_lines, str(lines).splitlines())
         except TaskListError as error:
             raise Refused(error.reason, f"ConfigMap {source.name!r}, {source.key}: {error}") from error
 
@@ -184,7 +182,9 @@ class JobLoop(ObjectLoop):
     async def _reconcile(self, obj: Object, job: RolloutJob, view: RolloutJob) -> float | None:
         yard = self._yard
         before = job.status
-        own = {k: v for k, v in job.metadata.annotations.items() if k not in (turn.CLOSED, turn.CANCEL_REASON)}
+        own = {
+            k: v for k, v in job.metadata.annotations.items() if k not in (turn.CLOSED, turn.CANCEL_REASON)
+        }
         meta = job.metadata.model_copy(update={"annotations": {**own, **view.metadata.annotations}})
         job = job.model_copy(update={"metadata": meta, "status": with_counts(before, view.status)})
         pods = self._children.pods(self._life.uid, COMPONENT)
@@ -293,7 +293,9 @@ class JobLoop(ObjectLoop):
         leftovers = [pod for pod in self._children.pods(uid, COMPONENT) if not is_leaving(pod)]
         for pod in leftovers:
             with suppress(KubeError):
-                await yard.kube.delete("Pod", *key_of(pod), grace=int(yard.profile.stop_seconds), uid=uid_of(pod))
+                await yard.kube.delete(
+                    "Pod", *key_of(pod), grace=int(yard.profile.stop_seconds), uid=uid_of(pod)
+                )
         if obj is None and not leftovers:
             self.done = True
         return LEFTOVER_SECONDS if leftovers else None

@@ -153,10 +153,25 @@ def _pause(attempt: int, error: KubeError) -> float:
     return min(LONGEST_PAUSE_SECONDS, whole) * (0.5 + random.random() / 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Address and credentials of an API server, for other clients of it."""
+
+    server: str
+    ca_file: str | None
+    insecure: bool
+    scheme: str | None
+    token: str | None
+    cert_file: str | None
+    key_file: str | None
+    proxy: str | None
+
+
 class KubeClient:
     """The Kube of a real API server, over `kubernetes.aio`."""
 
     def __init__(self, configuration: client.Configuration) -> None:
+        self._configuration = configuration
         # The API server is never behind the proxy that the environment may name.
         configuration.client_session_kwargs = {"trust_env": False}
         self._api = client.ApiClient(configuration)
@@ -218,6 +233,22 @@ class KubeClient:
                     raise
                 await asyncio.sleep(_pause(attempt, error))
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def access(self) -> Access:
+        """What this client uses; a token that is replaced from time to time is read anew."""
+        own = self._configuration
+        header = await own.get_api_key_with_prefix("BearerToken") or ""
+        scheme, _, token = header.rpartition(" ")
+        return Access(
+            server=own.host,
+            ca_file=own.ssl_ca_cert,
+            insecure=not own.verify_ssl,
+            scheme=scheme or None,
+            token=token or None,
+            cert_file=own.cert_file,
+            key_file=own.key_file,
+            proxy=own.proxy,
+        )
 
     async def version(self) -> str:
         """`major.minor` of the API server."""

@@ -70,7 +70,7 @@ class ObjectCache:
         before = self._objects.get(key)
         if uid in self._gone or (before is not None and _version(obj) <= _version(before)):
             return False
-        obj["metadata"].pop("managedFields", None)
+        obj = {**obj, "metadata": {k: v for k, v in obj["metadata"].items() if k != "managedFields"}}
         if before is not None:
             self._unindex(before)
             if uid_of(before) != uid:

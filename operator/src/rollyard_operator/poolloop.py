@@ -153,9 +153,7 @@ class PoolLoop(ObjectLoop):
         uids = {pod["metadata"]["name"]: uid_of(pod) for pod in pods}
         running = [(uids[one.name], one.url) for one in seen if one.state == "running" and one.url]
         self._probes.keep(running, pool.spec.model)
-        workloads = tuple(
-            self._probes.seen(uids[one.name], one) if one.name in uids else one for one in seen
-        )
+        workloads = tuple(self._probes.seen(uids[one.name], one) if one.name in uids else one for one in seen)
         return ObservedPool(workloads, tuple(pool.status.backends) if external else ())
 
     async def _report_backends(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import ValidationError
 from rollyard_crds import BackendPool, BackendPoolStatus, RolloutJob, RolloutJobStatus
@@ -74,15 +74,12 @@ class Reader(Generic[ThingT]):
                 }
                 self._spec = self._model.model_validate(document)
                 self._read = (uid, generation)
-            return self._spec.model_copy(update={"metadata": metadata(obj), "status": self._status(obj)})
+            return self._spec.model_copy(update={"metadata": metadata(obj), "status": self.status(obj)})
         except ValidationError as error:
             raise ManifestError(describe(error, model=self._model)) from error
 
-    def status(self, obj: Object) -> RolloutJobStatus | BackendPoolStatus:
+    def status(self, obj: Object) -> Any:
         """Its status; an empty one where it holds what this version does not know."""
-        return self._status(obj)
-
-    def _status(self, obj: Object) -> RolloutJobStatus | BackendPoolStatus:
         kind = RolloutJobStatus if self._model is RolloutJob else BackendPoolStatus
         try:
             return kind.model_validate(obj.get("status") or {})
@@ -102,9 +99,7 @@ def registration(thing: ThingT) -> ThingT:
     """The manifest as it is registered: it says which object it is."""
     meta = thing.metadata
     annotations = {**meta.annotations, OBJECT_UID: meta.uid or ""}
-    kept = ObjectMeta(
-        name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=annotations
-    )
+    kept = ObjectMeta(name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=annotations)
     return thing.model_copy(update={"metadata": kept})
 
 

@@ -48,13 +48,13 @@ class Sync:
     async def after_poll(self) -> None:
         """What the last poll calls for."""
         plane = self._yard.plane
-        things = [*plane.pools.all(), *plane.unfinished.all()]
+        things: list[RolloutJob | BackendPool] = [*plane.pools.all(), *plane.unfinished.all()]
         here = {(thing.kind, thing_key(thing)) for thing in things}
         self._refused = {where: one for where, one in self._refused.items() if where in here}
         await asyncio.gather(*(self._one(thing) for thing in things if self._ours(thing)))
 
     async def sweep(self) -> None:
-        """What happened while nobody looked: objects that went (of finished jobs too), pods without owners."""
+        """What happened while nobody looked: objects that went, of finished jobs too; pods without owners."""
         with suppress(RollyardError):
             jobs = await self._yard.plane.client.jobs()
             for job in jobs:

@@ -101,6 +101,11 @@ def pod_address(pod: Mapping[str, Any], port: int) -> str:
     return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") if host else ""
 
 
+def _port(pod: Mapping[str, Any]) -> int:
+    ports: list[Mapping[str, Any]] = pod["spec"]["containers"][0].get("ports") or []
+    return int(ports[0]["containerPort"]) if ports else BACKEND_PORT
+
+
 def stuck(pod: Mapping[str, Any], now: datetime, seconds: float = 60.0) -> bool:
     """Whether it should have been gone for so long: its node is lost, and only force removes it.
 
@@ -212,7 +217,7 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
     else:
         state, trouble = "starting", start_trouble(pod)
     begun = (main.get("running") or main.get("terminated") or {}).get("startedAt")
-    address = pod_address(pod, BACKEND_PORT)
+    address = pod_address(pod, _port(pod))
     ready = is_ready(pod) if backend else True
     unready = None
     if backend and state == "running" and not ready:

@@ -135,7 +135,7 @@ class OperatorSettings(Model):
     worker: ContainerDefaults = Field(default_factory=_worker_resources)
     """Stage workers."""
     engine: ContainerDefaults = Field(default_factory=_engine_resources)
-    """Backends."""
+    """Backends of `engine.type: embedded`; those of vLLM have what their pool says, and no limit besides."""
     sandbox: SandboxDefaults = Field(default_factory=SandboxDefaults)
     """Sandboxes."""
     unschedulable_seconds: Annotated[float, Field(ge=0, le=86_400)] = 300.0

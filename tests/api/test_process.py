@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import signal
 import socket
 import stat
@@ -195,3 +196,77 @@ async def test_events(tmp_path: Path, start_api: Any, make_manifest: Any, worker
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
             ends = [e.data for e in resumed if e.data["status"] == "succeeded"]
             assert [e["reward"] for e in ends] == [1.0, 1.0]
+
+
+def _refused(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2
+    return done.stderr.splitlines()[-1]
+
+
+async def test_tokens_from_a_file(tmp_path: Path, start_api: Any) -> None:
+    given = {"admin": "a-token", "worker": "w-token", "driver": "d-token"}
+    mounted = tmp_path / "secret" / "tokens.json"
+    mounted.parent.mkdir()
+    mounted.write_text(json.dumps(given))
+    mounted.chmod(0o400)
+    with start_api(tmp_path, "--tokens", str(mounted)) as process:
+        assert not (tmp_path / "tokens.json").exists()
+        async with httpx.AsyncClient(base_url=process.url) as http:
+            for role, status in (("admin", 200), ("driver", 200), ("worker", 403)):
+                headers = {"Authorization": f"Bearer {given[role]}"}
+                assert (await http.get("/v1/rolloutjobs", headers=headers)).status_code == status
+            assert (await http.get("/healthz")).status_code == 200
+
+
+def test_token_files_that_are_no_use(tmp_path: Path) -> None:
+    file = tmp_path / "given.json"
+    assert "cannot be read: No such file" in _refused(tmp_path, "--tokens", str(file))
+    file.write_text('{"admin": "a", "worker": "w"}')
+    assert "admin, worker, driver" in _refused(tmp_path, "--tokens", str(file))
+    file.write_text('{"admin": "a", "worker": "w", "driver": "w"}')
+    assert "of two roles are the same" in _refused(tmp_path, "--tokens", str(file))
+
+
+@pytest.fixture
+def certificate(tmp_path: Path, missing: Any) -> tuple[Path, Path]:
+    """A self-signed certificate of 127.0.0.1 and its key."""
+    if shutil.which("openssl") is None:
+        missing("openssl is not installed")
+    made = tmp_path / "tls.crt", tmp_path / "tls.key"
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-days", "2", "-subj", "/CN=rollyard", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-out", str(made[0]), "-keyout", str(made[1])]
+    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=30)
+    return made
+
+
+async def test_https(
+    tmp_path: Path, start_api: Any, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollyard_client import Client, ContextError, DriverClient, Retry, ServerUnavailable
+
+    options = ["--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1])]
+    with start_api(tmp_path, *options) as process:
+        url, token = process.url.replace("http://", "https://"), process.tokens["driver"]
+        async with DriverClient(url, token, retry=Retry(attempts=1)) as stranger:
+            with pytest.raises(ServerUnavailable, match="certificate"):
+                await stranger.jobs()
+        monkeypatch.setenv("ROLLYARD_CA_FILE", str(certificate[0]))
+        async with DriverClient(url, token) as driver:
+            assert await driver.unfinished_jobs() == []
+        with Client(url, token) as client:
+            client.ready()
+        monkeypatch.setenv("ROLLYARD_CA_FILE", str(tmp_path / "nowhere"))
+        with pytest.raises(ContextError, match="ROLLYARD_CA_FILE"):
+            DriverClient(url, token)
+
+
+def test_certificates_that_are_no_use(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    chain, key = (str(path) for path in certificate)
+    assert "belong together" in _refused(tmp_path, "--tls-cert", chain)
+    told = _refused(tmp_path, "--tls-cert", chain, "--tls-key", str(tmp_path / "nowhere"))
+    assert told.startswith("--tls-key")
+    assert "cannot be read: No such file" in told
+    assert "no PEM certificate and key" in _refused(tmp_path, "--tls-cert", key, "--tls-key", chain)

@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollyard_crds import RolloutJob
+from pydantic import ValidationError
 from rollyard_crds.base import API_VERSION
 from rollyard_crds.claims import (
     COPY_ARGV,
@@ -47,15 +47,21 @@ class SandboxOwner:
     placement: Placement = field(default_factory=Placement)
 
 
-def sandbox_owner(job: RolloutJob) -> SandboxOwner:
-    """What of a job its sandbox pods need; `job` as read from the cluster, with its uid."""
-    meta = job.metadata
+def owner_of_object(obj: Object) -> SandboxOwner | None:
+    """What of a RolloutJob object its sandboxes need; None where it goes, or its template is unreadable.
+
+    Reads only that: a job's spec may hold thousands of tasks.
+    """
+    meta = obj["metadata"]
+    template = ((obj.get("spec") or {}).get("sandbox") or {}).get("template") or {}
+    if meta.get("deletionTimestamp"):
+        return None
+    try:
+        placement = Placement.model_validate(template)
+    except ValidationError:
+        return None
     return SandboxOwner(
-        meta.namespace,
-        meta.name,
-        meta.uid or "",
-        meta.labels.get(labels.QUEUE, ""),
-        job.spec.sandbox.template,
+        meta["namespace"], meta["name"], meta["uid"], labels.label_of(obj, labels.QUEUE), placement
     )
 
 

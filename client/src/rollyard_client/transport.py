@@ -79,7 +79,11 @@ class SyncTransport:
         self._retry = retry
         self._timeout = timeout
         self.client = httpx.Client(
-            base_url=context.url, headers=_headers(context.token), timeout=timeout, trust_env=False
+            base_url=context.url,
+            headers=_headers(context.token),
+            timeout=timeout,
+            verify=context.trust() or True,
+            trust_env=False,
         )
 
     def send(self, call: Call[T]) -> T:
@@ -127,6 +131,7 @@ class AsyncTransport:
             base_url=context.url,
             headers=_headers(context.token),
             timeout=timeout,
+            verify=context.trust() or True,
             trust_env=False,
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
         )

@@ -45,8 +45,8 @@ format: $(DEV_STAMP) ## Let ruff format and mend what it can
 typecheck: $(DEV_STAMP) ## mypy, strict
 	@$(BIN)/mypy
 
-crds: $(DEV_STAMP) ## Write the CRD YAML anew from the pydantic models
-	@$(BIN)/python -m rollyard_crds
+crds: $(DEV_STAMP) ## Write the CRD YAML anew from the pydantic models, and into the chart
+	@$(BIN)/python -m rollyard_crds && cp crds/yaml/*.yaml helm/rollyard/files/crds/
 
 docs: $(DEV_STAMP) ## Check that the documentation's links and commands are true
 	@$(BIN)/python -m pytest -q tests/docs

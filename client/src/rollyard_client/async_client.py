@@ -44,7 +44,7 @@ class AsyncClient:
         token: default ROLLYARD_TOKEN, else the context file.
         namespace: of all calls that name none.
         timeout: seconds per request, a long poll's own wait not counted.
-        tls: whom to trust for `https:`; default: SSL_CERT_FILE, else the usual authorities.
+        tls: whom to trust for `https:`; default: ROLLYARD_CA_FILE, else the usual authorities.
     """
 
     def __init__(

@@ -21,21 +21,7 @@ class Context:
     url: str
     token: str
     tls: ssl.SSLContext | None = None
-    """Whom to trust for `https:`; default: the authorities in SSL_CERT_FILE, else the usual ones."""
-
-    def trust(self, env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
-        """What verifies the server; None: the usual authorities.
-
-        Raises:
-            ContextError: SSL_CERT_FILE names no file with certificates.
-        """
-        path = (os.environ if env is None else env).get("SSL_CERT_FILE")
-        if self.tls is not None or not path or not self.url.startswith("https:"):
-            return self.tls
-        try:
-            return ssl.create_default_context(cafile=path)
-        except OSError as error:
-            raise ContextError(f"SSL_CERT_FILE={path}: no certificates (PEM) to be read: {error}") from error
+    """Whom to trust for `https:`; default: ROLLYARD_CA_FILE or SSL_CERT_FILE, else the usual authorities."""
 
 
 def context_path(env: Mapping[str, str]) -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -14,7 +16,7 @@ import httpx
 
 from rollyard_client.call import Call, check
 from rollyard_client.context import Context
-from rollyard_client.errors import RollyardError, ServerUnavailable, TooMany, unreachable
+from rollyard_client.errors import ContextError, RollyardError, ServerUnavailable, TooMany, unreachable
 
 T = TypeVar("T")
 
@@ -62,6 +64,24 @@ def _failed(call: Call[Any], url: str, error: httpx.TransportError) -> tuple[Rol
     return wrapped, call.idempotent or isinstance(error, _NEVER_SENT)
 
 
+CA_FILE = "ROLLYARD_CA_FILE"
+"""Environment variable: PEM file with the authorities to trust, where the server's is not a public one.
+SSL_CERT_FILE, which other programs know too, does as well."""
+
+
+def _verify(context: Context) -> ssl.SSLContext | bool:
+    if context.tls is not None:
+        return context.tls
+    name = CA_FILE if os.environ.get(CA_FILE) else "SSL_CERT_FILE"
+    path = os.environ.get(name)
+    if not path or not context.url.startswith("https:"):
+        return True
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:  # an SSLError is one too
+        raise ContextError(f"{name}={path}: cannot be used: {error.strerror or error}") from error
+
+
 def _headers(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}", "User-Agent": "rollyard-client"}
 
@@ -82,8 +102,8 @@ class SyncTransport:
             base_url=context.url,
             headers=_headers(context.token),
             timeout=timeout,
-            verify=context.trust() or True,
             trust_env=False,
+            verify=_verify(context),
         )
 
     def send(self, call: Call[T]) -> T:
@@ -131,8 +151,8 @@ class AsyncTransport:
             base_url=context.url,
             headers=_headers(context.token),
             timeout=timeout,
-            verify=context.trust() or True,
             trust_env=False,
+            verify=_verify(context),
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
         )
 

@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds" / "yaml"
 CHART = ROOT / "helm" / "rollyard"
 LOCK = "/tmp/kube-lab.lock"
-START_SECONDS = 300
 COMMAND_SECONDS = 240
 
 
@@ -118,10 +117,11 @@ def _lab(missing: Callable[[str], NoReturn]) -> Path:
 def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
     """kube-lab's cluster with the CRDs of this checkout."""
     lab = _lab(missing)
-    command = ["flock", LOCK, str(lab), "start"]
-    started = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS)
+    # --close: the cluster's processes must not inherit the lock; --wait: who holds it is starting them.
+    command = ["flock", "--close", "--wait", "120", LOCK, str(lab), "start"]
+    started = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
     if started.returncode != 0:
-        missing(f"no cluster: kube-lab does not start: {started.stdout}{started.stderr}")
+        missing(f"no cluster: kube-lab does not start: {started.stdout}")
     lines = subprocess.run([str(lab), "env"], capture_output=True, text=True, check=True).stdout
     given = subprocess.run(
         ["bash", "-c", f"{lines}\nenv -0"], capture_output=True, text=True, check=True

@@ -119,7 +119,9 @@ def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
     lab = _lab(missing)
     # --close: the cluster's processes must not inherit the lock; --wait: who holds it is starting them.
     command = ["flock", "--close", "--wait", "120", LOCK, str(lab), "start"]
-    started = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    started = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+    )
     if started.returncode != 0:
         missing(f"no cluster: kube-lab does not start: {started.stdout}")
     lines = subprocess.run([str(lab), "env"], capture_output=True, text=True, check=True).stdout

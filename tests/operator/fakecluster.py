@@ -199,6 +199,12 @@ class FakeKube:
             watcher(verb, copy.deepcopy(obj))
 
 
+def _told(thing: Any, status: Any, *names: str) -> Any:
+    """The thing with what its driver says of it."""
+    told = {name: getattr(status, name) for name in ("conditions", "observed_generation", *names)}
+    return thing.model_copy(update={"status": thing.status.model_copy(update=told)})
+
+
 class FakeControlPlane:
     """Jobs and pools as the control plane keeps them; rollouts only as counts."""
 
@@ -281,7 +287,9 @@ class FakeControlPlane:
         if there.spec.handler != job.spec.handler:
             raise Conflict("another spec stands", reason="AlreadyExists", status=409)
         if there.spec != job.spec:
-            there = self._changed(there, {name: getattr(job.spec, name) for name in type(job.spec).model_fields})
+            there = self._changed(
+                there, {name: getattr(job.spec, name) for name in type(job.spec).model_fields}
+            )
         annotations = {**there.metadata.annotations, OBJECT_UID: object_uid(job)}
         meta = there.metadata.model_copy(update={"annotations": annotations})
         self.all_jobs[key] = there.model_copy(update={"metadata": meta})
@@ -315,8 +323,12 @@ class FakeControlPlane:
         known = self.all_jobs.get(thing_key(job))
         if known is None:
             raise NotFound("no such job", status=404)
-        told = {name: getattr(status, name) for name in ("phase", "conditions", "message", "observed_generation")}
-        self.all_jobs[thing_key(job)] = known.model_copy(update={"status": known.status.model_copy(update=told)})
+        told = {
+            name: getattr(status, name) for name in ("phase", "conditions", "message", "observed_generation")
+        }
+        self.all_jobs[thing_key(job)] = known.model_copy(
+            update={"status": known.status.model_copy(update=told)}
+        )
         return self.all_jobs[thing_key(job)].model_copy(deep=True)
 
     async def cancel(self, job: RolloutJob) -> RolloutJob:
@@ -339,7 +351,9 @@ class FakeControlPlane:
         if there is None:
             return self._insert_pool(pool).model_copy(deep=True)
         if there.spec != pool.spec:
-            there = self._changed(there, {name: getattr(pool.spec, name) for name in type(pool.spec).model_fields})
+            there = self._changed(
+                there, {name: getattr(pool.spec, name) for name in type(pool.spec).model_fields}
+            )
         meta = there.metadata.model_copy(update={"annotations": dict(pool.metadata.annotations)})
         self.all_pools[key] = there.model_copy(update={"metadata": meta})
         return self.all_pools[key].model_copy(deep=True)
@@ -359,8 +373,13 @@ class FakeControlPlane:
     async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> BackendPool:
         await self._enter()
         known = self.all_pools[thing_key(pool)]
-        told = {name: getattr(status, name) for name in ("conditions", "observed_generation", "replicas", "selector")}
-        self.all_pools[thing_key(pool)] = known.model_copy(update={"status": known.status.model_copy(update=told)})
+        told = {
+            name: getattr(status, name)
+            for name in ("conditions", "observed_generation", "replicas", "selector")
+        }
+        self.all_pools[thing_key(pool)] = known.model_copy(
+            update={"status": known.status.model_copy(update=told)}
+        )
         return self.all_pools[thing_key(pool)].model_copy(deep=True)
 
     async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> BackendPool:

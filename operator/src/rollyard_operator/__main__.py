@@ -18,13 +18,13 @@ from rollyard_client.transport import CA_FILE
 from rollyard_operator.installation import Operator
 from rollyard_operator.kube import KubeClient, KubeError
 from rollyard_operator.plan import Profile
+from rollyard_operator.pods import installation_digest
 from rollyard_operator.settings import OperatorSettings, SettingsError, load_settings
 from rollyard_operator.shell import LIVENESS, login_of, watch
 
 _log = logging.getLogger("rollyard_operator")
 MAX_ACTIVE_JOBS = 100
 """More wait as Pending; what the cluster has room for is its scheduler's and Kueue's business."""
-DRAIN_SECONDS = 60.0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -74,7 +74,7 @@ async def _run(
     http: httpx.AsyncClient,
     liveness: str,
 ) -> None:
-    profile = Profile(max_active_jobs=MAX_ACTIVE_JOBS, drain_seconds=DRAIN_SECONDS)
+    profile = Profile(max_active_jobs=MAX_ACTIVE_JOBS, made_of=installation_digest(settings))
     operator = Operator(settings, profile, kube, client, http)
     stop = asyncio.Event()
 

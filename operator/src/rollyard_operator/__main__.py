@@ -16,7 +16,9 @@ from rollyard_client import DriverClient, Retry
 from rollyard_client.transport import CA_FILE
 
 from rollyard_operator.installation import Operator
+from rollyard_operator.isolation import isolation_checks
 from rollyard_operator.kube import KubeClient, KubeError
+from rollyard_operator.kubesandboxes import SandboxLoop
 from rollyard_operator.plan import Profile
 from rollyard_operator.pods import installation_digest
 from rollyard_operator.settings import OperatorSettings, SettingsError, load_settings
@@ -76,6 +78,16 @@ async def _run(
 ) -> None:
     profile = Profile(max_active_jobs=MAX_ACTIVE_JOBS, made_of=installation_digest(settings))
     operator = Operator(settings, profile, kube, client, http)
+    sandboxes = SandboxLoop(
+        kube,
+        operator.yard.pods,
+        client,
+        lambda namespace, name: operator.yard.jobs.get((namespace, name)),
+        settings,
+        key=_token(settings.token_file),
+        checks=await isolation_checks(settings, kube, os.environ),
+    )
+    operator.job_changed = sandboxes.wake
     stop = asyncio.Event()
 
     async def watching() -> None:
@@ -84,7 +96,7 @@ async def _run(
         finally:
             running.cancel()
 
-    running = asyncio.create_task(operator.run(watching), name="operator")
+    running = asyncio.create_task(operator.run(watching, sandboxes.run), name="operator")
     with contextlib.suppress(asyncio.CancelledError):
         await running
 

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -198,6 +199,35 @@ async def test_events(tmp_path: Path, start_api: Any, make_manifest: Any, worker
             assert [e["reward"] for e in ends] == [1.0, 1.0]
 
 
+async def test_kill_9_keeps_claims(
+    tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    shape = {"cpu": 1.0, "memory_bytes": 1 << 30, "disk_bytes": 1 << 30, "processes": 64}
+    bound = {"state": "Bound", "address": "tcp://10.0.0.7:7411", "secret": "s"}
+    with start_api(tmp_path) as process:
+        async with _http(process) as http:
+            await http.post("/v1/rolloutjobs", json=make_manifest())
+            leases = await worker_of(http, node="kubernetes").lease(init=2)
+            bodies = [{"rollout": x["rollout"], "token": x["token"], "shape": shape} for x in leases]
+            kept, dropped = [(await http.post("/v1/claims", json=body)).json()["id"] for body in bodies]
+            for claim in (kept, dropped):
+                assert (await http.put(f"/v1/claims/{claim}/status", json=bound)).status_code == 200
+        process.kill()
+    with start_api(tmp_path) as process:
+        async with _http(process) as http:
+            for body, claim in zip(bodies, (kept, dropped), strict=True):
+                again = (await http.post("/v1/claims", json=body | {"wait": 30})).json()
+                assert (again["id"], again["secret"]) == (claim, "s")
+            revision = (await http.get("/v1/claims")).json()["revision"]
+            rollout = bodies[1]["rollout"]
+            await http.post("/v1/rolloutjobs/job/cancel", json={"rollout": rollout})
+            told = await http.get("/v1/claims", params={"revision": revision, "wait": 30})
+            assert {c["id"]: c["state"] for c in told.json()["claims"]} == {
+                kept: "Bound",
+                dropped: "Released",
+            }
+
+
 def _refused(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
@@ -249,10 +279,22 @@ async def test_https(
 
     options = ["--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1])]
     with start_api(tmp_path, *options) as process:
-        url, token = process.url.replace("http://", "https://"), process.tokens["driver"]
-        async with DriverClient(url, token, retry=Retry(attempts=1)) as stranger:
+        url = process.url.replace("http://", "https://")
+        trusting = ssl.create_default_context(cafile=str(certificate[0]))
+        headers = {"Authorization": f"Bearer {process.tokens['driver']}"}
+        async with httpx.AsyncClient(base_url=url, headers=headers, verify=trusting) as http:
+            assert (await http.get("/v1/rolloutjobs")).json()["items"] == []
+            assert (await http.get("/readyz")).text == "ok"
+        async with httpx.AsyncClient(base_url=url, verify=True, trust_env=False) as stranger:
+            with pytest.raises(httpx.ConnectError, match="certificate"):
+                await stranger.get("/healthz")
+        async with httpx.AsyncClient(base_url=process.url) as plain:
+            with pytest.raises(httpx.TransportError):
+                await plain.get("/healthz")
+        token = process.tokens["driver"]
+        async with DriverClient(url, token, retry=Retry(attempts=1)) as driver:
             with pytest.raises(ServerUnavailable, match="certificate"):
-                await stranger.jobs()
+                await driver.jobs()
         monkeypatch.setenv("ROLLYARD_CA_FILE", str(certificate[0]))
         async with DriverClient(url, token) as driver:
             assert await driver.unfinished_jobs() == []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from rollyard_api import cancelling
 from rollyard_api.schema import jobs, pools, weight_updates
 from rollyard_crds.claims import ClaimList
 
@@ -151,6 +152,54 @@ async def test_an_object_made_anew_replaces_the_job(served: Any, make_manifest: 
     assert [claim.state for claim in (await _warm(served)).claims] == ["Released"]
     again = await _put(served, _object(make_manifest(samplesPerTask=3), "u2"))
     assert (again.status_code, again.json()["metadata"]["uid"]) == (200, made.json()["metadata"]["uid"])
+
+
+async def _unfinished(served: Any) -> dict[str, str | None]:
+    """Name and cancel reason of each job that a driver has to do with."""
+    items = (await served.driver.get("/v1/rolloutjobs", params={"finished": False})).json()["items"]
+    reason = "rollyard.dev/cancel-reason"
+    return {item["metadata"]["name"]: item["metadata"]["annotations"].get(reason) for item in items}
+
+
+@pytest.mark.parametrize("before", ["running", "cancelled", "succeeded"])
+async def test_deleting_the_job_of_an_object_is_its_drivers_business(
+    served: Any, make_manifest: Any, worker_of: Any, before: str
+) -> None:
+    await _put(served, _object(make_manifest()))
+    if before == "cancelled":
+        await served.admin.post("/v1/rolloutjobs/job/cancel", json={})
+    elif before == "succeeded":
+        await worker_of(served.worker).finish_all()
+    for _ in range(2):
+        asked = await served.admin.delete("/v1/rolloutjobs/job")
+        assert (asked.status_code, asked.json()["deleted"]) == (202, False)
+        assert await _unfinished(served) == {"job": "Deleted"}
+    counts = (await _job(served))["status"]["counts"]
+    assert counts["succeeded" if before == "succeeded" else "cancelled"] == 2
+    kept = await _put(served, _object(make_manifest()))
+    assert kept.status_code == 200, "the driver may register it once more before it looks"
+    assert kept.json()["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "Deleted"
+    done = await served.driver.delete("/v1/rolloutjobs/job")
+    assert (done.status_code, done.json()["deleted"]) == (202, True)
+    assert await _unfinished(served) == {}
+    assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
+
+
+async def test_the_time_to_live_of_an_objects_job(served: Any, make_manifest: Any, worker_of: Any) -> None:
+    await _put(served, _object(make_manifest(ttlSecondsAfterFinished=600)))
+    await worker_of(served.worker).finish_all()
+    await served.plane.sweep()
+
+    def later(tx: Any) -> None:
+        tx.now += 300
+        cancelling.enforce(tx)
+
+    await served.plane.database.write(later)
+    assert await _unfinished(served) == {}
+    await _put(served, _object(make_manifest(ttlSecondsAfterFinished=60)))
+    for _ in range(2):
+        await served.plane.database.write(later)
+        assert await _unfinished(served) == {"job": "Deleted"}, "its driver removes object and job"
 
 
 async def test_the_object_of_a_submitted_job(served: Any, make_manifest: Any) -> None:
@@ -358,6 +407,21 @@ async def test_registering_a_pool(served: Any) -> None:
         assert "cannot be changed" in other.json()["errors"][0]
     wrong = await served.driver.put("/v1/backendpools/else", json=_pool())
     assert wrong.json()["errors"][0].startswith("metadata.name: must be 'else'")
+
+
+async def test_deleting_the_pool_of_an_object_is_its_drivers_business(served: Any) -> None:
+    await _put_pool(served, _pool())
+    request = "rollyard.dev/delete-requested"
+    for _ in range(2):
+        asked = await served.admin.delete("/v1/backendpools/pool")
+        assert (asked.status_code, asked.json()["deleted"]) == (200, False)
+        told = (await _put_pool(served, _pool(replicas=2))).json()
+        assert told["metadata"]["annotations"] == {UID: "u1", request: "true"}
+    done = await served.driver.delete("/v1/backendpools/pool")
+    assert (done.status_code, done.json()["deleted"]) == (200, True)
+    forged = _pool()
+    forged["metadata"]["annotations"][request] = "true"
+    assert (await _put_pool(served, forged)).json()["metadata"]["annotations"] == {UID: "u1"}
 
 
 async def test_a_pool_made_anew_replaces_the_old_one(served: Any) -> None:

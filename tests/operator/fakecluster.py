@@ -199,6 +199,12 @@ class FakeKube:
             watcher(verb, copy.deepcopy(obj))
 
 
+def _told(thing: Any, status: Any, *names: str) -> Any:
+    """The thing with what its driver says of it."""
+    told = {name: getattr(status, name) for name in ("conditions", "observed_generation", *names)}
+    return thing.model_copy(update={"status": thing.status.model_copy(update=told)})
+
+
 class FakeControlPlane:
     """Jobs and pools as the control plane keeps them; rollouts only as counts."""
 

@@ -16,15 +16,17 @@ from rollyard_client import DriverClient, Retry
 from rollyard_client.transport import CA_FILE
 
 from rollyard_operator.installation import Operator
+from rollyard_operator.isolation import isolation_checks
 from rollyard_operator.kube import KubeClient, KubeError
+from rollyard_operator.kubesandboxes import SandboxLoop
 from rollyard_operator.plan import Profile
+from rollyard_operator.pods import installation_digest
 from rollyard_operator.settings import OperatorSettings, SettingsError, load_settings
 from rollyard_operator.shell import LIVENESS, login_of, watch
 
 _log = logging.getLogger("rollyard_operator")
 MAX_ACTIVE_JOBS = 100
 """More wait as Pending; what the cluster has room for is its scheduler's and Kueue's business."""
-DRAIN_SECONDS = 60.0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -74,8 +76,18 @@ async def _run(
     http: httpx.AsyncClient,
     liveness: str,
 ) -> None:
-    profile = Profile(max_active_jobs=MAX_ACTIVE_JOBS, drain_seconds=DRAIN_SECONDS)
+    profile = Profile(max_active_jobs=MAX_ACTIVE_JOBS, made_of=installation_digest(settings))
     operator = Operator(settings, profile, kube, client, http)
+    sandboxes = SandboxLoop(
+        kube,
+        operator.yard.pods,
+        client,
+        lambda namespace, name: operator.yard.jobs.get((namespace, name)),
+        settings,
+        key=_token(settings.token_file),
+        checks=await isolation_checks(settings, kube, os.environ),
+    )
+    operator.job_changed = sandboxes.wake
     stop = asyncio.Event()
 
     async def watching() -> None:
@@ -84,7 +96,7 @@ async def _run(
         finally:
             running.cancel()
 
-    running = asyncio.create_task(operator.run(watching), name="operator")
+    running = asyncio.create_task(operator.run(watching, sandboxes.run), name="operator")
     with contextlib.suppress(asyncio.CancelledError):
         await running
 

@@ -14,6 +14,7 @@ from rollyard_operator.kube import Kube, KubeConflict, KubeError
 from rollyard_operator.labels import Object
 from rollyard_operator.objectcache import Key, PodCache, key_of, uid_of
 from rollyard_operator.plan import Launch, ObservedWorkload, Plan, Stop, Workload
+from rollyard_operator.podparts import TemplateError
 from rollyard_operator.podstatus import observed_workload
 
 REMEMBERED = 4096
@@ -27,8 +28,9 @@ class Children:
     another operator, finds the name taken and takes what is there.
     """
 
-    def __init__(self, kube: Kube, cache: PodCache, instance: str) -> None:
+    def __init__(self, kube: Kube, cache: PodCache, instance: str, wake: Callable[[], None]) -> None:
         self._kube = kube
+        self._wake = wake
         self._cache = cache
         self._instance = instance
         self._refused: dict[str, ObservedWorkload] = {}
@@ -85,10 +87,14 @@ class Children:
     async def _launch(self, namespace: str, launch: Launch, build: Callable[[Workload], Object]) -> None:
         workload = launch.workload
         self._refused.pop(workload.name, None)
+        try:
+            pod = build(workload)
+        except TemplateError as error:
+            self._refuse(launch, str(error))
+            return
         before = self._cache.get((namespace, workload.name))
         if before is not None:
             await self._delete(before, 0)
-        pod = build(workload)
         pod["metadata"].setdefault("annotations", {})[labels.RESTARTS] = str(launch.restarts)
         try:
             self._cache.put(await self._kube.create(pod))
@@ -124,6 +130,7 @@ class Children:
             message=message[:512],
             blocked=True,
         )
+        self._wake()  # no watch will tell
 
     async def _mark(self, namespace: str, name: str, draining: bool) -> None:
         pod = self._cache.get((namespace, name))

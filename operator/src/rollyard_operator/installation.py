@@ -69,6 +69,8 @@ class Operator:
             pool_changed=self._wake_jobs_of,
         )
         self._sync = Sync(self.yard)
+        self.job_changed: Callable[[], None] = lambda: None
+        """Called when a RolloutJob appeared, changed or went."""
         self._polled_at = 0.0
 
     # What a watch tells
@@ -104,6 +106,8 @@ class Operator:
         else:
             self._prints[where] = after
         self._wake(where, start=there is not None)
+        if where[0] == "RolloutJob":
+            self.job_changed()
         if where[0] == "BackendPool" and (before is None or after is None):
             self._wake_jobs_of(where[1])
 

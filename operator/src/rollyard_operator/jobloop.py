@@ -68,7 +68,7 @@ class JobLoop(ObjectLoop):
         super().__init__(key, gate)
         self._yard = yard
         self._life = _Life()
-        self._children = Children(yard.kube, yard.pods, yard.settings.instance)
+        self._children = self._new_children()
         self.pool: Key | None = None
         """The pool that it samples from."""
 
@@ -78,7 +78,7 @@ class JobLoop(ObjectLoop):
             return await self._leave(obj)
         if self._life.uid != uid_of(obj):
             self._life = _Life(uid_of(obj))
-            self._children = Children(self._yard.kube, self._yard.pods, self._yard.settings.instance)
+            self._children = self._new_children()
         try:
             job = self._life.reader.read(obj)
         except ManifestError as error:
@@ -97,6 +97,9 @@ class JobLoop(ObjectLoop):
         if job.spec.placement not in (None, "kubernetes"):
             return await self._mirror(obj, job, view)
         return await self._reconcile(obj, job, view)
+
+    def _new_children(self) -> Children:
+        return Children(self._yard.kube, self._yard.pods, self._yard.settings.instance, self.wake)
 
     # What the control plane knows of it
 

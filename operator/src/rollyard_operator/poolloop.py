@@ -62,7 +62,7 @@ class PoolLoop(ObjectLoop):
         super().__init__(key, gate)
         self._yard = yard
         self._life = _Life()
-        self._children = Children(yard.kube, yard.pods, yard.settings.instance)
+        self._children = self._new_children()
         self._probes = Probes(yard.http, self.wake)
 
     async def run(self) -> None:
@@ -78,7 +78,7 @@ class PoolLoop(ObjectLoop):
             return await self._leave(obj)
         if self._life.uid != uid_of(obj):
             self._life = _Life(uid_of(obj))
-            self._children = Children(self._yard.kube, self._yard.pods, self._yard.settings.instance)
+            self._children = self._new_children()
         try:
             pool = self._life.reader.read(obj)
         except ManifestError as error:
@@ -93,6 +93,9 @@ class PoolLoop(ObjectLoop):
         if view is None:
             return 0.0  # the object was changed after the control plane
         return await self._reconcile(obj, pool, view)
+
+    def _new_children(self) -> Children:
+        return Children(self._yard.kube, self._yard.pods, self._yard.settings.instance, self.wake)
 
     # What the control plane knows of it
 

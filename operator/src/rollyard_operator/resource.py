@@ -109,13 +109,16 @@ async def write_status(
     """Write a status, and tell the transitions as events.
 
     Raises:
+        KubeConflict: `obj` is not the newest any more, so that it may be another one: look again.
         KubeError: the status was refused. An event that is refused is let be.
     """
     namespace, name = key_of(obj)
     body = after.to_json()
     # A merge patch keeps what it does not name.
     gone = {field: None for field in before.to_json() if field not in body}
-    fresh = await kube.patch_status(obj["kind"], namespace, name, body | gone, uid=uid_of(obj))
+    fresh = await kube.patch_status(
+        obj["kind"], namespace, name, body | gone, version=obj["metadata"]["resourceVersion"]
+    )
     if fresh is None:
         return "gone"
     cache.put(fresh)

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fakecluster import FakeControlPlane, FakeKube
+from fakecluster import FakeControlPlane, FakeKube, stamp
 from rollyard_operator import loops
 from rollyard_operator.installation import Operator
 from rollyard_operator.labels import Object
@@ -51,13 +51,24 @@ def job(name: str = "math", **spec: Any) -> Object:
     }
 
 
+def pool(**spec: Any) -> Object:
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": "qwen", "namespace": NAMESPACE},
+        "spec": {"model": "/models/tiny", "replicas": 2} | spec,
+    }
+
+
 class Lab:
     """One operator with its surroundings."""
 
     def __init__(self, settings: OperatorSettings, kube: FakeKube, control: FakeControlPlane) -> None:
         self.kube = kube
         self.control = control
-        self.http = httpx.AsyncClient(trust_env=False)
+        self.sick: set[str] = set()
+        """Hosts of backends that do not answer."""
+        self.http = httpx.AsyncClient(transport=httpx.MockTransport(self._backend))
         profile = Profile(backoff_seconds=0.01, blocked_seconds=0.05, max_active_jobs=2)
         self.operator = Operator(settings, profile, kube, control, self.http)
         kube.watchers.append(self._watch)
@@ -67,16 +78,24 @@ class Lab:
         if obj["kind"] in ("RolloutJob", "BackendPool") or (obj["kind"] == "Pod" and mine):
             (self.operator.gone if verb == "DELETED" else self.operator.seen)(obj)
 
-    def status(self, name: str = "math") -> Object:
-        status: Object = self.kube.objects[("RolloutJob", NAMESPACE, name)].get("status") or {}
+    def _backend(self, request: httpx.Request) -> httpx.Response:
+        if request.url.host in self.sick:
+            return httpx.Response(503)
+        if request.url.path != "/v1/completions":
+            return httpx.Response(200, json={"weight_version": "base"})
+        choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
+        return httpx.Response(200, json={"choices": [choice]})
+
+    def status(self, name: str = "math", of: str = "RolloutJob") -> Object:
+        status: Object = self.kube.objects[(of, NAMESPACE, name)].get("status") or {}
         return status
 
-    def condition(self, kind: str, name: str = "math") -> Object:
-        found = [one for one in self.status(name).get("conditions", ()) if one["type"] == kind]
+    def condition(self, kind: str, name: str = "math", of: str = "RolloutJob") -> Object:
+        found = [one for one in self.status(name, of).get("conditions", ()) if one["type"] == kind]
         return found[0] if found else {}
 
-    def holds(self, kind: str, name: str = "math") -> bool:
-        return self.condition(kind, name).get("status") == "True"
+    def holds(self, kind: str, name: str = "math", of: str = "RolloutJob") -> bool:
+        return self.condition(kind, name, of).get("status") == "True"
 
     def start_pods(self) -> None:
         for pod in self.kube.of("Pod"):
@@ -84,11 +103,17 @@ class Lab:
                 self.run_pod(pod["metadata"]["name"])
 
     def run_pod(self, name: str) -> None:
-        running = {"name": "worker", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
-        self.kube.pod_status(NAMESPACE, name, {"phase": "Running", "containerStatuses": [running]})
+        pod = self.kube.objects[("Pod", NAMESPACE, name)]
+        running = {"name": "worker", "state": {"running": {"startedAt": stamp()}}}
+        if pod["metadata"]["labels"]["app.kubernetes.io/component"] == "backend":
+            running["name"] = "backend"
+        address = {"podIP": f"10.0.0.{int(pod['metadata']['uid'][:8], 16)}"}
+        ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+        status = {"phase": "Running", "containerStatuses": [running], **address, **ready}
+        self.kube.pod_status(NAMESPACE, name, status)
 
     def end_pod(self, name: str, code: int) -> None:
-        over = {"exitCode": code, "finishedAt": "2026-01-01T00:00:01Z", "message": "boom"}
+        over = {"exitCode": code, "finishedAt": stamp(), "message": "boom"}
         ended = {"name": "worker", "state": {"terminated": over}}
         phase = "Failed" if code else "Succeeded"
         self.kube.pod_status(NAMESPACE, name, {"phase": phase, "containerStatuses": [ended]})
@@ -107,6 +132,10 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollyard_operator.jobloop.COUNTS_SECONDS", 0.0)
     monkeypatch.setattr("rollyard_operator.jobloop.REFUSED_SECONDS", 0.05)
     monkeypatch.setattr("rollyard_operator.jobloop.LEFTOVER_SECONDS", 0.05)
+    for name in ("POLL_SECONDS", "LEFTOVER_SECONDS", "COUNTS_SECONDS"):
+        monkeypatch.setattr(f"rollyard_operator.poolloop.{name}", 0.02)
+    monkeypatch.setattr("rollyard_operator.probe.FIRST_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("rollyard_operator.probe.CHECK_SECONDS", 0.02)
     monkeypatch.setattr(loops, "LONGEST_BACKOFF_SECONDS", 0.05)
 
 

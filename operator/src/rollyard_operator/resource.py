@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 from rollyard_crds import BackendPool, BackendPoolStatus, RolloutJob, RolloutJobStatus
@@ -103,9 +103,7 @@ def registration(thing: ThingT) -> ThingT:
     return thing.model_copy(update={"metadata": kept})
 
 
-async def write_status(
-    kube: Kube, cache: ObjectCache, obj: Object, before: StatusT, after: StatusT
-) -> Literal["written", "gone"]:
+async def write_status(kube: Kube, cache: ObjectCache, obj: Object, before: StatusT, after: StatusT) -> None:
     """Write a status, and tell the transitions as events.
 
     Raises:
@@ -120,11 +118,11 @@ async def write_status(
         obj["kind"], namespace, name, body | gone, version=obj["metadata"]["resourceVersion"]
     )
     if fresh is None:
-        return "gone"
+        cache.remove(key_of(obj), uid_of(obj))
+        return
     cache.put(fresh)
     for note in notes.notes(before.conditions, after.conditions):
         await tell(kube, obj, note)
-    return "written"
 
 
 async def tell(kube: Kube, obj: Object, note: notes.Note) -> None:

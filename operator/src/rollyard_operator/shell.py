@@ -56,8 +56,9 @@ def kopf_registry(operator: Operator, login: Login) -> kopf.OperatorRegistry:
         group, _, version = resource.api.rpartition("/")
         kopf.on.event(group, version, resource.plural, registry=registry, id=resource.plural)(told)
 
-    @kopf.on.probe(registry=registry, id="loops")
-    def _alive(**_: Any) -> bool:
+    # Asked again by the kubelet, not by kopf.
+    @kopf.on.probe(registry=registry, id="loops", errors=kopf.ErrorsMode.PERMANENT)
+    async def _alive(**_: Any) -> bool:
         if not operator.alive():
             raise kopf.PermanentError("the poll of the control plane does not go on")
         return True

@@ -232,7 +232,7 @@ async def test_an_operator_killed_between_taking_and_binding_goes_on(world: Worl
     await world.turn()
     world.start()
     claim = world.plane.file()
-    world.plane.fault = lambda: bool(world.plane.told) or True  # type: ignore[assignment]
+    world.plane.fault = lambda: True
     world.loop.learn(await _listed(world.plane))
     await world.loop.turn()
     (taken,) = [pod for pod in world.kube.of("Pod") if pod["metadata"]["labels"].get(labels.CLAIM) == claim]
@@ -313,6 +313,64 @@ async def test_a_warm_pod_that_is_gone_when_it_is_taken_costs_nothing(world: Wor
     world.start()
     await world.turn()
     assert world.state(claim) == "Bound"
+
+
+async def test_a_warm_pod_of_the_same_name_but_another_uid_is_not_taken(world: World) -> None:
+    world.plane.want(1)
+    await world.turn()
+    world.start()
+    (old,) = world.kube.of("Pod")
+    world.deaf = True
+    world.kube.remove("Pod", *key_of(old))
+    world.kube.put({**old, "metadata": {k: v for k, v in old["metadata"].items() if k != "uid"}})
+    world.deaf = False
+    claim = world.plane.file()
+    await world.turn()
+    new = world.pod(old["metadata"]["name"])
+    assert uid_of(new) != uid_of(old)
+    assert labels.CLAIM not in new["metadata"]["labels"]
+    assert world.state(claim) == "Pending"
+
+
+async def test_a_warm_pod_that_broke_unseen_is_not_handed_out(world: World) -> None:
+    world.plane.want(1)
+    await world.turn()
+    world.start()
+    (pod,) = world.kube.of("Pod")
+    world.deaf = True
+    world.status(pod, **ended(137, "OOMKilled"))
+    world.deaf = False
+    claim = world.plane.file()
+    await world.turn()
+    assert world.state(claim) == "Pending"
+    assert not [status for _, status in world.plane.told if status.state == "Bound"]
+    await world.turn()
+    assert world.plane.claims_[claim].reason == "OutOfMemory"
+
+
+async def test_what_is_deleted_is_deleted_once(world: World) -> None:
+    claim = world.plane.file()
+    await world.turn()
+    world.deaf = True
+    world.plane.release(claim)
+    await world.turn(5)
+    assert [verb for verb, _, _ in world.kube.calls].count("delete") == 1
+    world.reap()
+    world.now += timedelta(seconds=120)
+    await world.turn(2)
+    assert world.plane.claims_ == {}, "nobody told that it is gone, and it was found out"
+
+
+async def test_a_conflict_that_is_no_taken_name_is_tried_again_soon(world: World) -> None:
+    conflict = KubeConflict(409, "Conflict", 'Operation cannot be fulfilled on resourcequotas "q"')
+    world.kube.refuse = lambda verb, obj: conflict if verb == "create" else None
+    claim = world.plane.file()
+    after = await world.turn()
+    assert after is not None
+    assert after <= 1.0
+    world.kube.refuse = lambda verb, obj: None
+    await world.turn()
+    assert world.kube.names("Pod") == [f"sb-{claim}"]
 
 
 async def test_quota_is_waited_for_and_told_in_the_end(world: World) -> None:

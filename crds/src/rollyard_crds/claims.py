@@ -20,6 +20,41 @@ PROVIDER = "kubernetes"
 """`SandboxHandle.provider` of a claimed sandbox; its `id` is the claim's id, its `node` NODE."""
 NODE = "kubernetes"
 """Node name of workers and sandboxes whose sandboxes are reached over a pod network."""
+RUNTIME_PATH = "/.rollyard"
+"""Where the runtime (exec server, its Python and its libraries) is mounted read-only in a sandbox."""
+EXEC_PORT = 7411
+"""TCP port of the exec server in a sandbox pod."""
+EXEC_LISTEN = f"tcp://*:{EXEC_PORT}"
+"""Its `--listen`: every address of the pod, IPv4 and IPv6."""
+EXEC_SERVER_ARGV: tuple[str, ...] = (
+    f"{RUNTIME_PATH}/loader",
+    "--library-path",
+    f"{RUNTIME_PATH}/libs",
+    "--argv0",
+    f"{RUNTIME_PATH}/venv/bin/python",
+    f"{RUNTIME_PATH}/python/bin/python3",
+    "-I",
+    "-S",
+    f"{RUNTIME_PATH}/exec-server.py",
+)
+"""Starts the exec server in any image; its options follow. It needs nothing of the image, no shell either.
+
+As in `(*EXEC_SERVER_ARGV, "--listen", EXEC_LISTEN, "--workdir", "/work", "--token-sha256", HEX)`.
+"""
+COPY_ARGV: tuple[str, ...] = (
+    "/loader",
+    "--library-path",
+    "/libs",
+    "/python/bin/python3",
+    "-I",
+    "-S",
+    "/copy-runtime.py",
+)
+"""Run in the runtime's own image it copies the runtime into the folder named by the argument that follows.
+
+For clusters without image volumes: an init container copies it to an empty volume, which the
+sandbox mounts read-only at RUNTIME_PATH.
+"""
 
 ClaimState = Literal["Pending", "Bound", "Failed", "Released"]
 

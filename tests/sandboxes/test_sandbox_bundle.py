@@ -2,74 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import filecmp
-import hashlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rollyard_crds.claims import COPY_ARGV, EXEC_SERVER_ARGV
-from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.copying import ENTRIES
 from rollyard_sandbox.errors import LaunchError
 
 pytestmark = pytest.mark.real
-SECRET = "a secret of one sandbox"
-BWRAP = (
-    "bwrap", "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--clearenv",
-    "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/work", "--uid", "1000", "--gid", "1000",
-    "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/work",
-)  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("bundle") / "runtime"
-    done = subprocess.run(
-        [sys.executable, "-m", "rollyard_pipeline.sandboxes.bundle", str(out)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return out
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ryb-", dir="/tmp") as name:  # a socket's path must be short
-        yield Path(name)
-
-
-@asynccontextmanager
-async def running(runtime: Path, root: Path, folder: Path) -> AsyncIterator[ExecClient]:
-    """The exec server under EXEC_SERVER_ARGV, as process 1 of a sandbox whose root folder is `root`."""
-    binds = [part for entry in sorted(root.iterdir()) for part in ("--ro-bind", str(entry), f"/{entry.name}")]
-    ready_read, ready_write = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        *BWRAP, *binds, "--ro-bind", str(runtime), "/.rollyard", "--bind", str(folder), "/sockets",
-        "--remount-ro", "/", *EXEC_SERVER_ARGV, "--listen", "unix:/sockets/s", "--workdir", "/tmp",
-        "--token-sha256", hashlib.sha256(SECRET.encode()).hexdigest(), "--ready-fd", str(ready_write),
-        pass_fds=(ready_write,),
-    )  # fmt: skip
-    os.close(ready_write)
-    try:
-        with os.fdopen(ready_read) as ready:
-            assert await asyncio.to_thread(ready.readline), "the server ended before it was ready"
-        async with await ExecClient.connect(f"unix:{folder}/s", token=SECRET) as client:
-            yield client
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
-
-async def test_an_empty_image(bundle: Path, folder: Path, tmp_path: Path) -> None:
-    async with running(bundle, tmp_path, folder) as client:
+async def test_an_empty_image(pods: Any, bundle: Path, folder: Path, tmp_path: Path) -> None:
+    async with pods.running(bundle, tmp_path, folder) as client:
         assert (await client.info()).pid == 1
         await client.write_file("/tmp/a/b", b"bytes\0")
         assert (await client.read_file("/tmp/a/b")).data == b"bytes\0"
@@ -82,9 +31,9 @@ async def test_an_empty_image(bundle: Path, folder: Path, tmp_path: Path) -> Non
 
 
 async def test_bash_and_ipython_in_an_image_without_python(
-    bundle: Path, folder: Path, tmp_path: Path
+    pods: Any, bundle: Path, folder: Path, tmp_path: Path
 ) -> None:
-    async with running(bundle, only_bash(tmp_path), folder) as client:
+    async with pods.running(bundle, pods.only_bash(tmp_path), folder) as client:
         result = await client.bash("cd /work && declare x=1; echo $PWD; type python3 || echo none")
         assert result.exit_code == 0
         assert result.text().splitlines()[0] == "/work"
@@ -98,8 +47,10 @@ async def test_bash_and_ipython_in_an_image_without_python(
         assert "bash" in (await client.ipython("!echo $BASH_VERSION is bash; true")).text()
 
 
-async def test_nothing_of_the_runtime_reaches_programs(bundle: Path, folder: Path, tmp_path: Path) -> None:
-    async with running(bundle, only_bash(tmp_path), folder) as client:
+async def test_nothing_of_the_runtime_reaches_programs(
+    pods: Any, bundle: Path, folder: Path, tmp_path: Path
+) -> None:
+    async with pods.running(bundle, pods.only_bash(tmp_path), folder) as client:
         maps = (await client.bash('while read -r line; do echo "$line"; done < /proc/self/maps; set')).text()
         assert "/.rollyard" not in maps
         assert "LD_LIBRARY_PATH" not in maps
@@ -116,19 +67,19 @@ async def test_nothing_of_the_runtime_reaches_programs(bundle: Path, folder: Pat
         assert "Read-only" in written.text()
 
 
-def test_an_init_container_copies_it(bundle: Path, folder: Path) -> None:
+def test_an_init_container_copies_it(pods: Any, bundle: Path, folder: Path) -> None:
     """The way for clusters without image volumes: the image's own root beside what an engine adds."""
     binds = [part for name in ENTRIES for part in ("--ro-bind", str(bundle / name), f"/{name}")]
     for _ in range(2):  # a pod's init container may run again
         done = subprocess.run(
-            [*BWRAP, *binds, "--bind", str(folder), "/copy", "--remount-ro", "/", *COPY_ARGV, "/copy"],
+            [*pods.BWRAP, *binds, "--bind", str(folder), "/copy", "--remount-ro", "/", *COPY_ARGV, "/copy"],
             capture_output=True, text=True,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
     assert differences(filecmp.dircmp(bundle, folder)) == []
     assert sorted(os.listdir(bundle)) == sorted(ENTRIES)
     missing = subprocess.run(
-        [*BWRAP, *binds, "--remount-ro", "/", *COPY_ARGV, "/nonexistent"], capture_output=True, text=True
+        [*pods.BWRAP, *binds, "--remount-ro", "/", *COPY_ARGV, "/nonexistent"], capture_output=True, text=True
     )
     assert missing.returncode == 2
     assert "TARGET" in missing.stderr
@@ -154,18 +105,3 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 def differences(compared: filecmp.dircmp[str]) -> list[str]:
     found = compared.left_only + compared.right_only + compared.diff_files + compared.funny_files
     return found + [name for below in compared.subdirs.values() for name in differences(below)]
-
-
-def only_bash(root: Path) -> Path:
-    """A root folder with bash, as sh too, and the libraries that it loads."""
-    (root / "usr/bin").mkdir(parents=True)
-    (root / "bin").symlink_to("usr/bin")
-    program = Path(shutil.which("bash") or "/bin/bash").resolve()
-    shutil.copy(program, root / "usr/bin/bash")
-    (root / "usr/bin/sh").symlink_to("bash")
-    for word in subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout.split():
-        if word.startswith("/"):
-            target = root / word.lstrip("/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(word, target)
-    return root

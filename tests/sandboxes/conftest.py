@@ -95,7 +95,7 @@ class Kit:
 
 
 class Pods:
-    """Sandboxes as a cluster starts them: the bundled runtime and EXEC_SERVER_ARGV in a foreign root folder."""
+    """Sandboxes as a cluster starts them: the bundled runtime in a foreign root folder, by EXEC_SERVER_ARGV."""
 
     SECRET = "a secret of one sandbox"
     BWRAP = (

@@ -35,7 +35,7 @@ class RollyardError(Exception):
 
 
 class NotFound(RollyardError):
-    """No such job, pool or rollout."""
+    """No such job, pool, rollout or claim."""
 
     reason = "NotFound"
 

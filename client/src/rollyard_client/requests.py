@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import orjson
 from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
+from rollyard_crds.base import ObjectMeta
+from rollyard_crds.claims import Claim, ClaimList, ClaimRequest, ClaimStatus
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec, RolloutJobStatus
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
@@ -20,6 +22,7 @@ NDJSON = "application/x-ndjson"
 PARQUET = "application/vnd.apache.parquet"
 JOBS = "/v1/rolloutjobs"
 POOLS = "/v1/backendpools"
+CLAIMS = "/v1/claims"
 
 Manifest = RolloutJob | BackendPool | Mapping[str, Any]
 
@@ -108,21 +111,55 @@ def submit(manifest: RolloutJob | Mapping[str, Any], timeout: float) -> Call[Rol
 
 
 def jobs(
-    namespace: str | None, after: str | None, *, bare: bool = False
+    namespace: str | None, after: str | None, *, bare: bool = False, finished: bool | None = None
 ) -> Call[tuple[list[RolloutJob], str | None]]:
-    """`bare`: without inline tasks."""
+    """`bare`: without inline tasks; `finished`: only those that are, or that are not."""
 
     def parse(answer: httpx.Response) -> tuple[list[RolloutJob], str | None]:
         document = as_json(answer)
         found = [RolloutJob.model_validate(item) for item in document["items"]]
         return found, document["metadata"].get("continue")
 
-    query = {"namespace": namespace, "continue": after, "omit": "tasks" if bare else None}
+    query = {
+        "namespace": namespace,
+        "continue": after,
+        "omit": "tasks" if bare else None,
+        "finished": finished,
+    }
     return Call("GET", JOBS, parse, query=query)
 
 
 def job(name: str, namespace: str) -> Call[RolloutJob]:
     return Call("GET", f"{JOBS}/{segment(name)}", _job, query={"namespace": namespace})
+
+
+def _registered(manifest: RolloutJob | BackendPool) -> dict[str, Any]:
+    """A manifest with what the control plane keeps of its metadata, as a driver registers it."""
+    meta = manifest.metadata
+    kept = ObjectMeta(
+        name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=meta.annotations
+    )
+    return {**document_of(manifest), "metadata": kept.to_json()}
+
+
+def register_job(
+    manifest: RolloutJob, tasks: Sequence[Task | Mapping[str, Any]] | None, timeout: float
+) -> Call[RolloutJob]:
+    """`tasks`: those of its ConfigMap. `timeout`: seconds beyond the usual that reading tasks may take."""
+    meta = manifest.metadata
+    body: dict[str, Any] = {"manifest": _registered(manifest)}
+    if tasks is not None:
+        body["tasks"] = [
+            task.model_dump(mode="json", exclude_none=True) if isinstance(task, Task) else task
+            for task in tasks
+        ]
+    query = {"namespace": meta.namespace}
+    return Call("PUT", f"{JOBS}/{segment(meta.name)}", _job, query=query, body=encode(body), wait=timeout)
+
+
+def register_pool(manifest: BackendPool) -> Call[BackendPool]:
+    meta, body = manifest.metadata, encode(_registered(manifest))
+    return Call("PUT", f"{POOLS}/{segment(meta.name)}", _pool, query={"namespace": meta.namespace}, body=body)
 
 
 def delete_job(name: str, namespace: str) -> Call[None]:
@@ -295,6 +332,39 @@ def job_spec(namespace: str, name: str, uid: str | None) -> Call[RolloutJobSpec]
         return RolloutJobSpec.model_validate(as_json(answer)["spec"])
 
     return Call("GET", "/v1/leases/job", parse, query={"namespace": namespace, "name": name, "uid": uid})
+
+
+def _claim(answer: httpx.Response) -> Claim:
+    return Claim.model_validate_json(answer.content)
+
+
+def file_claim(asked: ClaimRequest) -> Call[Claim]:
+    # The same rollout and token again is the same claim.
+    return Call("POST", CLAIMS, _claim, body=asked.model_dump_json().encode(), wait=asked.wait)
+
+
+def claim(name: str, wait: float) -> Call[Claim]:
+    return Call("GET", f"{CLAIMS}/{segment(name)}", _claim, query={"wait": wait}, wait=wait)
+
+
+def release_claim(name: str) -> Call[None]:
+    return Call("DELETE", f"{CLAIMS}/{segment(name)}", nothing)
+
+
+def claims(namespace: str | None, revision: int | None, wait: float) -> Call[ClaimList]:
+    def parse(answer: httpx.Response) -> ClaimList:
+        return ClaimList.model_validate_json(answer.content)
+
+    query = {"namespace": namespace, "revision": revision, "wait": wait}
+    return Call("GET", CLAIMS, parse, query=query, wait=wait)
+
+
+def put_claim_status(name: str, status: ClaimStatus) -> Call[Claim | None]:
+    def parse(answer: httpx.Response) -> Claim | None:
+        return None if answer.status_code == 204 else _claim(answer)
+
+    body = status.model_dump_json().encode()
+    return Call("PUT", f"{CLAIMS}/{segment(name)}/status", parse, body=body)
 
 
 def ready() -> Call[None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -14,7 +16,7 @@ import httpx
 
 from rollyard_client.call import Call, check
 from rollyard_client.context import Context
-from rollyard_client.errors import RollyardError, ServerUnavailable, TooMany, unreachable
+from rollyard_client.errors import ContextError, RollyardError, ServerUnavailable, TooMany, unreachable
 
 T = TypeVar("T")
 
@@ -62,6 +64,20 @@ def _failed(call: Call[Any], url: str, error: httpx.TransportError) -> tuple[Rol
     return wrapped, call.idempotent or isinstance(error, _NEVER_SENT)
 
 
+CA_FILE = "ROLLYARD_CA_FILE"
+"""Environment variable: PEM file with the authorities to trust, where the server's is not a public one."""
+
+
+def _verify(url: str) -> ssl.SSLContext | bool:
+    path = os.environ.get(CA_FILE)
+    if not path or not url.startswith("https:"):
+        return True
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:  # an SSLError is one too
+        raise ContextError(f"{CA_FILE}={path}: cannot be used: {error.strerror or error}") from error
+
+
 def _headers(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}", "User-Agent": "rollyard-client"}
 
@@ -79,7 +95,11 @@ class SyncTransport:
         self._retry = retry
         self._timeout = timeout
         self.client = httpx.Client(
-            base_url=context.url, headers=_headers(context.token), timeout=timeout, trust_env=False
+            base_url=context.url,
+            headers=_headers(context.token),
+            timeout=timeout,
+            trust_env=False,
+            verify=_verify(context.url),
         )
 
     def send(self, call: Call[T]) -> T:
@@ -128,6 +148,7 @@ class AsyncTransport:
             headers=_headers(context.token),
             timeout=timeout,
             trust_env=False,
+            verify=_verify(context.url),
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
         )
 

@@ -43,6 +43,7 @@ _STDLIB_LEFT_OUT: Final = frozenset(
      "tkinter", "turtledemo", "turtle.py"}
 )  # fmt: skip
 _MODULES_LEFT_OUT: Final = ("_ctypes_test", "_test", "_tkinter", "_xx", "nis.", "xx")
+_FOR_COMPILERS: Final = frozenset({".pyi", ".pyx", ".pxd", ".pxi", ".h", ".c"})
 _RECORDS: Final = frozenset({"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"})
 # Opened by name at run time, so that no file lists it: libc needs it to end threads.
 _OPENED_BY_NAME: Final = ("libgcc_s.so.1",)
@@ -135,7 +136,7 @@ def _packages() -> Iterator[tuple[Path, str]]:
             parts = file.parts
             if parts[0] in ("..", "/") or {"tests", "test", "__pycache__"} & set(parts):
                 continue
-            if file.name in _RECORDS or file.suffix == ".pyi" or file.name == "py.typed":
+            if file.name in _RECORDS or file.suffix in _FOR_COMPILERS or file.name == "py.typed":
                 continue
             yield Path(str(found.locate_file(file))), str(file)
 

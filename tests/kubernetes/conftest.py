@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds" / "yaml"
 CHART = ROOT / "helm" / "rollyard"
 LOCK = "/tmp/kube-lab.lock"
+START_SECONDS = 240
 COMMAND_SECONDS = 240
 
 
@@ -39,9 +40,9 @@ class Cluster:
     """A cluster of which everything is allowed."""
 
     kubeconfig: Path
-    env: dict[str, str]
+    env: dict[str, str] = field(repr=False)
     """For subprocesses: KUBECONFIG, and a PATH with kubectl and helm."""
-    made: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list, repr=False)
     """Namespaces that end with the session."""
 
     def run(
@@ -119,7 +120,9 @@ def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
     lab = _lab(missing)
     # --close: the cluster's processes must not inherit the lock; --wait: who holds it is starting them.
     command = ["flock", "--close", "--wait", "120", LOCK, str(lab), "start"]
-    started = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    started = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+    )
     if started.returncode != 0:
         missing(f"no cluster: kube-lab does not start: {started.stdout}")
     lines = subprocess.run([str(lab), "env"], capture_output=True, text=True, check=True).stdout

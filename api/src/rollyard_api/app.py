@@ -46,6 +46,7 @@ class Gate:
             if scope["path"] not in OPEN_PATHS:
                 role = self._plane().tokens.role_of(headers.get(b"authorization", b"").decode("latin-1"))
                 auth.authorize(role, scope["method"], scope["path"])
+                scope.setdefault("state", {})["role"] = role
             if int(headers.get(b"content-length", b"0")) > self._max_body:
                 raise TooLarge(f"the body is longer than {self._max_body} bytes")
             await self.app(scope, self._bounded(receive), watched)

@@ -19,6 +19,10 @@ CLOSED = "rollyard.dev/closed"
 """Annotation of a job to which no task will be added: every batch job, and a closed stream."""
 CANCEL_REASON = "rollyard.dev/cancel-reason"
 """Annotation of a cancelled job: `Cancelled`, `DeadlineExceeded` or `Deleted`."""
+DELETED = "Deleted"
+"""Cancel reason of a job that is to be removed."""
+DELETE_REQUESTED = "rollyard.dev/delete-requested"
+"""Annotation of a pool that is to be removed, for the driver whose object it is."""
 OBJECT_UID = "rollyard.dev/object-uid"
 """Annotation with the uid of the Kubernetes object that a job or pool is registered for."""
 
@@ -109,7 +113,11 @@ def listed(
     if namespace is not None:
         query = query.where(jobs.c.namespace == namespace)
     if finished is not None:
-        query = query.where(jobs.c.finished_at.is_not(None) if finished else jobs.c.finished_at.is_(None))
+        # A job whose object is to be deleted is not off its driver's hands.
+        leaving = sa.and_(jobs.c.object_uid.is_not(None), jobs.c.cancel_reason == DELETED)
+        query = query.where(
+            jobs.c.finished_at.is_not(None) if finished else sa.or_(jobs.c.finished_at.is_(None), leaving)
+        )
     rows = list(conn.execute(query.limit(limit + 1)))
     more = rows[limit - 1].id if len(rows) > limit else None
     return [document(conn, row, bare=bare) for row in rows[:limit]], more

@@ -20,7 +20,7 @@ from rollyard_api.bus import CLAIMS, QUEUE, job_topic
 from rollyard_api.codec import dumps, loads
 from rollyard_api.database import Transaction
 from rollyard_api.jobs import NewJob
-from rollyard_api.jobviews import CANCEL_REASON, CLOSED, OBJECT_UID
+from rollyard_api.jobviews import CANCEL_REASON, CLOSED, DELETE_REQUESTED, DELETED, OBJECT_UID
 from rollyard_api.problems import Conflict, Invalid
 from rollyard_api.schema import jobs as job_table
 from rollyard_api.schema import pools as pool_table
@@ -39,7 +39,9 @@ MUTABLE: Final = frozenset(
     }
 )
 """Fields of a job's spec that may change; the others are what the job is."""
-_NOT_KEPT = frozenset({CLOSED, CANCEL_REASON, "kubectl.kubernetes.io/last-applied-configuration"})
+_NOT_KEPT = frozenset(
+    {CLOSED, CANCEL_REASON, DELETE_REQUESTED, "kubectl.kubernetes.io/last-applied-configuration"}
+)
 """Annotations that say what the control plane says itself, or repeat the whole manifest."""
 _MAX_UID = 128
 
@@ -176,9 +178,41 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
             errors=wrong,
         )
     pools.change(tx, row, pool.spec)
-    kept = {"labels": meta.labels, "annotations": meta.annotations}
-    if object_uid(meta) is None and (uid := object_uid(known)) is not None:
-        kept["annotations"] = {**meta.annotations, OBJECT_UID: uid}
+    own = {k: v for k, v in known.annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
+    kept = {"labels": meta.labels, "annotations": own | meta.annotations}
     if loads(row.metadata) != kept:
         tx.conn.execute(sa.update(pool_table).where(pool_table.c.id == row.id).values(metadata=dumps(kept)))
+    return False
+
+
+def delete_job(tx: Transaction, namespace: str, name: str) -> int:
+    """Cancel a job; it is removed at once only if it is registered for no object.
+
+    The driver of an object would register it again: it is told by the cancel reason, deletes the
+    object, and then removes the job by `cancelling.delete_job`.
+
+    Returns:
+        The job's id.
+    """
+    job = jobs.find_locked(tx, namespace, name)
+    if job.object_uid is None:
+        return cancelling.delete_job(tx, namespace, name)
+    cancelling.cancel_job(tx, namespace, name, DELETED)
+    if job.cancel_reason != DELETED:
+        # Over another reason, and of a job that has ended, which `cancel_job` leaves alone.
+        tx.conn.execute(sa.update(job_table).where(job_table.c.id == job.id).values(cancel_reason=DELETED))
+        tx.wake(job_topic(job.id))
+    return int(job.id)
+
+
+def delete_pool(tx: Transaction, namespace: str, name: str) -> bool:
+    """Remove a pool, and say so, or note that its driver is to delete its object and then remove it."""
+    row = pools.find(tx.conn, namespace, name)
+    meta = loads(row.metadata)
+    annotations = meta.get("annotations") or {}
+    if OBJECT_UID not in annotations:
+        pools.delete(tx, namespace, name)
+        return True
+    meta["annotations"] = annotations | {DELETE_REQUESTED: "true"}
+    tx.conn.execute(sa.update(pool_table).where(pool_table.c.id == row.id).values(metadata=dumps(meta)))
     return False

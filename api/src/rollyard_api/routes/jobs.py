@@ -18,7 +18,7 @@ from starlette.responses import Response
 from rollyard_api import cancelling, entrypoints, jobs, jobviews, registration, tasks, wire
 from rollyard_api.jobs import NewJob
 from rollyard_api.problems import Invalid, Malformed
-from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
+from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of, role_of
 from rollyard_api.tasks import TaskRow
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"])
@@ -199,7 +199,8 @@ async def list_jobs(
 ) -> Response:
     """Jobs of one namespace, or of all; `metadata.continue` says how to get the rest.
 
-    `finished=false`: only those with rollouts that have not ended, or open streams; `true`: only the others.
+    `finished=false`: only those that a driver has to do with: rollouts have not ended, the stream is open,
+    or the object is to be deleted; `true`: only those that have ended.
     `omit=tasks`: inline tasks are left out (`spec.tasks` says `stream` then), for drivers that look often.
     """
     found, more = await plane.database.read(
@@ -224,11 +225,18 @@ async def get_job(plane: Plane, name: str, namespace: Namespace = "default") -> 
 
 
 @router.delete("/{name}", status_code=202)
-async def delete_job(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
-    """Cancel and remove; what lies in the trajectory store stays there."""
-    job_id = await plane.database.write(partial(cancelling.delete_job, namespace=namespace, name=name))
+async def delete_job(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+    """Cancel and remove; what lies in the trajectory store stays there.
+
+    A job that is registered for an object of Kubernetes is cancelled and stays (`"deleted": false`) until
+    its driver, which deletes the object, deletes it too.
+    """
+    op = registration.delete_job if role_of(request) != "driver" else cancelling.delete_job
+    job_id = await plane.database.write(partial(op, namespace=namespace, name=name))
     await plane.cancel_rest(job_id)
-    return answer({"name": name, "namespace": namespace, "deleted": True}, 202)
+    job = await plane.database.read(partial(jobs.by_id, job_id=job_id))
+    deleted = job is None or job.deleted_at is not None
+    return answer({"name": name, "namespace": namespace, "deleted": deleted}, 202)
 
 
 @router.patch("/{name}", openapi_extra=body_schema(Patch.model_json_schema()))

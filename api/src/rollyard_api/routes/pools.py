@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from rollyard_api import pools, registration, wire
 from rollyard_api.jobviews import OBJECT_UID
-from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
+from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of, role_of
 from rollyard_api.routes.jobs import manifest_of, registered
 
 router = APIRouter(prefix="/v1/backendpools", tags=["backendpools"])
@@ -85,10 +85,22 @@ async def patch_pool(request: Request, name: str, namespace: Namespace = "defaul
 
 
 @router.delete("/{name}")
-async def delete_pool(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
-    """Remove a pool."""
-    await plane.database.write(partial(pools.delete, namespace=namespace, name=name))
-    return answer({"name": name, "namespace": namespace, "deleted": True})
+async def delete_pool(
+    request: Request, plane: Plane, name: str, namespace: Namespace = "default"
+) -> Response:
+    """Remove a pool.
+
+    One that is registered for an object of Kubernetes stays (`"deleted": false`), with the annotation
+    `rollyard.dev/delete-requested`, until its driver, which deletes the object, deletes it too.
+    """
+    if role_of(request) == "driver":
+        await plane.database.write(partial(pools.delete, namespace=namespace, name=name))
+        deleted = True
+    else:
+        deleted = await plane.database.write(
+            partial(registration.delete_pool, namespace=namespace, name=name)
+        )
+    return answer({"name": name, "namespace": namespace, "deleted": deleted})
 
 
 @router.put("/{name}/backends", openapi_extra=body_schema(Backends.model_json_schema(by_alias=True)))

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 
-OWNER = "bench"
+OWNER = LeaseRef(rollout="bench", token=1)
 COMMAND_SECONDS = 30.0
 
 REQUEST = SandboxRequest(memory_bytes=1 << 29, disk_bytes=1 << 26)

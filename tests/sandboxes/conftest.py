@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from rollyard_crds.claims import EXEC_SERVER_ARGV, RUNTIME_PATH
+from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.cgroups import find_places
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_sandbox.client import ExecClient
 
 NODE = "node-a"
 SMALL = {"memory_bytes": 192 << 20, "disk_bytes": 16 << 20, "processes": 64}
@@ -39,7 +48,8 @@ class Kit:
 
     @staticmethod
     async def acquire(provider: NodeProvider, owner: str = "r-1", **changes: object) -> Sandbox:
-        return await provider.acquire(SandboxRequest(**{**SMALL, **changes}), owner)  # type: ignore[arg-type]
+        request = SandboxRequest(**{**SMALL, **changes})  # type: ignore[arg-type]
+        return await provider.acquire(request, LeaseRef(rollout=owner, token=1))
 
     @staticmethod
     def processes_naming(text: str) -> list[str]:
@@ -82,6 +92,100 @@ class Kit:
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110 - the kernel raises no event for it
                 await asyncio.sleep(0.02)
+
+
+class Pods:
+    """Sandboxes as a cluster starts them: the bundled runtime in a foreign root folder, by EXEC_SERVER_ARGV."""
+
+    SECRET = "a secret of one sandbox"
+    BWRAP = (
+        "bwrap", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent",
+        "--as-pid-1", "--cap-drop", "ALL", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin",
+        "--setenv", "HOME", "/work", "--uid", "1000", "--gid", "1000", "--proc", "/proc", "--dev", "/dev",
+        "--tmpfs", "/tmp", "--tmpfs", "/work",
+    )  # fmt: skip
+
+    @staticmethod
+    async def start(
+        runtime: Path, root: Path, *arguments: str, secret: str = SECRET, options: Sequence[str] = ()
+    ) -> tuple[asyncio.subprocess.Process, str]:
+        """A sandbox over the entries of `root`, and where its server listens.
+
+        `arguments` are the server's and begin with --listen; `options` are bubblewrap's.
+        """
+        binds = [
+            part for path in sorted(root.iterdir()) for part in ("--ro-bind", str(path), f"/{path.name}")
+        ]
+        ready_read, ready_write = os.pipe()
+        process = await asyncio.create_subprocess_exec(
+            *Pods.BWRAP, *binds, "--ro-bind", str(runtime), RUNTIME_PATH, *options, "--remount-ro", "/",
+            *EXEC_SERVER_ARGV, *arguments, "--workdir", "/work", "--ready-fd", str(ready_write),
+            "--token-sha256", hashlib.sha256(secret.encode()).hexdigest(),
+            pass_fds=(ready_write,),
+        )  # fmt: skip
+        os.close(ready_write)
+        with os.fdopen(ready_read) as ready:
+            line = await asyncio.to_thread(ready.readline)
+        assert line, "the server ended before it was ready"
+        (address,) = json.loads(line)["listen"]
+        return process, address
+
+    @staticmethod
+    async def stop(process: asyncio.subprocess.Process) -> None:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+    @staticmethod
+    @asynccontextmanager
+    async def running(runtime: Path, root: Path, folder: Path) -> AsyncIterator[ExecClient]:
+        """A client of such a sandbox, which has no network; its socket is in `folder`."""
+        options = ("--unshare-net", "--bind", str(folder), "/sockets")
+        process, _ = await Pods.start(runtime, root, "--listen", "unix:/sockets/s", options=options)
+        try:
+            async with await ExecClient.connect(f"unix:{folder}/s", token=Pods.SECRET) as client:
+                yield client
+        finally:
+            await Pods.stop(process)
+
+    @staticmethod
+    def only_bash(root: Path) -> Path:
+        """A root folder with bash, as sh too, and the libraries that it loads."""
+        (root / "usr/bin").mkdir(parents=True)
+        (root / "bin").symlink_to("usr/bin")
+        program = Path(shutil.which("bash") or "/bin/bash").resolve()
+        shutil.copy(program, root / "usr/bin/bash")
+        (root / "usr/bin/sh").symlink_to("bash")
+        listing = subprocess.run(["ldd", program], capture_output=True, text=True, check=True)
+        for word in listing.stdout.split():
+            if word.startswith("/"):
+                target = root / word.lstrip("/")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(word, target)
+        return root
+
+
+@pytest.fixture
+def pods(bubblewrap_works: None) -> type[Pods]:
+    return Pods
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runtime of sandboxes in foreign images, as the command writes it."""
+    out = tmp_path_factory.mktemp("bundle") / "runtime"
+    done = subprocess.run(
+        [sys.executable, "-m", "rollyard_pipeline.sandboxes.bundle", str(out)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short, because sockets live in it."""
+    with tempfile.TemporaryDirectory(prefix="ryb-", dir="/tmp") as name:
+        yield Path(name)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ _USER = 65534
 _PROGRAM = """
 import asyncio, json, os, sys
 from pathlib import Path
+from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.doctor import sandbox_checks
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
@@ -29,8 +30,8 @@ async def main():
     await provider.start()
     request = SandboxRequest(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=40)
     answer = {"uid": os.getuid()}
-    other = await provider.acquire(request, "r-2")
-    async with other, await provider.acquire(request, "r-1") as sandbox:
+    other = await provider.acquire(request, LeaseRef(rollout="r-2", token=1))
+    async with other, await provider.acquire(request, LeaseRef(rollout="r-1", token=1)) as sandbox:
         for name, script in json.loads(sys.argv[2]).items():
             result = await sandbox.client.run(["bash", "-c", script], timeout=20)
             answer[name] = [result.exit_code, result.output.decode(errors="replace").strip()]

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.real
 
 _WORKER = """
 import asyncio, sys
+from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 
@@ -30,7 +31,7 @@ async def main():
     provider = open_provider(sys.argv[1], run_dir=sys.argv[2], node="node-a")
     await provider.start()
     request = SandboxRequest(memory_bytes=192 << 20, files={"kept.txt": "kept"}, env={"KEPT": "too"})
-    sandbox = await provider.acquire(request, "r-1")
+    sandbox = await provider.acquire(request, LeaseRef(rollout="r-1", token=1))
     await provider.warm(request, 1)
     while not provider._warm.ready(request.key):
         await asyncio.sleep(0.02)

@@ -14,12 +14,13 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from rollyard_crds.claims import NODE, PROVIDER
 from rollyard_crds.rolloutjob import STAGES, StageName, StagesSpec
 
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.rest import RestControlPlane
-from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes import PROVIDERS, open_provider
 from rollyard_pipeline.worker import Worker, WorkerOptions
 
 _DEFAULT_HOME: Final = "~/.local/state/rollyard"
@@ -34,6 +35,8 @@ class OptionError(PipelineError):
 def main(argv: list[str] | None = None) -> int:
     """Run a worker; 0 when drained or when its job is over, 2 for unusable options."""
     options = _parser().parse_args(argv)
+    if options.node is None:
+        options.node = NODE if options.sandbox == PROVIDER else socket.gethostname()
     logging.basicConfig(
         level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -64,7 +67,7 @@ async def _serve(
             job = await control.job_when_there(options.namespace, options.job)
             spec = job.stages
         places = {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
-        provider = open_provider(options.sandbox, run_dir=options.run_dir, node=options.node)
+        provider = open_provider(options.sandbox, run_dir=options.run_dir, node=options.node, claims=control)
         await provider.start()
         try:
             async with BackendClient(request_timeout=options.request_timeout) as backends:
@@ -191,11 +194,14 @@ def _parser() -> argparse.ArgumentParser:
         "--concurrency", help="places per stage, as init=16,run=64,eval=16; default: the job's"
     )
     parser.add_argument("--run-dir", type=Path, default=home / "run", help="default: %(default)s")
-    parser.add_argument("--sandbox", choices=("bubblewrap", "process"), default="bubblewrap")
+    parser.add_argument(
+        "--sandbox", choices=PROVIDERS, default="bubblewrap",
+        help="kubernetes: pods that the operator starts; with it --node is kubernetes too",
+    )  # fmt: skip
     parser.add_argument(
         "--max-sandboxes", type=int, help="claimed at once on this node; default: by concurrency"
     )
-    parser.add_argument("--node", default=host, help="default: %(default)s")
+    parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
     parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")
     parser.add_argument("--drain-seconds", type=float, default=30.0)
     parser.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Protocol
 
+from rollyard_crds.claims import Claim, ClaimRequest
 from rollyard_crds.lease import (
     CompleteRequest,
     FailRequest,
@@ -46,6 +47,19 @@ class ControlPlane(Protocol):
     async def route(self, request: RouteRequest) -> RouteResponse: ...
 
     async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec: ...
+
+
+class ClaimCalls(Protocol):
+    """The claims of sandboxes that a driver starts elsewhere; they raise as `ControlPlane`'s calls do.
+
+    What does not exist is `errors.NotThere`.
+    """
+
+    async def claim(self, request: ClaimRequest) -> Claim: ...
+
+    async def claim_status(self, claim_id: str, wait: float) -> Claim: ...
+
+    async def release_claim(self, claim_id: str) -> None: ...
 
 
 def backoff(tries: int, error: ControlPlaneUnavailable | None = None, longest: float = 5.0) -> float:

@@ -166,6 +166,10 @@ class ControlPlaneError(PipelineError):
     reason = "ControlPlaneRefused"
 
 
+class NotThere(ControlPlaneError):
+    """What was asked for does not exist (any more)."""
+
+
 class SandboxMissing(PipelineError):
     """A sandbox is needed on a worker that was started without any."""
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 from rollyard_client import Retry, RollyardError, ServerUnavailable, StorageFull, TooMany, WorkerClient
+from rollyard_crds.claims import Claim, ClaimRequest
 from rollyard_crds.lease import (
     CompleteRequest,
     FailRequest,
@@ -22,7 +23,7 @@ from rollyard_crds.lease import (
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
 from rollyard_pipeline.control import ControlPlaneUnavailable, backoff
-from rollyard_pipeline.errors import ControlPlaneError
+from rollyard_pipeline.errors import ControlPlaneError, NotThere
 
 T = TypeVar("T")
 
@@ -66,6 +67,15 @@ class RestControlPlane:
     async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
         return await _translated(lambda: self._client.job_spec(namespace, name, uid))
 
+    async def claim(self, request: ClaimRequest) -> Claim:
+        return await _translated(lambda: self._client.claim(request))
+
+    async def claim_status(self, claim_id: str, wait: float) -> Claim:
+        return await _translated(lambda: self._client.claim_status(claim_id, wait))
+
+    async def release_claim(self, claim_id: str) -> None:
+        await _translated(lambda: self._client.release_claim(claim_id))
+
     async def job_when_there(self, namespace: str, name: str) -> RolloutJobSpec:
         """The spec of a job by name, waiting for a control plane that is still starting.
 
@@ -95,4 +105,5 @@ async def _translated(call: Callable[[], Awaitable[T]]) -> T:
     except RollyardError as error:
         if error.status is not None and error.status >= 500:
             raise ControlPlaneUnavailable(str(error), error.retry_after) from error
-        raise ControlPlaneError(str(error)) from error
+        kind = NotThere if error.status == 404 else ControlPlaneError
+        raise kind(str(error)) from error

@@ -243,9 +243,7 @@ class Stages:
         if spec.sandbox.warm and held.lease.job_uid not in self._warmed:
             self._warmed.add(held.lease.job_uid)
             await provider.warm(SandboxRequest.of(spec.sandbox), spec.sandbox.warm)
-        sandbox = await provider.acquire(
-            SandboxRequest.of(spec.sandbox, held.lease.task.sandbox), held.lease.rollout
-        )
+        sandbox = await provider.acquire(SandboxRequest.of(spec.sandbox, held.lease.task.sandbox), held.ref)
         held.sandbox = sandbox.handle
         return sandbox
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_OOM_SCORE = b"500"  # children die of a full memory limit before the server does
+_PR_SET_DUMPABLE = 4
+_OOM_SCORE = 500  # children die of a full memory limit before the server does
 
 
 class Process:
@@ -29,11 +30,23 @@ class Process:
 
 def become_subreaper() -> None:
     """Orphans below this process become its children, however often they fork and detach."""
+    _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 1)
+
+
+def forbid_reading() -> None:
+    """No unprivileged process may trace this one or read its memory, environment and descriptors.
+
+    What it executes from now on is an ordinary process again (prctl(2), PR_SET_DUMPABLE).
+    """
+    _prctl("PR_SET_DUMPABLE", _PR_SET_DUMPABLE, 0)
+
+
+def _prctl(name: str, option: int, value: int) -> None:
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({name}) failed")
 
 
 def snapshot() -> dict[int, Process]:
@@ -88,8 +101,11 @@ def send_signal(pids: Iterable[int], number: int) -> None:
 def prefer_for_oom(pid: int) -> None:
     """Makes the kernel choose `pid` and its children before the server when memory runs out."""
     try:
+        with open("/proc/self/oom_score_adj", "rb", buffering=0) as file:
+            own = int(file.read())
         with open(f"/proc/{pid}/oom_score_adj", "wb", buffering=0) as file:
-            file.write(_OOM_SCORE)
+            # A pod may start with up to 1000, and only root may go below what it has.
+            file.write(b"%d" % min(1000, max(_OOM_SCORE, own + 1)))
     except OSError:
         return  # it ended, or this /proc is read-only: a preference, not a guarantee
 

@@ -13,7 +13,7 @@ import socket
 import sys
 from time import monotonic
 
-from rollyard_sandbox import processes
+from rollyard_sandbox import isolation, processes
 from rollyard_sandbox.connection import Connection
 from rollyard_sandbox.errors import Unauthorized
 from rollyard_sandbox.eventloop import EventLoop
@@ -39,7 +39,10 @@ class Options:
         listen: addresses, see `Server.listen`.
         workdir: where sessions start.
         lease: seconds after which the server kills everything and ends when nobody renews; None: never.
-        token: what clients must show; None: nothing. TCP needs one.
+        token: what clients must show; None: nothing. TCP needs one, or its hash.
+        token_sha256: the SHA-256 of what clients must show, in hex: the server then never knows it.
+        isolation_checks: addresses that must be out of reach before the server listens.
+        isolation_seconds: how long it waits for that, before it exits with NOT_ISOLATED.
         max_sessions: sessions at once.
         max_output: bytes, upper bound of a request's max_output.
         ready_fd: where one JSON line (pid, listen) is written when the server is ready.
@@ -47,7 +50,8 @@ class Options:
     """
 
     __slots__ = (
-        "lease", "listen", "max_output", "max_sessions", "own_pid_namespace", "ready_fd", "token", "workdir",
+        "isolation_checks", "isolation_seconds", "lease", "listen", "max_output", "max_sessions",
+        "own_pid_namespace", "ready_fd", "token", "token_sha256", "workdir",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +61,9 @@ class Options:
         workdir: str = "/",
         lease: float | None = None,
         token: str | None = None,
+        token_sha256: str | None = None,
+        isolation_checks: tuple[isolation.Target, ...] = (),
+        isolation_seconds: float = isolation.DEFAULT_SECONDS,
         max_sessions: int = MAX_SESSIONS,
         max_output: int = MAX_OUTPUT,
         ready_fd: int | None = None,
@@ -66,6 +73,9 @@ class Options:
         self.workdir = workdir
         self.lease = lease
         self.token = token
+        self.token_sha256 = token_sha256
+        self.isolation_checks = isolation_checks
+        self.isolation_seconds = isolation_seconds
         self.max_sessions = max_sessions
         self.max_output = max_output
         self.ready_fd = ready_fd
@@ -78,6 +88,7 @@ class Server:
     def __init__(self, options: Options) -> None:
         self._loop = EventLoop()
         self._token = options.token
+        self._token_sha256 = options.token_sha256
         self._connections: set[Connection] = set()
         self._listeners: list[socket.socket] = []
         self._unix_paths: list[str] = []
@@ -112,9 +123,12 @@ class Server:
             listener.set_inheritable(False)
         else:
             host, port = _split_tcp(address)
-            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
+            if host == "*":
+                listener = _every_address(port)
+            else:
+                listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((host, port))
             shown = f"[{host}]" if ":" in host else host
             address = f"tcp://{shown}:{listener.getsockname()[1]}"
         listener.setblocking(False)
@@ -196,12 +210,28 @@ class Server:
     def _authorized(self, header: dict[str, Any]) -> bool:
         if header.get("op") != "hello":
             return False
-        if self._token is None:
+        if self._token is None and self._token_sha256 is None:
             return True
         from hmac import compare_digest
 
         token = header.get("token")
-        return isinstance(token, str) and compare_digest(token.encode(), self._token.encode())
+        if not isinstance(token, str):
+            return False
+        shown = token.encode("utf-8", "surrogatepass")
+        if self._token_sha256 is not None:
+            from hashlib import sha256
+
+            if not compare_digest(sha256(shown).hexdigest(), self._token_sha256):
+                return False
+        return self._token is None or compare_digest(shown, self._token.encode())
+
+
+def _every_address(port: int) -> socket.socket:
+    """Bound to all IPv4 and IPv6 addresses, or to all IPv4 ones where the kernel has no IPv6."""
+    try:
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    except (OSError, ValueError):
+        return socket.create_server(("", port))
 
 
 def _split_tcp(address: str) -> tuple[str, int]:
@@ -221,13 +251,30 @@ def _parse(arguments: list[str] | None) -> Namespace:
         action="append",
         required=True,
         metavar="ADDRESS",
-        help="unix:/path, tcp://host:port (port 0: any free one) or fd:N (a bound socket); may be repeated",
+        help="unix:/path, tcp://host:port (host *: every address; port 0: any free one) or fd:N (a bound "
+        "socket); may be repeated",
     )
     add("--workdir", default="/", help="where sessions start")
     add(
         "--lease", type=float, metavar="SECONDS", help="kill everything and exit when not renewed for so long"
     )
-    add("--token-file", metavar="FILE", help="the token that clients must show; TCP needs it")
+    add("--token-file", metavar="FILE", help="the token that clients must show; TCP needs it, or its hash")
+    add("--token-sha256", metavar="HEX", help="SHA-256 of the token that clients must show, 64 hex digits")
+    add(
+        "--isolation-check",
+        action="append",
+        default=[],
+        metavar="IP:PORT",
+        help="listen only when this cannot be reached, else exit with "
+        f"{isolation.NOT_ISOLATED}; may be repeated",
+    )
+    add(
+        "--isolation-seconds",
+        type=float,
+        default=isolation.DEFAULT_SECONDS,
+        metavar="SECONDS",
+        help="how long to wait for that",
+    )
     add("--max-sessions", type=int, default=MAX_SESSIONS)
     add(
         "--max-output",
@@ -252,8 +299,19 @@ def _parse(arguments: list[str] | None) -> Namespace:
         parser.error(f"--workdir: {options.workdir} is not a directory")
     if options.lease is not None and options.lease <= 0:
         parser.error("--lease: must be more than 0 seconds")
-    if options.token_file is None and any(address.startswith("tcp:") for address in options.listen):
-        parser.error("--listen: TCP needs --token-file")
+    with_token = options.token_file is not None or options.token_sha256 is not None
+    if not with_token and any(address.startswith("tcp:") for address in options.listen):
+        parser.error("--listen: TCP needs --token-file or --token-sha256")
+    if options.token_sha256 is not None:
+        options.token_sha256 = options.token_sha256.lower()
+        if len(options.token_sha256) != 64 or set(options.token_sha256) - set("0123456789abcdef"):
+            parser.error("--token-sha256: must be 64 hexadecimal digits")
+    if not 0 <= options.isolation_seconds <= 3600:
+        parser.error("--isolation-seconds: must be between 0 and 3600 seconds")
+    try:
+        options.isolation_check = tuple(isolation.Target(text) for text in options.isolation_check)
+    except ValueError as error:
+        parser.error(f"--isolation-check: {error}")
     return options
 
 
@@ -277,6 +335,9 @@ def main(arguments: list[str] | None = None) -> int:
             workdir=options.workdir,
             lease=options.lease,
             token=token,
+            token_sha256=options.token_sha256,
+            isolation_checks=options.isolation_check,
+            isolation_seconds=options.isolation_seconds,
             max_sessions=options.max_sessions,
             max_output=options.max_output,
             ready_fd=options.ready_fd,
@@ -289,6 +350,14 @@ def serve(options: Options) -> int:
     """Serves until shutdown, SIGTERM or the end of the lease; returns the exit status."""
     if os.getpid() != 1:  # process 1 inherits orphans anyway
         processes.become_subreaper()
+    if options.token is not None or options.token_sha256 is not None:
+        # The programs of a sandbox run as the same user: they must not read tokens from our memory.
+        processes.forbid_reading()
+    if options.isolation_checks:
+        problem = isolation.wait_isolated(options.isolation_checks, options.isolation_seconds)
+        if problem is not None:
+            isolation.refuse(problem)
+            return isolation.NOT_ISOLATED
     server = Server(options)
     try:
         addresses = [server.listen(address) for address in options.listen]

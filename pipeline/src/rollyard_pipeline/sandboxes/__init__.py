@@ -1,4 +1,4 @@
-"""Sandbox providers: bubblewrap, and bare processes where asked for by name."""
+"""Sandbox providers: bubblewrap, pods that a driver starts, and bare processes where asked for by name."""
 
 from rollyard_pipeline.sandboxes.factory import PROVIDERS, open_provider
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import ConnectionLost, FileError
@@ -15,21 +14,25 @@ from rollyard_pipeline.sandboxes.interface import SandboxRequest
 _APPLY_SECONDS = 60.0
 
 
-async def connect(socket_path: Path, seconds: float) -> ExecClient:
-    """A connection to the exec server that listens on `socket_path`.
+async def connect(address: str, seconds: float, token: str | None = None) -> ExecClient:
+    """A connection to the exec server that listens on `address` and wants to be shown `token`.
 
     Raises:
         SandboxLost: nobody listens there, or there is no answer within `seconds`.
     """
     try:
         async with asyncio.timeout(seconds):
-            return await ExecClient.connect(f"unix:{socket_path}")
+            return await ExecClient.connect(address, token=token, timeout=seconds)
     except (ExecError, OSError) as error:
-        raise SandboxLost(f"the exec server at {socket_path} does not answer: {error}") from error
+        raise SandboxLost(f"the exec server at {address} does not answer: {error}") from error
 
 
-async def apply(client: ExecClient, workdir: str, request: SandboxRequest, lease_seconds: float) -> None:
+async def apply(
+    client: ExecClient, workdir: str, request: SandboxRequest, lease_seconds: float | None
+) -> None:
     """Renews the lease, sets the request's variables for all later sessions and writes its files.
+
+    `lease_seconds` is None where somebody else decides how long the sandbox lives.
 
     Raises:
         SandboxLost: the connection broke.
@@ -40,7 +43,10 @@ async def apply(client: ExecClient, workdir: str, request: SandboxRequest, lease
     try:
         async with asyncio.timeout(_APPLY_SECONDS):
             # The server answers in order: one round trip for both.
-            await asyncio.gather(client.renew(lease_seconds), client.set_env(dict(request.env)))
+            calls = [client.set_env(dict(request.env))]
+            if lease_seconds is not None:
+                calls.append(client.renew(lease_seconds))
+            await asyncio.gather(*calls)
             for path, text in request.files.items():
                 await client.write_file(path if path.startswith("/") else f"{workdir}/{path}", text.encode())
     except FileError as error:

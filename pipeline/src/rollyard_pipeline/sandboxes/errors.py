@@ -55,6 +55,13 @@ class SandboxStartFailed(SandboxError):
     reason = "SandboxStartFailed"
 
 
+class SandboxImpossible(SandboxError):
+    """The driver that starts sandboxes says that no attempt can start this one; the message has its words."""
+
+    reason = "SandboxImpossible"
+    retryable = False
+
+
 class ResourceLimitsUnavailable(SandboxError):
     """A limit that was asked for cannot be enforced here."""
 

@@ -8,15 +8,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from rollyard_crds.claims import NODE, PROVIDER
+
+from rollyard_pipeline.control import ClaimCalls
 from rollyard_pipeline.sandboxes import cgroups
 from rollyard_pipeline.sandboxes.bubblewrap import BubblewrapStarter
+from rollyard_pipeline.sandboxes.claims import ClaimProvider
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.sandboxes.process import WARNING, ProcessStarter
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.records import SandboxFolder
 
 log = logging.getLogger(__name__)
 
-PROVIDERS: Final = ("bubblewrap", "process")
+PROVIDERS: Final = ("bubblewrap", "process", PROVIDER)
 
 
 def open_provider(
@@ -27,21 +32,32 @@ def open_provider(
     starts_at_once: int | None = None,
     bwrap: str | None = None,
     find_places: Callable[[], Sequence[cgroups.CgroupPlace]] = cgroups.find_places,
-) -> NodeProvider:
+    claims: ClaimCalls | None = None,
+) -> SandboxProvider:
     """The provider `name`; await its `start()` before anything else.
 
     Args:
-        run_dir: shared by all workers of the node.
+        run_dir: shared by all workers of the node; claimed pods need none.
         node: name of the node, as handles carry it.
         starts_at_once: default: the number of CPU cores, at least 2.
         bwrap: path of the bubblewrap program; default: from PATH.
         find_places: where control groups can be made.
+        claims: the control plane's claims; `kubernetes` needs them.
 
     Raises:
-        ValueError: no provider has that name.
+        ValueError: no provider has that name, or it lacks what it needs; the message names the option.
     """
     if name not in PROVIDERS:
         raise ValueError(f"--sandbox {name}: there is no such provider; choose one of {', '.join(PROVIDERS)}")
+    if name == PROVIDER:
+        if claims is None:
+            raise ValueError(f"--sandbox {name}: needs a control plane that takes claims")
+        if node != NODE:
+            raise ValueError(
+                f"--node {node}: sandbox pods are reached from every worker alike, so that workers with "
+                f"--sandbox {name} have --node {NODE}"
+            )
+        return ClaimProvider(claims)
     folder = SandboxFolder(Path(run_dir))
     places = list(find_places())
     missing = {"memory", "pids"} - cgroups.enforced(places)

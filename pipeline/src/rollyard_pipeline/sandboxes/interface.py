@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
-from rollyard_crds.lease import SandboxHandle
+from rollyard_crds.lease import LeaseRef, SandboxHandle
 from rollyard_crds.quantity import parse_quantity
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_crds.task import TaskSandbox
@@ -96,7 +96,7 @@ class Sandbox:
 
 
 class SandboxProvider(Protocol):
-    """Starts, hands out, finds again and removes the sandboxes of one node.
+    """Starts, hands out, finds again and removes the sandboxes of one node, or of a cluster.
 
     Several worker processes may share one run folder; each has a provider of its own. A
     claimed sandbox outlives the worker that started it: any other attaches to it.
@@ -117,11 +117,14 @@ class SandboxProvider(Protocol):
         """Removes this provider's unclaimed sandboxes; claimed ones stay."""
         ...
 
-    async def acquire(self, request: SandboxRequest, owner: str) -> Sandbox:
-        """A fresh sandbox for the rollout `owner`; from the warm pool at once where one is ready.
+    async def acquire(self, request: SandboxRequest, owner: LeaseRef) -> Sandbox:
+        """A fresh sandbox for the rollout of the lease `owner`; a warm one where there is one.
+
+        It takes as long as starting one takes: the caller bounds the wait.
 
         Raises:
-            ImageNotUsable, SandboxStartFailed, DiskFull, SandboxFileRefused.
+            ImageNotUsable, SandboxStartFailed, SandboxImpossible, SandboxLost, DiskFull,
+                SandboxFileRefused.
         """
         ...
 
@@ -142,7 +145,7 @@ class SandboxProvider(Protocol):
         ...
 
     def claimed(self) -> list[str]:
-        """Ids of the claimed sandboxes on this node, whichever worker claimed them."""
+        """Ids of the claimed sandboxes that this node has to look after, whichever worker claimed them."""
         ...
 
     async def renew(self, ids: Collection[str], seconds: float) -> None:

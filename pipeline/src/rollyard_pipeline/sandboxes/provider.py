@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from rollyard_crds.lease import SandboxHandle
+from rollyard_crds.lease import LeaseRef, SandboxHandle
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.sandboxes import cgroups
@@ -76,7 +76,7 @@ class NodeProvider:
         self._starter.close()
         await in_thread(cgroups.remove_places, self._places)
 
-    async def acquire(self, request: SandboxRequest, owner: str) -> Sandbox:
+    async def acquire(self, request: SandboxRequest, owner: LeaseRef) -> Sandbox:
         self._starter.check(request.key)
         try:
             while (warm := self._warm.take(request.key)) is not None:
@@ -97,7 +97,7 @@ class NodeProvider:
         record = self._folder.load(handle.id)
         if record is None or not record.alive():
             raise SandboxLost(f"sandbox {handle.id} is gone from node {self._node!r}")
-        client = await connect(self._folder.socket_path(record.id), CONNECT_SECONDS)
+        client = await connect(self._address(record.id), CONNECT_SECONDS)
         return Sandbox(handle, client, record.workdir, record.env)
 
     async def release(self, handle: SandboxHandle | str) -> None:
@@ -123,7 +123,7 @@ class NodeProvider:
                 if self._folder.load(sandbox_id) is None:
                     return
                 try:
-                    client = await connect(self._folder.socket_path(sandbox_id), CONNECT_SECONDS)
+                    client = await connect(self._address(sandbox_id), CONNECT_SECONDS)
                     try:
                         async with asyncio.timeout(CONNECT_SECONDS):
                             await client.renew(seconds)
@@ -172,7 +172,7 @@ class NodeProvider:
                     }
                 )
                 self._folder.save(record)
-                client = await connect(self._folder.socket_path(sandbox_id), CONNECT_SECONDS)
+                client = await connect(self._address(sandbox_id), CONNECT_SECONDS)
             except BaseException as error:
                 if record.root is not None:
                     with contextlib.suppress(FileNotFoundError):
@@ -192,8 +192,10 @@ class NodeProvider:
                 f"cannot be set by control groups: {error}"
             ) from error
 
-    async def _claim(self, warm: WarmSandbox, request: SandboxRequest, owner: str) -> Sandbox:
-        record = warm.record.model_copy(update={"state": "claimed", "owner": owner, "env": dict(request.env)})
+    async def _claim(self, warm: WarmSandbox, request: SandboxRequest, owner: LeaseRef) -> Sandbox:
+        record = warm.record.model_copy(
+            update={"state": "claimed", "owner": owner.rollout, "env": dict(request.env)}
+        )
         try:
             await apply(warm.client, record.workdir, request, LEASE_SECONDS)
             self._folder.save(record)
@@ -207,7 +209,7 @@ class NodeProvider:
             provider=self.name,
             id=record.id,
             node=self._node,
-            address=f"unix:{self._folder.socket_path(record.id)}",
+            address=self._address(record.id),
         )
         return Sandbox(handle, warm.client, record.workdir, dict(request.env))
 
@@ -215,6 +217,9 @@ class NodeProvider:
         with contextlib.suppress(ExecError):
             await warm.client.close()
         await in_thread(self._remove, warm.record.id)
+
+    def _address(self, sandbox_id: str) -> str:
+        return f"unix:{self._folder.socket_path(sandbox_id)}"
 
     def _remove(self, sandbox_id: str) -> None:
         """Kills and removes; blocking, bounded, harmless when there is nothing."""

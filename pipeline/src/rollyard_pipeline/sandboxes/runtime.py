@@ -25,14 +25,18 @@ import shutil
 import struct
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollyard_crds.claims import RUNTIME_PATH
+
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 
-INSIDE = "/.rollyard"
+INSIDE = RUNTIME_PATH
 PYTHON = f"{INSIDE}/venv/bin/python"
-_COPIED = ("rollyard_sandbox", "ptyprocess")
+COPIED = ("rollyard_sandbox", "ptyprocess")
+"""Packages of which only the modules are taken, compiled ahead: the exec server's own."""
 _PACKAGES = ("jupyter_client", "ipykernel", "IPython", "zmq", "traitlets", "tornado")
 _PASSWD = """root:x:0:0:root:/root:/bin/bash
 sandbox:x:{uid}:{uid}:sandbox:/work:/bin/bash
@@ -66,13 +70,12 @@ def make_runtime(cache: Path) -> Runtime:
         SandboxStartFailed: the exec server or one of its dependencies is not installed here.
     """
     executable = Path(sys._base_executable).resolve()  # type: ignore[attr-defined]
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     python = f"{INSIDE}/python/{executable.relative_to(_prefix(executable))}"
     libs = _library_folders()
     site = _package_folders()
     inside_libs = [f"{INSIDE}/libs/{n}" for n in range(len(libs))]
     inside_site = [f"{INSIDE}/site/{n}" for n in range(len(site))]
-    loader = _loader(executable)
+    loader = program_loader(executable)
     command = [python]
     binds = [(str(_prefix(executable)), f"{INSIDE}/python")]
     binds += zip(map(str, libs), inside_libs, strict=True)
@@ -82,16 +85,14 @@ def make_runtime(cache: Path) -> Runtime:
         paths = ":".join([f"{INSIDE}/python/lib", *inside_libs])
         command = [f"{INSIDE}/loader", "--library-path", paths, "--argv0", PYTHON, python]
     files = {
-        "venv/pyvenv.cfg": f"home = {Path(python).parent}\ninclude-system-site-packages = false\n",
-        "venv/bin/python": f'#!/bin/sh\nexec {" ".join(command)} "$@"\n',
-        f"venv/lib/{version}/site-packages/rollyard.pth": "\n".join([f"{INSIDE}/lib", *inside_site, ""]),
+        **venv_files(python, command, [f"{INSIDE}/lib", *inside_site]),
         "etc/passwd": _PASSWD.format(uid=SANDBOX_UID),
         "etc/group": _GROUP.format(uid=SANDBOX_UID),
         "etc/hosts": _HOSTS,
         "etc/hostname": "sandbox\n",
     }
-    for package in _COPIED:
-        for source in sorted(_find(package).glob("*.py")):
+    for package in COPIED:
+        for source in sorted(package_folder(package).glob("*.py")):
             files[f"lib/{package}/{source.name}"] = source.read_text(encoding="utf-8")
     folder = _write(cache, files)
     binds += [(str(folder / name), f"{INSIDE}/{name}") for name in ("lib", "venv")]
@@ -99,12 +100,33 @@ def make_runtime(cache: Path) -> Runtime:
     return Runtime(tuple(binds), etc, tuple(command), (f"{INSIDE}/lib", *inside_site))
 
 
+def venv_files(python: str, command: Sequence[str], path: Sequence[str]) -> dict[str, str]:
+    """The virtual environment of the injected Python, as paths below INSIDE and texts.
+
+    Args:
+        python: the interpreter, as a path inside.
+        command: what starts it, its loader included.
+        path: folders with packages, as paths inside.
+    """
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return {
+        "venv/pyvenv.cfg": f"home = {Path(python).parent}\ninclude-system-site-packages = false\n",
+        "venv/bin/python": f'#!/bin/sh\nexec {" ".join(command)} "$@"\n',
+        f"venv/lib/{version}/site-packages/rollyard.pth": "\n".join([*path, ""]),
+    }
+
+
 def _prefix(executable: Path) -> Path:
     base = Path(sys.base_prefix).resolve()
     return base if base in executable.parents else executable.parent.parent
 
 
-def _find(package: str) -> Path:
+def package_folder(package: str) -> Path:
+    """Where an installed package is.
+
+    Raises:
+        SandboxStartFailed: it is not installed.
+    """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise SandboxStartFailed(
@@ -117,7 +139,7 @@ def _find(package: str) -> Path:
 def _package_folders() -> list[Path]:
     folders: list[Path] = []
     for package in _PACKAGES:
-        parent = _find(package).parent
+        parent = package_folder(package).parent
         if parent not in folders:
             folders.append(parent)
     return folders
@@ -142,7 +164,7 @@ def _library_folders() -> list[Path]:
     return folders
 
 
-def _loader(executable: Path) -> str | None:
+def program_loader(executable: Path) -> str | None:
     """The program interpreter of an ELF file (PT_INTERP, elf(5)); None for a static one."""
     with executable.open("rb") as file:
         head = file.read(64)

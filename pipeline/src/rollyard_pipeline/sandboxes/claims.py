@@ -1,0 +1,241 @@
+"""Sandboxes that a driver starts elsewhere: filed as claims with the control plane, reached over TCP.
+
+This worker starts nothing and holds no credentials of a cluster. A claim belongs to a rollout and
+to the fencing token of its Init lease, so that filing it again gives the same sandbox. The control
+plane releases claims that no rollout needs any more by itself; a release from here only makes it
+sooner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final, TypeVar
+
+from rollyard_crds.claims import NODE, PROVIDER, Claim, ClaimRequest, SandboxShape
+from rollyard_crds.lease import LeaseRef, SandboxHandle
+from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.errors import FileError
+from rollyard_sandbox.errors import SandboxError as ExecError
+
+from rollyard_pipeline.control import ClaimCalls, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.errors import ControlPlaneError, NotThere
+from rollyard_pipeline.sandboxes.connection import apply, connect
+from rollyard_pipeline.sandboxes.errors import (
+    ImageNotUsable,
+    SandboxError,
+    SandboxImpossible,
+    SandboxLost,
+    SandboxStartFailed,
+)
+from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRequest
+from rollyard_pipeline.sandboxes.rootfs import WORKDIR
+
+log = logging.getLogger(__name__)
+
+OUT_OF_MEMORY: Final = "OutOfMemory"
+"""Reason of a claim whose sandbox the kernel has ended for want of memory."""
+POLL_SECONDS: Final = 20.0
+CONNECT_SECONDS: Final = 10.0
+"""For a sandbox that is said to be ready: packets may be dropped while the node is busy."""
+RELEASE_SECONDS: Final = 10.0
+STATUS_SECONDS: Final = 10.0
+_IMAGE_WORDS: Final = "image"
+_COUNTERS: Final = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+
+T = TypeVar("T")
+
+
+class ClaimProvider:
+    """A SandboxProvider over claims (see `interface.SandboxProvider`).
+
+    Args:
+        claims: the control plane's calls.
+        connect_seconds: how long a sandbox that is said to be ready may take to answer.
+    """
+
+    def __init__(self, claims: ClaimCalls, *, connect_seconds: float = CONNECT_SECONDS) -> None:
+        self._claims = claims
+        self._connect_seconds = connect_seconds
+
+    @property
+    def name(self) -> str:
+        return PROVIDER
+
+    async def start(self) -> None:
+        """Nothing to prepare: what this needs is another's."""
+
+    async def aclose(self) -> None:
+        """Claimed sandboxes stay; unclaimed ones are the driver's."""
+
+    async def acquire(self, request: SandboxRequest, owner: LeaseRef) -> Sandbox:
+        shape = shape_of_key(request.key)
+        filing = ClaimRequest(rollout=owner.rollout, token=owner.token, shape=shape, wait=POLL_SECONDS)
+        claim = await _persistent(lambda: self._claims.claim(filing))
+        # A cancelled wait needs no release: the claim goes with its lease.
+        while claim.state == "Pending":
+            claim = await self._status(claim.id, POLL_SECONDS)
+        if claim.state != "Bound":
+            raise _failure(claim, request)
+        try:
+            client = await connect(claim.address, self._connect_seconds, claim.secret)
+            try:
+                await apply(client, WORKDIR, request, None)
+            except BaseException:
+                await client.close()
+                raise
+        except SandboxError:
+            await self.release(claim.id)
+            raise
+        handle = SandboxHandle(
+            provider=PROVIDER, id=claim.id, node=NODE, address=claim.address, token=claim.secret
+        )
+        return Sandbox(handle, client, WORKDIR, dict(request.env))
+
+    async def attach(self, handle: SandboxHandle) -> Sandbox:
+        if handle.provider != PROVIDER or handle.node != NODE:
+            raise SandboxLost(
+                f"sandbox {handle.id} is a {handle.provider} sandbox of node {handle.node!r}; "
+                f"this worker has {PROVIDER} sandboxes"
+            )
+        # What `acquire` set is in force for every new session; it is told to nobody again.
+        client = await connect(handle.address, self._connect_seconds, handle.token)
+        return Sandbox(handle, client, WORKDIR, {})
+
+    async def release(self, handle: SandboxHandle | str) -> None:
+        claim_id = handle if isinstance(handle, str) else handle.id
+        try:
+            async with asyncio.timeout(RELEASE_SECONDS):
+                await _persistent(lambda: self._claims.release_claim(claim_id))
+        except NotThere:
+            return
+        except (ControlPlaneError, TimeoutError) as error:
+            log.warning("claim %s is left to the control plane, which releases it: %s", claim_id, error)
+
+    async def sweep(self) -> list[str]:
+        """Nothing here can be left over: the control plane and the driver see to it."""
+        return []
+
+    def claimed(self) -> list[str]:
+        """None: heartbeats name no claimed sandboxes, the control plane knows them all."""
+        return []
+
+    async def renew(self, ids: Collection[str], seconds: float) -> None:
+        """Nothing to do: a claim lives as long as its rollout needs it."""
+
+    async def warm(self, request: SandboxRequest, count: int) -> None:
+        """Nothing to do: the driver keeps the job's sandboxes warm."""
+
+    async def oom_killed(self, handle: SandboxHandle | str) -> bool:
+        """Whether the memory limit has ended a process inside, or the sandbox as a whole.
+
+        Which of the two happens is the cluster's choice (the kubelet's `singleProcessOOMKill`).
+        """
+        address, secret = (handle.address, handle.token) if isinstance(handle, SandboxHandle) else ("", None)
+        claim_id = handle if isinstance(handle, str) else handle.id
+        try:
+            if not address:
+                claim = await self._asked(claim_id)
+                address, secret = claim.address, claim.secret
+                if claim.state != "Bound":
+                    return claim.reason == OUT_OF_MEMORY
+            client = await connect(address, self._connect_seconds, secret)
+            try:
+                return await _oom_kills(client) > 0
+            finally:
+                await client.close()
+        except (SandboxLost, ExecError):
+            return await self._ended_for_memory(claim_id)
+
+    async def _ended_for_memory(self, claim_id: str) -> bool:
+        """What the driver says of a sandbox that does not answer; it learns of the end a moment later."""
+        deadline = time.monotonic() + STATUS_SECONDS
+        while True:
+            try:
+                claim = await self._asked(claim_id)
+            except SandboxLost:
+                return False
+            if claim.state != "Bound" or time.monotonic() >= deadline:
+                return claim.state == "Failed" and claim.reason == OUT_OF_MEMORY
+            await asyncio.sleep(0.5)
+
+    async def _asked(self, claim_id: str) -> Claim:
+        try:
+            async with asyncio.timeout(STATUS_SECONDS):
+                return await self._status(claim_id, 0.0)
+        except (ControlPlaneError, TimeoutError) as error:
+            raise SandboxLost(f"nothing is known of sandbox {claim_id}: {error}") from error
+
+    async def _status(self, claim_id: str, wait: float) -> Claim:
+        try:
+            return await _persistent(lambda: self._claims.claim_status(claim_id, wait))
+        except NotThere as error:
+            raise SandboxLost(f"claim {claim_id} is gone: {error}") from error
+
+
+def shape_of_key(key: SandboxKey) -> SandboxShape:
+    """What a claim asks for.
+
+    Raises:
+        ImageNotUsable: `sandbox.image` names a file or a folder, or another kind of image.
+    """
+    image = key.image or ""
+    scheme, separator, rest = image.partition("://")
+    if separator:
+        if scheme != "docker" or not rest:
+            raise ImageNotUsable(
+                f"sandbox.image {image!r}: sandbox pods are started from container images; name one as in "
+                "docker://python:3.12-slim or python:3.12-slim, or leave image out for the default"
+            )
+        image = rest
+    if image.startswith(("/", ".")) or image.endswith((".sif", ".tar", ".img", ".squashfs")):
+        raise ImageNotUsable(
+            f"sandbox.image {image!r}: a file or folder of one machine is no container image; name one as in "
+            "docker://python:3.12-slim, or leave image out for the default"
+        )
+    return SandboxShape(
+        image=image,
+        cpu=key.cpu,
+        memory_bytes=key.memory_bytes,
+        disk_bytes=key.disk_bytes,
+        processes=key.processes,
+        network=key.network,
+    )
+
+
+def _failure(claim: Claim, request: SandboxRequest) -> SandboxError:
+    words = f"{claim.reason}: {claim.message}" if claim.message else claim.reason
+    if claim.state != "Failed":
+        return SandboxLost(f"claim {claim.id} was released before its sandbox was ready")
+    if claim.retryable:
+        return SandboxStartFailed(words)
+    if _IMAGE_WORDS in claim.reason.lower():
+        return ImageNotUsable(f"sandbox.image {request.image!r}: {words}")
+    return SandboxImpossible(words)
+
+
+async def _oom_kills(client: ExecClient) -> int:
+    """How many processes the kernel has killed in the container's own control group."""
+    for path in _COUNTERS:
+        try:
+            text = (await client.read_file(path, max_bytes=4096)).data.decode(errors="replace")
+        except FileError:
+            continue  # the other version of control groups
+        for line in text.splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return int(value)
+    return 0
+
+
+async def _persistent(call: Callable[[], Awaitable[T]]) -> T:
+    """Repeats a call while the control plane cannot be reached; the caller bounds it."""
+    tries = 0
+    while True:
+        try:
+            return await call()
+        except ControlPlaneUnavailable as error:
+            tries += 1
+            await asyncio.sleep(backoff(tries, error))

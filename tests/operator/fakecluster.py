@@ -138,9 +138,12 @@ class FakeKube:
         return await self._patch("patch", kind, namespace, name, body, uid)
 
     async def patch_status(
-        self, kind: str, namespace: str, name: str, status: Object, *, uid: str | None = None
+        self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
     ) -> Object | None:
-        return await self._patch("patch_status", kind, namespace, name, {"status": status}, uid)
+        there = self.objects.get((kind, namespace, name))
+        if there is not None and version not in (None, there["metadata"]["resourceVersion"]):
+            raise KubeConflict(409, "Conflict", "the object has been modified")
+        return await self._patch("patch_status", kind, namespace, name, {"status": status}, None)
 
     async def event(self, obj: Object, type: str, reason: str, message: str) -> None:
         await asyncio.sleep(0)

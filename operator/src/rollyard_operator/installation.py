@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -28,8 +29,10 @@ from rollyard_operator.workertoken import WorkerToken
 from rollyard_operator.yard import Yard
 
 TURNS_AT_ONCE = 16
-RESYNC_SECONDS = 300.0
+RESYNC_SECONDS = 120.0
 """Between two comparisons of the caches with the cluster: a watch that breaks may miss a deletion."""
+SETTLED_SECONDS = 15.0
+"""After the start, until the watches are there for sure."""
 PATIENCE_SECONDS = 5.0
 """Between two tries to list what the cluster cannot list yet."""
 KINDS = ("RolloutJob", "BackendPool")
@@ -187,13 +190,14 @@ class Operator:
 
     async def _resync(self) -> None:
         await self.yard.plane.seen.wait()
-        while True:
+        # Once more soon: what was deleted before the watches began, they do not tell.
+        for pause in itertools.chain((SETTLED_SECONDS,), itertools.repeat(RESYNC_SECONDS)):
             try:
                 await self._list()
                 await self._sync.sweep()
             except KubeError as error:
                 _log.warning("resync: %s", error)
-            await asyncio.sleep(RESYNC_SECONDS)
+            await asyncio.sleep(pause)
 
     async def _list(self) -> None:
         settings, kube = self.yard.settings, self.yard.kube

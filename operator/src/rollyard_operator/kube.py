@@ -85,9 +85,13 @@ class Kube(Protocol):
         ...
 
     async def patch_status(
-        self, kind: str, namespace: str, name: str, status: Object, *, uid: str | None = None
+        self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
     ) -> Object | None:
-        """Merge patch of the status subresource; None as for `patch`."""
+        """Merge patch of the status subresource; None where the object is gone.
+
+        Raises KubeConflict where it has another resource version than the given one: of a status, the
+        API server checks no uid.
+        """
         ...
 
     async def event(self, obj: Object, type: str, reason: str, message: str) -> None:
@@ -223,13 +227,15 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         kind: str = _JSON,
         body: Any = None,
+        again: bool = True,
     ) -> Object:
+        """`again`: a conflict is worth another try."""
         url = path + (f"?{urlencode(query)}" if query else "")
         for attempt in range(ATTEMPTS):
             try:
                 return await self._once(method, url, kind, body)
             except KubeError as error:
-                if attempt + 1 == ATTEMPTS or not _again(error):
+                if attempt + 1 == ATTEMPTS or not _again(error) or (error.status == 409 and not again):
                     raise
                 await asyncio.sleep(_pause(attempt, error))
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -300,34 +306,36 @@ class KubeClient:
                 return found
             query["continue"] = more
 
-    async def _merge(
-        self, kind: str, namespace: str, name: str, sub: str, body: Object, uid: str | None
-    ) -> Object | None:
-        if uid is not None:
-            body = body | {"metadata": {**body.get("metadata", {}), "uid": uid}}
+    async def _merge(self, path: str, body: Object, *, again: bool = True) -> Object | None:
         try:
             return await self._call(
-                "PATCH",
-                RESOURCES[kind].path(namespace, name, sub),
-                query={"fieldManager": FIELD_MANAGER},
-                kind=_MERGE,
-                body=body,
+                "PATCH", path, query={"fieldManager": FIELD_MANAGER}, kind=_MERGE, body=body, again=again
             )
         except KubeError as error:
-            other = uid is not None and error.status in (409, 422) and "uid" in error.message.lower()
-            if error.status == 404 or other:
+            if error.status == 404:
                 return None
             raise
 
     async def patch(
         self, kind: str, namespace: str, name: str, body: Object, *, uid: str | None = None
     ) -> Object | None:
-        return await self._merge(kind, namespace, name, "", body, uid)
+        if uid is not None:
+            body = body | {"metadata": {**body.get("metadata", {}), "uid": uid}}
+        try:
+            return await self._merge(RESOURCES[kind].path(namespace, name), body)
+        except KubeError as error:
+            if uid is not None and error.status in (409, 422) and "uid" in error.message.lower():
+                return None
+            raise
 
     async def patch_status(
-        self, kind: str, namespace: str, name: str, status: Object, *, uid: str | None = None
+        self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
     ) -> Object | None:
-        return await self._merge(kind, namespace, name, "status", {"status": status}, uid)
+        path = RESOURCES[kind].path(namespace, name, "status")
+        if version is None:
+            return await self._merge(path, {"status": status})
+        body = {"metadata": {"resourceVersion": version}, "status": status}
+        return await self._merge(path, body, again=False)
 
     async def event(self, obj: Object, type: str, reason: str, message: str) -> None:
         meta = obj["metadata"]

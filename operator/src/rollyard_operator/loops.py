@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 
 from rollyard_client import RollyardError
 
-from rollyard_operator.kube import KubeError
+from rollyard_operator.kube import KubeConflict, KubeError
 from rollyard_operator.objectcache import Key
 
 RESYNC_SECONDS = 60.0
@@ -66,6 +66,9 @@ class ObjectLoop(ABC):
         try:
             async with self._gate:
                 delay = await self.turn()
+        except KubeConflict:
+            # Somebody changed the object meanwhile; what it is now, the watch tells.
+            self._failures += 1
         except (KubeError, RollyardError) as error:
             self._failures += 1
             if str(error) != self._trouble:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 from rollyard_crds import BackendPool, BackendPoolStatus, RolloutJob, RolloutJobStatus
@@ -103,25 +103,26 @@ def registration(thing: ThingT) -> ThingT:
     return thing.model_copy(update={"metadata": kept})
 
 
-async def write_status(
-    kube: Kube, cache: ObjectCache, obj: Object, before: StatusT, after: StatusT
-) -> Literal["written", "gone"]:
+async def write_status(kube: Kube, cache: ObjectCache, obj: Object, before: StatusT, after: StatusT) -> None:
     """Write a status, and tell the transitions as events.
 
     Raises:
+        KubeConflict: `obj` is not the newest any more, so that it may be another one: look again.
         KubeError: the status was refused. An event that is refused is let be.
     """
     namespace, name = key_of(obj)
     body = after.to_json()
     # A merge patch keeps what it does not name.
     gone = {field: None for field in before.to_json() if field not in body}
-    fresh = await kube.patch_status(obj["kind"], namespace, name, body | gone, uid=uid_of(obj))
+    fresh = await kube.patch_status(
+        obj["kind"], namespace, name, body | gone, version=obj["metadata"]["resourceVersion"]
+    )
     if fresh is None:
-        return "gone"
+        cache.remove(key_of(obj), uid_of(obj))
+        return
     cache.put(fresh)
     for note in notes.notes(before.conditions, after.conditions):
         await tell(kube, obj, note)
-    return "written"
 
 
 async def tell(kube: Kube, obj: Object, note: notes.Note) -> None:

@@ -95,7 +95,7 @@ class Kit:
 
 
 class Pods:
-    """Sandboxes as a cluster starts them: the bundled runtime in a foreign root folder, by EXEC_SERVER_ARGV."""
+    """Sandboxes as a cluster starts them: EXEC_SERVER_ARGV of the bundled runtime in a foreign root."""
 
     SECRET = "a secret of one sandbox"
     BWRAP = (

@@ -15,6 +15,7 @@ from rollyard_sandbox.copying import ENTRIES
 from rollyard_sandbox.errors import LaunchError
 
 pytestmark = pytest.mark.real
+PYTHON = EXEC_SERVER_ARGV[: EXEC_SERVER_ARGV.index("-I")]
 
 
 async def test_an_empty_image(pods: Any, bundle: Path, folder: Path, tmp_path: Path) -> None:
@@ -45,6 +46,20 @@ async def test_bash_and_ipython_in_an_image_without_python(
         assert (await client.ipython("open('/tmp/x', 'w').write('abc')")).result == "3"
         # A program that IPython starts is the image's own, with the image's libraries.
         assert "bash" in (await client.ipython("!echo $BASH_VERSION is bash; true")).text()
+
+
+@pytest.mark.parametrize(("options", "where"), [("", "image"), ("-I -S", "runtime")])
+async def test_ipython_runs_in_the_images_python_if_it_can(
+    pods: Any, bundle: Path, folder: Path, tmp_path: Path, options: str, where: str
+) -> None:
+    """Without site-packages the image's Python has no ipykernel."""
+    root = pods.only_bash(tmp_path)
+    python = root / "usr/bin/python3"
+    python.write_text(f'#!/bin/sh\nexec {" ".join(PYTHON)} {options} -X image "$@"\n')
+    python.chmod(0o755)
+    async with pods.running(bundle, root, folder) as client:
+        cell = await client.ipython("import sys; 'image' if 'image' in sys._xoptions else 'runtime'")
+        assert cell.result == repr(where)
 
 
 async def test_nothing_of_the_runtime_reaches_programs(

@@ -31,6 +31,18 @@ if TYPE_CHECKING:
 _START_LIMIT = 45.0  # seconds until a new kernel answers
 _INTERRUPT_GRACE = 2.0  # seconds between SIGINT and SIGKILL
 _CLEANUP_LIMIT = 2.0  # seconds
+_INJECTED = "/.rollyard/"  # a server that runs from here is a guest in another system
+# Run by the image's Python: the kernel there or, where that has no (working) ipykernel, what follows.
+_CHOOSE = """
+import os, sys
+try:
+    import ipykernel.kernelapp
+except Exception:
+    os.execv(sys.argv[1], sys.argv[1:])
+import runpy
+sys.argv = sys.argv[3:]
+runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
+"""
 _PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 
 
@@ -75,9 +87,11 @@ class Kernel:
         path = f"{self.directory}/kernel.json"
         with open(path, "w", encoding="ascii", opener=lambda p, flags: os.open(p, flags, 0o600)) as file:
             json.dump(connection, file)
+        own = [sys.executable, "-m", "ipykernel_launcher", "-f", path, "--HistoryManager.enabled=False"]
+        image_python = _image_python()
         with open(f"{self.directory}/log", "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "ipykernel_launcher", "-f", path, "--HistoryManager.enabled=False"],
+                [image_python, "-c", _CHOOSE, *own] if image_python else own,
                 cwd=cwd,
                 env={**os.environ, "IPYTHONDIR": self.directory, "JUPYTER_PLATFORM_DIRS": "1",
                      "PYDEVD_DISABLE_FILE_VALIDATION": "1", "TERM": "dumb", "PAGER": "cat"},
@@ -282,6 +296,15 @@ class IPython:
             return Kernel(self._loop, self._cwd)
         except OSError as error:
             raise IPythonUnavailable(f"the kernel cannot be started: {error}") from error
+
+
+def _image_python() -> str | None:
+    """The Python of the system that this server is a guest of; None where that has none, or is its own."""
+    if not sys.executable.startswith(_INJECTED):
+        return None
+    from shutil import which
+
+    return which("python3")
 
 
 def _deliver(cell: Cell, error: SandboxError | None) -> None:

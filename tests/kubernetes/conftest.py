@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds" / "yaml"
 CHART = ROOT / "helm" / "rollyard"
 LOCK = "/tmp/kube-lab.lock"
+START_SECONDS = 240
 COMMAND_SECONDS = 240
 
 
@@ -39,9 +40,9 @@ class Cluster:
     """A cluster of which everything is allowed."""
 
     kubeconfig: Path
-    env: dict[str, str]
+    env: dict[str, str] = field(repr=False)
     """For subprocesses: KUBECONFIG, and a PATH with kubectl and helm."""
-    made: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list, repr=False)
     """Namespaces that end with the session."""
 
     def run(

@@ -197,10 +197,9 @@ def test_both_outcomes_can_be_waited_for(cluster: Cluster) -> None:
         document = manifest("RolloutJob", {"placement": "local"}, name)
         cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
         now = "2030-01-01T00:00:00Z"
-        conditions = [
-            {"type": kind, "status": "True", "reason": "Done", "message": "", "lastTransitionTime": now}
-            for kind in ("Finished", outcome)
-        ]
+        told = {"status": "True", "reason": "Done", "message": "", "lastTransitionTime": now}
+        # kubectl takes no condition of an older generation for the answer.
+        conditions = [{"type": kind, "observedGeneration": 1, **told} for kind in ("Finished", outcome)]
         cluster.kubectl(
             "patch", "rj", name, "-n", namespace, "--type=merge", "--subresource=status",
             "-p", json.dumps({"status": {"conditions": conditions}}),

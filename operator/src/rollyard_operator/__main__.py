@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import sys
@@ -88,17 +87,28 @@ async def _run(
         checks=await isolation_checks(settings, kube, os.environ),
     )
     operator.job_changed = sandboxes.wake
-    stop = asyncio.Event()
+    filled = asyncio.Event()
+
+    async def begun() -> None:
+        filled.set()
 
     async def watching() -> None:
-        try:
-            await watch(operator, settings, login_of(kube), liveness, stop)
-        finally:
-            running.cancel()
+        await filled.wait()
+        await watch(operator, settings, login_of(kube), liveness, working.cancel)
 
-    running = asyncio.create_task(operator.run(watching, sandboxes.run), name="operator")
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+    working = asyncio.create_task(operator.run(begun, sandboxes.run), name="operator")
+    watches = asyncio.create_task(watching(), name="watches")
+    try:
+        await asyncio.wait((working, watches), return_when=asyncio.FIRST_COMPLETED)
+        if working.cancelled():
+            await watches  # it was asked to end, and does
+    finally:
+        for task in (working, watches):
+            task.cancel()
+        ended = await asyncio.gather(working, watches, return_exceptions=True)
+    for outcome in ended:
+        if isinstance(outcome, Exception):
+            raise outcome
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

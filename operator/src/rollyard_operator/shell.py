@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,7 +15,6 @@ from rollyard_operator.settings import OperatorSettings
 PREFIX = "rollyard.dev"
 LIVENESS = "http://0.0.0.0:8080/healthz"
 Login = Callable[[], Awaitable[kopf.ConnectionInfo]]
-_log = logging.getLogger(__name__)
 
 
 def kopf_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
@@ -32,11 +29,12 @@ def kopf_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
     own.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=PREFIX)
     own.watching.label_selectors["v1", "pods"] = f"{labels.INSTANCE}={settings.instance}"
     own.networking.connect_timeout = 10.0
-    own.queueing.exit_timeout = 1.0
+    own.queueing.exit_timeout = 0.5
+    own.queueing.idle_timeout = 1.0
     return own
 
 
-def kopf_registry(operator: Operator, login: Login) -> kopf.OperatorRegistry:
+def kopf_registry(operator: Operator, login: Login, ending: Callable[[], object]) -> kopf.OperatorRegistry:
     """Events and nothing else: handlers of creation, update or deletion would mark the objects."""
     registry = kopf.OperatorRegistry()
 
@@ -63,6 +61,10 @@ def kopf_registry(operator: Operator, login: Login) -> kopf.OperatorRegistry:
             raise kopf.PermanentError("the poll of the control plane does not go on")
         return True
 
+    @kopf.on.cleanup(registry=registry, id="ending")
+    async def _ending(**_: Any) -> None:
+        ending()
+
     return registry
 
 
@@ -86,15 +88,22 @@ def login_of(kube: KubeClient) -> Login:
 
 
 async def watch(
-    operator: Operator, settings: OperatorSettings, login: Login, liveness: str, stop: asyncio.Event
+    operator: Operator,
+    settings: OperatorSettings,
+    login: Login,
+    liveness: str,
+    ending: Callable[[], object],
 ) -> None:
-    """Watch until SIGTERM, SIGINT or `stop`; tell the operator what is seen."""
+    """Watch until SIGTERM or SIGINT; tell the operator what is seen.
+
+    Args:
+        ending: called when the end begins. kopf waits for seconds for tasks that began after its own.
+    """
     await kopf.operator(
-        registry=kopf_registry(operator, login),
+        registry=kopf_registry(operator, login, ending),
         settings=kopf_settings(settings),
         standalone=True,
         clusterwide=not settings.namespaces,
         namespaces=list(settings.namespaces),
         liveness_endpoint=liveness or None,
-        stop_flag=stop,
     )

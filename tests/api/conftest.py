@@ -211,7 +211,8 @@ def api_process(folder: Path, *arguments: str, port: int = 0) -> Iterator[Proces
             if popen.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"it did not start: {(folder / 'api.log').read_text()[-2000:]}")
             time.sleep(0.02)
-        tokens = json.loads((folder / "tokens.json").read_text())
+        made = folder / "tokens.json"
+        tokens = json.loads(made.read_text()) if made.exists() else {}
         yield Process(popen, f"http://127.0.0.1:{port_file.read_text().strip()}", tokens, folder)
     finally:
         if popen.poll() is None:

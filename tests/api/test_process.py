@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -195,3 +197,118 @@ async def test_events(tmp_path: Path, start_api: Any, make_manifest: Any, worker
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
             ends = [e.data for e in resumed if e.data["status"] == "succeeded"]
             assert [e["reward"] for e in ends] == [1.0, 1.0]
+
+
+async def test_kill_9_keeps_claims(
+    tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    shape = {"cpu": 1.0, "memory_bytes": 1 << 30, "disk_bytes": 1 << 30, "processes": 64}
+    bound = {"state": "Bound", "address": "tcp://10.0.0.7:7411", "secret": "s"}
+    with start_api(tmp_path) as process:
+        async with _http(process) as http:
+            await http.post("/v1/rolloutjobs", json=make_manifest())
+            leases = await worker_of(http, node="kubernetes").lease(init=2)
+            bodies = [{"rollout": x["rollout"], "token": x["token"], "shape": shape} for x in leases]
+            kept, dropped = [(await http.post("/v1/claims", json=body)).json()["id"] for body in bodies]
+            for claim in (kept, dropped):
+                assert (await http.put(f"/v1/claims/{claim}/status", json=bound)).status_code == 200
+        process.kill()
+    with start_api(tmp_path) as process:
+        async with _http(process) as http:
+            for body, claim in zip(bodies, (kept, dropped), strict=True):
+                again = (await http.post("/v1/claims", json=body | {"wait": 30})).json()
+                assert (again["id"], again["secret"]) == (claim, "s")
+            revision = (await http.get("/v1/claims")).json()["revision"]
+            rollout = bodies[1]["rollout"]
+            await http.post("/v1/rolloutjobs/job/cancel", json={"rollout": rollout})
+            told = await http.get("/v1/claims", params={"revision": revision, "wait": 30})
+            assert {c["id"]: c["state"] for c in told.json()["claims"]} == {
+                kept: "Bound",
+                dropped: "Released",
+            }
+
+
+def _refused(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2
+    return done.stderr.splitlines()[-1]
+
+
+async def test_tokens_from_a_file(tmp_path: Path, start_api: Any) -> None:
+    given = {"admin": "a-token", "worker": "w-token", "driver": "d-token"}
+    mounted = tmp_path / "secret" / "tokens.json"
+    mounted.parent.mkdir()
+    mounted.write_text(json.dumps(given))
+    mounted.chmod(0o400)
+    with start_api(tmp_path, "--tokens", str(mounted)) as process:
+        assert not (tmp_path / "tokens.json").exists()
+        async with httpx.AsyncClient(base_url=process.url) as http:
+            for role, status in (("admin", 200), ("driver", 200), ("worker", 403)):
+                headers = {"Authorization": f"Bearer {given[role]}"}
+                assert (await http.get("/v1/rolloutjobs", headers=headers)).status_code == status
+            assert (await http.get("/healthz")).status_code == 200
+
+
+def test_token_files_that_are_no_use(tmp_path: Path) -> None:
+    file = tmp_path / "given.json"
+    assert "cannot be read: No such file" in _refused(tmp_path, "--tokens", str(file))
+    file.write_text('{"admin": "a", "worker": "w"}')
+    assert "admin, worker, driver" in _refused(tmp_path, "--tokens", str(file))
+    file.write_text('{"admin": "a", "worker": "w", "driver": "w"}')
+    assert "of two roles are the same" in _refused(tmp_path, "--tokens", str(file))
+
+
+@pytest.fixture
+def certificate(tmp_path: Path, missing: Any) -> tuple[Path, Path]:
+    """A self-signed certificate of 127.0.0.1 and its key."""
+    if shutil.which("openssl") is None:
+        missing("openssl is not installed")
+    made = tmp_path / "tls.crt", tmp_path / "tls.key"
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-days", "2", "-subj", "/CN=rollyard", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-out", str(made[0]), "-keyout", str(made[1])]
+    subprocess.run([*new, *names, *files], check=True, capture_output=True, timeout=30)
+    return made
+
+
+async def test_https(
+    tmp_path: Path, start_api: Any, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollyard_client import Client, ContextError, DriverClient, Retry, ServerUnavailable
+
+    options = ["--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1])]
+    with start_api(tmp_path, *options) as process:
+        url = process.url.replace("http://", "https://")
+        trusting = ssl.create_default_context(cafile=str(certificate[0]))
+        headers = {"Authorization": f"Bearer {process.tokens['driver']}"}
+        async with httpx.AsyncClient(base_url=url, headers=headers, verify=trusting) as http:
+            assert (await http.get("/v1/rolloutjobs")).json()["items"] == []
+            assert (await http.get("/readyz")).text == "ok"
+        async with httpx.AsyncClient(base_url=url, verify=True, trust_env=False) as stranger:
+            with pytest.raises(httpx.ConnectError, match="certificate"):
+                await stranger.get("/healthz")
+        async with httpx.AsyncClient(base_url=process.url) as plain:
+            with pytest.raises(httpx.TransportError):
+                await plain.get("/healthz")
+        token = process.tokens["driver"]
+        async with DriverClient(url, token, retry=Retry(attempts=1)) as driver:
+            with pytest.raises(ServerUnavailable, match="certificate"):
+                await driver.jobs()
+        monkeypatch.setenv("ROLLYARD_CA_FILE", str(certificate[0]))
+        async with DriverClient(url, token) as driver:
+            assert await driver.unfinished_jobs() == []
+        with Client(url, token) as client:
+            client.ready()
+        monkeypatch.setenv("ROLLYARD_CA_FILE", str(tmp_path / "nowhere"))
+        with pytest.raises(ContextError, match="ROLLYARD_CA_FILE"):
+            DriverClient(url, token)
+
+
+def test_certificates_that_are_no_use(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    chain, key = (str(path) for path in certificate)
+    assert "belong together" in _refused(tmp_path, "--tls-cert", chain)
+    told = _refused(tmp_path, "--tls-cert", chain, "--tls-key", str(tmp_path / "nowhere"))
+    assert told.startswith("--tls-key")
+    assert "cannot be read: No such file" in told
+    assert "no PEM certificate and key" in _refused(tmp_path, "--tls-cert", key, "--tls-key", chain)

@@ -98,3 +98,38 @@ async def test_two_replicas_keep_the_limit_of_a_backend(
             for worker, leases in zip(workers, given, strict=True):
                 if leases:
                     await worker.complete(*[worker.result(lease) for lease in leases])
+
+
+async def test_two_replicas_and_one_claim(
+    both: Any, serving: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    """Filed at both at once it is one claim; who waits at one hears what was told to the other."""
+    shape = {"cpu": 1.0, "memory_bytes": 1 << 30, "disk_bytes": 1 << 30, "processes": 64}
+    async with serving(both[0]) as one, serving(both[1]) as two:
+        tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(16)]}
+        assert (await one.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))).status_code == 201
+        leases = await worker_of(one.worker, node="kubernetes").lease(init=16)
+        bodies = [{"rollout": x["rollout"], "token": x["token"], "shape": shape} for x in leases]
+        filed = await asyncio.gather(
+            *[replica.worker.post("/v1/claims", json=body) for body in bodies for replica in (one, two)]
+        )
+        assert {answer.status_code for answer in filed} == {200}
+        ids = [answer.json()["id"] for answer in filed]
+        assert ids[::2] == ids[1::2]
+        assert len(set(ids)) == len(bodies)
+        lists = [replica.driver.get("/v1/claims") for replica in (one, two)]
+        first, second = [answer.json() for answer in await asyncio.gather(*lists)]
+        assert first["revision"] == second["revision"], "the same list has the same revision everywhere"
+        query = {"revision": first["revision"], "wait": 30}
+        listing = asyncio.create_task(two.driver.get("/v1/claims", params=query))
+        waiting = asyncio.create_task(two.worker.post("/v1/claims", json=bodies[0] | {"wait": 30}))
+        await asyncio.sleep(0.05)
+        status = {"state": "Bound", "address": "tcp://10.0.0.7:7411", "secret": "s"}
+        assert (await one.driver.put(f"/v1/claims/{ids[0]}/status", json=status)).status_code == 200
+        assert (await asyncio.wait_for(waiting, 10)).json()["state"] == "Bound"
+        assert (await asyncio.wait_for(listing, 10)).json()["revision"] != first["revision"]
+        await asyncio.gather(one.plane.sweep(), two.plane.sweep())
+        await one.admin.post("/v1/rolloutjobs/job/cancel", json={})
+        await asyncio.gather(one.plane.sweep(), two.plane.sweep())
+        left = (await two.driver.get("/v1/claims")).json()["claims"]
+        assert {claim["state"] for claim in left} == {"Released"}

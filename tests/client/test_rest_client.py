@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -34,8 +35,10 @@ from rollyard_client.context import Context, resolve
 from rollyard_client.transport import AsyncTransport, SyncTransport
 from rollyard_crds.backendpool import BackendPool, BackendStatus
 from rollyard_crds.base import Condition
+from rollyard_crds.claims import ClaimRequest, ClaimStatus, SandboxShape
 from rollyard_crds.lease import CompleteRequest, LeaseRequest, StageResult
-from rollyard_crds.rolloutjob import RolloutJobStatus
+from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
+from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
 
 
@@ -190,6 +193,76 @@ async def test_pools(server: Server) -> None:
         assert client.pool("pool").status.backends[0].ready
         client.delete_pool("pool")
         assert client.pools("default") == []
+
+
+async def test_claims(server: Server) -> None:
+    shape = SandboxShape(cpu=1, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64)
+    with Client(server.url, server.tokens["admin"]) as client:
+        client.submit(manifest("claims"))
+    async with (
+        WorkerClient(server.url, server.tokens["worker"]) as worker,
+        DriverClient(server.url, server.tokens["driver"]) as driver,
+    ):
+        ask = LeaseRequest(worker="w", node="kubernetes", capacity={"init": 1}, job="claims")
+        (lease,) = (await worker.lease(ask)).leases
+        before = await driver.claims()
+        assert (before.claims, before.warm) == ([], [])
+        wish = ClaimRequest(rollout=lease.rollout, token=lease.token, shape=shape, wait=20)
+        filing = asyncio.create_task(worker.claim(wish))
+        (pending,) = (await driver.claims(before.revision, wait=20)).claims
+        assert (pending.state, pending.shape) == ("Pending", shape)
+        status = ClaimStatus(state="Bound", address="tcp://10.0.0.7:7411", secret="s")
+        bound = await driver.put_claim_status(pending.id, status)
+        assert bound is not None
+        assert (await filing).model_copy(update={"age_seconds": bound.age_seconds}) == bound
+        assert (await worker.claim_status(pending.id, wait=20)).secret == "s"
+        assert (await driver.claims(namespace="elsewhere")).claims == []
+        with pytest.raises(Conflict) as stale:
+            await worker.claim(wish.model_copy(update={"token": lease.token + 1}))
+        assert stale.value.reason == "LeaseLost"
+        for _ in range(2):
+            await worker.release_claim(pending.id)
+        (released,) = (await driver.claims()).claims
+        assert released.state == "Released"
+        for _ in range(2):
+            assert await driver.put_claim_status(pending.id, ClaimStatus(state="Removed")) is None
+        with pytest.raises(NotFound) as gone:
+            await worker.claim_status(pending.id)
+        assert gone.value.reason == "ClaimNotFound"
+        with pytest.raises(Unauthorized):
+            async with DriverClient(server.url, server.tokens["worker"]) as other:
+                await other.claims()
+
+
+async def test_registering(server: Server) -> None:
+    async with DriverClient(server.url, server.tokens["driver"]) as driver:
+        job = RolloutJob.model_validate(manifest("mapped", tasks={"configMapRef": {"name": "tasks"}}))
+        job.metadata.annotations["rollyard.dev/object-uid"] = "u1"
+        with pytest.raises(Invalid, match="tasks: is required"):
+            await driver.register_job(job)
+        made = await driver.register_job(job, [Task(id="a", prompt="p"), {"id": "b", "prompt": "p"}])
+        assert made.status.counts.total == 4
+        job.spec.priority = 3
+        changed = await driver.register_job(job)
+        assert (changed.metadata.uid, changed.spec.priority) == (made.metadata.uid, 3)
+        assert await driver.register_job(changed) == changed, "what came back may be sent again"
+        assert "mapped" in {one.metadata.name for one in await driver.unfinished_jobs()}
+        assert (await driver.job("default", "mapped")).metadata.generation == 2
+        await driver.cancel(changed)
+        assert "mapped" not in {one.metadata.name for one in await driver.unfinished_jobs()}
+        assert "mapped" in {one.metadata.name for one in await driver.jobs()}
+        await driver.delete_job("default", "mapped")
+        with pytest.raises(NotFound):
+            await driver.job("default", "mapped")
+        document = {"apiVersion": job.api_version, "kind": "BackendPool", "metadata": {"name": "registered"}}
+        pool = BackendPool.model_validate(document | {"spec": {"model": "m"}})
+        assert (await driver.register_pool(pool)).metadata.generation == 1
+        pool.spec.replicas = 2
+        assert (await driver.register_pool(pool)).metadata.generation == 2
+        pool.spec.model = "other"
+        with pytest.raises(Conflict, match=r"spec\.model"):
+            await driver.register_pool(pool)
+        await driver.delete_pool("default", "registered")
 
 
 def test_problems_become_exceptions(server: Server) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -73,6 +74,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--trajectories", default="", help="URL of the trajectory store (default: in the state folder)"
     )
+    made.add_argument(
+        "--tokens",
+        type=Path,
+        metavar="FILE",
+        help="JSON object with the tokens of admin, worker and driver, read at start "
+        "(default: tokens.json in the state folder, made if missing)",
+    )
+    made.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve HTTPS")
+    made.add_argument("--tls-key", type=Path, metavar="FILE", help="its PEM private key, without a password")
     made.add_argument("--host", default="127.0.0.1")
     made.add_argument("--port", type=int, default=8765, help="0: any free port, see --port-file")
     made.add_argument("--port-file", type=Path, help="written with the port once requests are answered")
@@ -118,11 +128,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
     if given.lease_seconds <= 0:
         parser().error("--lease-seconds must be more than 0")
+    if (given.tls_cert is None) != (given.tls_key is None):
+        parser().error("--tls-cert and --tls-key belong together: give both or none")
     logging.basicConfig(
         level=given.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    tls = None if given.tls_cert is None else (given.tls_cert, given.tls_key)
+    if tls is not None and (problem := tls_problem(*tls)) is not None:
+        print(problem, file=sys.stderr)
+        return EXIT_USAGE
     try:
         sock = listen(given.host, given.port)
     except OSError as error:
@@ -141,12 +157,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_unstored=given.max_unstored,
         sqlite_max_pages=given.sqlite_max_pages,
         verify_python=given.verify_python,
+        tokens_file=given.tokens,
     )
-    return serve(settings, sock, given.port_file, given.log_level)
+    return serve(settings, sock, given.port_file, given.log_level, tls)
 
 
-def serve(settings: Settings, sock: socket.socket, port_file: Path | None, log_level: str) -> int:
-    """Serve on a listening socket until told to stop; the exit status."""
+def tls_problem(certificate: Path, key: Path) -> str | None:
+    """Why HTTPS cannot be served with this certificate and key; None where it can."""
+    for option, path in (("--tls-cert", certificate), ("--tls-key", key)):
+        try:
+            path.read_bytes()
+        except OSError as error:
+            return f"{option} {path}: cannot be read: {error.strerror}"
+    try:
+        # An empty password: a key that needs one is an error, not a question on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        return f"--tls-cert {certificate}, --tls-key {key}: no PEM certificate and key of a pair: {error}"
+    return None
+
+
+def serve(
+    settings: Settings,
+    sock: socket.socket,
+    port_file: Path | None,
+    log_level: str,
+    tls: tuple[Path, Path] | None = None,
+) -> int:
+    """Serve on a listening socket until told to stop; the exit status. `tls`: certificate and key."""
 
     def started(plane: ControlPlane) -> None:
         server.plane = plane
@@ -163,6 +201,8 @@ def serve(settings: Settings, sock: socket.socket, port_file: Path | None, log_l
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         timeout_keep_alive=75,
+        ssl_certfile=None if tls is None else tls[0],
+        ssl_keyfile=None if tls is None else tls[1],
     )
     # The writer thread gives the interpreter up at every SQLite call; at the default of 5 ms it
     # would wait that long for each return while requests are being parsed.

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard_api import auth
 from rollyard_api.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
-from rollyard_api.routes import jobs, leases, pools, probes, results, weights
+from rollyard_api.routes import claims, jobs, leases, pools, probes, results, weights
 from rollyard_api.service import ControlPlane, running
 from rollyard_api.settings import Settings
 
@@ -46,6 +46,7 @@ class Gate:
             if scope["path"] not in OPEN_PATHS:
                 role = self._plane().tokens.role_of(headers.get(b"authorization", b"").decode("latin-1"))
                 auth.authorize(role, scope["method"], scope["path"])
+                scope.setdefault("state", {})["role"] = role
             if int(headers.get(b"content-length", b"0")) > self._max_body:
                 raise TooLarge(f"the body is longer than {self._max_body} bytes")
             await self.app(scope, self._bounded(receive), watched)
@@ -138,7 +139,7 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
             Exception: _unexpected,
         },
     )
-    for routes in (leases, results, jobs, pools, weights, probes):
+    for routes in (leases, claims, results, jobs, pools, weights, probes):
         app.include_router(routes.router)
     app.add_middleware(Gate, plane=lambda: app.state.plane, max_body=settings.max_body_bytes)
     return app

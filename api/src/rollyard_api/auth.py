@@ -18,7 +18,7 @@ FILE_NAME = "tokens.json"
 
 
 class TokenFileError(Exception):
-    """tokens.json is there but cannot be used."""
+    """The token file cannot be used."""
 
     reason = "TokenFileInvalid"
 
@@ -61,16 +61,29 @@ def load_or_make(state_dir: Path) -> Tokens:
     path = state_dir / FILE_NAME
     if not path.exists():
         _make(path)
+    return load(path, "remove it to have new tokens made")
+
+
+def load(path: Path, remedy: str = "write one string for each role") -> Tokens:
+    """Read a token file that somebody else has made, such as a mounted Secret.
+
+    Raises:
+        TokenFileError: the file cannot be read, or holds no such JSON object.
+    """
     try:
         document = json.loads(path.read_text())
         tokens = Tokens(**{role: document[role] for role in ROLES})
+    except OSError as error:
+        raise TokenFileError(f"{path}: the token file cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise TokenFileError(
-            f"{path}: must be a JSON object with the strings {', '.join(ROLES)}; "
-            "remove it to have new tokens made"
+            f"{path}: must be a JSON object with the strings {', '.join(ROLES)}; {remedy}"
         ) from error
-    if not all(isinstance(getattr(tokens, role), str) and getattr(tokens, role) for role in ROLES):
+    values = [getattr(tokens, role) for role in ROLES]
+    if not all(isinstance(value, str) and value for value in values):
         raise TokenFileError(f"{path}: every token must be a non-empty string")
+    if len(set(values)) < len(values):
+        raise TokenFileError(f"{path}: the tokens of two roles are the same; each role needs its own")
     return tokens
 
 
@@ -92,21 +105,41 @@ def _make(path: Path) -> None:
         scratch.unlink()
 
 
-_WORKER = ("/v1/leases",)
+_LEASES = "/v1/leases"
+_CLAIMS = "/v1/claims"
+_JOBS = "/v1/rolloutjobs"
+_POOLS = "/v1/backendpools"
 
 
 def authorize(role: Role, method: str, path: str) -> None:
-    """May this role make this call? Admin may all; a worker leases; a driver also reports status.
+    """May this role make this call?
+
+    Admin may all. A worker leases, and files, reads and releases single claims. A driver reads
+    everything, fulfils claims, registers, reports, cancels and deletes jobs, and owns pools.
 
     Raises:
         Forbidden: it may not.
     """
-    if role == "admin" or path.startswith(_WORKER):
+    if role == "admin" or path.startswith(_LEASES):
         return
-    if role == "driver" and (
+    allowed = _worker_may(method, path) if role == "worker" else _driver_may(method, path)
+    if not allowed:
+        raise Forbidden(f"the role '{role}' may not {method} {path}")
+
+
+def _worker_may(method: str, path: str) -> bool:
+    one = path.removeprefix(f"{_CLAIMS}/")
+    if one == path:
+        return method == "POST" and path == _CLAIMS
+    return method in ("GET", "DELETE") and one != "" and "/" not in one
+
+
+def _driver_may(method: str, path: str) -> bool:
+    return (
         method in ("GET", "PUT")
-        or (method in ("POST", "PATCH", "DELETE") and path.startswith("/v1/backendpools"))
-        or (method == "POST" and path.startswith("/v1/rolloutjobs/") and path.endswith("/cancel"))
-    ):
-        return
-    raise Forbidden(f"the role '{role}' may not {method} {path}")
+        or path == _CLAIMS
+        or path.startswith(f"{_CLAIMS}/")
+        or (method in ("POST", "PATCH", "DELETE") and path.startswith(_POOLS))
+        or (method == "DELETE" and path.startswith(f"{_JOBS}/"))
+        or (method == "POST" and path.startswith(f"{_JOBS}/") and path.endswith("/cancel"))
+    )

@@ -11,11 +11,18 @@ T = TypeVar("T")
 
 QUEUE = "queue"
 """Something can be leased that could not before."""
+CLAIMS = "claims"
+"""A claim, or what drivers are to keep warm, has changed."""
 
 
 def job_topic(job_id: int) -> str:
     """A rollout or a group of the job has ended, or the job has."""
     return f"job:{job_id}"
+
+
+def claim_topic(claim: str) -> str:
+    """The claim has changed."""
+    return f"claim:{claim}"
 
 
 class Bus:

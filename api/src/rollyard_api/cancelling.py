@@ -9,11 +9,12 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api import states
-from rollyard_api.bus import QUEUE, job_topic
+from rollyard_api.bus import CLAIMS, QUEUE, job_topic
 from rollyard_api.codec import loads
 from rollyard_api.database import Transaction
 from rollyard_api.ending import Ending, end, finish
 from rollyard_api.jobs import find_locked
+from rollyard_api.jobviews import DELETED
 from rollyard_api.problems import NotFound
 from rollyard_api.schema import groups, jobs, payloads, rollouts
 
@@ -69,8 +70,8 @@ def cancel_job(tx: Transaction, namespace: str, name: str, reason: str) -> int:
         tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(cancel_reason=reason, closed=True))
         if job.ended == job.total:
             finish(tx, job.id)
-        tx.wake(QUEUE)
-        tx.wake(job_topic(job.id))
+        for topic in (job_topic(job.id), QUEUE, CLAIMS):
+            tx.wake(topic)
     return int(job.id)
 
 
@@ -114,7 +115,7 @@ def cancel_part(tx: Transaction, namespace: str, name: str, *, group: str | None
 
 def delete_job(tx: Transaction, namespace: str, name: str) -> int:
     """Cancel the job and hide it; its name is free at once, its rows are removed by `purge_some`."""
-    job_id = cancel_job(tx, namespace, name, "Deleted")
+    job_id = cancel_job(tx, namespace, name, DELETED)
     tx.conn.execute(sa.update(jobs).where(jobs.c.id == job_id).values(deleted_at=tx.now))
     return job_id
 
@@ -126,7 +127,7 @@ def unfinished_cancellations(conn: Connection) -> list[int]:
 
 
 def enforce(tx: Transaction) -> None:
-    """Cancel jobs past their active deadline; hide finished ones past their time to live."""
+    """Cancel jobs past their active deadline; remove finished ones past their time to live."""
     late = tx.conn.execute(
         sa.select(jobs.c.namespace, jobs.c.name).where(
             jobs.c.finished_at.is_(None),
@@ -146,10 +147,13 @@ def enforce(tx: Transaction) -> None:
         ttl = loads(job.spec).get("ttlSecondsAfterFinished")
         at = float("inf") if ttl is None else job.finished_at + ttl
         tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(delete_at=at))
+    old = (jobs.c.deleted_at.is_(None), jobs.c.finished_at.is_not(None), jobs.c.delete_at < tx.now)
+    tx.conn.execute(sa.update(jobs).where(*old, jobs.c.object_uid.is_(None)).values(deleted_at=tx.now))
+    # The driver of an object would register it again: it deletes the object first.
     tx.conn.execute(
         sa.update(jobs)
-        .where(jobs.c.deleted_at.is_(None), jobs.c.finished_at.is_not(None), jobs.c.delete_at < tx.now)
-        .values(deleted_at=tx.now)
+        .where(*old, jobs.c.object_uid.is_not(None), jobs.c.cancel_reason.is_distinct_from(DELETED))
+        .values(cancel_reason=DELETED)
     )
 
 

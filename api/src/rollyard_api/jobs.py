@@ -10,11 +10,12 @@ from typing import Any
 
 import orjson
 import sqlalchemy as sa
+from rollyard_crds.claims import shape_of
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from sqlalchemy.engine import Connection
 
 from rollyard_api import states
-from rollyard_api.bus import QUEUE, job_topic
+from rollyard_api.bus import CLAIMS, QUEUE, job_topic
 from rollyard_api.codec import dumps, loads
 from rollyard_api.database import Transaction
 from rollyard_api.ending import finish
@@ -36,6 +37,8 @@ class NewJob:
     spec_json: bytes
     digest: str
     tasks: Sequence[TaskRow]
+    object_uid: str | None = None
+    """Of the Kubernetes object that it is registered for."""
 
 
 def prepare(job: RolloutJob, tasks: Sequence[TaskRow]) -> NewJob:
@@ -46,7 +49,8 @@ def prepare(job: RolloutJob, tasks: Sequence[TaskRow]) -> NewJob:
     return NewJob(job.metadata.namespace, job.metadata.name, dumps(meta), job.spec, spec, digest, tasks)
 
 
-def _find(namespace: str, name: str) -> sa.Select[Any]:
+def query(namespace: str, name: str) -> sa.Select[Any]:
+    """Selects the job of this name that is not deleted."""
     return sa.select(jobs).where(
         jobs.c.namespace == namespace, jobs.c.name == name, jobs.c.deleted_at.is_(None)
     )
@@ -58,7 +62,7 @@ def find(conn: Connection, namespace: str, name: str) -> Any:
     Raises:
         NotFound: no such job in this namespace.
     """
-    row = conn.execute(_find(namespace, name)).one_or_none()
+    row = conn.execute(query(namespace, name)).one_or_none()
     if row is None:
         raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
     return row
@@ -66,7 +70,7 @@ def find(conn: Connection, namespace: str, name: str) -> Any:
 
 def find_locked(tx: Transaction, namespace: str, name: str) -> Any:
     """As `find`, its row locked until the commit."""
-    row = tx.conn.execute(_find(namespace, name).with_for_update()).one_or_none()
+    row = tx.conn.execute(query(namespace, name).with_for_update()).one_or_none()
     if row is None:
         raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
     return row
@@ -78,7 +82,7 @@ def same(conn: Connection, new: NewJob) -> bool:
     Raises:
         Conflict: it stands with another spec.
     """
-    row = conn.execute(_find(new.namespace, new.name)).one_or_none()
+    row = conn.execute(query(new.namespace, new.name)).one_or_none()
     if row is None:
         return False
     if row.digest != new.digest:
@@ -100,15 +104,6 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
     if same(tx.conn, new):
         return False
     spec = new.spec
-    deadline = spec.active_deadline_seconds
-    limits = {
-        "attempts": {stage: getattr(spec.stages, stage).max_attempts for stage in ("init", "run", "eval")},
-        "samples": spec.samples_per_task,
-        "min_group": spec.min_group_size,
-        "deadline": deadline,
-        "max_policy_lag": spec.max_policy_lag,
-        "stale_rollouts": spec.stale_rollouts,
-    }
     started = None if spec.suspend else tx.now
     job_id: int = tx.conn.execute(
         sa.insert(jobs)
@@ -120,7 +115,7 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
             metadata=new.metadata,
             spec=new.spec_json,
             digest=new.digest,
-            limits=dumps(limits),
+            limits=limits_of(spec),
             status=b"{}",
             pool=None if spec.backend_ref is None else spec.backend_ref.name,
             priority=spec.priority,
@@ -128,7 +123,7 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
             closed=not spec.tasks.stream,
             created_at=tx.now,
             started_at=started,
-            deadline_at=_deadline(started, deadline),
+            deadline_at=deadline_at(started, spec.active_deadline_seconds),
             total=0,
             ended=0,
             succeeded=0,
@@ -138,6 +133,8 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
             groups=0,
             groups_ended=0,
             parts=0,
+            object_uid=new.object_uid,
+            warm=warm_of(spec),
         )
         .returning(jobs.c.id)
     ).scalar_one()
@@ -147,7 +144,29 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
     return True
 
 
-def _deadline(started: float | None, seconds: int | None) -> float | None:
+def limits_of(spec: RolloutJobSpec) -> bytes:
+    """What leases and outcomes need of a spec, so that they need not read all of it."""
+    return dumps(
+        {
+            "attempts": {s: getattr(spec.stages, s).max_attempts for s in ("init", "run", "eval")},
+            "samples": spec.samples_per_task,
+            "min_group": spec.min_group_size,
+            "deadline": spec.active_deadline_seconds,
+            "max_policy_lag": spec.max_policy_lag,
+            "stale_rollouts": spec.stale_rollouts,
+        }
+    )
+
+
+def warm_of(spec: RolloutJobSpec) -> bytes | None:
+    """Shape and count of the sandboxes that a driver on Kubernetes keeps warm; None where it keeps none."""
+    if spec.sandbox.warm == 0 or spec.placement not in (None, "kubernetes"):
+        return None
+    return dumps({"shape": shape_of(spec.sandbox).model_dump(), "count": spec.sandbox.warm})
+
+
+def deadline_at(started: float | None, seconds: int | None) -> float | None:
+    """When a job that was admitted at `started` is past its active deadline; None: never."""
     return None if started is None or seconds is None else started + seconds
 
 
@@ -265,7 +284,7 @@ def patch(tx: Transaction, namespace: str, name: str, *, suspend: bool | None, p
         values |= {
             "suspended": suspend,
             "started_at": started,
-            "deadline_at": _deadline(started, deadline),
+            "deadline_at": deadline_at(started, deadline),
         }
     if priority is not None and priority != job.priority:
         spec["priority"] = priority
@@ -273,8 +292,8 @@ def patch(tx: Transaction, namespace: str, name: str, *, suspend: bool | None, p
     if values:
         values |= {"spec": orjson.dumps(spec, option=orjson.OPT_SORT_KEYS), "generation": job.generation + 1}
         tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(**values))
-        tx.wake(QUEUE)
-        tx.wake(job_topic(job.id))
+        for topic in (job_topic(job.id), QUEUE, CLAIMS):
+            tx.wake(topic)
 
 
 def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any]) -> None:
@@ -289,6 +308,7 @@ def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any
     if status != before:
         tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(status=dumps(status)))
         tx.wake(job_topic(job.id))
+        tx.wake(CLAIMS)
 
 
 def merge_conditions(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[dict[str, Any]]:

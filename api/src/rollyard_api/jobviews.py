@@ -19,6 +19,12 @@ CLOSED = "rollyard.dev/closed"
 """Annotation of a job to which no task will be added: every batch job, and a closed stream."""
 CANCEL_REASON = "rollyard.dev/cancel-reason"
 """Annotation of a cancelled job: `Cancelled`, `DeadlineExceeded` or `Deleted`."""
+DELETED = "Deleted"
+"""Cancel reason of a job that is to be removed."""
+DELETE_REQUESTED = "rollyard.dev/delete-requested"
+"""Annotation of a pool that is to be removed, for the driver whose object it is."""
+OBJECT_UID = "rollyard.dev/object-uid"
+"""Annotation with the uid of the Kubernetes object that a job or pool is registered for."""
 
 
 def counts(conn: Connection, job: Any) -> dict[str, Any]:
@@ -64,6 +70,9 @@ def document(conn: Connection, job: Any, *, bare: bool = False) -> dict[str, Any
     """The whole RolloutJob, as REST answers it, with live counts; `bare`: without inline tasks."""
     meta = loads(job.metadata)
     annotations = dict(meta.get("annotations") or {})
+    annotations.pop(OBJECT_UID, None)  # whoever wrote it into a manifest: only registering counts
+    if job.object_uid is not None:
+        annotations[OBJECT_UID] = job.object_uid
     if job.closed:
         annotations[CLOSED] = "true"
     if job.cancel_reason is not None:
@@ -97,12 +106,18 @@ def document(conn: Connection, job: Any, *, bare: bool = False) -> dict[str, Any
 
 
 def listed(
-    conn: Connection, namespace: str | None, limit: int, after: int, *, bare: bool
+    conn: Connection, namespace: str | None, limit: int, after: int, *, bare: bool, finished: bool | None
 ) -> tuple[list[dict[str, Any]], int | None]:
     """Up to `limit` jobs made after the one with id `after`; and where to go on, if there are more."""
     query = sa.select(jobs).where(jobs.c.deleted_at.is_(None), jobs.c.id > after).order_by(jobs.c.id)
     if namespace is not None:
         query = query.where(jobs.c.namespace == namespace)
+    if finished is not None:
+        # A job whose object is to be deleted is not off its driver's hands.
+        leaving = sa.and_(jobs.c.object_uid.is_not(None), jobs.c.cancel_reason == DELETED)
+        query = query.where(
+            jobs.c.finished_at.is_not(None) if finished else sa.or_(jobs.c.finished_at.is_(None), leaving)
+        )
     rows = list(conn.execute(query.limit(limit + 1)))
     more = rows[limit - 1].id if len(rows) > limit else None
     return [document(conn, row, bare=bare) for row in rows[:limit]], more

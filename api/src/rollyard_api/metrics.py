@@ -12,7 +12,7 @@ from prometheus_client.exposition import generate_latest
 from sqlalchemy.engine import Connection
 
 from rollyard_api import pools, states
-from rollyard_api.schema import jobs, rollouts
+from rollyard_api.schema import claims, jobs, rollouts
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -72,6 +72,9 @@ class Metrics:
                 ["action"],
                 registry=r,
             ),
+            "claim_failures": Counter(
+                "rollyard_claim_failures", "Sandbox claims that a driver failed", ["reason"], registry=r
+            ),
             "stored": Counter("rollyard_trajectories_stored", "Records in the trajectory store", registry=r),
         }
         self._histograms: dict[str, Histogram] = {
@@ -84,6 +87,12 @@ class Metrics:
             "paused_seconds": Histogram(
                 "rollyard_weight_update_paused_seconds",
                 "From pause to resume of one backend in a weight update",
+                buckets=_SECONDS,
+                registry=r,
+            ),
+            "claim_seconds": Histogram(
+                "rollyard_claim_seconds",
+                "From filing a sandbox claim to its sandbox",
                 buckets=_SECONDS,
                 registry=r,
             ),
@@ -132,7 +141,15 @@ def _gauges(conn: Connection) -> list[GaugeMetricFamily]:
     )
     pending = sa.select(sa.func.count()).select_from(rollouts).where(rollouts.c.pending.is_not(None))
     unstored.add_metric([], conn.execute(pending).scalar_one())
-    return [by_state, unstored, *_of_backends(conn)]
+    return [by_state, unstored, _of_claims(conn), *_of_backends(conn)]
+
+
+def _of_claims(conn: Connection) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily("rollyard_claims", "Sandbox claims", labels=["namespace", "state"])
+    query = sa.select(claims.c.namespace, claims.c.state, sa.func.count().label("n"))
+    for row in conn.execute(query.group_by(claims.c.namespace, claims.c.state)):
+        gauge.add_metric([row.namespace, row.state], row.n)
+    return gauge
 
 
 _BACKEND = (

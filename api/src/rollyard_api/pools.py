@@ -21,7 +21,7 @@ from rollyard_api.database import Transaction
 from rollyard_api.jobs import merge_conditions
 from rollyard_api.jobviews import timestamp
 from rollyard_api.problems import Conflict, Invalid, NotFound
-from rollyard_api.schema import backends, pools, rollouts
+from rollyard_api.schema import backends, pools, rollouts, weight_updates
 
 _OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
 
@@ -198,7 +198,17 @@ def patch(tx: Transaction, namespace: str, name: str, changes: dict[str, Any]) -
     pool = tx.conn.execute(query).one_or_none() or find(tx.conn, namespace, name)
     before = BackendPoolSpec.model_validate(loads(pool.spec))
     after = wire.model(BackendPoolSpec, merge(loads(pool.spec), changes), "spec")
-    problems = [
+    problems = fixed(before, after)
+    if after.engine.external is not None and before.replicas != after.replicas:
+        problems.append("spec.replicas: an external pool has one backend for each of engine.external.urls")
+    if problems:
+        raise Invalid(problems[0], errors=problems)
+    change(tx, pool, after)
+
+
+def fixed(before: BackendPoolSpec, after: BackendPoolSpec) -> list[str]:
+    """One line for each field that may not change and does."""
+    return [
         f"spec.{field}: is {old!r} and {_FIXED}"
         for field, old, new in (
             ("model", before.model, after.model),
@@ -207,11 +217,11 @@ def patch(tx: Transaction, namespace: str, name: str, changes: dict[str, Any]) -
         )
         if old != new
     ]
+
+
+def change(tx: Transaction, pool: Any, after: BackendPoolSpec) -> None:
+    """Give the pool of this row, locked, another spec; the same one again changes nothing."""
     external = after.engine.external
-    if external is not None and before.replicas != after.replicas:
-        problems.append("spec.replicas: an external pool has one backend for each of engine.external.urls")
-    if problems:
-        raise Invalid(problems[0], errors=problems)
     encoded = orjson.dumps(after.to_json(), option=orjson.OPT_SORT_KEYS)
     if encoded == pool.spec:
         return
@@ -264,7 +274,8 @@ def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any
 def delete(tx: Transaction, namespace: str, name: str) -> None:
     """Remove the pool; jobs that refer to it get no Run lease until there is one of that name again."""
     pool = find(tx.conn, namespace, name)
-    tx.conn.execute(sa.delete(backends).where(backends.c.pool_id == pool.id))
+    for table in (backends, weight_updates):
+        tx.conn.execute(sa.delete(table).where(table.c.pool_id == pool.id))
     tx.conn.execute(sa.delete(pools).where(pools.c.id == pool.id))
 
 

@@ -59,6 +59,10 @@ jobs = sa.Table(
     sa.Column("groups", sa.Integer, nullable=False),
     sa.Column("groups_ended", sa.Integer, nullable=False),
     sa.Column("parts", sa.Integer, nullable=False),
+    # Of the Kubernetes object that the job was last registered for; null where it has none.
+    sa.Column("object_uid", sa.String(128)),
+    # The sandboxes to keep warm beside workers on Kubernetes: {"shape", "count"} as JSON; null for none.
+    sa.Column("warm", sa.LargeBinary),
     _partial("uq_jobs_live_name", "namespace", "name", where="deleted_at IS NULL", unique=True),
     _partial("ix_jobs_unfinished", "id", where="finished_at IS NULL"),
 )
@@ -137,6 +141,31 @@ payloads = sa.Table(
     sa.Column("rollout_id", sa.String(128), primary_key=True),
     sa.Column("carry", sa.LargeBinary),
     sa.Column("trajectory", sa.LargeBinary),
+)
+
+# A claim outlives the rows of its rollout and job: its sandbox must still be removed by the driver.
+claims = sa.Table(
+    "claims",
+    metadata,
+    sa.Column("id", sa.String(40), primary_key=True),
+    sa.Column("rollout_id", sa.String(128), nullable=False),
+    # Fencing token of the Init lease in whose name it was filed.
+    sa.Column("token", sa.Integer, nullable=False),
+    sa.Column("namespace", sa.String(63), nullable=False),
+    sa.Column("job", sa.String(63), nullable=False),
+    sa.Column("job_uid", sa.String(36), nullable=False),
+    sa.Column("shape", sa.LargeBinary, nullable=False),
+    # Pending, Bound, Failed or Released.
+    sa.Column("state", sa.String(16), nullable=False),
+    # The driver has nothing left of it, and only its worker may still ask why.
+    sa.Column("removed", sa.Boolean, nullable=False),
+    sa.Column("address", sa.String(512), nullable=False),
+    sa.Column("secret", sa.String(128), nullable=False),
+    sa.Column("reason", sa.String(128), nullable=False),
+    sa.Column("message", sa.String(1024), nullable=False),
+    sa.Column("retryable", sa.Boolean, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.UniqueConstraint("rollout_id", "token"),
 )
 
 pools = sa.Table(

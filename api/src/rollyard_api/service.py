@@ -11,9 +11,20 @@ from functools import partial
 import httpx
 from sqlalchemy.engine import Connection, make_url
 
-from rollyard_api import cancelling, circuits, entrypoints, health, liveness, lock, migrate, verification
+from rollyard_api import (
+    auth,
+    cancelling,
+    circuits,
+    claims,
+    entrypoints,
+    health,
+    liveness,
+    lock,
+    migrate,
+    verification,
+)
 from rollyard_api.archive import Archive
-from rollyard_api.auth import Tokens, load_or_make
+from rollyard_api.auth import Tokens
 from rollyard_api.bus import Bus
 from rollyard_api.coordinator import Coordinator
 from rollyard_api.database import Database, Transaction
@@ -68,9 +79,10 @@ class ControlPlane:
             self.bus.wake(wakes)
 
     async def cancel_rest(self, job_id: int) -> None:
-        """End what is unfinished of a cancelled job, batch by batch."""
+        """End what is unfinished of a cancelled job, batch by batch, and give its sandboxes up."""
         while await self.database.write(partial(cancelling.cancel_some, job_id=job_id)):
             pass
+        await self.database.write(claims.release_unneeded, durable=False)
 
     async def refuse_when_full(self) -> None:
         """Take no more results while the trajectory store is full and the database holds its share.
@@ -85,7 +97,7 @@ class ControlPlane:
             )
 
     async def sweep(self) -> None:
-        """One round of expiry, deadlines, cancellations and removals."""
+        """One round of expiry, deadlines, cancellations, claims and removals."""
         write, read = self.database.write, self.database.read
         expire = partial(liveness.expire, max_expiries=self.settings.max_expiries)
         while await write(expire, durable=False) == liveness.EXPIRY_BATCH:
@@ -93,6 +105,7 @@ class ControlPlane:
         await write(cancelling.enforce, durable=False)
         for job_id in await read(cancelling.unfinished_cancellations):
             await self.cancel_rest(job_id)
+        await write(claims.release_unneeded, durable=False)
         for job_id in await read(cancelling.deleted_jobs):
             while not await write(partial(cancelling.purge_some, job_id=job_id)):
                 pass
@@ -142,7 +155,7 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
     """A control plane with its schema up to date and its background work going on.
 
     Raises:
-        TokenFileError: tokens.json cannot be used.
+        TokenFileError: the token file cannot be used.
         StateFolderInUse: another process serves this state folder.
         sqlalchemy.exc.OperationalError: the database cannot be opened.
     """
@@ -150,7 +163,9 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
     with ExitStack() as stack:
         if make_url(settings.database_url).get_backend_name() == "sqlite":
             stack.enter_context(lock.held(settings.state_dir))
-        async with _opened(settings, load_or_make(settings.state_dir)) as plane:
+        given = settings.tokens_file
+        tokens = auth.load_or_make(settings.state_dir) if given is None else auth.load(given)
+        async with _opened(settings, tokens) as plane:
             yield plane
 
 

@@ -18,9 +18,13 @@ class Settings:
     """SQLAlchemy URL, `sqlite:///…` or `postgresql+psycopg://…`; default: `state_dir/rollyard.db`."""
     trajectories: str = ""
     """fsspec URL of the trajectory store; default: `state_dir/trajectories`."""
+    tokens_file: Path | None = None
+    """JSON object with a token per role, read at start; default: `state_dir/tokens.json`, made if missing."""
     lease_seconds: float = 30.0
     max_queued: int = 1_000_000
     """Unfinished rollouts in all; more is answered 429."""
+    max_claims: int = 10_000
+    """Sandbox claims whose sandbox is not removed; more is answered 429."""
     max_body_bytes: int = 64 << 20
     max_expiries: int = 10
     """Expired leases per rollout, after which it ends as Failed/LeaseExpired."""

@@ -174,7 +174,7 @@ class DriverClient(_Connected):
     async def claims(
         self, revision: int | None = None, wait: float = 0.0, namespace: str | None = None
     ) -> ClaimList:
-        """Claims, and what is to be kept warm; with `revision` once there is another, or after `wait` seconds.
+        """Claims, and what is to be kept warm; with `revision`: once there is another, or after `wait`.
 
         Args:
             revision: of the last answer for this namespace; None: answer at once.

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
+from rollyard_api.auth import Role
 from rollyard_api.codec import decode, dumps
 from rollyard_api.service import ControlPlane
 
@@ -21,6 +22,12 @@ def plane_of(request: Request) -> ControlPlane:
     """The control plane of this application."""
     plane: ControlPlane = request.app.state.plane
     return plane
+
+
+def role_of(request: Request) -> Role:
+    """Whose token the request bears."""
+    role: Role = request.state.role
+    return role
 
 
 Plane = Annotated[ControlPlane, Depends(plane_of)]

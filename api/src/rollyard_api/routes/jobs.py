@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -14,10 +15,10 @@ from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import cancelling, entrypoints, jobs, jobviews, tasks, wire
+from rollyard_api import cancelling, entrypoints, jobs, jobviews, registration, tasks, wire
 from rollyard_api.jobs import NewJob
 from rollyard_api.problems import Invalid, Malformed
-from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
+from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of, role_of
 from rollyard_api.tasks import TaskRow
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"])
@@ -50,7 +51,15 @@ async def manifest_of(request: Request, kind: Literal["RolloutJob", "BackendPool
             raise Malformed(f"the body is no YAML: {error}") from error
     else:
         document = await body_of(request)
-    namespace = request.query_params.get("namespace")
+    return checked(document, kind, request.query_params.get("namespace"))
+
+
+def checked(document: Any, kind: Literal["RolloutJob", "BackendPool"], namespace: str | None) -> Any:
+    """A document as a manifest of this kind; `namespace` fills one left out.
+
+    Raises:
+        Invalid: it is refused; `errors` names each field.
+    """
     if namespace and isinstance(document, dict) and isinstance(document.get("metadata"), dict):
         document["metadata"].setdefault("namespace", namespace)
     try:
@@ -63,8 +72,30 @@ async def manifest_of(request: Request, kind: Literal["RolloutJob", "BackendPool
     return manifest
 
 
-def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
-    return jobviews.document(conn, jobs.find(conn, namespace, name))
+def registered(document: Any, kind: Literal["RolloutJob", "BackendPool"], request: Request, name: str) -> Any:
+    """The manifest of a PUT, with what is kept of its metadata; name and namespace must be those asked for.
+
+    Raises:
+        Invalid: it is refused; `errors` names each field.
+    """
+    namespace = request.query_params.get("namespace")
+    manifest = checked(document, kind, namespace)
+    meta = manifest.metadata
+    problems = [
+        f"metadata.{field}: must be {asked!r}, as the call says (got {given!r})"
+        for field, asked, given in (
+            ("name", name, meta.name),
+            ("namespace", namespace or meta.namespace, meta.namespace),
+        )
+        if asked != given
+    ]
+    if problems:
+        raise Invalid(problems[0], reason="InvalidManifest", errors=problems)
+    return manifest.model_copy(update={"metadata": registration.of_object(meta)})
+
+
+def _read(conn: Connection, namespace: str, name: str, *, bare: bool = False) -> dict[str, Any]:
+    return jobviews.document(conn, jobs.find(conn, namespace, name), bare=bare)
 
 
 async def _tasks(job: RolloutJob) -> list[TaskRow]:
@@ -79,7 +110,23 @@ async def _tasks(job: RolloutJob) -> list[TaskRow]:
                 raise Invalid(text, reason="InvalidTasks", errors=[text])
             seen[task.id] = place
         return [tasks.row(task) for task in source.inline]
+    if source.config_map_ref is not None:
+        text = (
+            "spec.tasks.configMapRef: only a driver on Kubernetes reads ConfigMaps: apply the job there with "
+            "kubectl, or give 'url', 'inline' or 'stream: true'"
+        )
+        raise Invalid(text, reason="InvalidTasks", errors=[text])
     return []
+
+
+async def _registered_tasks(job: RolloutJob, given: Any) -> list[TaskRow]:
+    """The tasks of a job that is about to be made: its own, or those that its driver read of a ConfigMap."""
+    if job.spec.tasks.config_map_ref is None:
+        return await _tasks(job)
+    if given is None:
+        text = "tasks: is required where spec.tasks is a configMapRef and the job is not there yet"
+        raise Invalid(text, reason="InvalidTasks", errors=[text])
+    return await asyncio.to_thread(tasks.read_list, given)
 
 
 @router.post("", openapi_extra=body_schema(RolloutJob.model_json_schema(by_alias=True)))
@@ -102,6 +149,45 @@ async def submit(request: Request) -> Response:
     return answer(await plane.database.read(read), 201 if made else 200)
 
 
+class Registration(BaseModel):
+    """A job as its driver knows it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    manifest: dict[str, Any]
+    """The RolloutJob; its status is ignored."""
+    tasks: list[dict[str, Any]] | None = None
+    """What the ConfigMap of `spec.tasks.configMapRef` holds; read only where the job is made."""
+
+
+@router.put("/{name}", openapi_extra=body_schema(Registration.model_json_schema()))
+async def register(request: Request, name: str) -> Response:
+    """A driver's job: 201 made, 200 there already and brought up to date, 409 another one, 422 refused.
+
+    The annotation `rollyard.dev/object-uid` tells a job made anew, which replaces the old one, from a
+    changed one. Inline tasks are left out of the answer (`spec.tasks` says `stream` then).
+    """
+    plane = plane_of(request)
+    asked = wire.model(Registration, await body_of(request))
+    job: RolloutJob = registered(asked.manifest, "RolloutJob", request, name)
+    if asked.tasks is not None and job.spec.tasks.config_map_ref is None:
+        text = "tasks: belong to a job whose spec.tasks is a configMapRef"
+        raise Invalid(text, reason="InvalidTasks", errors=[text])
+    new = replace(jobs.prepare(job, []), object_uid=registration.object_uid(job.metadata))
+    op = partial(registration.register_job, max_queued=plane.settings.max_queued)
+    told = await plane.database.write(partial(op, new=new, with_tasks=False))
+    if told.made is None:
+        missing = entrypoints.problems(job.spec, plane.installed)
+        if missing:
+            raise Invalid(missing[0], reason="NotInstalled", errors=missing)
+        new = replace(new, tasks=await _registered_tasks(job, asked.tasks))
+        told = await plane.database.write(partial(op, new=new, with_tasks=True))
+    if told.replaced is not None:
+        await plane.cancel_rest(told.replaced)
+    read = partial(_read, namespace=new.namespace, name=new.name, bare=True)
+    return answer(await plane.database.read(read), 201 if told.made else 200)
+
+
 @router.get("")
 async def list_jobs(
     plane: Plane,
@@ -109,14 +195,22 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=500)] = 500,
     after: Annotated[str, Query(alias="continue", pattern=r"^[0-9]*$")] = "",
     omit: Literal["", "tasks"] = "",
+    finished: bool | None = None,
 ) -> Response:
     """Jobs of one namespace, or of all; `metadata.continue` says how to get the rest.
 
+    `finished=false`: only those that a driver has to do with: rollouts have not ended, the stream is open,
+    or the object is to be deleted; `true`: only those that have ended.
     `omit=tasks`: inline tasks are left out (`spec.tasks` says `stream` then), for drivers that look often.
     """
     found, more = await plane.database.read(
         partial(
-            jobviews.listed, namespace=namespace, limit=limit, after=int(after or 0), bare=omit == "tasks"
+            jobviews.listed,
+            namespace=namespace,
+            limit=limit,
+            after=int(after or 0),
+            bare=omit == "tasks",
+            finished=finished,
         )
     )
     meta = {} if more is None else {"continue": str(more)}
@@ -131,11 +225,18 @@ async def get_job(plane: Plane, name: str, namespace: Namespace = "default") -> 
 
 
 @router.delete("/{name}", status_code=202)
-async def delete_job(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
-    """Cancel and remove; what lies in the trajectory store stays there."""
-    job_id = await plane.database.write(partial(cancelling.delete_job, namespace=namespace, name=name))
+async def delete_job(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
+    """Cancel and remove; what lies in the trajectory store stays there.
+
+    A job that is registered for an object of Kubernetes is cancelled and stays (`"deleted": false`) until
+    its driver, which deletes the object, deletes it too.
+    """
+    op = registration.delete_job if role_of(request) != "driver" else cancelling.delete_job
+    job_id = await plane.database.write(partial(op, namespace=namespace, name=name))
     await plane.cancel_rest(job_id)
-    return answer({"name": name, "namespace": namespace, "deleted": True}, 202)
+    job = await plane.database.read(partial(jobs.by_id, job_id=job_id))
+    deleted = job is None or job.deleted_at is not None
+    return answer({"name": name, "namespace": namespace, "deleted": deleted}, 202)
 
 
 @router.patch("/{name}", openapi_extra=body_schema(Patch.model_json_schema()))

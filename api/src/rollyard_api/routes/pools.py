@@ -12,9 +12,10 @@ from rollyard_crds.base import Model
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import pools, wire
-from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
-from rollyard_api.routes.jobs import manifest_of
+from rollyard_api import pools, registration, wire
+from rollyard_api.jobviews import OBJECT_UID
+from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of, role_of
+from rollyard_api.routes.jobs import manifest_of, registered
 
 router = APIRouter(prefix="/v1/backendpools", tags=["backendpools"])
 
@@ -41,8 +42,23 @@ async def create(request: Request) -> Response:
     """Make a pool: 201 made, 200 the same stands already, 409 another spec."""
     plane = plane_of(request)
     pool: BackendPool = await manifest_of(request, "BackendPool")
+    pool.metadata.annotations.pop(OBJECT_UID, None)  # says that a driver registered it, which this is not
     made = await plane.database.write(partial(pools.create, pool=pool))
     read = partial(_read, namespace=pool.metadata.namespace, name=pool.metadata.name)
+    return answer(await plane.database.read(read), 201 if made else 200)
+
+
+@router.put("/{name}", openapi_extra=body_schema(BackendPool.model_json_schema(by_alias=True)))
+async def register(request: Request, name: str) -> Response:
+    """A driver's pool: 201 made, 200 there already and brought up to date, 409 another one, 422 refused.
+
+    The annotation `rollyard.dev/object-uid` tells a pool made anew, which replaces the old one, from a
+    changed one.
+    """
+    plane = plane_of(request)
+    pool: BackendPool = registered(await body_of(request), "BackendPool", request, name)
+    made = await plane.database.write(partial(registration.register_pool, pool=pool))
+    read = partial(_read, namespace=pool.metadata.namespace, name=name)
     return answer(await plane.database.read(read), 201 if made else 200)
 
 
@@ -69,10 +85,22 @@ async def patch_pool(request: Request, name: str, namespace: Namespace = "defaul
 
 
 @router.delete("/{name}")
-async def delete_pool(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
-    """Remove a pool."""
-    await plane.database.write(partial(pools.delete, namespace=namespace, name=name))
-    return answer({"name": name, "namespace": namespace, "deleted": True})
+async def delete_pool(
+    request: Request, plane: Plane, name: str, namespace: Namespace = "default"
+) -> Response:
+    """Remove a pool.
+
+    One that is registered for an object of Kubernetes stays (`"deleted": false`), with the annotation
+    `rollyard.dev/delete-requested`, until its driver, which deletes the object, deletes it too.
+    """
+    if role_of(request) == "driver":
+        await plane.database.write(partial(pools.delete, namespace=namespace, name=name))
+        deleted = True
+    else:
+        deleted = await plane.database.write(
+            partial(registration.delete_pool, namespace=namespace, name=name)
+        )
+    return answer({"name": name, "namespace": namespace, "deleted": deleted})
 
 
 @router.put("/{name}/backends", openapi_extra=body_schema(Backends.model_json_schema(by_alias=True)))

@@ -1,0 +1,101 @@
+"""Sandbox claims: calls of stage workers, and of the driver that fulfils them."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from rollyard_crds.claims import Claim, ClaimList, ClaimRequest, ClaimStatus
+from starlette.responses import Response
+
+from rollyard_api import claims, wire
+from rollyard_api.bus import CLAIMS, claim_topic
+from rollyard_api.routes.common import Plane, Wait, answer, body_of, body_schema, plane_of
+from rollyard_api.service import ControlPlane
+
+router = APIRouter(prefix="/v1/claims", tags=["claims"])
+
+
+async def _settled(plane: ControlPlane, request: Request, claim: str, wait: float) -> Any | None:
+    """The claim's row once it is not Pending, or as it is after `wait` seconds; None once it is gone."""
+    return await plane.bus.until(
+        claim_topic(claim),
+        partial(plane.database.read, partial(claims.find, claim=claim)),
+        lambda row: row is None or row.state != claims.PENDING,
+        wait,
+        request.is_disconnected,
+    )
+
+
+@router.post(
+    "", responses={200: {"model": Claim}}, openapi_extra=body_schema(ClaimRequest.model_json_schema())
+)
+async def file(request: Request) -> Response:
+    """Ask for a sandbox in the name of an Init lease; the same rollout and token again is the same claim.
+
+    Waits up to `wait` seconds until it is bound or refused.
+    """
+    plane = plane_of(request)
+    asked = wire.model(ClaimRequest, await body_of(request))
+    op = partial(claims.file, asked=asked, max_claims=plane.settings.max_claims)
+    row = await plane.database.write(op, durable=False)
+    if asked.wait and row.state == claims.PENDING:
+        row = await _settled(plane, request, row.id, asked.wait)
+        if row is None:
+            raise claims.lease_lost(asked)
+    return answer(claims.document(row, time.time()))
+
+
+@router.get("", responses={200: {"model": ClaimList}})
+async def list_claims(
+    request: Request,
+    plane: Plane,
+    namespace: Annotated[str | None, Query(max_length=63)] = None,
+    revision: Annotated[int | None, Query(ge=0)] = None,
+    wait: Wait = 0.0,
+) -> Response:
+    """All claims that drivers have to do with, and what is to be kept warm.
+
+    With the `revision` of the last answer: waits up to `wait` seconds until there is another one.
+    """
+    return answer(
+        await plane.bus.until(
+            CLAIMS,
+            partial(plane.database.read, partial(claims.listed, namespace=namespace)),
+            lambda found: revision is None or found["revision"] != revision,
+            wait,
+            request.is_disconnected,
+        )
+    )
+
+
+@router.get("/{claim}", responses={200: {"model": Claim}})
+async def get_claim(request: Request, plane: Plane, claim: str, wait: Wait = 0.0) -> Response:
+    """One claim; waits up to `wait` seconds until it is not Pending."""
+    row = await _settled(plane, request, claim, wait)
+    if row is None:
+        raise claims.unknown(claim)
+    return answer(claims.document(row, time.time()))
+
+
+@router.delete("/{claim}", status_code=204)
+async def release(plane: Plane, claim: str) -> Response:
+    """No rollout needs it: its sandbox is to be removed. A repeat changes nothing."""
+    await plane.database.write(partial(claims.release, claim=claim), durable=False)
+    return Response(status_code=204)
+
+
+@router.put(
+    "/{claim}/status",
+    responses={200: {"model": Claim}, 204: {"description": "Removed"}},
+    openapi_extra=body_schema(ClaimStatus.model_json_schema()),
+)
+async def put_status(request: Request, claim: str) -> Response:
+    """The driver's report: Bound, Failed, or Removed (answered 204). What came too late changes nothing."""
+    plane = plane_of(request)
+    status = wire.model(ClaimStatus, await body_of(request))
+    claims.check_status(status)
+    row = await plane.database.write(partial(claims.report, claim=claim, status=status), durable=False)
+    return Response(status_code=204) if row is None else answer(claims.document(row, time.time()))

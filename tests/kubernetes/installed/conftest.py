@@ -1,0 +1,96 @@
+"""One release of the chart for all tests of this folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+import yaml
+from installedchart import Installation
+
+if TYPE_CHECKING:
+    from conftest import Cluster
+
+ROOT = Path(__file__).resolve().parents[3]
+PREFIX = os.environ.get("ROLLYARD_IMAGES", "registry.local/rollyard-")
+TAG = os.environ.get("ROLLYARD_TAG", "test")
+PARTS = ("api", "operator", "worker", "engine", "sandbox", "sandbox-default")
+GONE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="session")
+def images(cluster: Cluster, missing: Callable[[str], NoReturn]) -> dict[str, str]:
+    """The installation's images by component, which must be on the node."""
+    listed = cluster.kubectl(
+        "get", "nodes", "-o", "jsonpath={range .items[*].status.images[*].names[*]}{@}{'\\n'}{end}"
+    )
+    wanted = {part: f"{PREFIX}{part}:{TAG}" for part in PARTS}
+    absent = sorted(set(wanted.values()) - set(listed.split()))
+    if absent:
+        missing(f"no image {absent[0]} on the node: run scripts/images --tag {TAG} --load")
+    return wanted
+
+
+@pytest.fixture(scope="session")
+def installation(
+    cluster: Cluster, images: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Installation]:
+    """Control plane and operator, for four namespaces: of jobs, under a quota, with a queue, without rights."""
+    release = cluster.namespace(restricted=True)
+    namespaces = tuple(cluster.namespace(restricted=True) for _ in range(4))
+    made = Installation(cluster, release, namespaces, images)
+    values = tmp_path_factory.mktemp("values") / "values.yaml"
+    values.write_text(yaml.safe_dump(chart_values(namespaces)))
+    cluster.helm(
+        "install", release, str(ROOT / "helm" / "rollyard"), "-n", release, "--values", str(values),
+        "--wait", "--timeout", "180s",
+    )  # fmt: skip
+    try:
+        made.connect()
+        yield made
+    finally:
+        # While their operator is there: it takes jobs and pools out of the control plane.
+        for namespace in namespaces:
+            cluster.run("kubectl", "delete", "rj,bp", "--all", "-n", namespace, "--timeout=60s")
+        cluster.helm("uninstall", release, "-n", release, "--wait")
+    nothing_left(made)
+
+
+def chart_values(namespaces: tuple[str, ...]) -> dict[str, object]:
+    """Small enough for two cores, without a volume that outlives it."""
+    tiny = {"requests": {"cpu": "20m", "memory": "128Mi"}}
+    return {
+        "namespaces": list(namespaces),
+        # The CRDs are this checkout's already, and other installations' too.
+        "crds": {"enabled": False},
+        "images": {"prefix": PREFIX, "tag": TAG, "pullPolicy": "Never"},
+        "api": {"persistence": {"type": "emptyDir"}, "resources": tiny, "leaseSeconds": 10},
+        "operator": {"resources": tiny},
+        "sandboxes": {"cpuRequestFraction": 0.02, "memoryRequestFraction": 0.25},
+    }
+
+
+def nothing_left(made: Installation) -> None:
+    """No pod of the operator outlives its job, and nothing of the chart its release."""
+    selectors = (f"rollyard.dev/instance={made.release}", f"app.kubernetes.io/instance={made.release}")
+    kinds = "pods,services,secrets,roles,rolebindings,serviceaccounts,deployments"
+    deadline = time.monotonic() + GONE_SECONDS
+    while True:
+        left = [
+            f"{item['kind']} {item['metadata']['namespace']}/{item['metadata']['name']}"
+            for selector in selectors
+            for item in json.loads(made.cluster.kubectl("get", kinds, "-A", "-l", selector, "-o", "json"))[
+                "items"
+            ]
+            # The workers' token stays in namespaces that had jobs: it is worth nothing any more.
+            if item["kind"] != "Secret"
+        ]
+        if not left:
+            return
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)

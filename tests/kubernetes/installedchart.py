@@ -1,0 +1,271 @@
+"""One installation by the chart, as its tests use it: applied manifests, what is seen of them, REST beside it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rollyard_client import Client
+
+if TYPE_CHECKING:
+    from conftest import Cluster
+
+LOOK_SECONDS = 0.2
+SOLVED = {"name": "submit", "arguments": {"answer": "yes"}}
+SMALL_POD = {"resources": {"requests": {"cpu": "5m", "memory": "64Mi"}}}
+HOLD = "until [ -e /work/go ]; do sleep 0.1; done"
+"""Keeps a rollout in its stage until `Installation.release` lets it go."""
+
+
+class NeverCame(AssertionError):
+    """What was waited for did not come."""
+
+
+def task(name: str, hold: str = "", setup: str = "") -> dict[str, Any]:
+    """A task that the oracle solves.
+
+    Args:
+        hold: a bash command that its rollout runs first.
+        setup: a bash script of Init.
+    """
+    steps = [{"name": "bash", "arguments": {"command": hold}}] if hold else []
+    made: dict[str, Any] = {
+        "id": name,
+        "prompt": "Say yes.",
+        "test_script": '[ "$ROLLYARD_ANSWER" = yes ]\n',
+        "solution": [*steps, SOLVED],
+    }
+    if setup:
+        made["sandbox"] = {"setup": setup}
+    return made
+
+
+def job(name: str, *tasks: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    """A small job of the oracle, without a model; without tasks: a stream.
+
+    Args:
+        spec: further fields of the spec; those of `stages` are put into each stage's.
+    """
+    stages = spec.pop("stages", {})
+    body = {
+        "tasks": {"inline": list(tasks)} if tasks else {"stream": True},
+        "handler": "shell",
+        "agent": {"type": "oracle", "tools": ["bash", "submit"], "toolTimeoutSeconds": 300},
+        "sandbox": {
+            "warm": 0,
+            "resources": {"cpu": "500m", "memory": "128Mi", "disk": "64Mi", "processes": 64},
+        },
+        "stages": {
+            stage: {"concurrency": 4, "template": SMALL_POD, **stages.get(stage, {})}
+            for stage in ("init", "run", "eval")
+        },
+        **spec,
+    }
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": name},
+        "spec": body,
+    }
+
+
+def pool(name: str, **spec: Any) -> dict[str, Any]:
+    """A pool of the embedded engine."""
+    body = {"model": "/opt/rollyard/models/tiny-policy", "engine": {"type": "embedded"}, **spec}
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": name},
+        "spec": body,
+    }
+
+
+def condition(obj: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """A condition of an object; empty: it has none of this type."""
+    found: list[dict[str, Any]] = (obj.get("status") or {}).get("conditions") or []
+    return next((one for one in found if one["type"] == kind), {})
+
+
+def is_so(obj: Mapping[str, Any], kind: str, status: str = "True") -> bool:
+    """Whether a condition has a status."""
+    return condition(obj, kind).get("status") == status
+
+
+@dataclass
+class Installation:
+    """A release, and the namespaces that its operator looks after."""
+
+    cluster: Cluster
+    release: str
+    """Also its instance, and the namespace of control plane and operator."""
+    namespaces: tuple[str, ...]
+    images: dict[str, str]
+    """The images of the installation by component."""
+    url: str = ""
+    tokens: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def jobs(self) -> str:
+        """The namespace of most tests."""
+        return self.namespaces[0]
+
+    @property
+    def service_account(self) -> str:
+        """The operator's user name."""
+        return f"system:serviceaccount:{self.release}:{self.release}-rollyard-operator"
+
+    def client(self, namespace: str = "", role: str = "admin") -> Client:
+        """REST, as seen from outside of the cluster."""
+        return Client(self.url, self.tokens[role], namespace=namespace or self.jobs)
+
+    def connect(self) -> None:
+        """Learn where the control plane is, and its tokens."""
+        home = self.release
+        service = self.cluster.get("service", f"{home}-rollyard-api", home)["spec"]
+        self.url = f"http://{service['clusterIP']}:{service['ports'][0]['port']}"
+        data = self.cluster.get("secret", f"{home}-rollyard-tokens", home)["data"]
+        self.tokens = {role: base64.b64decode(data[role]).decode() for role in ("admin", "driver", "worker")}
+        with self.client() as client:
+            self.until(lambda: client.jobs() is not None, "the control plane answers")
+
+    # Objects
+
+    def apply(self, document: dict[str, Any], namespace: str = "") -> dict[str, Any]:
+        """`kubectl apply`; the object as the API server has it."""
+        text = self.cluster.kubectl(
+            "apply", "-n", namespace or self.jobs, "-o", "json", "-f", "-", input=json.dumps(document)
+        )
+        made: dict[str, Any] = json.loads(text)
+        return made
+
+    def get(self, kind: str, name: str, namespace: str = "") -> dict[str, Any] | None:
+        """An object, None where there is none."""
+        text = self.cluster.kubectl(
+            "get", kind, name, "-n", namespace or self.jobs, "--ignore-not-found", "-o", "json"
+        )
+        found: dict[str, Any] | None = json.loads(text) if text.strip() else None
+        return found
+
+    def patch(self, kind: str, name: str, spec: dict[str, Any], namespace: str = "") -> str:
+        """Merge into a spec; why it was refused, empty: it was not."""
+        done = self.cluster.run(
+            "kubectl", "patch", kind, name, "-n", namespace or self.jobs, "--type=merge",
+            "-p", json.dumps({"spec": spec}),
+        )  # fmt: skip
+        return "" if done.returncode == 0 else done.stderr
+
+    def wait(self, kind: str, name: str, what: str, namespace: str = "", seconds: int = 90) -> None:
+        """`kubectl wait --for=condition=WHAT`; tells what there is where it does not come."""
+        where = namespace or self.jobs
+        done = self.cluster.run(
+            "kubectl",
+            "wait",
+            f"--for=condition={what}",
+            f"{kind}/{name}",
+            "-n",
+            where,
+            f"--timeout={seconds}s",
+        )
+        if done.returncode:
+            raise NeverCame(f"{kind}/{name} {what}: {done.stderr}{self.explain(where)}")
+
+    def pods(self, component: str = "", namespace: str = "", job: str = "") -> list[dict[str, Any]]:
+        """Pods that the operator made and that are not on their way out."""
+        chosen = {
+            "rollyard.dev/instance": self.release,
+            "app.kubernetes.io/component": component,
+            "rollyard.dev/job": job,
+        }
+        selector = ",".join(f"{key}={value}" for key, value in chosen.items() if value)
+        found = self.cluster.items("pods", namespace or self.jobs, selector)
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def events(self, name: str, namespace: str = "") -> list[dict[str, Any]]:
+        """Events of an object."""
+        found = self.cluster.items("events", namespace or self.jobs)
+        return [one for one in found if one["involvedObject"]["name"] == name]
+
+    def let_go(self, job: str, namespace: str = "") -> None:
+        """Release the rollouts of a job that run `HOLD`, in every sandbox of it."""
+        where = namespace or self.jobs
+        for pod in self.pods("sandbox", where, job):
+            self.cluster.kubectl("exec", "-n", where, pod["metadata"]["name"], "--", "touch", "/work/go")
+
+    def delete(self, kind: str, name: str, namespace: str = "") -> None:
+        """Delete an object, and wait until it is gone."""
+        self.cluster.kubectl("delete", kind, name, "-n", namespace or self.jobs, "--timeout=60s")
+
+    @contextmanager
+    def made(self, document: dict[str, Any], namespace: str = "") -> Iterator[dict[str, Any]]:
+        """Apply an object; it is deleted afterwards, whatever happens."""
+        kind, name = document["kind"].lower(), document["metadata"]["name"]
+        try:
+            yield self.apply(document, namespace)
+        finally:
+            self.cluster.run(
+                "kubectl", "delete", kind, name, "-n", namespace or self.jobs, "--ignore-not-found",
+                "--timeout=60s",
+            )  # fmt: skip
+
+    # Waiting
+
+    def until(self, holds: Callable[[], Any], what: str, seconds: float = 60.0, namespace: str = "") -> Any:
+        """The first true answer of `holds`.
+
+        Raises:
+            NeverCame: it never gave one; tells what there is instead.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                found = holds()
+            except OSError:
+                found = None  # a service that has no endpoint yet
+            if found:
+                return found
+            if time.monotonic() > deadline:
+                raise NeverCame(f"{what}: not within {seconds:g} s{self.explain(namespace or self.jobs)}")
+            time.sleep(LOOK_SECONDS)
+
+    def until_condition(
+        self, kind: str, name: str, what: str, words: str, status: str = "False", namespace: str = "",
+        seconds: float = 60.0,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The condition, once it has this status and `words` in its reason or message."""
+
+        def look() -> dict[str, Any] | None:
+            one = condition(self.get(kind, name, namespace) or {}, what)
+            said = f"{one.get('reason')} {one.get('message')}"
+            return one if one.get("status") == status and words in said else None
+
+        found: dict[str, Any] = self.until(
+            look, f"{kind}/{name} {what}={status} with {words!r}", seconds, namespace
+        )
+        return found
+
+    def explain(self, namespace: str) -> str:
+        """What there is to see of a namespace and of the operator."""
+        home = self.release
+        said = []
+        for words in (
+            ("get", "rj,bp,pods", "-n", namespace, "-o", "wide"),
+            (
+                "get",
+                "rj,bp",
+                "-n",
+                namespace,
+                "-o",
+                "jsonpath={range .items[*]}{.metadata.name}{.status}{'\\n'}{end}",
+            ),
+            ("get", "events", "-n", namespace, "--sort-by=.lastTimestamp"),
+            ("logs", "-n", home, "-l", "app.kubernetes.io/component=operator", "--tail=40"),
+            ("logs", "-n", namespace, "-l", "app.kubernetes.io/component=stage-worker", "--tail=15"),
+        ):
+            done = self.cluster.run("kubectl", *words)
+            said.append(f"\n$ kubectl {' '.join(words)}\n{done.stdout}{done.stderr}")
+        return "".join(said)

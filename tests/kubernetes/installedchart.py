@@ -1,7 +1,8 @@
-"""One installation by the chart, as its tests use it: applied manifests, what is seen of them, REST beside it."""
+"""One installation by the chart, as its tests use it: manifests, what is seen of them, REST beside it."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import time
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollyard_client import Client
+from rollyard_client.worker import DriverClient
+from rollyard_crds.claims import Claim
 
 if TYPE_CHECKING:
     from conftest import Cluster
@@ -123,6 +126,18 @@ class Installation:
         """REST, as seen from outside of the cluster."""
         return Client(self.url, self.tokens[role], namespace=namespace or self.jobs)
 
+    def claims(self, namespace: str = "") -> list[Claim]:
+        """What the control plane has of claims."""
+
+        async def ask() -> list[Claim]:
+            client = DriverClient(self.url, self.tokens["driver"])
+            try:
+                return list((await client.claims(namespace=namespace or self.jobs)).claims)
+            finally:
+                await client.aclose()
+
+        return asyncio.run(ask())
+
     def connect(self) -> None:
         """Learn where the control plane is, and its tokens."""
         home = self.release
@@ -142,6 +157,13 @@ class Installation:
         )
         made: dict[str, Any] = json.loads(text)
         return made
+
+    def apply_quietly(self, document: dict[str, Any], namespace: str = "") -> bool:
+        """The same; whether it was taken."""
+        done = self.cluster.run(
+            "kubectl", "apply", "-n", namespace or self.jobs, "-f", "-", input=json.dumps(document)
+        )
+        return done.returncode == 0
 
     def get(self, kind: str, name: str, namespace: str = "") -> dict[str, Any] | None:
         """An object, None where there is none."""

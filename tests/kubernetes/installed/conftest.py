@@ -40,7 +40,7 @@ def images(cluster: Cluster, missing: Callable[[str], NoReturn]) -> dict[str, st
 def installation(
     cluster: Cluster, images: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Installation]:
-    """Control plane and operator, for four namespaces: of jobs, under a quota, with a queue, without rights."""
+    """Control plane and operator, for four namespaces; tests say what each is for."""
     release = cluster.namespace(restricted=True)
     namespaces = tuple(cluster.namespace(restricted=True) for _ in range(4))
     made = Installation(cluster, release, namespaces, images)

@@ -1,0 +1,118 @@
+"""The real Kueue: a job over its queue's quota waits, says so, and runs when there is room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from installedchart import job, task
+
+if TYPE_CHECKING:
+    from installedchart import Installation
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)]
+API = "kueue.x-k8s.io/v1beta1"
+QUEUE = "kueue.x-k8s.io/queue-name"
+WORKER = {"template": {"resources": {"requests": {"cpu": "25m", "memory": "64Mi"}}}}
+STAGES = {stage: WORKER for stage in ("init", "run", "eval")}
+
+
+@pytest.fixture(scope="module")
+def queue(installation: Installation) -> Iterator[str]:
+    """A queue with room for one job's three workers and a sandbox."""
+    cluster, name, namespace = installation.cluster, installation.release, installation.namespaces[2]
+    if cluster.run("kubectl", "get", "crd", "clusterqueues.kueue.x-k8s.io").returncode:
+        lab = Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab"
+        subprocess.run([lab, "kueue"], check=True, capture_output=True, timeout=240)
+    cluster.kubectl(
+        "wait", "--for=condition=Available", "deployment/kueue-controller-manager", "-n", "kueue-system",
+        "--timeout=120s",
+    )  # fmt: skip
+    quotas = {"cpu": "100m", "memory": "100Gi", "ephemeral-storage": "100Gi"}
+    documents: list[dict[str, Any]] = [
+        {"kind": "ResourceFlavor", "metadata": {"name": name}},
+        {
+            "kind": "ClusterQueue",
+            "metadata": {"name": name},
+            "spec": {
+                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+                "resourceGroups": [
+                    {
+                        "coveredResources": list(quotas),
+                        "flavors": [
+                            {
+                                "name": name,
+                                "resources": [
+                                    {"name": key, "nominalQuota": value} for key, value in quotas.items()
+                                ],
+                            }
+                        ],
+                    }
+                ],
+            },
+        },
+        {"kind": "LocalQueue", "metadata": {"name": "team"}, "spec": {"clusterQueue": name}},
+    ]
+    try:
+        for document in documents:
+            # Its webhooks take a moment longer than its pod.
+            installation.until(
+                lambda document=document: installation.apply_quietly(
+                    {"apiVersion": API, **document}, namespace
+                ),
+                f"Kueue takes a {document['kind']}",
+            )
+        yield namespace
+    finally:
+        cluster.run("kubectl", "delete", "rj", "--all", "-n", namespace, "--timeout=60s")
+        cluster.run("kubectl", "delete", "localqueue", "team", "-n", namespace, "--timeout=60s")
+        cluster.run("kubectl", "delete", f"clusterqueue/{name}", f"resourceflavor/{name}", "--timeout=60s")
+
+
+def queued(name: str, *tasks: dict[str, Any]) -> dict[str, Any]:
+    made = job(name, *tasks, stages=STAGES)
+    made["metadata"]["labels"] = {QUEUE: "team"}
+    return made
+
+
+def gated(pod: dict[str, Any]) -> bool:
+    return any(one["name"].startswith("kueue") for one in pod["spec"].get("schedulingGates", ()))
+
+
+def test_a_job_over_quota_waits_then_runs(installation: Installation, queue: str) -> None:
+    with installation.client(queue) as client:
+        installation.apply(queued("first"), queue)
+        installation.wait("rj", "first", "Running", queue)
+        client.push_tasks("first", [task("a")])
+        installation.until(
+            lambda: client.job("first").status.counts.succeeded == 1, "a task", namespace=queue
+        )
+        for pod in installation.pods(namespace=queue):
+            assert pod["metadata"]["labels"][QUEUE] == "team"
+            assert pod["metadata"]["labels"]["kueue.x-k8s.io/managed"] == "true"
+        # No room for any of its workers.
+        installation.apply(queued("second", task("a")), queue)
+        said = installation.until_condition(
+            "rj", "second", "Running", "held back until queue 'team'", namespace=queue
+        )
+        assert said["reason"] == "WorkersStarting"
+        waiting = installation.pods(namespace=queue, job="second")
+        assert len(waiting) == 3
+        assert all(gated(pod) for pod in waiting)
+        # Suspended, it does not even stand in the queue.
+        assert installation.patch("rj", "second", {"suspend": True}, queue) == ""
+        installation.until(
+            lambda: not installation.pods(namespace=queue, job="second"), "no pod", namespace=queue
+        )
+        assert installation.patch("rj", "second", {"suspend": False}, queue) == ""
+        installation.until(
+            lambda: [gated(pod) for pod in installation.pods(namespace=queue, job="second")] == [True] * 3,
+            "its pods wait again", namespace=queue,
+        )  # fmt: skip
+        client.close("first")
+        installation.wait("rj", "first", "Succeeded", queue)
+        installation.wait("rj", "second", "Succeeded", queue)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollyard_client import Client
+from rollyard_client import Client, NotFound
 from rollyard_client.worker import DriverClient
 from rollyard_crds.claims import Claim
 
@@ -246,8 +246,8 @@ class Installation:
         while True:
             try:
                 found = holds()
-            except OSError:
-                found = None  # a service that has no endpoint yet
+            except (OSError, NotFound):
+                found = None  # a service that has no endpoint yet; what is not there yet
             if found:
                 return found
             if time.monotonic() > deadline:

@@ -321,8 +321,8 @@ class SandboxLoop:
                 self._namespaces.forget(launch.namespace)
             trouble = self._refused(key, error)
             _log.warning("%s/%s cannot be made: %s: %s", *key, trouble.reason, trouble.message)
-            if not launch.claim:
-                await self._tell(launch.namespace, owner.name, trouble.reason, trouble.message)
+            # There is no pod that could tell, and a claim may wait for minutes until it fails.
+            await self._tell(launch.namespace, owner.name, trouble.reason, trouble.message)
 
     async def _look(self, key: tuple[str, str], error: KubeError) -> None:
         """The name is taken: by what the watch has not told yet, or by somebody else."""

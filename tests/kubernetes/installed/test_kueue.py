@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)
 API = "kueue.x-k8s.io/v1beta1"
 QUEUE = "kueue.x-k8s.io/queue-name"
 WORKER = {"template": {"resources": {"requests": {"cpu": "25m", "memory": "64Mi"}}}}
-STAGES = {stage: WORKER for stage in ("init", "run", "eval")}
+STAGES = dict.fromkeys(("init", "run", "eval"), WORKER)
 
 
 @pytest.fixture(scope="module")

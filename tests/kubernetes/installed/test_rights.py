@@ -109,14 +109,14 @@ def test_no_rule_that_it_has_holds_a_wildcard(installation: Installation) -> Non
     bound = []
     for kind in ("rolebindings", "clusterrolebindings"):
         where = ["-A"] if kind == "rolebindings" else []
-        text = cluster.kubectl(
-            "get", kind, *where, "-o",
-            "jsonpath={range .items[*]}{.metadata.namespace}{'\\t'}{.roleRef.kind}{'\\t'}{.roleRef.name}{'\\t'}"
-            "{range .subjects[*]}{.kind}/{.namespace}/{.name} {end}{'\\n'}{end}",
-        )  # fmt: skip
-        for line in text.splitlines():
-            namespace, role, name, subjects = line.split("\t")
-            if f"ServiceAccount/{installation.release}/{account}" in subjects.split():
+        columns = ("{.metadata.namespace}", "{.roleRef.kind}", "{.roleRef.name}")
+        subjects = "{range .subjects[*]}{.kind}/{.namespace}/{.name} {end}"
+        line = "{'\\t'}".join((*columns, subjects))
+        form = f"jsonpath={{range .items[*]}}{line}{{'\\n'}}{{end}}"
+        text = cluster.kubectl("get", kind, *where, "-o", form)
+        for one in text.splitlines():
+            namespace, role, name, whom = one.split("\t")
+            if f"ServiceAccount/{installation.release}/{account}" in whom.split():
                 bound.append((namespace, role, name))
     assert sorted(namespace for namespace, _, _ in bound) == sorted(installation.namespaces)
     for namespace, role, name in bound:

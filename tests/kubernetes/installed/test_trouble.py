@@ -96,6 +96,14 @@ def raise_quota(installation: Installation, namespace: str, pods: int) -> None:
     assert installation.patch("resourcequota", "pods", {"hard": {"pods": str(pods)}}, namespace) == ""
 
 
+def refused_sandboxes(installation: Installation, name: str, namespace: str) -> list[str]:
+    """What events of a job say about sandboxes that a quota refused."""
+    said = [
+        one["message"] for one in installation.events(name, namespace) if one["reason"] == "SandboxFailed"
+    ]
+    return [text for text in said if "exceeded quota" in text]
+
+
 def test_a_quota_that_refuses_pods(installation: Installation) -> None:
     namespace = installation.namespaces[1]
     with quota(installation, namespace, 0), installation.made(job("squeezed", task("a")), namespace):
@@ -108,10 +116,10 @@ def test_a_quota_that_refuses_pods(installation: Installation) -> None:
         raise_quota(installation, namespace, 3)
         installation.wait("rj", "squeezed", "Running", namespace)
         installation.until(
-            lambda: any("exceeded quota" in one["message"] for one in installation.events("squeezed", namespace)
-                        if one["reason"] == "SandboxFailed"),
-            "an event about the sandbox", namespace=namespace,
-        )  # fmt: skip
+            lambda: refused_sandboxes(installation, "squeezed", namespace),
+            "an event about the sandbox",
+            namespace=namespace,
+        )
         raise_quota(installation, namespace, 10)
         installation.wait("rj", "squeezed", "Succeeded", namespace)
 

@@ -123,7 +123,7 @@ class FakeKube:
         return copy.deepcopy(self.objects.get((kind, namespace, name)))
 
     async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
-        await asyncio.sleep(0)
+        await self._enter("list", {"kind": kind, "metadata": {"namespace": namespace, "name": ""}})
         wanted = dict(part.split("=") for part in selector.split(",") if part)
         return [
             copy.deepcopy(obj)

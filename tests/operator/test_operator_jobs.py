@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakecluster import FakeControlPlane, FakeKube
@@ -289,3 +290,46 @@ async def test_what_went_while_no_operator_ran_is_cleaned_up(tmp_path: Path, qui
     async with running(Lab(settings, kube, control)):
         await until(lambda: control.deleted == ["RolloutJob/math"])
         await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in kube.of("Pod")))
+
+
+async def test_a_namespace_that_refuses_the_operator_is_left_alone(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard_operator.installation.SETTLED_SECONDS", 0.05)
+    monkeypatch.setattr("rollyard_operator.installation.RESYNC_SECONDS", 0.05)
+    kube, control = FakeKube(), FakeControlPlane()
+    closed, forbidden = {"locked"}, KubeError(403, "Forbidden", "cannot list resource in namespace locked")
+
+    def refuse(verb: str, obj: dict[str, Any]) -> KubeError | None:
+        return forbidden if obj["metadata"]["namespace"] in closed else None
+
+    kube.refuse = refuse
+    there = job()
+    there["metadata"]["namespace"] = "locked"
+    kube.put(job())
+    kube.put(there)
+    lab = Lab(settings_in(tmp_path, namespaces=[NAMESPACE, "locked"]), kube, control)
+    kube.watchers.clear()  # of a namespace without rights no watch tells anything
+    async with running(lab):
+        await until(lambda: KEY in control.all_jobs)
+        assert lab.operator.yard.denied == {"locked"}
+        await asyncio.sleep(0.2)  # some resyncs
+        assert set(control.all_jobs) == {KEY}
+        closed.clear()
+        await until(lambda: ("locked", KEY[1]) in control.all_jobs)
+        assert not lab.operator.yard.denied
+
+
+async def test_without_any_namespace_it_waits(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard_operator.installation.PATIENCE_SECONDS", 0.02)
+    kube, control = FakeKube(), FakeControlPlane()
+    forbidden = KubeError(403, "Forbidden", "cannot list resource in any namespace")
+    kube.refuse = lambda verb, obj: forbidden
+    kube.put(job())
+    async with running(Lab(settings_in(tmp_path), kube, control)):
+        await asyncio.sleep(0.1)
+        assert not control.all_jobs
+        kube.refuse = lambda verb, obj: None
+        await until(lambda: KEY in control.all_jobs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -35,6 +35,7 @@ SETTLED_SECONDS = 15.0
 """After the start, until the watches are there for sure."""
 PATIENCE_SECONDS = 5.0
 """Between two tries to list what the cluster cannot list yet."""
+FORBIDDEN = 403
 KINDS = ("RolloutJob", "BackendPool")
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Operator:
 
     def seen(self, obj: Object) -> None:
         """An object or a pod is so."""
+        self.yard.denied.discard(key_of(obj)[0])
         self._cache(obj["kind"]).put(obj)
 
     def gone(self, obj: Object) -> None:
@@ -200,19 +202,45 @@ class Operator:
             await asyncio.sleep(pause)
 
     async def _list(self) -> None:
-        settings, kube = self.yard.settings, self.yard.kube
-        namespaces: list[str | None] = [*settings.namespaces] or [None]
+        """All that is there, into the caches; of namespaces that refuse us, nothing.
+
+        Raises:
+            KubeError: the cluster does not answer, or every namespace refuses us.
+        """
+        namespaces: list[str | None] = [*self.yard.settings.namespaces] or [None]
+        denied: dict[str | None, KubeError] = {}
         for namespace in namespaces:
-            for kind in (*KINDS, "Pod"):
-                selector = f"{labels.INSTANCE}={settings.instance}" if kind == "Pod" else ""
-                known = [obj for obj in self._cache(kind) if namespace in (None, key_of(obj)[0])]
-                listed = await kube.list(kind, namespace, selector)
-                for obj in listed:
-                    self.seen(obj)
-                there = {uid_of(obj) for obj in listed}
-                for obj in known:
-                    if uid_of(obj) not in there:
-                        await self._confirm_gone(obj)
+            try:
+                await self._list_namespace(namespace)
+            except KubeError as error:
+                if error.status != FORBIDDEN:
+                    raise
+                denied[namespace] = error
+        if len(denied) == len(namespaces):
+            raise next(iter(denied.values()))
+        self._tell_denied({name: error for name, error in denied.items() if name is not None})
+
+    def _tell_denied(self, denied: Mapping[str, KubeError]) -> None:
+        before = set(self.yard.denied)
+        for name in denied.keys() - before:
+            _log.warning("namespace %s is left alone until we may look after it: %s", name, denied[name])
+        for name in before - denied.keys():
+            _log.info("namespace %s may be looked after again", name)
+        self.yard.denied.clear()
+        self.yard.denied.update(denied)
+
+    async def _list_namespace(self, namespace: str | None) -> None:
+        settings, kube = self.yard.settings, self.yard.kube
+        for kind in (*KINDS, "Pod"):
+            selector = f"{labels.INSTANCE}={settings.instance}" if kind == "Pod" else ""
+            known = [obj for obj in self._cache(kind) if namespace in (None, key_of(obj)[0])]
+            listed = await kube.list(kind, namespace, selector)
+            for obj in listed:
+                self.seen(obj)
+            there = {uid_of(obj) for obj in listed}
+            for obj in known:
+                if uid_of(obj) not in there:
+                    await self._confirm_gone(obj)
 
     async def _confirm_gone(self, obj: Object) -> None:
         # It was known before the list was made, and yet is not in it.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import kopf
@@ -13,8 +14,19 @@ from rollyard_operator.kube import RESOURCES, KubeClient
 from rollyard_operator.settings import OperatorSettings
 
 PREFIX = "rollyard.dev"
+LONGEST_PAUSE_SECONDS = 15.0
 LIVENESS = "http://0.0.0.0:8080/healthz"
 Login = Callable[[], Awaitable[kopf.ConnectionInfo]]
+
+
+class Endless:
+    """Pauses between tries, in seconds, without an end.
+
+    A watch that gives up would end the whole operator, also where a single namespace refuses it.
+    """
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0, 8.0), itertools.repeat(LONGEST_PAUSE_SECONDS))
 
 
 def kopf_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
@@ -29,6 +41,7 @@ def kopf_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
     own.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=PREFIX)
     own.watching.label_selectors["v1", "pods"] = f"{labels.INSTANCE}={settings.instance}"
     own.networking.connect_timeout = 10.0
+    own.networking.error_backoffs = Endless()
     own.queueing.exit_timeout = 0.5
     own.queueing.idle_timeout = 1.0
     return own

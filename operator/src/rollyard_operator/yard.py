@@ -40,4 +40,6 @@ class Yard:
     pool_changed: Callable[[Key], None]
     """Called with the key of a pool whose backends came or went: its jobs look again."""
     pool_states: dict[Key, PoolState] = field(default_factory=dict)
+    denied: set[str] = field(default_factory=set)
+    """Namespaces that the API server will not let us list: nothing is known of what is there."""
     now: Callable[[], datetime] = utc_now

@@ -107,8 +107,8 @@ class Installation:
     release: str
     """Also its instance, and the namespace of control plane and operator."""
     namespaces: tuple[str, ...]
-    images: dict[str, str]
-    """The images of the installation by component."""
+    sandbox_image: str
+    """Of sandboxes that name none."""
     url: str = ""
     tokens: dict[str, str] = field(default_factory=dict, repr=False)
 

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+from installed import image_values
 from installedchart import Installation
 
 if TYPE_CHECKING:
     from conftest import Cluster
 
 ROOT = Path(__file__).resolve().parents[3]
-PREFIX = os.environ.get("ROLLYARD_IMAGES", "registry.local/rollyard-")
-TAG = os.environ.get("ROLLYARD_TAG", "test")
-PARTS = ("api", "operator", "worker", "engine", "sandbox", "sandbox-default")
 GONE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="session")
-def images(cluster: Cluster, missing: Callable[[str], NoReturn]) -> dict[str, str]:
-    """The installation's images by component, which must be on the node."""
-    listed = cluster.kubectl(
-        "get", "nodes", "-o", "jsonpath={range .items[*].status.images[*].names[*]}{@}{'\\n'}{end}"
-    )
-    wanted = {part: f"{PREFIX}{part}:{TAG}" for part in PARTS}
-    absent = sorted(set(wanted.values()) - set(listed.split()))
-    if absent:
-        missing(f"no image {absent[0]} on the node: run scripts/images --tag {TAG} --load")
-    return wanted
+def images(cluster: Cluster) -> dict[str, str]:
+    """The chart's values below `images`: this checkout's images, which are on the node."""
+    pairs = (value.removeprefix("images.").split("=", 1) for value in image_values(cluster))
+    return dict(pairs)
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +34,10 @@ def installation(
     """Control plane and operator, for four namespaces; tests say what each is for."""
     release = cluster.namespace(restricted=True)
     namespaces = tuple(cluster.namespace(restricted=True) for _ in range(4))
-    made = Installation(cluster, release, namespaces, images)
+    default = images.get("sandboxDefault") or "{prefix}sandbox-default:{tag}".format_map(images)
+    made = Installation(cluster, release, namespaces, default)
     values = tmp_path_factory.mktemp("values") / "values.yaml"
-    values.write_text(yaml.safe_dump(chart_values(namespaces)))
+    values.write_text(yaml.safe_dump(chart_values(namespaces, images)))
     cluster.helm(
         "install", release, str(ROOT / "helm" / "rollyard"), "-n", release, "--values", str(values),
         "--wait", "--timeout", "180s",
@@ -61,14 +53,14 @@ def installation(
     nothing_left(made)
 
 
-def chart_values(namespaces: tuple[str, ...]) -> dict[str, object]:
+def chart_values(namespaces: tuple[str, ...], images: dict[str, str]) -> dict[str, object]:
     """Small enough for two cores, without a volume that outlives it."""
     tiny = {"requests": {"cpu": "20m", "memory": "128Mi"}}
     return {
         "namespaces": list(namespaces),
         # The CRDs are this checkout's already, and other installations' too.
         "crds": {"enabled": False},
-        "images": {"prefix": PREFIX, "tag": TAG, "pullPolicy": "Never"},
+        "images": {**images, "pullPolicy": "Never"},
         "api": {"persistence": {"type": "emptyDir"}, "resources": tiny, "leaseSeconds": 10},
         "operator": {"resources": tiny},
         "sandboxes": {"cpuRequestFraction": 0.02, "memoryRequestFraction": 0.25},

@@ -12,7 +12,7 @@ from installedchart import job
 if TYPE_CHECKING:
     from installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(240, func_only=True)]
 TOKENS = "/var/run/secrets"
 PROBE = """
 import json, socket, struct, sys
@@ -130,7 +130,7 @@ class Scene:
 def scene(installation: Installation) -> Iterator[Scene]:
     warm = job("warm")
     warm["spec"]["sandbox"]["warm"] = 2
-    image = installation.images["sandbox-default"]
+    image = installation.sandbox_image
     sleep = ["sleep", "600"]
     with (
         installation.made(plain_pod("control", image, {}, sleep)),

@@ -14,7 +14,7 @@ from installedchart import job, task
 if TYPE_CHECKING:
     from installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300, func_only=True)]
 API = "kueue.x-k8s.io/v1beta1"
 QUEUE = "kueue.x-k8s.io/queue-name"
 WORKER = {"template": {"resources": {"requests": {"cpu": "25m", "memory": "64Mi"}}}}

@@ -23,11 +23,12 @@ from rollyard.local.home import Home, read_json, write_json
 from rollyard.local.logfile import telling
 from rollyard.local.options import Options
 from rollyard.local.processes import identify, members
-from rollyard.local.vllm import given, vllm_server
+from rollyard.local.vllm import vllm_server
 from rollyard_crds import BackendPool, BackendStatus, Condition
 from rollyard_operator.naming import owner_of
 from rollyard_operator.plan import ObservedPool, Owner, Plan, Profile, Workload
 from rollyard_operator.pools import reconcile_pool
+from rollyard_operator.vllmargs import given
 
 SERVER = str(Path(__file__).with_name("scripted_vllm.py"))
 PROFILE = Profile(backoff_seconds=0.1, stop_seconds=2.0, blocked_seconds=0.2)

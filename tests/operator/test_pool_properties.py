@@ -71,6 +71,8 @@ class World:
             self.deaf -= 1
             return plan
         self.pool = self.pool.model_copy(update={"status": plan.status})
+        # The control plane forgets what it wanted of servers that are no more.
+        self.requested &= {backend.url for backend in plan.status.backends}
         self.routed = {backend.url: backend.draining for backend in plan.status.backends if backend.ready}
         return plan
 

@@ -15,8 +15,10 @@ class FleetPlan:
 
     launch: tuple[Launch, ...]
     stop: tuple[Stop, ...]
-    running: int
+    running: frozenset[str]
     """Wanted workloads that run now, with the spec that is wanted."""
+    waiting: tuple[str, ...]
+    """One line for each that waits for a place, without anything being wrong."""
     troubles: tuple[str, ...]
     """One line for each wanted workload that died and waits, or died lately."""
     crash_looping: bool
@@ -39,7 +41,14 @@ def _lived(observed: ObservedWorkload, now: datetime) -> float:
     return ((observed.exited_at or now) - observed.started_at).total_seconds()
 
 
-def _exit_text(observed: ObservedWorkload) -> str:
+def restarts_in_a_row(seen: ObservedWorkload, profile: Profile) -> int:
+    """How often one that has exited was restarted without running for the stable time since."""
+    lived = ((seen.exited_at or seen.started_at) - seen.started_at).total_seconds()
+    return seen.restarts if lived < profile.stable_seconds else 0
+
+
+def exit_text(observed: ObservedWorkload) -> str:
+    """How it ended, as a line for people."""
     code = observed.exit_code
     how = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
     return f"{observed.name} {how}" + (f" ({observed.message})" if observed.message else "")
@@ -62,7 +71,8 @@ def keep(
     stop: list[Stop] = []
     troubles: list[str] = []
     waits: list[float | None] = []
-    running = 0
+    running: set[str] = set()
+    waiting: list[str] = []
     looping = False
     names = set()
     for workload in wanted:
@@ -72,6 +82,8 @@ def keep(
             launch.append(Launch(workload))
         elif seen.blocked and seen.spec_hash == workload.spec_hash:
             troubles.append(f"{seen.name} is not started: {seen.message}")
+            if seen.state == "starting":  # the cluster goes on trying
+                continue
             left = profile.blocked_seconds - (now - seen.started_at).total_seconds()
             if left > 0:
                 waits.append(left)
@@ -81,16 +93,15 @@ def keep(
             # Another spec may well start: it does not pay for the failures of the last one.
             launch.append(Launch(workload))
         elif seen.state == "exited":
-            same_life = _lived(seen, now) < profile.stable_seconds
-            restarts = seen.restarts if same_life else 0
+            restarts = restarts_in_a_row(seen, profile)
             ended = seen.exited_at or seen.started_at
             left = restart_delay(restarts, profile) - (now - ended).total_seconds()
             looping = looping or restarts > 0
             if left > 0:
-                troubles.append(f"{_exit_text(seen)}; restart {restarts + 1} in {left:.0f} s")
+                troubles.append(f"{exit_text(seen)}; restart {restarts + 1} in {left:.0f} s")
                 waits.append(left)
             else:
-                troubles.append(f"{_exit_text(seen)}; restart {restarts + 1} now")
+                troubles.append(f"{exit_text(seen)}; restart {restarts + 1} now")
                 launch.append(Launch(workload, restarts=restarts + 1))
         elif seen.spec_hash != workload.spec_hash:
             if seen.state != "stopping":
@@ -99,7 +110,10 @@ def keep(
             # Wanted again while it ends: it is launched anew once it is gone.
             continue
         else:
-            running += seen.state == "running"
+            if seen.state == "running":
+                running.add(seen.name)
+            elif seen.pending and seen.message:
+                waiting.append(f"{seen.name} waits: {seen.message}")
             steady = profile.stable_seconds - _lived(seen, now)
             if seen.restarts and steady > 0:
                 troubles.append(f"{seen.name} was restarted {seen.restarts} times")
@@ -108,4 +122,12 @@ def keep(
     for seen in there.values():
         if seen.name not in names and seen.state != "stopping":
             stop.append(Stop(seen.name, 0.0 if seen.state == "exited" else grace_seconds))
-    return FleetPlan(tuple(launch), tuple(stop), running, tuple(troubles), looping, earliest(waits))
+    return FleetPlan(
+        launch=tuple(launch),
+        stop=tuple(stop),
+        running=frozenset(running),
+        waiting=tuple(waiting),
+        troubles=tuple(troubles),
+        crash_looping=looping,
+        requeue_after=earliest(waits),
+    )

@@ -56,12 +56,14 @@ class Workload:
     """Backends: environment of the engine, sorted by name."""
     gpus: int = 0
     """Backends: GPUs of each; 0: neither asked for nor restricted."""
+    made_of: str = ""
+    """Kubernetes: digest of the pod template and of what else its pod is made from."""
 
     @property
     def spec_hash(self) -> str:
         """16 hex digits; changes with everything that a running workload cannot take over."""
         backend = (self.engine, self.model, self.command, self.args, self.env, self.gpus)
-        text = repr((self.stages, self.concurrency, backend))
+        text = repr((self.stages, self.concurrency, backend)) + self.made_of
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -89,7 +91,11 @@ class ObservedWorkload:
     message: str = ""
     """What the driver knows about its trouble (the telling line of its log)."""
     blocked: bool = False
-    """Exited: nothing was started, because this machine lacks what `message` says."""
+    """Exited: nothing was started, because this machine lacks what `message` says. Starting: the cluster
+    cannot start it, goes on trying, and `message` says why not."""
+    pending: bool = False
+    """Starting: its program has not begun (it waits for a place, or its image is pulled); no limit on the
+    time of starting counts yet."""
     draining_since: datetime | None = None
     """Backends: since when it takes no new rollouts, as an earlier plan said."""
 
@@ -181,3 +187,6 @@ class Profile:
     """For stage workers of a suspended job, and for the rollouts of a backend that goes, to finish."""
     stop_seconds: float = 10.0
     """For everything else to end by itself."""
+    made_of: str = ""
+    """Kubernetes: digest of what the installation puts into pods, such as images; with another one, stage
+    workers and backends are replaced. Empty: pod templates mean nothing to this driver."""

@@ -9,7 +9,7 @@ from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
 
 from rollyard_operator.conditions import Claim, updated
 from rollyard_operator.fleet import FleetPlan, earliest, keep
-from rollyard_operator.naming import child_name, owner_of
+from rollyard_operator.naming import child_name, made_of, owner_of
 from rollyard_operator.plan import STARTING, ObservedPool, ObservedWorkload, Plan, Profile, Stop, Workload
 from rollyard_operator.rolling import retire
 
@@ -17,7 +17,7 @@ BACKEND_INDEX = "$(BACKEND_INDEX)"
 _PROFILE = Profile()
 
 
-def pool_workloads(pool: BackendPool) -> tuple[Workload, ...]:
+def pool_workloads(pool: BackendPool, profile: Profile = _PROFILE) -> tuple[Workload, ...]:
     """The backends that a pool wants; none for external ones."""
     engine = pool.spec.engine
     if engine.type == "external":
@@ -39,6 +39,7 @@ def pool_workloads(pool: BackendPool) -> tuple[Workload, ...]:
             args=tuple(of(index, arg) for arg in engine.args),
             env=tuple((name, of(index, value)) for name, value in sorted(engine.env.items())),
             gpus=engine.resources.gpu if engine.resources is not None else 0,
+            made_of=made_of(pool.spec.template, pool.metadata.labels, profile),
         )
         for index in range(pool.spec.replicas)
     )
@@ -47,6 +48,8 @@ def pool_workloads(pool: BackendPool) -> tuple[Workload, ...]:
 def _time_left(seen: ObservedWorkload, pool: BackendPool, now: datetime, profile: Profile) -> float | None:
     """Seconds after which a backend that does not answer counts as hung; None: it answers, or is gone."""
     if seen.state == "starting":
+        if seen.pending:
+            return None
         return pool.spec.engine.start_timeout_seconds - (now - seen.started_at).total_seconds()
     if seen.state == "running" and not seen.ready and seen.unready_since is not None:
         return profile.unready_seconds - (now - seen.unready_since).total_seconds()
@@ -101,7 +104,7 @@ def reconcile_pool(
     pool: BackendPool, observed: ObservedPool, now: datetime, profile: Profile = _PROFILE
 ) -> Plan[BackendPoolStatus]:
     """What to do for `pool` now. Ready means that at least one backend takes rollouts."""
-    wanted = pool_workloads(pool)
+    wanted = pool_workloads(pool, profile)
     leaving = retire(wanted, observed.workloads, pool.status.backends, now, profile)
     # Those that still serve, or drain, are left alone; everything else is kept as it should be.
     alone = leaving.drain | leaving.waiting
@@ -125,7 +128,7 @@ def reconcile_pool(
     troubles += [_trouble(backend) for backend in backends if backend.message not in ("", STARTING)]
     claims = (
         _ready(ready, expected, troubles),
-        _progressing(pool, observed, drain, ready, expected),
+        _progressing(pool, observed, fleet, drain, ready, expected),
         _degraded(fleet, troubles),
     )
     status = pool.status.model_copy(
@@ -162,7 +165,12 @@ def _ready(ready: int, expected: int, troubles: list[str]) -> Claim:
 
 
 def _progressing(
-    pool: BackendPool, observed: ObservedPool, drain: frozenset[str], ready: int, expected: int
+    pool: BackendPool,
+    observed: ObservedPool,
+    fleet: FleetPlan,
+    drain: frozenset[str],
+    ready: int,
+    expected: int,
 ) -> Claim:
     if drain:
         names = ", ".join(sorted(drain))
@@ -170,7 +178,11 @@ def _progressing(
     if ready >= expected:
         return Claim("Progressing", False, "Complete")
     text = f"{ready} of {expected} backends are ready"
-    starting = sorted(seen.name for seen in observed.workloads if seen.state == "starting")
+    if fleet.waiting:
+        text += f"; {'; '.join(fleet.waiting)}"
+    starting = sorted(
+        seen.name for seen in observed.workloads if seen.state == "starting" and not seen.pending
+    )
     if starting and pool.spec.engine.type == "vllm":
         text += (
             f"; {', '.join(starting)}: vLLM loads the model, which takes from half a minute to many; "

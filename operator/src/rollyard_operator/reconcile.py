@@ -6,27 +6,41 @@ plan comes out. Calling it again after the plan was carried out plans nothing ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, RolloutJobStatus, StageName
 
 from rollyard_operator.conditions import Claim, find, holds, since, updated
-from rollyard_operator.fleet import FleetPlan, earliest, keep
-from rollyard_operator.naming import child_name, owner_of
-from rollyard_operator.plan import ObservedJob, Plan, Profile, Stop, Workload
+from rollyard_operator.fleet import FleetPlan, earliest, exit_text, keep, restarts_in_a_row
+from rollyard_operator.naming import child_index, child_name, made_of, owner_of
+from rollyard_operator.plan import ObservedJob, ObservedWorkload, Owner, Plan, Profile, Stop, Workload
+from rollyard_operator.scaling import scales, wanted_replicas
 
 _PROFILE = Profile()
 
 
-def job_workloads(job: RolloutJob, profile: Profile = _PROFILE) -> tuple[Workload, ...]:
-    """The stage workers that a running job wants."""
+def job_workloads(
+    job: RolloutJob, profile: Profile = _PROFILE, observed: Sequence[ObservedWorkload] = ()
+) -> tuple[Workload, ...]:
+    """The stage workers that a running job wants, by its counts and those that it has."""
     owner = owner_of(job)
     specs = {stage: getattr(job.spec.stages, stage) for stage in STAGES}
-    if profile.combine_stages and all(spec.replicas == 1 for spec in specs.values()):
+    fixed_one = all(spec.replicas == 1 and not scales(spec) for spec in specs.values())
+    if profile.combine_stages and fixed_one:
         groups: list[tuple[str, tuple[StageName, ...], int]] = [("worker", STAGES, 1)]
     else:
-        groups = [(stage, (stage,), specs[stage].replicas) for stage in STAGES]
+        groups = [
+            (
+                stage,
+                (stage,),
+                wanted_replicas(
+                    specs[stage], getattr(job.status.counts, stage), _current(owner, stage, observed)
+                ),
+            )
+            for stage in STAGES
+        ]
     return tuple(
         Workload(
             name=child_name(owner, role, index),
@@ -35,10 +49,18 @@ def job_workloads(job: RolloutJob, profile: Profile = _PROFILE) -> tuple[Workloa
             index=index,
             stages=stages,
             concurrency=tuple((stage, specs[stage].concurrency) for stage in stages),
+            made_of=made_of(specs[stages[0]].template, job.metadata.labels, profile),
         )
         for role, stages, replicas in groups
         for index in range(replicas)
     )
+
+
+def _current(owner: Owner, stage: StageName, observed: Sequence[ObservedWorkload]) -> int:
+    """Workers that a stage has: the highest index of one that is there, and one."""
+    there = (seen.name for seen in observed if seen.state in ("starting", "running"))
+    indices = (child_index(owner, stage, name) for name in there)
+    return max((index + 1 for index in indices if index is not None), default=0)
 
 
 def ended(counts: RolloutCounts) -> int:
@@ -121,7 +143,7 @@ def _admission(job: RolloutJob, observed: ObservedJob, profile: Profile) -> Clai
 
 
 def _running(
-    job: RolloutJob, observed: ObservedJob, admission: Claim, fleet: FleetPlan, wanted: int
+    job: RolloutJob, observed: ObservedJob, admission: Claim, fleet: FleetPlan, wanted: Sequence[Workload]
 ) -> Claim:
     reference = job.spec.backend_ref
     if not admission.status:
@@ -135,9 +157,14 @@ def _running(
             "the job starts when there is one",
         )
     if not wanted:
-        return Claim("Running", False, "NoWorkers", "every stage has replicas 0")
-    if fleet.running < wanted:
-        return Claim("Running", False, "WorkersStarting", f"{fleet.running} of {wanted} stage workers run")
+        idle = any(scales(getattr(job.spec.stages, stage)) for stage in STAGES)
+        text = "nothing waits for a worker" if idle else "every stage has replicas 0"
+        return Claim("Running", False, "NoWorkers", text)
+    least = {workload.name for workload in wanted if workload.index < _least(job, workload)}
+    if not least <= fleet.running:
+        text = f"{len(least & fleet.running)} of {len(least)} stage workers run"
+        details = "; ".join((*fleet.troubles, *fleet.waiting))
+        return Claim("Running", False, "WorkersStarting", f"{text}; {details}" if details else text)
     if observed.pool is not None and reference is not None and not observed.pool.ready_backends:
         detail = f": {observed.pool.message}" if observed.pool.message else ""
         return Claim(
@@ -146,7 +173,13 @@ def _running(
             "BackendPoolNotReady",
             f"BackendPool {reference.name!r} has no ready backend{detail}",
         )
-    return Claim("Running", True, "WorkersReady", f"{wanted} stage workers run")
+    return Claim("Running", True, "WorkersReady", f"{len(fleet.running)} stage workers run")
+
+
+def _least(job: RolloutJob, workload: Workload) -> int:
+    """Workers of its stage without which a job does not count as running; further ones come and go."""
+    replicas: list[int] = [getattr(job.spec.stages, stage).replicas for stage in workload.stages]
+    return max(1, *replicas)
 
 
 def reconcile_job(
@@ -164,10 +197,13 @@ def reconcile_job(
     missing_pool = job.spec.backend_ref is not None and observed.pool is None
     # A pool that vanished later leaves the workers alone: they wait, and it may come back.
     start = admission.status and not (missing_pool and not observed.workloads)
-    wanted = job_workloads(job, profile) if start else ()
+    wanted = job_workloads(job, profile, observed.workloads) if start else ()
+    broken = _beyond_limit(job, wanted, observed, profile)
+    if broken is not None:
+        return _finished_plan(job, observed, broken, now, profile)
     grace = profile.drain_seconds
     fleet = keep(wanted, observed.workloads, now, profile, grace)
-    running = _running(job, observed, admission, fleet, len(wanted))
+    running = _running(job, observed, admission, fleet, wanted)
     claims = (
         admission,
         Claim("Suspended", job.spec.suspend, "Suspended" if job.spec.suspend else "NotSuspended"),
@@ -181,6 +217,30 @@ def reconcile_job(
         stop=fleet.stop,
         requeue_after=earliest((fleet.requeue_after, _deadline_left(job, now))),
     )
+
+
+def _beyond_limit(
+    job: RolloutJob, wanted: Sequence[Workload], observed: ObservedJob, profile: Profile
+) -> _Outcome | None:
+    """The outcome of a job whose worker failed more often in a row than it may.
+
+    A worker that ended well, or was taken away (no exit code: evicted, its node lost), counts for nothing.
+    """
+    limit = job.spec.backoff_limit
+    if limit is None:
+        return None
+    hashes = {workload.name: workload.spec_hash for workload in wanted}
+    for seen in observed.workloads:
+        failed = seen.state == "exited" and not seen.blocked and seen.exit_code not in (None, 0)
+        if failed and seen.spec_hash == hashes.get(seen.name):
+            restarts = restarts_in_a_row(seen, profile)
+            if restarts >= limit:
+                return _Outcome(
+                    False,
+                    "BackoffLimitExceeded",
+                    f"{exit_text(seen)} after {restarts} restarts in a row; backoffLimit allows {limit}",
+                )
+    return None
 
 
 def _degraded(fleet: FleetPlan) -> Claim:

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
 from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop, Workload, WorkloadState
+from rollyard_operator.probe import Health, watch_backend
 
 from rollyard.errors import CannotStart
-from rollyard.local.backend import Health, listening, watch_backend
 from rollyard.local.child import Child, Folders
 from rollyard.local.gpus import choose, visible_gpus
 from rollyard.local.home import Home
@@ -21,6 +22,8 @@ from rollyard.local.vllm import free_port, vllm_server
 
 HAND_OVER_SECONDS = 6.0
 """After a second SIGTERM a stage worker hands over what it holds at once."""
+PORT_CHECK_SECONDS = 0.1
+"""Between two looks at whether an embedded engine has written its port."""
 
 
 @dataclass(slots=True)
@@ -42,6 +45,17 @@ class _Entry:
     gpus: tuple[str, ...] = ()
     url: str = ""
     """vLLM: where it will answer; an embedded engine says it itself."""
+
+
+async def _listening(port_file: Path, host: str) -> str:
+    """Base URL of an embedded engine, once it has written its port."""
+    while True:
+        try:
+            port = int(port_file.read_text())
+        except (OSError, ValueError):
+            await asyncio.sleep(PORT_CHECK_SECONDS)
+            continue
+        return f"http://{host}:{port}"
 
 
 class Fleet:
@@ -178,7 +192,7 @@ class Fleet:
         url = entry.url
         if not url:
             port_file = self._home.pids / f"{entry.workload.name}.port"
-            url = await listening(port_file, self._options.host)
+            url = await _listening(port_file, self._options.host)
         await watch_backend(url, entry.workload.model, self._http, report)
 
     def _arguments(self, workload: Workload) -> Sequence[str]:

@@ -23,9 +23,10 @@ from rollyard_crds import (
     RolloutJob,
     RolloutJobStatus,
 )
+from rollyard_operator import turn
 from rollyard_operator.conditions import holds
 from rollyard_operator.naming import owner_of
-from rollyard_operator.plan import ObservedJob, ObservedPool, Owner, PoolState, Profile, Stop
+from rollyard_operator.plan import ObservedPool, Owner, PoolState, Profile, Stop
 from rollyard_operator.pools import reconcile_pool
 from rollyard_operator.reconcile import reconcile_job
 
@@ -41,8 +42,6 @@ TURN_SECONDS = 0.5
 WORKER_GRACE_SECONDS = 8.0
 BACKEND_GRACE_SECONDS = 3.0
 CONTROL_PLANE_GRACE_SECONDS = 3.0
-CLOSED = "rollyard.dev/closed"
-CANCEL_REASON = "rollyard.dev/cancel-reason"
 PROFILE = Profile(combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=30.0, stable_seconds=60.0)
 
 
@@ -230,9 +229,11 @@ class Supervisor:
         for pool in pools:
             with self._tolerant():
                 await self._pool_turn(store, fleet, pool, now)
-        ready = {(pool.metadata.namespace, pool.metadata.name): _pool_state(pool) for pool in pools}
-        active = {owner_of(job) for job in jobs if _is_active(job)}
-        for job in sorted(jobs, key=_age):
+        ready = {
+            (pool.metadata.namespace, pool.metadata.name): turn.pool_state(pool.status) for pool in pools
+        }
+        active = {owner_of(job) for job in jobs if turn.is_active(job.status)}
+        for job in sorted(jobs, key=turn.rank):
             with self._tolerant():
                 await self._job_turn(store, fleet, job, ready, active, now)
 
@@ -246,7 +247,7 @@ class Supervisor:
         await fleet.carry_out(owner, plan)
         if not external:
             await self._report(store, owner, pool, plan.status.backends)
-        if _without_counts(plan.status) != _without_counts(pool.status):
+        if turn.pool_news(plan.status) != turn.pool_news(pool.status):
             await store.put_pool_status(pool, plan.status)
         pool.status = plan.status
 
@@ -255,10 +256,9 @@ class Supervisor:
     ) -> None:
         # The control plane has its own say about versions and messages: what was told last counts,
         # and that it still knows of each backend what rollouts are routed by.
-        told: list[tuple[object, ...]] = [
-            (one.url, one.ready, one.draining, one.policy_version, one.message) for one in backends
-        ]
-        if told == self._told.get(owner) and _routed_by(backends) == _routed_by(pool.status.backends):
+        told = turn.told_of(backends)
+        unchanged = turn.routed_by(backends) == turn.routed_by(pool.status.backends)
+        if told == self._told.get(owner) and unchanged:
             return
         await store.put_backends(pool, backends)
         self._told[owner] = told
@@ -277,52 +277,20 @@ class Supervisor:
         if holds(job.status.conditions, "Finished") and not workloads:
             return
         reference = job.spec.backend_ref
-        annotations = job.metadata.annotations
-        observed = ObservedJob(
-            workloads=workloads,
-            pool=pools.get((job.metadata.namespace, reference.name)) if reference is not None else None,
-            closed=CLOSED in annotations,
-            cancelled=annotations.get(CANCEL_REASON, ""),
-            admitted_others=len(active - {owner}),
-        )
+        pool = pools.get((job.metadata.namespace, reference.name)) if reference is not None else None
+        observed = turn.observed_job(job, workloads, pool, len(active - {owner}))
         plan = reconcile_job(job, observed, now, PROFILE)
         await fleet.carry_out(owner, plan)
-        if plan.cancel and CANCEL_REASON not in annotations:
+        if plan.cancel and not observed.cancelled:
             await store.cancel(job)
-        before, after = job.status, plan.status
-        if (before.phase, before.conditions, before.observed_generation, before.message) != (
-            after.phase,
-            after.conditions,
-            after.observed_generation,
-            after.message,
-        ):
-            await store.put_job_status(job, after)
-        if holds(after.conditions, "Admitted") and not holds(after.conditions, "Finished"):
+        if turn.job_news(plan.status) != turn.job_news(job.status):
+            await store.put_job_status(job, plan.status)
+        if turn.is_active(plan.status):
             active.add(owner)
 
 
-def _is_active(job: RolloutJob) -> bool:
-    conditions = job.status.conditions
-    return holds(conditions, "Admitted") and not holds(conditions, "Finished")
-
-
-def _age(job: RolloutJob) -> tuple[int, datetime]:
-    return (-job.spec.priority, job.metadata.creation_timestamp or datetime.min.replace(tzinfo=UTC))
-
-
-def _pool_state(pool: BackendPool) -> PoolState:
-    trouble = next(
-        (c.message for c in pool.status.conditions if c.type == "Ready" and c.status != "True"), ""
-    )
-    return PoolState(pool.status.ready_replicas, trouble)
-
-
-def _routed_by(backends: Sequence[BackendStatus]) -> set[tuple[str, bool, bool]]:
-    return {(one.url, one.ready, one.draining) for one in backends}
-
-
-def _without_counts(status: BackendPoolStatus) -> tuple[object, ...]:
-    return (status.conditions, status.observed_generation, status.replicas, status.selector)
+def _key(pool: BackendPool) -> tuple[str, str]:
+    return pool.metadata.namespace, pool.metadata.name
 
 
 def install_signals(supervisor: Supervisor) -> None:

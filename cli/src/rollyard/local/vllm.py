@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollyard_operator.plan import Workload
+from rollyard_operator.vllmargs import DEFAULT_COMMAND, SERVER_ENV, vllm_command, vllm_port
 
 from rollyard.errors import CannotStart
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
-DEFAULT_COMMAND = ("vllm", "serve")
 PORT_TRIES = 100
 
 
@@ -27,25 +27,6 @@ class Server:
     env: Mapping[str, str]
     """On top of the driver's own."""
     url: str
-
-
-def _flag(argument: str) -> str:
-    """`--max-model-len` of `--max_model_len=4096`: vLLM takes both spellings."""
-    return argument.partition("=")[0].replace("_", "-") if argument.startswith("--") else ""
-
-
-def _has(args: Iterable[str], *flags: str) -> bool:
-    return any(_flag(argument) in flags for argument in args)
-
-
-def given(args: Sequence[str], flag: str) -> str:
-    """The value of a flag in `args`, as the last one says; empty if it is not there."""
-    value = ""
-    for place, argument in enumerate(args):
-        if _flag(argument) == flag:
-            _name, equals, rest = argument.partition("=")
-            value = rest if equals else args[place + 1] if place + 1 < len(args) else ""
-    return value
 
 
 def find_program(name: str, env: Mapping[str, str]) -> str:
@@ -89,28 +70,12 @@ def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -
     Raises:
         CannotStart: there is no such program, or no such model folder.
     """
-    args = workload.args
-    env = {"VLLM_SERVER_DEV_MODE": "1"}
+    env = dict(SERVER_ENV)
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     env |= dict(workload.env)
     if workload.model.startswith(("/", ".", "~")) and not os.path.isdir(workload.model):
         raise CannotStart(f"spec.model: there is no folder {workload.model!r} on this machine")
-    program, *rest = workload.command or DEFAULT_COMMAND
-    arguments = list(rest)
-    # `vllm serve MODEL`; the module itself takes it as a flag.
-    arguments += [workload.model] if rest[-1:] == ["serve"] else ["--model", workload.model]
-    for flag, value in (
-        ("--served-model-name", workload.model),
-        ("--host", host),
-        ("--port", str(port)),
-        ("--logprobs-mode", "processed_logprobs"),
-    ):
-        if not _has(args, flag):
-            arguments += [flag, value]
-    for flag in ("--enable-scale-out", "--enable-prompt-tokens-details"):
-        if not _has(args, flag, flag.replace("--", "--no-", 1)):
-            arguments.append(flag)
-    chosen = given(args, "--port")
-    number = chosen if chosen.isdigit() else str(port)
-    return Server(find_program(program, env), (*arguments, *args), env, f"http://{host}:{number}")
+    program, *arguments = vllm_command(workload, host, port)
+    url = f"http://{host}:{vllm_port(workload, port)}"
+    return Server(find_program(program, env), tuple(arguments), env, url)

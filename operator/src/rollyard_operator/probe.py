@@ -1,4 +1,4 @@
-"""Health of one backend that the driver started: found, then warmed up, then watched."""
+"""Health of one backend that a driver started: warmed up, then watched."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import httpx
-from rollyard_operator.plan import STARTING
 
-from rollyard.errors import CliError
+from rollyard_operator.plan import STARTING
 
 FIRST_CHECK_SECONDS = 0.1
 CHECK_SECONDS = 5.0
@@ -32,17 +30,6 @@ class Health:
     failures: int = 0
     unready_since: datetime | None = None
     message: str = STARTING
-
-
-async def listening(port_file: Path, host: str) -> str:
-    """Base URL of an embedded engine, once it has written its port."""
-    while True:
-        try:
-            port = int(port_file.read_text())
-        except (OSError, ValueError):
-            await asyncio.sleep(FIRST_CHECK_SECONDS)
-            continue
-        return f"http://{host}:{port}"
 
 
 async def _warm_up(http: httpx.AsyncClient, url: str, model: str) -> str:
@@ -81,10 +68,8 @@ async def _label(http: httpx.AsyncClient, url: str) -> str:
         return ""
 
 
-class NotReady(CliError):
+class NotReady(Exception):
     """The server answers, and not as one that can be used."""
-
-    reason = "NotReady"
 
 
 def _words(error: Exception, warmed_up: bool) -> str:

@@ -1,0 +1,122 @@
+"""`python -m rollyard_operator --config FILE`: the operator of one installation."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+from rollyard_client import DriverClient, Retry
+from rollyard_client.transport import CA_FILE
+
+from rollyard_operator.installation import Operator
+from rollyard_operator.isolation import isolation_checks
+from rollyard_operator.kube import KubeClient, KubeError
+from rollyard_operator.kubesandboxes import SandboxLoop
+from rollyard_operator.plan import Profile
+from rollyard_operator.pods import installation_digest
+from rollyard_operator.settings import OperatorSettings, SettingsError, load_settings
+from rollyard_operator.shell import LIVENESS, login_of, watch
+
+_log = logging.getLogger("rollyard_operator")
+MAX_ACTIVE_JOBS = 100
+"""More wait as Pending; what the cluster has room for is its scheduler's and Kueue's business."""
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rollyard_operator", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the installation's settings, YAML")
+    parser.add_argument("--liveness", default=LIVENESS, metavar="URL", help="where to answer liveness probes")
+    parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    return parser.parse_args(arguments)
+
+
+def _token(path: Path) -> str:
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise SettingsError(f"tokenFile: {path} cannot be read: {error.strerror}") from error
+    if not token:
+        raise SettingsError(f"tokenFile: {path} is empty")
+    return token
+
+
+async def serve(settings: OperatorSettings, liveness: str) -> None:
+    """Run the operator until SIGTERM or SIGINT.
+
+    Raises:
+        SettingsError: the token file cannot be read.
+        KubeError: there is no cluster, or it refuses us.
+    """
+    if settings.control_plane_ca_file is not None:
+        os.environ[CA_FILE] = str(settings.control_plane_ca_file)
+    kube = await KubeClient.connect()
+    url, token = settings.control_plane_url, _token(settings.token_file)
+    # A turn that fails is tried again soon: the client itself need not be patient.
+    client = DriverClient(url, token, timeout=15.0, retry=Retry(attempts=3))
+    try:
+        settings = settings.model_copy(update={"api_server_version": await kube.version()})
+        async with httpx.AsyncClient(trust_env=False) as http:
+            await _run(settings, kube, client, http, liveness)
+    finally:
+        await client.aclose()
+        await kube.close()
+
+
+async def _run(
+    settings: OperatorSettings,
+    kube: KubeClient,
+    client: DriverClient,
+    http: httpx.AsyncClient,
+    liveness: str,
+) -> None:
+    profile = Profile(max_active_jobs=MAX_ACTIVE_JOBS, made_of=installation_digest(settings))
+    operator = Operator(settings, profile, kube, client, http)
+    sandboxes = SandboxLoop(
+        kube,
+        operator.yard.pods,
+        client,
+        lambda namespace, name: operator.yard.jobs.get((namespace, name)),
+        settings,
+        key=_token(settings.token_file),
+        checks=await isolation_checks(settings, kube, os.environ),
+    )
+    operator.job_changed = sandboxes.wake
+    stop = asyncio.Event()
+
+    async def watching() -> None:
+        try:
+            await watch(operator, settings, login_of(kube), liveness, stop)
+        finally:
+            running.cancel()
+
+    running = asyncio.create_task(operator.run(watching, sandboxes.run), name="operator")
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 0 when it was asked to end, 1 after a failure, 2 for unusable settings."""
+    options = _options(arguments)
+    logging.basicConfig(level=options.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for noisy in ("kopf", "httpx", "httpcore", "aiohttp.access"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    try:
+        asyncio.run(serve(load_settings(options.config), options.liveness))
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KubeError as error:
+        print(f"rollyard_operator: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

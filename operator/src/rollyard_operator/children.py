@@ -1,0 +1,143 @@
+"""Carrying plans out with pods: of one job's stage workers, or one pool's backends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from rollyard_operator import labels
+from rollyard_operator.kube import Kube, KubeConflict, KubeError
+from rollyard_operator.labels import Object
+from rollyard_operator.objectcache import Key, PodCache, key_of, uid_of
+from rollyard_operator.plan import Launch, ObservedWorkload, Plan, Stop, Workload
+from rollyard_operator.podparts import TemplateError
+from rollyard_operator.podstatus import observed_workload
+
+REMEMBERED = 4096
+"""Deleted pods whose end the watch has not told yet."""
+
+
+class Children:
+    """The pods of one owner.
+
+    Names are deterministic and pods are made, never changed: who does the same twice, or beside
+    another operator, finds the name taken and takes what is there.
+    """
+
+    def __init__(self, kube: Kube, cache: PodCache, instance: str, wake: Callable[[], None]) -> None:
+        self._kube = kube
+        self._wake = wake
+        self._cache = cache
+        self._instance = instance
+        self._refused: dict[str, ObservedWorkload] = {}
+        self._deleting: dict[str, None] = {}
+
+    def pods(self, uid: str, component: str) -> list[Object]:
+        """The owner's pods of a component."""
+        return self._cache.owned(uid, component)
+
+    def observed(self, pods: Iterable[Object]) -> list[ObservedWorkload]:
+        """What is seen of these pods, and of those that the API server refused to make."""
+        seen: dict[str, ObservedWorkload] = {}
+        for pod in pods:
+            found = observed_workload(pod)
+            if uid_of(pod) in self._deleting and found.state != "exited":
+                found = replace(found, state="stopping")
+            seen[found.name] = found
+        refused = [one for name, one in self._refused.items() if name not in seen]
+        return [*seen.values(), *refused]
+
+    async def carry_out(
+        self, namespace: str, plan: Plan[Any], build: Callable[[Workload], Object], known: Iterable[str] = ()
+    ) -> None:
+        """Stop, launch and mark what a plan says.
+
+        Args:
+            build: makes the pod of a workload.
+            known: names of all pods of the owner, for marks of draining to be taken away.
+
+        Raises:
+            KubeError: the API server does not answer; the next turn tries again. A pod that it
+                refuses is not an error but observed as blocked.
+        """
+        steps = [self._stop(namespace, stop) for stop in plan.stop]
+        steps += [self._launch(namespace, launch, build) for launch in plan.launch]
+        steps += [self._mark(namespace, name, name in plan.drain) for name in known]
+        failed = [one for one in await asyncio.gather(*steps, return_exceptions=True) if one is not None]
+        for one in failed:
+            raise one
+
+    async def _stop(self, namespace: str, stop: Stop) -> None:
+        self._refused.pop(stop.name, None)
+        pod = self._cache.get((namespace, stop.name))
+        if pod is not None:
+            await self._delete(pod, math.ceil(stop.grace_seconds))
+
+    async def _delete(self, pod: Object, grace: int) -> None:
+        (namespace, name), uid = key_of(pod), uid_of(pod)
+        await self._kube.delete("Pod", namespace, name, grace=grace, uid=uid)
+        self._deleting[uid] = None
+        while len(self._deleting) > REMEMBERED:
+            self._deleting.pop(next(iter(self._deleting)))
+
+    async def _launch(self, namespace: str, launch: Launch, build: Callable[[Workload], Object]) -> None:
+        workload = launch.workload
+        self._refused.pop(workload.name, None)
+        try:
+            pod = build(workload)
+        except TemplateError as error:
+            self._refuse(launch, str(error))
+            return
+        before = self._cache.get((namespace, workload.name))
+        if before is not None:
+            await self._delete(before, 0)
+        pod["metadata"].setdefault("annotations", {})[labels.RESTARTS] = str(launch.restarts)
+        try:
+            self._cache.put(await self._kube.create(pod))
+        except KubeConflict:
+            await self._adopt((namespace, workload.name), launch)
+        except KubeError as error:
+            if error.status == 0 or error.status >= 500 or error.status == 429:
+                raise
+            self._refuse(launch, error.message)
+
+    async def _adopt(self, key: Key, launch: Launch) -> None:
+        """The name is taken: by what an earlier turn made, or by what is on its way out."""
+        there = await self._kube.get("Pod", *key)
+        if there is None:
+            return
+        instance = labels.label_of(there, labels.INSTANCE)
+        if instance == self._instance:
+            self._cache.put(there)
+        else:
+            whose = f"the Rollyard installation {instance!r}" if instance else "somebody else"
+            self._refuse(launch, f"the pod {key[1]!r} is there already and belongs to {whose}")
+
+    def _refuse(self, launch: Launch, message: str) -> None:
+        now = datetime.now(UTC)
+        self._refused[launch.workload.name] = ObservedWorkload(
+            name=launch.workload.name,
+            spec_hash=launch.workload.spec_hash,
+            state="exited",
+            started_at=now,
+            restarts=launch.restarts,
+            exited_at=now,
+            ready=False,
+            message=message[:512],
+            blocked=True,
+        )
+        self._wake()  # no watch will tell
+
+    async def _mark(self, namespace: str, name: str, draining: bool) -> None:
+        pod = self._cache.get((namespace, name))
+        if pod is None or bool(labels.annotation_of(pod, labels.DRAINING_SINCE)) == draining:
+            return
+        since = datetime.now(UTC).isoformat().replace("+00:00", "Z") if draining else None
+        body = {"metadata": {"annotations": {labels.DRAINING_SINCE: since}}}
+        marked = await self._kube.patch("Pod", namespace, name, body, uid=uid_of(pod))
+        if marked is not None:
+            self._cache.put(marked)

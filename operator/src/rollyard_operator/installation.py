@@ -1,0 +1,227 @@
+"""The operator: its caches, one loop for each object, the poll of the control plane, the sandboxes' loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+from rollyard_crds import RolloutJob
+
+from rollyard_operator import labels
+from rollyard_operator.admission import Admissions
+from rollyard_operator.jobloop import JobLoop
+from rollyard_operator.kube import Kube, KubeError
+from rollyard_operator.labels import Object
+from rollyard_operator.loops import ObjectLoop
+from rollyard_operator.objectcache import Key, ObjectCache, PodCache, key_of, uid_of
+from rollyard_operator.plan import Profile
+from rollyard_operator.plane import POLL_SECONDS, ControlPlane, Plane
+from rollyard_operator.poolloop import PoolLoop
+from rollyard_operator.resource import Reader, fingerprint
+from rollyard_operator.settings import OperatorSettings
+from rollyard_operator.sync import Sync
+from rollyard_operator.turn import is_active
+from rollyard_operator.workertoken import WorkerToken
+from rollyard_operator.yard import Yard
+
+TURNS_AT_ONCE = 16
+RESYNC_SECONDS = 120.0
+"""Between two comparisons of the caches with the cluster: a watch that breaks may miss a deletion."""
+SETTLED_SECONDS = 15.0
+"""After the start, until the watches are there for sure."""
+PATIENCE_SECONDS = 5.0
+"""Between two tries to list what the cluster cannot list yet."""
+KINDS = ("RolloutJob", "BackendPool")
+_log = logging.getLogger(__name__)
+
+
+class Operator:
+    """Everything of one installation that runs in one event loop.
+
+    Whoever watches the cluster tells it with `seen` and `gone`; `run` does the rest. Two operators
+    at once do no harm: names are deterministic, deletions name the uid, and registering is idempotent.
+    """
+
+    def __init__(
+        self,
+        settings: OperatorSettings,
+        profile: Profile,
+        kube: Kube,
+        client: ControlPlane,
+        http: httpx.AsyncClient,
+    ) -> None:
+        self._gate = asyncio.Semaphore(TURNS_AT_ONCE)
+        self._loops: dict[tuple[str, Key], tuple[ObjectLoop, asyncio.Task[None]]] = {}
+        self._prints: dict[tuple[str, Key], tuple[object, ...]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self.yard = Yard(
+            settings=settings,
+            profile=profile,
+            kube=kube,
+            plane=Plane(client, self._wake_job, self._wake_pool),
+            http=http,
+            pods=PodCache(self._pod_changed),
+            jobs=ObjectCache(self._object_changed),
+            pools=ObjectCache(self._object_changed),
+            admissions=Admissions(profile.max_active_jobs, self._wake_job),
+            token=WorkerToken(kube, settings),
+            pool_changed=self._wake_jobs_of,
+        )
+        self._sync = Sync(self.yard)
+        self.job_changed: Callable[[], None] = lambda: None
+        """Called when a RolloutJob appeared, changed or went."""
+        self._polled_at = 0.0
+
+    # What a watch tells
+
+    def seen(self, obj: Object) -> None:
+        """An object or a pod is so."""
+        self._cache(obj["kind"]).put(obj)
+
+    def gone(self, obj: Object) -> None:
+        """An object or a pod was deleted."""
+        self._cache(obj["kind"]).remove(key_of(obj), uid_of(obj))
+
+    def _cache(self, kind: str) -> ObjectCache:
+        return {"Pod": self.yard.pods, "RolloutJob": self.yard.jobs, "BackendPool": self.yard.pools}[kind]
+
+    # Who is woken by what
+
+    def _pod_changed(self, pod: Object) -> None:
+        namespace = key_of(pod)[0]
+        if labels.label_of(pod, labels.COMPONENT) == "stage-worker":
+            self._wake_job((namespace, labels.label_of(pod, labels.JOB)))
+        elif labels.label_of(pod, labels.COMPONENT) == "backend":
+            self._wake_pool((namespace, labels.label_of(pod, labels.POOL)))
+
+    def _object_changed(self, obj: Object) -> None:
+        where = (obj["kind"], key_of(obj))
+        there = self._cache(obj["kind"]).get(where[1])
+        before, after = self._prints.get(where), None if there is None else fingerprint(there)
+        if before == after:
+            return  # only its status
+        if after is None:
+            self._prints.pop(where, None)
+        else:
+            self._prints[where] = after
+        self._wake(where, start=there is not None)
+        if where[0] == "RolloutJob":
+            self.job_changed()
+        if where[0] == "BackendPool" and (before is None or after is None):
+            self._wake_jobs_of(where[1])
+
+    def _wake_job(self, key: Key) -> None:
+        self._wake(("RolloutJob", key))
+
+    def _wake_pool(self, key: Key) -> None:
+        self._wake(("BackendPool", key))
+
+    def _wake_jobs_of(self, pool: Key) -> None:
+        for loop, _ in list(self._loops.values()):
+            if isinstance(loop, JobLoop) and loop.pool == pool:
+                loop.wake()
+
+    def _wake(self, where: tuple[str, Key], start: bool = False) -> None:
+        found = self._loops.get(where)
+        if found is not None:
+            found[0].wake()
+        elif start and self._group is not None:
+            kind = JobLoop if where[0] == "RolloutJob" else PoolLoop
+            loop = kind(where[1], self._gate, self.yard)
+            task = self._group.create_task(self._keep(where, loop), name=f"{where[0]} {'/'.join(where[1])}")
+            self._loops[where] = (loop, task)
+
+    async def _keep(self, where: tuple[str, Key], loop: ObjectLoop) -> None:
+        try:
+            await loop.run()
+        finally:
+            del self._loops[where]
+        if self._cache(where[0]).get(where[1]) is not None:
+            self._wake(where, start=True)  # made anew in the last moment
+
+    # Running
+
+    async def run(self, *beside: Callable[[], Awaitable[Any]]) -> None:
+        """List what is there, then look after it until cancelled.
+
+        Args:
+            beside: run with it, once the caches are full: the watches, and the sandboxes' loop.
+        """
+        await self._fill()
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for cache in (self.yard.pools, self.yard.jobs):
+                for obj in cache:
+                    self._wake((obj["kind"], key_of(obj)), start=True)
+            group.create_task(self._poll(), name="poll of the control plane")
+            group.create_task(self._resync(), name="resync")
+            for one in beside:
+                group.create_task(_awaited(one), name=getattr(one, "__qualname__", "beside"))
+
+    def alive(self) -> bool:
+        """Whether the poll goes on; a liveness probe asks."""
+        return asyncio.get_running_loop().time() - self._polled_at < 120.0
+
+    async def _fill(self) -> None:
+        """The caches as the cluster is now. Waits for the custom resources to be installed."""
+        while True:
+            try:
+                await self._list()
+                break
+            except KubeError as error:
+                _log.warning("cannot list yet: %s", error)
+                await asyncio.sleep(PATIENCE_SECONDS)
+        reader = Reader(RolloutJob)
+        for obj in self.yard.jobs:
+            if is_active(reader.status(obj)):
+                self.yard.admissions.restore(key_of(obj))
+        self._polled_at = asyncio.get_running_loop().time()
+
+    async def _poll(self) -> None:
+        while True:
+            if await self.yard.plane.look():
+                await self._sync.after_poll()
+            self._polled_at = asyncio.get_running_loop().time()
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _resync(self) -> None:
+        await self.yard.plane.seen.wait()
+        # Once more soon: what was deleted before the watches began, they do not tell.
+        for pause in itertools.chain((SETTLED_SECONDS,), itertools.repeat(RESYNC_SECONDS)):
+            try:
+                await self._list()
+                await self._sync.sweep()
+            except KubeError as error:
+                _log.warning("resync: %s", error)
+            await asyncio.sleep(pause)
+
+    async def _list(self) -> None:
+        settings, kube = self.yard.settings, self.yard.kube
+        namespaces: list[str | None] = [*settings.namespaces] or [None]
+        for namespace in namespaces:
+            for kind in (*KINDS, "Pod"):
+                selector = f"{labels.INSTANCE}={settings.instance}" if kind == "Pod" else ""
+                known = [obj for obj in self._cache(kind) if namespace in (None, key_of(obj)[0])]
+                listed = await kube.list(kind, namespace, selector)
+                for obj in listed:
+                    self.seen(obj)
+                there = {uid_of(obj) for obj in listed}
+                for obj in known:
+                    if uid_of(obj) not in there:
+                        await self._confirm_gone(obj)
+
+    async def _confirm_gone(self, obj: Object) -> None:
+        # It was known before the list was made, and yet is not in it.
+        there = await self.yard.kube.get(obj["kind"], *key_of(obj))
+        if there is None or uid_of(there) != uid_of(obj):
+            self.gone(obj)
+        if there is not None:
+            self.seen(there)
+
+
+async def _awaited(one: Callable[[], Awaitable[Any]]) -> None:
+    await one()

@@ -1,0 +1,417 @@
+"""The loop of sandbox pods: claims from the control plane, pods in the cluster, one plan after the other.
+
+All it remembers can be found again from the two, so that it may be killed between any two steps:
+whose a pod is stands in its labels, and its secret is derived from a nonce in its annotations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+from rollyard_client import NotFound, RollyardError
+from rollyard_crds.claims import Claim, ClaimList, ClaimStatus, SandboxShape, WarmWant
+
+from rollyard_operator import labels
+from rollyard_operator.fleet import earliest
+from rollyard_operator.kube import Kube, KubeConflict, KubeError
+from rollyard_operator.labels import Object
+from rollyard_operator.namespaces import Namespaces
+from rollyard_operator.objectcache import PodCache, key_of, uid_of
+from rollyard_operator.podstatus import observed_sandbox
+from rollyard_operator.rate import Bucket
+from rollyard_operator.refusals import Refusals
+from rollyard_operator.sandboxes import (
+    BindSandbox,
+    DeleteSandbox,
+    FailSandbox,
+    LaunchSandbox,
+    Limits,
+    ObservedSandbox,
+    ObservedSandboxes,
+    SandboxPlan,
+    TakeSandbox,
+    Trouble,
+    WantedSandbox,
+    WarmNeed,
+    reconcile_sandboxes,
+)
+from rollyard_operator.sandboxpods import (
+    SandboxOwner,
+    claim_labels,
+    flavor_of,
+    job_reference,
+    owner_of_object,
+    sandbox_pod,
+    secret_of,
+    token_hash,
+)
+from rollyard_operator.settings import OperatorSettings
+
+POLL_SECONDS = 30.0
+"""For a change of claims, by one long poll."""
+AT_ONCE = 16
+"""Calls to the API server and the control plane at the same time."""
+EVENT_PAUSE_SECONDS = 300.0
+"""Between two events of one reason about one job."""
+LONGEST_PAUSE_SECONDS = 10.0
+OWNER_SECONDS = 1.0
+"""Between two looks for the object of a job that has claims and is not there yet."""
+_log = logging.getLogger(__name__)
+
+
+class ClaimSource(Protocol):
+    """What the loop asks of the control plane; DriverClient does it. All raise RollyardError."""
+
+    async def claims(
+        self, revision: int | None = None, wait: float = 0.0, namespace: str | None = None
+    ) -> ClaimList: ...
+    async def put_claim_status(self, claim: str, status: ClaimStatus) -> Claim | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    shape: SandboxShape
+    owner: SandboxOwner
+
+
+class SandboxLoop:
+    """Keeps the sandbox pods of one installation as claims and warm wants say.
+
+    Args:
+        pods: all pods of this installation; must have been filled once before `run`.
+        jobs: the RolloutJob object of a namespace and name, as the cluster has it.
+        key: only operators of this installation know it; secrets of sandboxes are derived from it.
+        checks: `ADDRESS:PORT` that sandboxes must not reach.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        pods: PodCache,
+        control: ClaimSource,
+        jobs: Callable[[str, str], Object | None],
+        settings: OperatorSettings,
+        key: str,
+        checks: Sequence[str],
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._kube = kube
+        self._pods = pods
+        self._control = control
+        self._jobs = jobs
+        self._settings = settings
+        self._key = key
+        self._checks = tuple(checks)
+        self._now = now
+        creation = settings.sandbox_creation
+        self._bucket = Bucket(creation.per_second, creation.burst)
+        self._limits = Limits(
+            per_second=creation.per_second,
+            unschedulable_seconds=settings.unschedulable_seconds,
+            pull_seconds=settings.image_pull_seconds,
+        )
+        self._claims: dict[str, Claim] = {}
+        self._warm: list[WarmWant] = []
+        self._revision: int | None = None
+        self._listed_at = now()
+        self._wake = asyncio.Event()
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self._refusals = Refusals()
+        self._recipes: dict[tuple[str, str], _Recipe] = {}
+        self._seen: dict[str, tuple[str, ObservedSandbox]] = {}
+        self._deleted: dict[str, datetime] = {}
+        self._namespaces = Namespaces(kube, settings)
+        self._told: dict[tuple[str, str], float] = {}
+        self._failures = 0
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._listen(), name="claims")
+            group.create_task(self._watch(), name="changes of pods")
+            group.create_task(self._work(), name="sandboxes")
+
+    def wake(self) -> None:
+        """Look again: a job's object appeared or changed."""
+        self._wake.set()
+
+    async def _listen(self) -> None:
+        pause = 0.5
+        while True:
+            try:
+                self.learn(await self._control.claims(self._revision, POLL_SECONDS))
+                pause = 0.5
+            except RollyardError as error:
+                _log.warning("claims cannot be read: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
+
+    async def _watch(self) -> None:
+        revision = self._pods.revision
+        while True:
+            revision = await self._pods.wait(revision, POLL_SECONDS)
+            self._wake.set()
+
+    async def _work(self) -> None:
+        after: float | None = None
+        while True:
+            try:
+                async with asyncio.timeout(POLL_SECONDS if after is None else min(after, POLL_SECONDS)):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            after = await self.turn()
+
+    def learn(self, listed: ClaimList) -> None:
+        """Take what the control plane listed."""
+        ours = self._settings.looks_after
+        self._claims = {claim.id: claim for claim in listed.claims if ours(claim.namespace)}
+        self._warm = [want for want in listed.warm if ours(want.namespace)]
+        self._revision, self._listed_at = listed.revision, self._now()
+        self._wake.set()
+
+    # One turn
+
+    def plan(self) -> SandboxPlan:
+        """What is to be done now; nothing before the first list of claims."""
+        if self._revision is None:
+            return SandboxPlan()
+        now = self._now()
+        claims, needs = self._wanted(now)
+        limits = replace(self._limits, tokens=self._bucket.tokens(self._clock()))
+        observed = ObservedSandboxes(self._observed(now), self._refusals.current(now))
+        return reconcile_sandboxes(claims, needs, observed, now, limits)
+
+    async def turn(self) -> float | None:
+        """Plan, and carry it out. Seconds after which to look again, if nothing happens before."""
+        plan = self.plan()
+        taking = {take.claim: take for take in plan.take}
+        binding = {bind.claim: bind for bind in plan.bind}
+        steps: list[Awaitable[None]] = [
+            self._take(take, binding.get(claim)) for claim, take in taking.items()
+        ]
+        steps += [self._bind(bind) for claim, bind in binding.items() if claim not in taking]
+        steps += [self._launch(launch) for launch in plan.launch]
+        steps += [self._fail(fail) for fail in plan.fail]
+        steps += [self._removed(claim) for claim in plan.remove]
+        steps += [self._delete(delete) for delete in plan.delete]
+        fine = await asyncio.gather(*(self._step(step) for step in steps))
+        self._failures = 0 if all(fine) else self._failures + 1
+        pause = min(LONGEST_PAUSE_SECONDS, 0.25 * 2.0 ** min(self._failures, 10))
+        waits = [plan.requeue_after, pause if self._failures else None]
+        if any(claim.state == "Pending" and self._owner(claim) is None for claim in self._claims.values()):
+            waits.append(OWNER_SECONDS)
+        return earliest(waits)
+
+    async def _step(self, step: Awaitable[None]) -> bool:
+        """Whether it went well; what did not is planned again."""
+        async with self._places:
+            try:
+                await step
+            except (KubeError, RollyardError) as error:
+                _log.warning("sandboxes: %s: %s", type(error).__name__, error)
+                return False
+            return True
+
+    @staticmethod
+    def _clock() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _wanted(self, now: datetime) -> tuple[list[WantedSandbox], list[WarmNeed]]:
+        """Claims and warm wants with their flavors; remembers how to make each flavor."""
+        self._recipes = {}
+        elapsed = (now - self._listed_at).total_seconds()
+        claims = [
+            WantedSandbox(
+                claim.id,
+                claim.namespace,
+                claim.state,
+                claim.age_seconds + elapsed,
+                self._flavor(claim, claim.shape) if claim.state == "Pending" else "",
+                claim.address,
+            )
+            for claim in self._claims.values()
+        ]
+        needs = []
+        for want in self._warm:
+            flavor = self._flavor(want, want.shape)
+            if flavor:
+                needs.append(WarmNeed(want.namespace, flavor, want.count))
+        return claims, needs
+
+    def _flavor(self, wish: Claim | WarmWant, shape: SandboxShape) -> str:
+        owner = self._owner(wish)
+        if owner is None:
+            return ""
+        flavor = flavor_of(shape, owner, self._settings)
+        self._recipes.setdefault((wish.namespace, flavor), _Recipe(shape, owner))
+        return flavor
+
+    def _owner(self, wish: Claim | WarmWant | None) -> SandboxOwner | None:
+        """The object of its job; None where there is none, or it goes."""
+        obj = self._jobs(wish.namespace, wish.job) if wish is not None else None
+        return owner_of_object(obj) if obj is not None else None
+
+    def _observed(self, now: datetime) -> list[ObservedSandbox]:
+        found = []
+        seen: dict[str, tuple[str, ObservedSandbox]] = {}
+        for pod in self._pods.pods(component="sandbox"):
+            uid, version = uid_of(pod), str(pod["metadata"].get("resourceVersion"))
+            known = self._seen.get(uid)
+            if known is None or known[0] != version:
+                known = (version, observed_sandbox(pod, token_hash(self._secret(pod))))
+            seen[uid] = known
+            sandbox = known[1]
+            deleted_at = self._deleted.get(uid)
+            if deleted_at is not None and sandbox.state != "stopping":
+                sandbox = replace(sandbox, state="stopping", gone_due=deleted_at)
+            found.append(sandbox)
+        self._seen = seen
+        self._deleted = {uid: at for uid, at in self._deleted.items() if uid in seen}
+        return found
+
+    def _secret(self, pod: Object) -> str:
+        namespace, name = key_of(pod)
+        return secret_of(self._key, namespace, name, labels.annotation_of(pod, labels.NONCE))
+
+    # Steps
+
+    async def _launch(self, launch: LaunchSandbox) -> None:
+        key = launch.namespace, launch.name
+        recipe = self._recipes.get((launch.namespace, launch.flavor))
+        owner = recipe.owner if recipe is not None else None
+        if launch.claim:  # its own job owns it, not the first of that flavor
+            owner = self._owner(self._claims.get(launch.claim))
+        if recipe is None or owner is None:
+            return
+        self._bucket.take(self._clock())
+        try:
+            await self._namespaces.close(launch.namespace)
+            if launch.claim:
+                reference = job_reference(owner)
+            else:
+                reference = await self._namespaces.warm_reference(launch.namespace)
+            nonce = secrets.token_hex(8)
+            pod = sandbox_pod(
+                launch.name,
+                recipe.shape,
+                owner,
+                self._settings,
+                nonce=nonce,
+                token_sha256=token_hash(secret_of(self._key, *key, nonce)),
+                reference=reference,
+                claim=launch.claim,
+                checks=self._checks,
+            )
+            self._pods.put(await self._kube.create(pod))
+            self._refusals.clear(key)
+        except KubeConflict as error:
+            self._bucket.give_back()
+            await self._look(key, error)
+        except KubeError as error:
+            self._bucket.give_back()
+            if error.status == 404:  # of the owner, or the namespace: it was deleted meanwhile
+                self._namespaces.forget(launch.namespace)
+            trouble = self._refused(key, error)
+            _log.warning("%s/%s cannot be made: %s: %s", *key, trouble.reason, trouble.message)
+            if not launch.claim:
+                await self._tell(launch.namespace, owner.name, trouble.reason, trouble.message)
+
+    async def _look(self, key: tuple[str, str], error: KubeError) -> None:
+        """The name is taken: by what the watch has not told yet, or by somebody else."""
+        there = await self._kube.get("Pod", *key)
+        if there is None:
+            raise error  # gone again, or no question of names: the next turn asks anew
+        if labels.label_of(there, labels.INSTANCE) == self._settings.instance:
+            self._pods.put(there)
+        else:
+            taken = KubeError(
+                409, "AlreadyExists", f"the pod {key[1]!r} is there and belongs to somebody else"
+            )
+            self._refused(key, taken)
+
+    def _refused(self, key: tuple[str, str], error: KubeError) -> Trouble:
+        self._wake.set()  # for the time of the next try to be planned
+        return self._refusals.add(key, error, self._now())
+
+    async def _take(self, take: TakeSandbox, bind: BindSandbox | None) -> None:
+        owner = self._owner(self._claims.get(take.claim))
+        if owner is None:
+            return
+        pod = take.pod
+        body = {
+            "metadata": {
+                "labels": claim_labels(take.claim, owner),
+                "ownerReferences": [job_reference(owner)],
+            }
+        }
+        taken = await self._kube.patch("Pod", pod.namespace, pod.name, body, uid=pod.uid)
+        if taken is None:
+            self._pods.remove((pod.namespace, pod.name), pod.uid)
+            return
+        self._pods.put(taken)
+        seen = observed_sandbox(taken, token_hash(self._secret(taken)))
+        if bind is not None and seen.state == "ready":
+            await self._bind(BindSandbox(take.claim, seen))
+
+    async def _bind(self, bind: BindSandbox) -> None:
+        pod = self._pods.get((bind.pod.namespace, bind.pod.name))
+        if pod is None or uid_of(pod) != bind.pod.uid:
+            return
+        status = ClaimStatus(state="Bound", address=bind.pod.address, secret=self._secret(pod))
+        await self._report(bind.claim, status)
+
+    async def _fail(self, fail: FailSandbox) -> None:
+        trouble, claim = fail.trouble, self._claims.get(fail.claim)
+        if claim is None:
+            return
+        status = ClaimStatus(
+            state="Failed",
+            reason=trouble.reason[:128],
+            message=trouble.message[:1024],
+            retryable=trouble.retryable,
+        )
+        await self._report(fail.claim, status)
+        await self._tell(claim.namespace, claim.job, trouble.reason, trouble.message)
+
+    async def _removed(self, claim: str) -> None:
+        await self._report(claim, ClaimStatus(state="Removed"))
+
+    async def _report(self, claim: str, status: ClaimStatus) -> None:
+        try:
+            now = await self._control.put_claim_status(claim, status)
+        except NotFound:
+            now = None
+        if now is None:
+            self._claims.pop(claim, None)
+        elif claim in self._claims:
+            # A list on its way may be older than this answer: then the same is planned once more.
+            self._claims[claim] = now
+        self._wake.set()
+
+    async def _delete(self, delete: DeleteSandbox) -> None:
+        grace = 0 if delete.force else self._settings.sandbox.termination_grace_seconds
+        await self._kube.delete("Pod", delete.namespace, delete.name, grace=grace, uid=delete.uid)
+        if delete.force:
+            self._pods.remove((delete.namespace, delete.name), delete.uid)
+        else:
+            self._deleted[delete.uid] = self._now() + timedelta(seconds=grace)
+
+    async def _tell(self, namespace: str, job: str, reason: str, message: str) -> None:
+        """An event about the job, of one reason once in a while."""
+        obj = self._jobs(namespace, job)
+        if obj is None:
+            return
+        key, now = (uid_of(obj), reason), self._clock()
+        if now - self._told.get(key, -EVENT_PAUSE_SECONDS) < EVENT_PAUSE_SECONDS:
+            return
+        self._told = {one: at for one, at in self._told.items() if now - at < EVENT_PAUSE_SECONDS}
+        self._told[key] = now
+        await self._kube.event(obj, "Warning", "SandboxFailed", f"{reason}: {message}"[:1024])

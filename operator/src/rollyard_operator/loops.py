@@ -1,0 +1,87 @@
+"""One task for each object: it looks when woken, when time is due, and again after trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from abc import ABC, abstractmethod
+
+from rollyard_client import RollyardError
+
+from rollyard_operator.kube import KubeConflict, KubeError
+from rollyard_operator.objectcache import Key
+
+RESYNC_SECONDS = 60.0
+"""At the latest an object is looked at again after this long."""
+FIRST_BACKOFF_SECONDS = 0.25
+LONGEST_BACKOFF_SECONDS = 15.0
+_log = logging.getLogger(__name__)
+
+
+def backoff(failures: int) -> float:
+    """Seconds to wait after so many failures in a row: doubling, bounded, a quarter of it jitter."""
+    whole = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, 30))
+    return whole * (0.75 + random.random() / 4)
+
+
+class ObjectLoop(ABC):
+    """Turns for one object, one after the other, until it is `done`.
+
+    Args:
+        gate: bounds how many turns of all loops run at once.
+    """
+
+    def __init__(self, key: Key, gate: asyncio.Semaphore) -> None:
+        self.key = key
+        self.done = False
+        self._gate = gate
+        self._wake = asyncio.Event()
+        self._failures = 0
+        self._trouble = ""
+
+    def wake(self) -> None:
+        """Have a turn soon."""
+        self._wake.set()
+
+    @abstractmethod
+    async def turn(self) -> float | None:
+        """Look and act; returns after how many seconds to look again, None: when woken."""
+
+    async def run(self) -> None:
+        """Turns until done. Trouble with the cluster or the control plane delays the next one."""
+        while not self.done:
+            self._wake.clear()
+            delay = await self._turn()
+            if self.done:
+                return
+            try:
+                async with asyncio.timeout(RESYNC_SECONDS if delay is None else min(delay, RESYNC_SECONDS)):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    async def _turn(self) -> float | None:
+        where = f"{type(self).__name__} {'/'.join(self.key)}"
+        try:
+            async with self._gate:
+                delay = await self.turn()
+        except KubeConflict:
+            # Somebody changed the object meanwhile; what it is now, the watch tells.
+            self._failures += 1
+        except (KubeError, RollyardError) as error:
+            self._failures += 1
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                _log.warning("%s: %s", where, error)
+        except Exception:
+            # A fault of ours on one object must not stop the others, nor go unseen.
+            self._failures += 1
+            _log.exception("%s: a turn failed", where)
+        else:
+            self._failures, self._trouble = 0, ""
+            return delay
+        pause = backoff(self._failures - 1)
+        # What wakes it does not heal it: the pause is kept to, and what was missed is seen after it.
+        await asyncio.sleep(pause)
+        return 0.0

@@ -1,0 +1,152 @@
+"""What the control plane knows of jobs and pools: looked at once a second, for all loops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from rollyard_client import NotFound, RollyardError
+from rollyard_crds import (
+    BackendPool,
+    BackendPoolStatus,
+    BackendStatus,
+    RolloutJob,
+    RolloutJobStatus,
+    Task,
+)
+
+from rollyard_operator.objectcache import Key
+
+POLL_SECONDS = 1.0
+OBJECT_UID = "rollyard.dev/object-uid"
+"""Annotation of what is registered: the uid of its Kubernetes object."""
+ThingT = TypeVar("ThingT", RolloutJob, BackendPool)
+_log = logging.getLogger(__name__)
+
+
+class ControlPlane(Protocol):
+    """What the operator asks of the control plane; DriverClient does it. All raise RollyardError."""
+
+    async def jobs(self) -> list[RolloutJob]: ...
+    async def unfinished_jobs(self) -> list[RolloutJob]: ...
+    async def job(self, namespace: str, name: str) -> RolloutJob: ...
+    async def register_job(self, job: RolloutJob, tasks: Sequence[Task] | None = None) -> RolloutJob: ...
+    async def delete_job(self, namespace: str, name: str) -> None: ...
+    async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> RolloutJob: ...
+    async def cancel(self, job: RolloutJob) -> RolloutJob: ...
+    async def pools(self) -> list[BackendPool]: ...
+    async def register_pool(self, pool: BackendPool) -> BackendPool: ...
+    async def delete_pool(self, namespace: str, name: str) -> None: ...
+    async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> BackendPool: ...
+    async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> BackendPool: ...
+
+
+def thing_key(thing: RolloutJob | BackendPool) -> Key:
+    """Namespace and name."""
+    return thing.metadata.namespace, thing.metadata.name
+
+
+def object_uid(thing: RolloutJob | BackendPool) -> str:
+    """The uid of the Kubernetes object that it is registered for; empty: it has none."""
+    return thing.metadata.annotations.get(OBJECT_UID, "")
+
+
+class Views(Generic[ThingT]):
+    """The newest view of each job, or pool. A look begun before something newer was learnt says nothing."""
+
+    def __init__(self, changed: Callable[[Key], None]) -> None:
+        self._changed = changed
+        self._views: dict[Key, ThingT] = {}
+        self._learnt: dict[Key, float] = {}
+
+    def all(self) -> list[ThingT]:
+        """Everything that was seen last."""
+        return list(self._views.values())
+
+    def get(self, key: Key, uid: str) -> ThingT | None:
+        """The view registered for the object with this uid."""
+        view = self._views.get(key)
+        return view if view is not None and object_uid(view) == uid else None
+
+    def learn(self, view: ThingT) -> None:
+        """An answer to a call of our own, just now."""
+        self._views[thing_key(view)] = view
+        self._learnt[thing_key(view)] = asyncio.get_running_loop().time()
+
+    def forget(self, key: Key) -> None:
+        """It is gone, as an answer just now said."""
+        self._views.pop(key, None)
+        self._learnt[key] = asyncio.get_running_loop().time()
+
+    def replace(self, seen: Sequence[ThingT], begun: float) -> None:
+        """All that there is, as of a look begun at `begun`; tells those that changed."""
+        fresh = {thing_key(view): view for view in seen}
+        for key in fresh.keys() | self._views.keys():
+            if self._learnt.get(key, begun) > begun:
+                continue
+            before, after = self._views.get(key), fresh.get(key)
+            if before == after:
+                continue
+            if after is None:
+                del self._views[key]
+            else:
+                self._views[key] = after
+            self._changed(key)
+        self._learnt = {key: at for key, at in self._learnt.items() if at > begun}
+
+
+class Plane:
+    """The control plane, polled.
+
+    Args:
+        job_changed: called with the key of a job whose view changed, appeared or went.
+        pool_changed: the same for pools.
+    """
+
+    def __init__(
+        self,
+        client: ControlPlane,
+        job_changed: Callable[[Key], None],
+        pool_changed: Callable[[Key], None],
+    ) -> None:
+        self.client = client
+        self.unfinished: Views[RolloutJob] = Views(job_changed)
+        """Jobs that have not ended."""
+        self.pools: Views[BackendPool] = Views(pool_changed)
+        """All pools."""
+        self.seen = asyncio.Event()
+        """Set once it has answered."""
+        self._trouble = ""
+
+    async def look(self) -> bool:
+        """One poll; whether the control plane answered."""
+        begun = asyncio.get_running_loop().time()
+        try:
+            jobs, pools = await asyncio.gather(self.client.unfinished_jobs(), self.client.pools())
+        except RollyardError as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                _log.warning("the control plane does not answer: %s", error)
+            return False
+        if self._trouble:
+            self._trouble = ""
+            _log.info("the control plane answers again")
+        self.unfinished.replace(jobs, begun)
+        self.pools.replace(pools, begun)
+        self.seen.set()
+        return True
+
+    async def find_job(self, key: Key, uid: str) -> RolloutJob | None:
+        """The job registered for this object, finished or not; None where there is none.
+
+        Raises:
+            RollyardError: the control plane does not answer.
+        """
+        try:
+            view = await self.client.job(*key)
+        except NotFound:
+            self.unfinished.forget(key)
+            return None
+        return view if object_uid(view) == uid else None

@@ -1,0 +1,133 @@
+"""Reading RolloutJob and BackendPool objects of a cluster, and writing their status."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+from rollyard_crds import BackendPool, BackendPoolStatus, RolloutJob, RolloutJobStatus
+from rollyard_crds.base import ObjectMeta
+from rollyard_crds.manifest import ManifestError, describe
+
+from rollyard_operator import notes
+from rollyard_operator.kube import Kube, KubeError
+from rollyard_operator.labels import Object
+from rollyard_operator.objectcache import ObjectCache, key_of, uid_of
+from rollyard_operator.plane import OBJECT_UID
+
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+ORIGIN = "rollyard.dev/origin"
+"""Annotation of an object that the operator made: `rest`."""
+KINDS: dict[str, type[RolloutJob] | type[BackendPool]] = {
+    "RolloutJob": RolloutJob,
+    "BackendPool": BackendPool,
+}
+ThingT = TypeVar("ThingT", RolloutJob, BackendPool)
+StatusT = TypeVar("StatusT", RolloutJobStatus, BackendPoolStatus)
+
+
+def generation_of(obj: Object) -> int:
+    """The generation of the object's spec."""
+    return int(obj["metadata"].get("generation") or 0)
+
+
+def is_leaving(obj: Object) -> bool:
+    """Whether its deletion was asked for."""
+    return bool(obj["metadata"].get("deletionTimestamp"))
+
+
+def fingerprint(obj: Object) -> tuple[object, ...]:
+    """What of an object its loop is woken by: all but its status."""
+    meta = obj["metadata"]
+    return (
+        meta["uid"],
+        meta.get("generation"),
+        meta.get("deletionTimestamp"),
+        meta.get("labels"),
+        meta.get("annotations"),
+    )
+
+
+class Reader(Generic[ThingT]):
+    """Objects as models. A spec, which may hold thousands of tasks, is read once for each generation."""
+
+    def __init__(self, model: type[ThingT]) -> None:
+        self._model: type[ThingT] = model
+        self._read: tuple[str, int] | None = None
+        self._spec: ThingT | None = None
+
+    def read(self, obj: Object) -> ThingT:
+        """The object.
+
+        Raises:
+            ManifestError: a field is wrong that the cluster's schema let pass.
+        """
+        uid, generation = uid_of(obj), generation_of(obj)
+        try:
+            if self._spec is None or self._read != (uid, generation):
+                name, namespace = obj["metadata"]["name"], obj["metadata"]["namespace"]
+                document = {
+                    "apiVersion": obj["apiVersion"],
+                    "kind": obj["kind"],
+                    "metadata": {"name": name, "namespace": namespace},
+                    "spec": obj["spec"],
+                }
+                self._spec = self._model.model_validate(document)
+                self._read = (uid, generation)
+            return self._spec.model_copy(update={"metadata": metadata(obj), "status": self.status(obj)})
+        except ValidationError as error:
+            raise ManifestError(describe(error, model=self._model)) from error
+
+    def status(self, obj: Object) -> Any:
+        """Its status; an empty one where it holds what this version does not know."""
+        kind = RolloutJobStatus if self._model is RolloutJob else BackendPoolStatus
+        try:
+            return kind.model_validate(obj.get("status") or {})
+        except ValidationError:
+            return kind()
+
+
+def metadata(obj: Object) -> ObjectMeta:
+    """Its metadata, without what repeats the whole manifest."""
+    meta = dict(obj["metadata"])
+    meta["annotations"] = {k: v for k, v in (meta.get("annotations") or {}).items() if k != LAST_APPLIED}
+    meta.pop("managedFields", None)
+    return ObjectMeta.model_validate(meta)
+
+
+def registration(thing: ThingT) -> ThingT:
+    """The manifest as it is registered: it says which object it is."""
+    meta = thing.metadata
+    annotations = {**meta.annotations, OBJECT_UID: meta.uid or ""}
+    kept = ObjectMeta(name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=annotations)
+    return thing.model_copy(update={"metadata": kept})
+
+
+async def write_status(kube: Kube, cache: ObjectCache, obj: Object, before: StatusT, after: StatusT) -> None:
+    """Write a status, and tell the transitions as events.
+
+    Raises:
+        KubeConflict: `obj` is not the newest any more, so that it may be another one: look again.
+        KubeError: the status was refused. An event that is refused is let be.
+    """
+    namespace, name = key_of(obj)
+    body = after.to_json()
+    # A merge patch keeps what it does not name.
+    gone = {field: None for field in before.to_json() if field not in body}
+    fresh = await kube.patch_status(
+        obj["kind"], namespace, name, body | gone, version=obj["metadata"]["resourceVersion"]
+    )
+    if fresh is None:
+        cache.remove(key_of(obj), uid_of(obj))
+        return
+    cache.put(fresh)
+    for note in notes.notes(before.conditions, after.conditions):
+        await tell(kube, obj, note)
+
+
+async def tell(kube: Kube, obj: Object, note: notes.Note) -> None:
+    """One event. A namespace that goes takes no more of them: nothing hangs on it."""
+    try:
+        await kube.event(obj, note.type, note.reason, note.message)
+    except KubeError:
+        return

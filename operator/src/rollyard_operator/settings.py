@@ -1,0 +1,206 @@
+"""What an installation of the operator is told: a YAML file, camelCase, every field checked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+from rollyard_crds.base import Model, Name
+from rollyard_crds.podtemplate import LocalReference, PodResources
+
+Image = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+$")]
+_HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):([0-9]{1,5})")
+
+
+class SettingsError(ValueError):
+    """The operator's settings cannot be used; the message names the field."""
+
+
+def _host_port(text: str) -> str:
+    match = _HOST_PORT.fullmatch(text)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ValueError(f"{text!r} is not HOST:PORT, such as 10.96.0.1:443 or [fd00::1]:443")
+    return text
+
+
+HostPort = Annotated[str, Field(max_length=259), AfterValidator(_host_port)]
+
+
+class Images(Model):
+    """Container images that the installation brings along."""
+
+    worker: Image
+    """Stage workers."""
+    engine: Image
+    """Backends of `engine.type: embedded`."""
+    vllm: Image = "vllm/vllm-openai:v0.32.0"
+    """Backends of `engine.type: vllm`."""
+    sandbox: Image
+    """Holds the exec server's folder, mounted at /.rollyard into every sandbox."""
+    sandbox_default: Image
+    """Sandboxes of jobs and tasks that name no image."""
+
+
+class Isolation(Model):
+    """What a sandbox must not be able to reach before it is handed out."""
+
+    required: bool = True
+    """False: sandboxes are handed out unchecked (a cluster without a NetworkPolicy engine, at your risk)."""
+    checks: Annotated[list[HostPort], Field(max_length=16)] = Field(default_factory=list)
+    """Addresses that answer from an unrestricted pod. Names are resolved by the operator. Empty: the API
+    server and the control plane."""
+    seconds: Annotated[float, Field(gt=0, le=300)] = 10.0
+    """After which a sandbox that still reaches one of them gives up."""
+
+
+class SandboxCreation(Model):
+    """Token bucket over the creation of sandbox pods, all namespaces together."""
+
+    per_second: Annotated[float, Field(gt=0, le=10_000)] = 10.0
+    """Pods a second, in the long run."""
+    burst: Annotated[int, Field(ge=1, le=10_000)] = 20
+    """Pods at once after a quiet time."""
+
+
+class ContainerDefaults(Model):
+    """Of containers whose template says nothing."""
+
+    resources: PodResources = Field(default_factory=PodResources)
+    """Requests and limits; a template that names a resource wins over the one named here."""
+
+
+class SandboxDefaults(Model):
+    """How sandbox pods are made; their size comes with the claim."""
+
+    cpu_request_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Share of a sandbox's `cpu` that the scheduler sets aside: sandboxes mostly wait for the model."""
+    memory_request_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a sandbox's `memory` that the scheduler sets aside."""
+    run_as_user: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1000
+    """User and group id of everything in a sandbox."""
+    termination_grace_seconds: Annotated[int, Field(ge=0, le=60)] = 1
+    """Between SIGTERM and SIGKILL of a sandbox that nobody needs any more."""
+
+
+def _worker_resources() -> ContainerDefaults:
+    return ContainerDefaults(
+        resources=PodResources(requests={"cpu": "100m", "memory": "256Mi"}, limits={"memory": "2Gi"})
+    )
+
+
+def _engine_resources() -> ContainerDefaults:
+    return ContainerDefaults(
+        resources=PodResources(requests={"cpu": "500m", "memory": "512Mi"}, limits={"memory": "4Gi"})
+    )
+
+
+class OperatorSettings(Model):
+    """All that an operator is told by its installation."""
+
+    instance: Name
+    """Name of this installation; on every child as label `rollyard.dev/instance`."""
+    control_plane_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=2048)]
+    """As the operator and the stage workers reach it."""
+    control_plane_ca_file: Path | None = None
+    """CA certificates (PEM) of the control plane, where the system's do not do. The operator hands it on to
+    the workers as key `ca.crt` of their Secret."""
+    token_file: Path
+    """File with the control plane's token of the role `driver`."""
+    worker_token_file: Path
+    """File with the control plane's token of the role `worker`."""
+    worker_token_secret: Annotated[str, Field(min_length=1, max_length=253)] = "rollyard-worker"
+    """Secret that the operator puts into each job's namespace for the workers: keys `token`, `ca.crt`."""
+    release_namespace: Name
+    """Where the operator and the control plane run."""
+    namespaces: Annotated[list[Name], Field(max_length=256)] = Field(default_factory=list)
+    """Namespaces that it looks after; empty: all."""
+    images: Images
+    """Container images."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """Of the images above; a job's own images are pulled IfNotPresent, or never where this says Never."""
+    image_pull_secrets: Annotated[list[LocalReference], Field(max_length=16)] = Field(default_factory=list)
+    """Secrets with registry credentials, in every namespace with children."""
+    image_volume: Literal["auto", "always", "never"] = "auto"
+    """The exec server's folder comes as an image volume, or is copied by an init container. `auto`: as an
+    image volume from Kubernetes 1.35 on, where they are on by default."""
+    isolation: Isolation = Field(default_factory=Isolation)
+    """The check of a sandbox's network isolation."""
+    network_policies: bool = True
+    """The operator keeps a NetworkPolicy for the sandboxes in every namespace with some. False: you do."""
+    sandbox_creation: SandboxCreation = Field(default_factory=SandboxCreation)
+    """How fast sandbox pods are made."""
+    worker: ContainerDefaults = Field(default_factory=_worker_resources)
+    """Stage workers."""
+    engine: ContainerDefaults = Field(default_factory=_engine_resources)
+    """Backends of `engine.type: embedded`; those of vLLM have what their pool says, and no limit besides."""
+    sandbox: SandboxDefaults = Field(default_factory=SandboxDefaults)
+    """Sandboxes."""
+    unschedulable_seconds: Annotated[float, Field(ge=0, le=86_400)] = 300.0
+    """A sandbox pod that no node takes for this long fails its claim. Pods held back by a scheduling gate
+    (Kueue) wait for as long as it takes."""
+    image_pull_seconds: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    """A sandbox pod whose image cannot be pulled for this long fails its claim; an image that can never be
+    pulled (a malformed name, or absent with `Never`) fails it at once."""
+    cluster_domain: Annotated[str, Field(min_length=1, max_length=253)] = "cluster.local"
+    """DNS domain of the cluster."""
+    api_server_version: Annotated[str, Field(pattern=r"^([0-9]+\.[0-9]+)?$", max_length=16)] = ""
+    """`major.minor` of the cluster, as the operator finds it at its start; empty: unknown."""
+
+    @model_validator(mode="after")
+    def _checks_need_required(self) -> OperatorSettings:
+        if self.isolation.checks and not self.isolation.required:
+            raise ValueError(
+                "'isolation.checks' have no effect with 'isolation.required: false'; remove them"
+            )
+        return self
+
+    @property
+    def image_volumes(self) -> bool:
+        """Whether the exec server's folder is mounted as an image volume."""
+        if self.image_volume != "auto":
+            return self.image_volume == "always"
+        major, _, minor = self.api_server_version.partition(".")
+        return bool(minor) and (int(major), int(minor)) >= (1, 35)
+
+    def looks_after(self, namespace: str) -> bool:
+        """Whether the objects of a namespace are this operator's."""
+        return not self.namespaces or namespace in self.namespaces
+
+
+def parse_settings(text: str, source: str = "settings") -> OperatorSettings:
+    """Settings from YAML text.
+
+    Raises:
+        SettingsError: no YAML, or a field is missing, unknown or wrong; names `source` and each field.
+    """
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{source}: not YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise SettingsError(f"{source}: expected a mapping with 'instance', 'controlPlaneUrl', 'images', …")
+    try:
+        return OperatorSettings.model_validate(data)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(str(part) for part in item['loc']) or 'settings'}: "
+            + item["msg"].removeprefix("Value error, ")
+            for item in error.errors()
+        ]
+        raise SettingsError(f"{source}: " + "; ".join(lines)) from error
+
+
+def load_settings(path: Path) -> OperatorSettings:
+    """Settings from a YAML file.
+
+    Raises:
+        SettingsError: as `parse_settings`, or the file cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+    return parse_settings(text, str(path))

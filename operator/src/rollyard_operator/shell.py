@@ -1,0 +1,100 @@
+"""The shell around the operator: kopf watches, and tells what it sees. It decides and writes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import kopf
+
+from rollyard_operator import labels
+from rollyard_operator.installation import KINDS, Operator
+from rollyard_operator.kube import RESOURCES, KubeClient
+from rollyard_operator.settings import OperatorSettings
+
+PREFIX = "rollyard.dev"
+LIVENESS = "http://0.0.0.0:8080/healthz"
+Login = Callable[[], Awaitable[kopf.ConnectionInfo]]
+_log = logging.getLogger(__name__)
+
+
+def kopf_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
+    """How kopf is to behave: it watches what is ours, and leaves no trace on any object."""
+    own = kopf.OperatorSettings()
+    own.posting.enabled = False
+    own.posting.loggers = False
+    own.peering.standalone = True
+    own.scanning.disabled = True  # the resources are there before the watches begin
+    own.persistence.finalizer = f"{PREFIX}/operator"
+    own.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=PREFIX)
+    own.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=PREFIX)
+    own.watching.label_selectors["v1", "pods"] = f"{labels.INSTANCE}={settings.instance}"
+    own.networking.connect_timeout = 10.0
+    own.queueing.exit_timeout = 1.0
+    return own
+
+
+def kopf_registry(operator: Operator, login: Login) -> kopf.OperatorRegistry:
+    """Events and nothing else: handlers of creation, update or deletion would mark the objects."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry, id="login")
+    async def _login(**_: Any) -> kopf.ConnectionInfo:
+        return await login()
+
+    async def told(event: kopf.RawEvent, **_: Any) -> None:
+        obj = dict(event["object"])
+        if event["type"] == "DELETED":
+            operator.gone(obj)
+        else:
+            operator.seen(obj)
+
+    for kind in (*KINDS, "Pod"):
+        resource = RESOURCES[kind]
+        group, _, version = resource.api.rpartition("/")
+        kopf.on.event(group, version, resource.plural, registry=registry, id=resource.plural)(told)
+
+    # Asked again by the kubelet, not by kopf.
+    @kopf.on.probe(registry=registry, id="loops", errors=kopf.ErrorsMode.PERMANENT)
+    async def _alive(**_: Any) -> bool:
+        if not operator.alive():
+            raise kopf.PermanentError("the poll of the control plane does not go on")
+        return True
+
+    return registry
+
+
+def login_of(kube: KubeClient) -> Login:
+    """The credentials of a client, for kopf; asked again when they have expired."""
+
+    async def login() -> kopf.ConnectionInfo:
+        access = await kube.access()
+        return kopf.ConnectionInfo(
+            server=access.server,
+            ca_path=access.ca_file,
+            insecure=access.insecure,
+            scheme=access.scheme,
+            token=access.token,
+            certificate_path=access.cert_file,
+            private_key_path=access.key_file,
+            proxy_url=access.proxy,
+        )
+
+    return login
+
+
+async def watch(
+    operator: Operator, settings: OperatorSettings, login: Login, liveness: str, stop: asyncio.Event
+) -> None:
+    """Watch until SIGTERM, SIGINT or `stop`; tell the operator what is seen."""
+    await kopf.operator(
+        registry=kopf_registry(operator, login),
+        settings=kopf_settings(settings),
+        standalone=True,
+        clusterwide=not settings.namespaces,
+        namespaces=list(settings.namespaces),
+        liveness_endpoint=liveness or None,
+        stop_flag=stop,
+    )

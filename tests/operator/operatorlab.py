@@ -1,0 +1,151 @@
+"""An operator over a cluster and a control plane in memory, and what tests do with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fakecluster import FakeControlPlane, FakeKube, stamp
+from rollyard_operator import loops
+from rollyard_operator.installation import Operator
+from rollyard_operator.labels import Object
+from rollyard_operator.plan import Profile
+from rollyard_operator.settings import OperatorSettings
+
+NAMESPACE = "team"
+KEY = (NAMESPACE, "math")
+
+
+def settings_in(folder: Path, **more: Any) -> OperatorSettings:
+    (folder / "worker").write_text("worker-token\n")
+    (folder / "driver").write_text("driver-token\n")
+    return OperatorSettings.model_validate(
+        {
+            "instance": "test",
+            "controlPlaneUrl": "http://plane:8765",
+            "tokenFile": str(folder / "driver"),
+            "workerTokenFile": str(folder / "worker"),
+            "releaseNamespace": "rollyard",
+            "images": {"worker": "w:1", "engine": "e:1", "sandbox": "s:1", "sandboxDefault": "d:1"},
+        }
+        | more
+    )
+
+
+def job(name: str = "math", **spec: Any) -> Object:
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {
+            "tasks": {"inline": [{"id": "a", "prompt": "?"}, {"id": "b", "prompt": "?"}]},
+            "handler": "math",
+            "agent": {"type": "oracle"},
+        }
+        | spec,
+    }
+
+
+def pool(**spec: Any) -> Object:
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {"name": "qwen", "namespace": NAMESPACE},
+        "spec": {"model": "/models/tiny", "replicas": 2} | spec,
+    }
+
+
+class Lab:
+    """One operator with its surroundings."""
+
+    def __init__(self, settings: OperatorSettings, kube: FakeKube, control: FakeControlPlane) -> None:
+        self.kube = kube
+        self.control = control
+        self.sick: set[str] = set()
+        """Hosts of backends that do not answer."""
+        self.http = httpx.AsyncClient(transport=httpx.MockTransport(self._backend))
+        profile = Profile(backoff_seconds=0.01, blocked_seconds=0.05, max_active_jobs=2)
+        self.operator = Operator(settings, profile, kube, control, self.http)
+        kube.watchers.append(self._watch)
+
+    def _watch(self, verb: str, obj: Object) -> None:
+        mine = (obj["metadata"].get("labels") or {}).get("rollyard.dev/instance") == "test"
+        if obj["kind"] in ("RolloutJob", "BackendPool") or (obj["kind"] == "Pod" and mine):
+            (self.operator.gone if verb == "DELETED" else self.operator.seen)(obj)
+
+    def _backend(self, request: httpx.Request) -> httpx.Response:
+        if request.url.host in self.sick:
+            return httpx.Response(503)
+        if request.url.path != "/v1/completions":
+            return httpx.Response(200, json={"weight_version": "base"})
+        choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
+        return httpx.Response(200, json={"choices": [choice]})
+
+    def status(self, name: str = "math", of: str = "RolloutJob") -> Object:
+        status: Object = self.kube.objects[(of, NAMESPACE, name)].get("status") or {}
+        return status
+
+    def condition(self, kind: str, name: str = "math", of: str = "RolloutJob") -> Object:
+        found = [one for one in self.status(name, of).get("conditions", ()) if one["type"] == kind]
+        return found[0] if found else {}
+
+    def holds(self, kind: str, name: str = "math", of: str = "RolloutJob") -> bool:
+        return self.condition(kind, name, of).get("status") == "True"
+
+    def start_pods(self) -> None:
+        for pod in self.kube.of("Pod"):
+            if not pod.get("status"):
+                self.run_pod(pod["metadata"]["name"])
+
+    def run_pod(self, name: str) -> None:
+        pod = self.kube.objects[("Pod", NAMESPACE, name)]
+        running = {"name": "worker", "state": {"running": {"startedAt": stamp()}}}
+        if pod["metadata"]["labels"]["app.kubernetes.io/component"] == "backend":
+            running["name"] = "backend"
+        address = {"podIP": f"10.0.0.{int(pod['metadata']['uid'][:8], 16)}"}
+        ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+        status = {"phase": "Running", "containerStatuses": [running], **address, **ready}
+        self.kube.pod_status(NAMESPACE, name, status)
+
+    def end_pod(self, name: str, code: int) -> None:
+        over = {"exitCode": code, "finishedAt": stamp(), "message": "boom"}
+        ended = {"name": "worker", "state": {"terminated": over}}
+        phase = "Failed" if code else "Succeeded"
+        self.kube.pod_status(NAMESPACE, name, {"phase": phase, "containerStatuses": [ended]})
+
+
+async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not true():  # noqa: ASYNC110 - what is waited for is somebody else's
+            await asyncio.sleep(0.01)
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pauses, for tests."""
+    monkeypatch.setattr("rollyard_operator.installation.POLL_SECONDS", 0.02)
+    monkeypatch.setattr("rollyard_operator.jobloop.POLL_SECONDS", 0.02)
+    monkeypatch.setattr("rollyard_operator.jobloop.COUNTS_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_operator.jobloop.REFUSED_SECONDS", 0.05)
+    monkeypatch.setattr("rollyard_operator.jobloop.LEFTOVER_SECONDS", 0.05)
+    for name in ("POLL_SECONDS", "LEFTOVER_SECONDS", "COUNTS_SECONDS"):
+        monkeypatch.setattr(f"rollyard_operator.poolloop.{name}", 0.02)
+    monkeypatch.setattr("rollyard_operator.probe.FIRST_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("rollyard_operator.probe.CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(loops, "LONGEST_BACKOFF_SECONDS", 0.05)
+
+
+@asynccontextmanager
+async def running(lab: Lab) -> AsyncIterator[Lab]:
+    task = asyncio.create_task(lab.operator.run())
+    try:
+        yield lab
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await lab.http.aclose()
+        lab.kube.watchers.clear()

@@ -1,0 +1,291 @@
+"""The operator's job loop over a cluster and a control plane in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from fakecluster import FakeControlPlane, FakeKube
+from operatorlab import KEY, NAMESPACE, Lab, hurry, job, running, settings_in, until
+from rollyard_client import Invalid
+from rollyard_crds import RolloutJob
+from rollyard_operator.kube import KubeError
+from rollyard_operator.plane import OBJECT_UID
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+@pytest.fixture
+async def lab(tmp_path: Path, quick: None) -> AsyncIterator[Lab]:
+    async with running(Lab(settings_in(tmp_path), FakeKube(), FakeControlPlane())) as made:
+        yield made
+
+
+async def test_an_applied_job_is_registered_and_gets_its_workers(lab: Lab) -> None:
+    lab.kube.put(job())
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    uid = lab.kube.objects[("RolloutJob", *KEY)]["metadata"]["uid"]
+    assert lab.control.all_jobs[KEY].metadata.annotations[OBJECT_UID] == uid
+    assert [pod["metadata"]["labels"]["rollyard.dev/stage"] for pod in lab.kube.of("Pod")] == [
+        "eval",
+        "init",
+        "run",
+    ]
+    assert {pod["metadata"]["ownerReferences"][0]["uid"] for pod in lab.kube.of("Pod")} == {uid}
+    secret = lab.kube.objects[("Secret", NAMESPACE, "rollyard-worker")]
+    assert secret["data"] == {"token": "d29ya2VyLXRva2Vu"}
+    lab.start_pods()
+    await until(lambda: lab.holds("Running"))
+    assert lab.status()["observedGeneration"] == 1
+    assert lab.status()["counts"]["total"] == 2
+    # What REST says is the same, in the control plane's own generation.
+    await until(lambda: lab.control.all_jobs[KEY].status.phase == lab.status()["phase"])
+
+
+async def test_an_end_is_told_with_counts_and_reward_and_workers_go(lab: Lab) -> None:
+    lab.kube.put(job())
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    lab.start_pods()
+    await until(lambda: lab.holds("Running"))
+    lab.control.counts(KEY, succeeded=2, init={"queued": 0, "active": 0})
+    await until(lambda: lab.holds("Succeeded"))
+    status = lab.status()
+    assert (status["phase"], status["rewardMean"], status["counts"]["succeeded"]) == ("Succeeded", 0.5, 2)
+    await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
+    await until(lambda: lab.control.all_jobs[KEY].status.phase == "Succeeded")
+    told = [reason for _, _, reason, _ in lab.kube.events]
+    assert told == ["Admitted", "Running", "Succeeded"]
+
+
+async def test_an_object_that_is_deleted_takes_its_job_along(lab: Lab) -> None:
+    lab.kube.put(job())
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    lab.kube.remove("RolloutJob", *KEY)
+    await until(lambda: lab.control.deleted == ["RolloutJob/math"])
+    await until(lambda: ("RolloutJob", KEY) not in lab.operator._loops)
+    assert lab.kube.of("Pod") == []
+
+
+async def test_workers_orphaned_by_a_deletion_are_stopped(lab: Lab) -> None:
+    lab.kube.put(job())
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    for pod in lab.kube.of("Pod"):  # kubectl delete --cascade=orphan
+        pod["metadata"]["ownerReferences"] = []
+    lab.kube.remove("RolloutJob", *KEY)
+    await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
+    for name in lab.kube.names("Pod"):
+        lab.kube.remove("Pod", NAMESPACE, name)
+    await until(lambda: ("RolloutJob", KEY) not in lab.operator._loops)
+
+
+async def test_a_job_made_anew_under_its_name_begins_anew(lab: Lab) -> None:
+    lab.kube.put(job())
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    first = set(lab.kube.names("Pod"))
+    lab.kube.remove("RolloutJob", *KEY)
+    lab.kube.put(job())
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    assert first.isdisjoint(lab.kube.names("Pod"))
+    uid = lab.kube.objects[("RolloutJob", *KEY)]["metadata"]["uid"]
+    await until(lambda: lab.control.all_jobs[KEY].metadata.annotations[OBJECT_UID] == uid)
+
+
+async def test_suspending_by_kubectl_and_resuming_over_rest(lab: Lab) -> None:
+    lab.kube.put(job())
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    lab.start_pods()
+    await until(lambda: lab.holds("Running"))
+    lab.kube.put(job(suspend=True))
+    await until(lambda: lab.holds("Suspended"))
+    assert lab.control.all_jobs[KEY].spec.suspend
+    await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
+    for name in lab.kube.names("Pod"):
+        lab.kube.remove("Pod", NAMESPACE, name)
+    lab.control.change(KEY, suspend=False)
+    await until(lambda: lab.kube.objects[("RolloutJob", *KEY)]["spec"]["suspend"] is False)
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    assert not lab.control.all_jobs[KEY].spec.suspend
+    told = [reason for _, _, reason, _ in lab.kube.events]
+    assert told.count("Suspended") == told.count("Resumed") == 1
+
+
+async def test_a_worker_that_exits_is_made_anew_with_its_count(lab: Lab) -> None:
+    lab.kube.put(job())
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    name = lab.kube.names("Pod")[0]
+    first = lab.kube.objects[("Pod", NAMESPACE, name)]["metadata"]["uid"]
+    lab.end_pod(name, 3)
+    await until(
+        lambda: lab.kube.objects.get(("Pod", NAMESPACE, name), {}).get("metadata", {}).get("uid") != first
+    )
+    await until(lambda: ("Pod", NAMESPACE, name) in lab.kube.objects)
+    pod = lab.kube.objects[("Pod", NAMESPACE, name)]
+    assert pod["metadata"]["annotations"]["rollyard.dev/restarts"] == "1"
+    await until(lambda: lab.condition("Degraded").get("status") == "True")
+
+
+async def test_pods_that_the_api_server_refuses_are_told_in_its_words(lab: Lab) -> None:
+    full = KubeError(403, "Forbidden", "exceeded quota: pods=0")
+    lab.kube.refuse = lambda verb, obj: full if (verb, obj["kind"]) == ("create", "Pod") else None
+    lab.kube.put(job())
+    await until(lambda: lab.holds("Degraded"))
+    assert "exceeded quota: pods=0" in lab.condition("Degraded")["message"]
+    lab.kube.refuse = lambda verb, obj: None
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+
+
+async def test_a_pod_of_another_installation_is_left_alone(lab: Lab) -> None:
+    lab.kube.put(job(suspend=True))
+    await until(lambda: lab.holds("Suspended"))
+    uid = lab.kube.objects[("RolloutJob", *KEY)]["metadata"]["uid"]
+    theirs = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": f"math-{uid[:8]}-run-0",
+            "namespace": NAMESPACE,
+            "labels": {"rollyard.dev/instance": "other"},
+        },
+        "spec": {"containers": [{"name": "worker", "image": "x"}]},
+    }
+    before = lab.kube.put(theirs)
+    lab.kube.put(job(suspend=False))
+    await until(
+        lambda: "belongs to the Rollyard installation 'other'" in lab.condition("Degraded").get("message", "")
+    )
+    assert lab.kube.objects[("Pod", NAMESPACE, theirs["metadata"]["name"])] == before
+
+
+async def test_a_refused_job_says_why_and_is_tried_again(lab: Lab) -> None:
+    lab.control.refuse = lambda job: Invalid("spec.handler: not installed", reason="NotInstalled", status=422)
+    lab.kube.put(job())
+    await until(lambda: lab.condition("Admitted").get("reason") == "NotInstalled")
+    assert lab.status()["message"] == "spec.handler: not installed"
+    lab.control.refuse = lambda job: None
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    told = [reason for _, _, reason, _ in lab.kube.events]
+    assert told.count("NotInstalled") == 1
+
+
+async def test_tasks_of_a_config_map_are_read_when_it_comes(lab: Lab) -> None:
+    lab.kube.put(job(tasks={"configMapRef": {"name": "tasks"}}))
+    await until(lambda: lab.condition("Admitted").get("reason") == "ConfigMapNotFound")
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tasks", "namespace": NAMESPACE}}
+    lab.kube.put(config | {"data": {"other": ""}})
+    await until(lambda: lab.condition("Admitted").get("reason") == "ConfigMapKeyNotFound")
+    lab.kube.put(config | {"data": {"tasks.jsonl": '{"id": 1}\n'}})
+    await until(lambda: lab.condition("Admitted").get("reason") == "InvalidTasks")
+    assert "line 1: id" in lab.condition("Admitted")["message"]
+    lab.kube.put(config | {"data": {"tasks.jsonl": '{"id": "a", "prompt": "1+1?"}\n'}})
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    assert [task.id for task in lab.control.tasks[KEY]] == ["a"]
+
+
+async def test_a_job_of_rest_becomes_an_object_and_goes_with_it(lab: Lab) -> None:
+    lab.control.post_job(RolloutJob.model_validate(job()))
+    await until(lambda: ("RolloutJob", *KEY) in lab.kube.objects)
+    made = lab.kube.objects[("RolloutJob", *KEY)]
+    assert made["metadata"]["annotations"] == {"rollyard.dev/origin": "rest"}
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    assert lab.control.all_jobs[KEY].metadata.annotations[OBJECT_UID] == made["metadata"]["uid"]
+    lab.control.delete_over_rest(KEY)
+    await until(lambda: ("RolloutJob", *KEY) not in lab.kube.objects)
+    await until(lambda: lab.control.deleted == ["RolloutJob/math"])
+
+
+async def test_a_job_of_rest_whose_namespace_is_missing_says_so(lab: Lab) -> None:
+    missing = KubeError(404, "NotFound", 'namespaces "team" not found')
+    lab.kube.refuse = lambda verb, obj: missing if (verb, obj["kind"]) == ("create", "RolloutJob") else None
+    lab.control.post_job(RolloutJob.model_validate(job()))
+    await until(lambda: 'namespaces "team" not found' in lab.control.all_jobs[KEY].status.message)
+
+
+async def test_only_so_many_jobs_run_at_once_and_priority_decides_who_is_next(lab: Lab) -> None:
+    for name in ("one", "two"):
+        lab.kube.put(job(name))
+    await until(lambda: len(lab.kube.of("Pod")) == 6)
+    lab.kube.put(job("late"))
+    lab.kube.put(job("urgent", priority=5))
+    for name in ("late", "urgent"):
+        await until(lambda name=name: lab.condition("Admitted", name).get("reason") == "Queued")
+    lab.control.counts((NAMESPACE, "one"), succeeded=2, init={"queued": 0, "active": 0})
+    await until(lambda: lab.holds("Admitted", "urgent"))
+    assert not lab.holds("Admitted", "late")
+
+
+async def test_while_the_control_plane_is_down_nothing_is_lost(lab: Lab) -> None:
+    lab.control.down = True
+    lab.kube.put(job())
+    await asyncio.sleep(0.2)
+    assert lab.kube.of("Pod") == []
+    lab.control.down = False
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+
+
+async def test_a_job_past_its_time_to_live_is_deleted(lab: Lab) -> None:
+    lab.kube.put(job(ttlSecondsAfterFinished=0))
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    lab.control.counts(KEY, succeeded=2, init={"queued": 0, "active": 0})
+    await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
+    for name in lab.kube.names("Pod"):
+        lab.kube.remove("Pod", NAMESPACE, name)
+    await until(lambda: ("RolloutJob", *KEY) not in lab.kube.objects)
+    await until(lambda: lab.control.deleted == ["RolloutJob/math"])
+
+
+async def test_an_operator_that_begins_anew_changes_nothing(tmp_path: Path, quick: None) -> None:
+    kube, control, settings = FakeKube(), FakeControlPlane(), settings_in(tmp_path)
+    async with running(Lab(settings, kube, control)) as lab:
+        kube.put(job())
+        await until(lambda: len(kube.of("Pod")) == 3)
+        lab.start_pods()
+        await until(lambda: lab.holds("Running"))
+        await until(lambda: control.all_jobs[KEY].status.phase == lab.status()["phase"])
+    before, events = {k: v for k, v in kube.objects.items() if k[0] != "Secret"}, list(kube.events)
+    kube.calls.clear()
+    async with running(Lab(settings, kube, control)) as lab:
+        await until(
+            lambda: lab.operator.yard.plane.unfinished.get(
+                KEY, before[("RolloutJob", *KEY)]["metadata"]["uid"]
+            )
+        )
+        await asyncio.sleep(0.2)
+        assert {k: v for k, v in kube.objects.items() if k[0] != "Secret"} == before
+        assert kube.events == events
+        assert [verb for verb, _, _ in kube.calls if verb not in ("get", "list")] == []
+
+
+async def test_two_operators_at_once_make_each_pod_once(tmp_path: Path, quick: None) -> None:
+    kube, control, settings = FakeKube(), FakeControlPlane(), settings_in(tmp_path)
+    async with running(Lab(settings, kube, control)) as lab, running(Lab(settings, kube, control)):
+        kube.put(job())
+        await until(lambda: len(kube.of("Pod")) == 3)
+        uids = {pod["metadata"]["uid"] for pod in kube.of("Pod")}
+        lab.start_pods()
+        await until(lambda: lab.holds("Running"))
+        await asyncio.sleep(0.2)
+        kube.calls.clear()
+        await asyncio.sleep(0.3)
+        assert {pod["metadata"]["uid"] for pod in kube.of("Pod")} == uids
+        assert kube.calls == []  # and they do not answer each other's writes
+
+
+async def test_what_went_while_no_operator_ran_is_cleaned_up(tmp_path: Path, quick: None) -> None:
+    kube, control, settings = FakeKube(), FakeControlPlane(), settings_in(tmp_path)
+    async with running(Lab(settings, kube, control)):
+        kube.put(job())
+        await until(lambda: len(kube.of("Pod")) == 3)
+        control.counts(KEY, succeeded=2, init={"queued": 0, "active": 0})
+        await until(lambda: control.all_jobs[KEY].status.phase == "Succeeded")
+    for pod in kube.of("Pod"):
+        pod["metadata"]["ownerReferences"] = []
+        pod["metadata"].pop("deletionTimestamp", None)
+    kube.remove("RolloutJob", *KEY)
+    async with running(Lab(settings, kube, control)):
+        await until(lambda: control.deleted == ["RolloutJob/math"])
+        await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in kube.of("Pod")))

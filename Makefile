@@ -10,10 +10,10 @@ DEV_STAMP := $(VENV)/.stamp-dev
 TASKS ?= 64
 SAMPLES ?= 8
 
-.PHONY: help run demo-vllm test bench lint format typecheck crds docs clean
+.PHONY: help run demo-vllm demo-kubernetes test bench lint format typecheck crds docs clean
 
 help: ## What each target does
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml scripts/setup
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup run
@@ -28,6 +28,9 @@ run: $(STAMP) ## Set up, start everything on this machine, and run the quickstar
 
 demo-vllm: $(STAMP) ## The same on two vLLM servers, with new weights in the middle (TASKS, SAMPLES)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/demo-vllm runs/vllm --tasks $(TASKS) --samples $(SAMPLES)
+
+demo-kubernetes: $(STAMP) ## The same on a cluster: images, helm install, kubectl apply, and away again (TASKS, SAMPLES)
+	@$(BIN)/python scripts/demo-kubernetes runs/kubernetes --tasks $(TASKS) --samples $(SAMPLES)
 
 test: $(DEV_STAMP) ## Set up and run every check and every test, real components included
 	@VENV="$(VENV)" scripts/test
@@ -45,8 +48,8 @@ format: $(DEV_STAMP) ## Let ruff format and mend what it can
 typecheck: $(DEV_STAMP) ## mypy, strict
 	@$(BIN)/mypy
 
-crds: $(DEV_STAMP) ## Write the CRD YAML anew from the pydantic models
-	@$(BIN)/python -m rollyard_crds
+crds: $(DEV_STAMP) ## Write the CRD YAML anew from the pydantic models, and into the chart
+	@$(BIN)/python -m rollyard_crds && cp crds/yaml/*.yaml helm/rollyard/files/crds/
 
 docs: $(DEV_STAMP) ## Check that the documentation's links and commands are true
 	@$(BIN)/python -m pytest -q tests/docs

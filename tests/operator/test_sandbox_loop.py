@@ -11,18 +11,16 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from fakeclaims import SHAPE, ClaimDesk
 from fakecluster import FakeKube
-from rollyard_client import NotFound, RollyardError, ServerUnavailable
-from rollyard_crds.claims import Claim, ClaimList, ClaimStatus, SandboxShape, WarmWant
+from rollyard_client import RollyardError
+from rollyard_crds.claims import ClaimList, ClaimStatus, SandboxShape
 from rollyard_operator import labels
 from rollyard_operator.kube import KubeConflict, KubeError
 from rollyard_operator.kubesandboxes import SandboxLoop
 from rollyard_operator.objectcache import PodCache, key_of, uid_of
 from rollyard_operator.settings import OperatorSettings, parse_settings
 
-SHAPE = SandboxShape(
-    image="python:3.12-slim", cpu=1.0, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64
-)
 SETTINGS = parse_settings(
     """
     instance: test
@@ -36,111 +34,13 @@ SETTINGS = parse_settings(
 )
 
 
-class Plane:
-    """The claims of a control plane."""
-
-    def __init__(self, now: Callable[[], datetime]) -> None:
-        self.now = now
-        self.claims_: dict[str, Claim] = {}
-        self.filed: dict[str, datetime] = {}
-        self.removed: set[str] = set()
-        """Failed ones of which nothing is left; their worker may still ask why."""
-        self.warm: list[WarmWant] = []
-        self.revision = 1
-        self.changed = asyncio.Event()
-        self.told: list[tuple[str, ClaimStatus]] = []
-        self.fault = lambda: False
-        self.count = 0
-
-    def _change(self) -> None:
-        self.revision += 1
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-    def file(self, shape: SandboxShape = SHAPE, job: str = "job", namespace: str = "team") -> str:
-        self.count += 1
-        claim = Claim(
-            id=f"c{self.count}",
-            namespace=namespace,
-            job=job,
-            job_uid="plane-1",
-            rollout=f"r{self.count}",
-            shape=shape,
-            state="Pending",
-        )
-        self.claims_[claim.id] = claim
-        self.filed[claim.id] = self.now()
-        self._change()
-        return claim.id
-
-    def release(self, claim: str) -> None:
-        if claim in self.removed:
-            del self.claims_[claim]
-        else:
-            self.claims_[claim] = self.claims_[claim].model_copy(update={"state": "Released", "secret": ""})
-        self._change()
-
-    def want(self, count: int, shape: SandboxShape = SHAPE, job: str = "job") -> None:
-        self.warm = [WarmWant(namespace="team", job=job, job_uid="plane-1", shape=shape, count=count)] * bool(
-            count
-        )
-        self._change()
-
-    async def claims(
-        self, revision: int | None = None, wait: float = 0.0, namespace: str | None = None
-    ) -> ClaimList:
-        if self.fault():
-            raise ServerUnavailable("nobody listens")
-        if revision == self.revision:
-            try:
-                async with asyncio.timeout(wait):
-                    await self.changed.wait()
-            except TimeoutError:
-                pass
-        return ClaimList(
-            revision=self.revision,
-            claims=[
-                claim.model_copy(update={"age_seconds": (self.now() - self.filed[claim.id]).total_seconds()})
-                for claim in self.claims_.values()
-                if claim.id not in self.removed
-            ],
-            warm=list(self.warm),
-        )
-
-    async def put_claim_status(self, claim: str, status: ClaimStatus) -> Claim | None:
-        await asyncio.sleep(0)
-        if self.fault():
-            raise ServerUnavailable("nobody listens")
-        known = self.claims_.get(claim)
-        self.told.append((claim, status))
-        if status.state == "Removed":
-            if known is not None:
-                assert known.state in ("Released", "Failed"), "removed while it is needed"
-                if known.state == "Failed":
-                    self.removed.add(claim)
-                else:
-                    del self.claims_[claim]
-                self._change()
-            return None
-        if known is None:
-            raise NotFound("no such claim", reason="ClaimNotFound", status=404)
-        if known.state == "Released" or (known.state == "Failed" and status.state == "Bound"):
-            return known
-        changes: dict[str, Any] = {"state": status.state, "reason": status.reason, "message": status.message}
-        if status.state == "Bound":
-            changes |= {"address": status.address, "secret": status.secret}
-        self.claims_[claim] = known.model_copy(update=changes | {"retryable": status.retryable})
-        self._change()
-        return self.claims_[claim]
-
-
 class World:
     """One namespace with a job, the kubelet's part, and an operator that may be replaced."""
 
     def __init__(self, settings: OperatorSettings = SETTINGS) -> None:
         self.settings = settings
         self.now = datetime.now(UTC)
-        self.kube, self.plane = FakeKube(), Plane(lambda: self.now)
+        self.kube, self.plane = FakeKube(), ClaimDesk(lambda: self.now)
         self.started = 0
         self.deaf = False
         """The watch is lost: nothing is told."""
@@ -332,7 +232,7 @@ async def test_an_operator_killed_between_taking_and_binding_goes_on(world: Worl
     await world.turn()
     world.start()
     claim = world.plane.file()
-    world.plane.fault = lambda: bool(world.plane.told) or True  # type: ignore[assignment]
+    world.plane.fault = lambda: True
     world.loop.learn(await _listed(world.plane))
     await world.loop.turn()
     (taken,) = [pod for pod in world.kube.of("Pod") if pod["metadata"]["labels"].get(labels.CLAIM) == claim]
@@ -345,7 +245,7 @@ async def test_an_operator_killed_between_taking_and_binding_goes_on(world: Worl
     assert hashlib.sha256(bound.secret.encode()).hexdigest() in taken["spec"]["containers"][0]["args"]
 
 
-async def _listed(plane: Plane) -> ClaimList:
+async def _listed(plane: ClaimDesk) -> ClaimList:
     fault, plane.fault = plane.fault, lambda: False
     listed = await plane.claims()
     plane.fault = fault
@@ -413,6 +313,64 @@ async def test_a_warm_pod_that_is_gone_when_it_is_taken_costs_nothing(world: Wor
     world.start()
     await world.turn()
     assert world.state(claim) == "Bound"
+
+
+async def test_a_warm_pod_of_the_same_name_but_another_uid_is_not_taken(world: World) -> None:
+    world.plane.want(1)
+    await world.turn()
+    world.start()
+    (old,) = world.kube.of("Pod")
+    world.deaf = True
+    world.kube.remove("Pod", *key_of(old))
+    world.kube.put({**old, "metadata": {k: v for k, v in old["metadata"].items() if k != "uid"}})
+    world.deaf = False
+    claim = world.plane.file()
+    await world.turn()
+    new = world.pod(old["metadata"]["name"])
+    assert uid_of(new) != uid_of(old)
+    assert labels.CLAIM not in new["metadata"]["labels"]
+    assert world.state(claim) == "Pending"
+
+
+async def test_a_warm_pod_that_broke_unseen_is_not_handed_out(world: World) -> None:
+    world.plane.want(1)
+    await world.turn()
+    world.start()
+    (pod,) = world.kube.of("Pod")
+    world.deaf = True
+    world.status(pod, **ended(137, "OOMKilled"))
+    world.deaf = False
+    claim = world.plane.file()
+    await world.turn()
+    assert world.state(claim) == "Pending"
+    assert not [status for _, status in world.plane.told if status.state == "Bound"]
+    await world.turn()
+    assert world.plane.claims_[claim].reason == "OutOfMemory"
+
+
+async def test_what_is_deleted_is_deleted_once(world: World) -> None:
+    claim = world.plane.file()
+    await world.turn()
+    world.deaf = True
+    world.plane.release(claim)
+    await world.turn(5)
+    assert [verb for verb, _, _ in world.kube.calls].count("delete") == 1
+    world.reap()
+    world.now += timedelta(seconds=120)
+    await world.turn(2)
+    assert world.plane.claims_ == {}, "nobody told that it is gone, and it was found out"
+
+
+async def test_a_conflict_that_is_no_taken_name_is_tried_again_soon(world: World) -> None:
+    conflict = KubeConflict(409, "Conflict", 'Operation cannot be fulfilled on resourcequotas "q"')
+    world.kube.refuse = lambda verb, obj: conflict if verb == "create" else None
+    claim = world.plane.file()
+    after = await world.turn()
+    assert after is not None
+    assert after <= 1.0
+    world.kube.refuse = lambda verb, obj: None
+    await world.turn()
+    assert world.kube.names("Pod") == [f"sb-{claim}"]
 
 
 async def test_quota_is_waited_for_and_told_in_the_end(world: World) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -14,44 +15,69 @@ from rollyard.errors import CliError, InvalidInput, NoServer, NotFound, UsagePro
 
 if TYPE_CHECKING:
     from rollyard_client import Client
+    from rollyard_client.context import Context
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+KUBERNETES = "kubernetes://"
+
+
 def server_options(command: F) -> F:
-    """`--url`, `--home` and `--namespace`, as every command that talks to a server has them."""
+    """`--url`, `--kubernetes`, `--home` and `--namespace`: of every command that talks to a server."""
+
+    @functools.wraps(command)
+    def folded(*args: Any, url: str | None, kubernetes: str | None, **kwargs: Any) -> Any:
+        if url is not None and kubernetes is not None:
+            raise UsageProblem("--url and --kubernetes name two servers; give one of them")
+        if kubernetes is not None:
+            url = KUBERNETES + kubernetes
+        return command(*args, url=url, **kwargs)
+
+    made: Any = folded
     for option in (
         click.option("-n", "--namespace", default="default", show_default=True, help="Namespace."),
         click.option("--home", type=click.Path(path_type=Path), help="Home of the `rollyard up` to talk to."),
+        click.option(
+            "--kubernetes",
+            metavar="[=NAMESPACE[/RELEASE]]",
+            help="The installation in the cluster of your kubeconfig, over kubectl [ROLLYARD_KUBERNETES].",
+        ),
         click.option("--url", help="Control plane [ROLLYARD_URL, else the running `rollyard up`]."),
     ):
-        command = option(command)
-    return command
+        made = option(made)
+    return cast(F, made)
 
 
 @contextlib.contextmanager
 def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Client]:
     """A client; what the server or the network says wrong ends the command with one line.
 
+    Where neither arguments nor environment name a server and none of `rollyard up` runs, the one
+    installation in the cluster of the kubeconfig is taken.
+
     Raises:
         NoServer, NotFound, InvalidInput, CliError.
     """
     from rollyard_client import Client
     from rollyard_client import errors as wire
-    from rollyard_client.context import resolve
 
     env = dict(os.environ)
     if home is not None:
         env["ROLLYARD_HOME"] = str(home.expanduser().resolve())
-    if url is not None and not url.startswith(("http://", "https://")):
+    if url is None and home is None and not env.get("ROLLYARD_URL") and env.get("ROLLYARD_KUBERNETES"):
+        url = KUBERNETES + env["ROLLYARD_KUBERNETES"]
+    address = url or env.get("ROLLYARD_URL") or ""
+    if url is not None and not url.startswith(("http://", "https://", KUBERNETES)):
         raise UsageProblem(f"--url must be a URL such as http://127.0.0.1:8765 (got {url!r})")
     try:
-        try:
-            context = resolve(url, None, env)
-        except wire.ContextError as error:
-            raise _no_context(error, url, env) from error
-        with Client(context.url, context.token, namespace=namespace) as client:
-            yield client
+        with contextlib.ExitStack() as stack:
+            if address.startswith(KUBERNETES):
+                context = stack.enter_context(_in_cluster(address, env))
+            else:
+                context = stack.enter_context(_elsewhere(url, home, env))
+            client = Client(context.url, context.token, namespace=namespace, tls=context.tls)
+            yield stack.enter_context(client)
     except wire.ServerUnavailable as error:
         raise NoServer(_one_line(error)) from error
     except wire.NotFound as error:
@@ -60,6 +86,56 @@ def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Clie
         raise InvalidInput(_one_line(error)) from error
     except wire.RollyardError as error:
         raise CliError(_one_line(error)) from error
+
+
+@contextlib.contextmanager
+def _elsewhere(url: str | None, home: Path | None, env: dict[str, str]) -> Iterator[Context]:
+    """By URL or by the file that `rollyard up` writes; where nothing names a server, by the kubeconfig."""
+    from rollyard_client import errors as wire
+    from rollyard_client.context import context_path, resolve
+
+    from rollyard import kubeconfig
+
+    try:
+        context = resolve(url, None, env)
+    except wire.ContextError as error:
+        named = url is not None or home is not None or env.get("ROLLYARD_URL") or env.get("ROLLYARD_HOME")
+        if named or context_path(env).exists() or not kubeconfig.configured(env):
+            raise _no_context(error, url, env) from error
+        try:
+            only = kubeconfig.find(KUBERNETES)
+        except UsageProblem:
+            raise
+        except CliError as problem:
+            told = str(_no_context(error, url, env))
+            raise NoServer(f"{told}; in the cluster of your kubeconfig: {problem}") from error
+        click.echo(f"rollyard: using {only} of the cluster of your kubeconfig", err=True)
+        with _in_cluster(f"{KUBERNETES}{only}", env) as context:
+            yield context
+        return
+    yield context
+
+
+@contextlib.contextmanager
+def _in_cluster(address: str, env: dict[str, str]) -> Iterator[Context]:
+    """The installation that a `kubernetes://` address means, over a tunnel of kubectl's."""
+    import ssl
+
+    from rollyard_client.context import Context
+
+    from rollyard import kubeconfig
+
+    installation = kubeconfig.find(address)
+    token = env.get("ROLLYARD_TOKEN") or kubeconfig.token(installation)
+    tls: ssl.SSLContext | None = None
+    if installation.scheme == "https":
+        # The API server has vouched for the other end of the tunnel; the certificate is for the Service's
+        # name, and its authority may be the cluster's own.
+        tls = ssl.create_default_context()
+        tls.check_hostname = False
+        tls.verify_mode = ssl.CERT_NONE
+    with kubeconfig.forwarded(installation) as url:
+        yield Context(url, token, tls)
 
 
 def _no_context(error: Exception, url: str | None, env: dict[str, str]) -> CliError:

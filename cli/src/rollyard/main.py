@@ -32,6 +32,12 @@ COMMANDS: dict[str, str] = {
 }
 
 
+def _bare_kubernetes(words: list[str]) -> list[str]:
+    """`--kubernetes` without a value means any namespace; the word after it is never its value."""
+    end = words.index("--") if "--" in words else len(words)
+    return ["--kubernetes=*" if word == "--kubernetes" else word for word in words[:end]] + words[end:]
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, never for `--help`."""
 
@@ -54,7 +60,7 @@ class LazyGroup(click.Group):
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else " See `rollyard --help`."
             raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
-        return super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, _bare_kubernetes(args))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -146,7 +146,10 @@ def check_job(job: RolloutJob) -> Report:
         problems += [f"{where}: {problem}" for problem in handler_problems(job.spec.handler, tasks)]
     if problems:
         return Report(problems=tuple(problems))
-    told = f"{len(tasks)} tasks" if tasks else f"tasks at {source.url}" if source.url else "a stream"
+    if source.config_map_ref is not None:
+        told = f"tasks in the ConfigMap {source.config_map_ref.name!r}"
+    else:
+        told = f"{len(tasks)} tasks" if tasks else f"tasks at {source.url}" if source.url else "a stream"
     return Report(good=(f"{where} is valid ({told}, {job.spec.samples_per_task} samples each)",))
 
 

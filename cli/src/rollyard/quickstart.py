@@ -219,7 +219,7 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
     except KeyboardInterrupt:
         console.print("Interrupted; everything was stopped.")
         raise
-    _conclude(console, options, files, wall, policies)
+    conclude(console, options.out, files, wall, policies)
     return ended
 
 
@@ -248,16 +248,17 @@ def _export(client: Client, job: RolloutJob, options: QuickstartOptions) -> Path
     return lines
 
 
-def _conclude(
-    console: Console, options: QuickstartOptions, lines: Path, wall: float, policies: PolicySummary | None
+def conclude(
+    console: Console, out: Path, lines: Path, wall: float, policies: PolicySummary | None = None
 ) -> None:
+    """Prints what a run came to and writes OUT/summary.json; `lines`: its trajectories, `wall`: seconds."""
     from rollyard.render.summary import print_policies, print_summary
     from rollyard.summary import summarize
     from rollyard.trajectories import most_telling, read_file
 
     summary = summarize(read_file(lines), wall)
     document = summary.to_json() | (policies.to_json() if policies is not None else {})
-    (options.out / "summary.json").write_text(json.dumps(document, indent=2) + "\n")
+    (out / "summary.json").write_text(json.dumps(document, indent=2) + "\n")
     console.print()
     print_summary(console, summary)
     if policies is not None:

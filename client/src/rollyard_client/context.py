@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ class Context:
 
     url: str
     token: str
+    tls: ssl.SSLContext | None = None
+    """Whom to trust for `https:`; default: ROLLYARD_CA_FILE or SSL_CERT_FILE, else the usual authorities."""
 
 
 def context_path(env: Mapping[str, str]) -> Path:
@@ -51,7 +54,12 @@ def read_token(path: Path, role: str = "admin") -> str:
     return str(token)
 
 
-def resolve(url: str | None, token: str | None, env: Mapping[str, str] | None = None) -> Context:
+def resolve(
+    url: str | None,
+    token: str | None,
+    env: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> Context:
     """Arguments first, then ROLLYARD_URL and ROLLYARD_TOKEN, then the context file.
 
     Raises:
@@ -61,7 +69,7 @@ def resolve(url: str | None, token: str | None, env: Mapping[str, str] | None = 
     url = url or env.get("ROLLYARD_URL")
     token = token or env.get("ROLLYARD_TOKEN")
     if url and token:
-        return Context(url.rstrip("/"), token)
+        return Context(url.rstrip("/"), token, tls)
     path = context_path(env)
     document: dict[str, str] = {}
     try:
@@ -85,4 +93,4 @@ def resolve(url: str | None, token: str | None, env: Mapping[str, str] | None = 
             f"no token for {url}: set ROLLYARD_TOKEN (see tokens.json in the server's state folder), "
             "or start a server of your own with `rollyard up`"
         )
-    return Context(url, token)
+    return Context(url, token, tls)

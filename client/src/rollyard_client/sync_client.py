@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -43,6 +44,7 @@ class Client:
         token: default ROLLYARD_TOKEN, else the context file.
         namespace: of all calls that name none.
         timeout: seconds per request, a long poll's own wait not counted.
+        tls: whom to trust for `https:`; default: ROLLYARD_CA_FILE, else the usual authorities.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class Client:
         namespace: str = "default",
         timeout: float = DEFAULT_TIMEOUT,
         retry: Retry | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.namespace = namespace
-        self._transport = SyncTransport(resolve(url, token), retry=retry or Retry(), timeout=timeout)
+        context = resolve(url, token, tls=tls)
+        self._transport = SyncTransport(context, retry=retry or Retry(), timeout=timeout)
 
     @property
     def url(self) -> str:

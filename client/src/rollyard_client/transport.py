@@ -65,17 +65,21 @@ def _failed(call: Call[Any], url: str, error: httpx.TransportError) -> tuple[Rol
 
 
 CA_FILE = "ROLLYARD_CA_FILE"
-"""Environment variable: PEM file with the authorities to trust, where the server's is not a public one."""
+"""Environment variable: PEM file with the authorities to trust, where the server's is not a public one.
+SSL_CERT_FILE, which other programs know too, does as well."""
 
 
-def _verify(url: str) -> ssl.SSLContext | bool:
-    path = os.environ.get(CA_FILE)
-    if not path or not url.startswith("https:"):
+def _verify(context: Context) -> ssl.SSLContext | bool:
+    if context.tls is not None:
+        return context.tls
+    name = CA_FILE if os.environ.get(CA_FILE) else "SSL_CERT_FILE"
+    path = os.environ.get(name)
+    if not path or not context.url.startswith("https:"):
         return True
     try:
         return ssl.create_default_context(cafile=path)
     except OSError as error:  # an SSLError is one too
-        raise ContextError(f"{CA_FILE}={path}: cannot be used: {error.strerror or error}") from error
+        raise ContextError(f"{name}={path}: cannot be used: {error.strerror or error}") from error
 
 
 def _headers(token: str) -> dict[str, str]:
@@ -99,7 +103,7 @@ class SyncTransport:
             headers=_headers(context.token),
             timeout=timeout,
             trust_env=False,
-            verify=_verify(context.url),
+            verify=_verify(context),
         )
 
     def send(self, call: Call[T]) -> T:
@@ -148,7 +152,7 @@ class AsyncTransport:
             headers=_headers(context.token),
             timeout=timeout,
             trust_env=False,
-            verify=_verify(context.url),
+            verify=_verify(context),
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
         )
 

@@ -1,0 +1,320 @@
+"""The chart with real helm on a real API server: linted, rendered with many values, refused where wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from rollyard_operator.settings import parse_settings
+
+if TYPE_CHECKING:
+    from conftest import Cluster
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = str(ROOT / "helm" / "rollyard")
+MONITORING = ["--api-versions", "monitoring.coreos.com/v1"]
+
+POSTGRES = {"database": {"existingSecret": "pg"}, "trajectories": {"url": "s3://bucket/rollyard"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "empty-dir": {"api": {"persistence": {"type": "emptyDir", "sizeLimit": "1Gi"}}},
+    "existing-claim": {"api": {"persistence": {"type": "existingClaim", "existingClaim": "mine"}}},
+    "claim": {"api": {"persistence": {"storageClass": "fast", "size": "1Ti", "keep": True}}},
+    "postgres": {"api": POSTGRES},
+    "replicas": {"api": {"replicas": 3, **POSTGRES}},
+    "tls-made": {"tls": {"enabled": True, "dnsNames": ["rollyard.example.com"]}},
+    "tls-given": {"tls": {"enabled": True, "existingSecret": "mine", "hasCA": False}},
+    "tokens-given": {"tokens": {"existingSecret": "mine"}},
+    "registry": {
+        "images": {
+            "prefix": "registry.example.com/ml/rollyard-",
+            "tag": "1.2.3",
+            "pullPolicy": "Always",
+            "pullSecrets": ["registry"],
+            "worker": "registry.example.com/mine:1",
+        }
+    },
+    "ingress": {
+        "ingress": {
+            "enabled": True,
+            "className": "nginx",
+            "host": "rollyard.example.com",
+            "annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": "120"},
+            "tlsSecret": "cert",
+        }
+    },
+    "placement": {
+        part: {
+            "nodeSelector": {"pool": "cpu"},
+            "tolerations": [{"key": "dedicated", "operator": "Exists"}],
+            "affinity": {"nodeAffinity": {}},
+            "priorityClassName": "high",
+            "podAnnotations": {"a": "b"},
+            "env": [{"name": "A", "value": "b"}],
+            "serviceAccount": {"create": False, "name": "mine"},
+        }
+        for part in ("api", "operator")
+    },
+    "policies": {
+        "networkPolicy": {
+            "from": [{"podSelector": {"matchLabels": {"app": "trainer"}}}],
+            "extraFrom": [{"ipBlock": {"cidr": "192.0.2.0/24"}}],
+        }
+    },
+    "nothing-optional": {
+        "networkPolicy": {"enabled": False, "sandboxes": False},
+        "rbac": {"create": False},
+        "crds": {"enabled": False},
+        "sandboxes": {"isolation": {"required": False}},
+    },
+    "sandboxes": {
+        "sandboxes": {
+            "imageVolume": "never",
+            "isolation": {"checks": ["10.96.0.1:443", "[fd00::1]:443"], "seconds": 5.5},
+            "creation": {"perSecond": 0.5, "burst": 1},
+        }
+    },
+    "names": {"fullnameOverride": "ry", "instance": "blue", "commonLabels": {"team": "rl"}},
+    "dashboard": {"metrics": {"dashboard": {"enabled": True}}},
+}
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> Any:
+    """Writes values to a file; the words for helm."""
+
+    def write(document: dict[str, Any]) -> list[str]:
+        path = tmp_path / "values.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return ["--values", str(path)]
+
+    return write
+
+
+def rendered(cluster: Cluster, namespace: str, *words: str, release: str = "yard") -> list[dict[str, Any]]:
+    text = cluster.helm("template", release, CHART, "--namespace", namespace, *words)
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def of(documents: list[dict[str, Any]], kind: str, part: str = "") -> dict[str, Any]:
+    (found,) = [
+        document
+        for document in documents
+        if document["kind"] == kind and document["metadata"]["name"].endswith(part)
+    ]
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lint(cluster: Cluster, values: Any, variant: str) -> None:
+    said = cluster.helm("lint", "--strict", CHART, *values(VARIANTS[variant]))
+    assert "0 chart(s) failed" in said
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_api_server_takes_it(cluster: Cluster, values: Any, variant: str) -> None:
+    """Every object, strictly, in a namespace that admits restricted pods only."""
+    namespace = cluster.namespace(restricted=True)
+    documents = rendered(cluster, namespace, *values(VARIANTS[variant]))
+    assert any(document["kind"] == "Deployment" for document in documents)
+    for document in documents:
+        if document["kind"] == "Deployment":
+            # Admission judges pods, not Deployments: its pod as well.
+            template = document["spec"]["template"]
+            meta = {**template["metadata"], "name": document["metadata"]["name"], "namespace": namespace}
+            template["spec"].pop("priorityClassName", None)  # the cluster has no such class
+            template["spec"]["serviceAccountName"] = "default"
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": template["spec"]}
+            dry_run(cluster, pod, namespace)
+        dry_run(cluster, document, namespace)
+
+
+def dry_run(cluster: Cluster, document: dict[str, Any], namespace: str) -> None:
+    command = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict"]
+    done = cluster.run("kubectl", *command, "-f", "-", "-n", namespace, input=json.dumps(document))
+    assert done.returncode == 0, f"{document['kind']}: {done.stderr}"
+    assert "Warning" not in done.stderr, done.stderr
+
+
+def test_roles_are_in_the_listed_namespaces_only(cluster: Cluster, values: Any) -> None:
+    listed = sorted([cluster.namespace(), cluster.namespace()])
+    home = cluster.namespace()
+    documents = rendered(cluster, home, *values({"namespaces": listed}))
+    for kind in ("Role", "RoleBinding"):
+        found = [one for one in documents if one["kind"] == kind]
+        assert sorted(one["metadata"]["namespace"] for one in found) == listed
+        for document in found:
+            dry_run(cluster, document, document["metadata"]["namespace"])
+    assert not [document for document in documents if document["kind"].startswith("ClusterRole")]
+    everywhere = rendered(cluster, home)
+    assert not [document for document in everywhere if document["kind"] in ("Role", "RoleBinding")]
+    rules = of(everywhere, "ClusterRole")["rules"]
+    of_crds = [rule for rule in rules if rule["apiGroups"] == ["apiextensions.k8s.io"]]
+    for role in (document for document in documents if document["kind"] == "Role"):
+        assert role["rules"] == [rule for rule in rules if rule not in of_crds]
+
+
+@pytest.mark.parametrize("namespaces", [[], ["a"]], ids=["cluster", "namespaced"])
+def test_rights_have_no_wildcard(cluster: Cluster, values: Any, namespaces: list[str]) -> None:
+    documents = rendered(cluster, "home", *values({"namespaces": namespaces}))
+    roles = [document for document in documents if document["kind"] in ("Role", "ClusterRole")]
+    assert len(roles) == 1
+    for rule in roles[0]["rules"]:
+        assert not any("*" in word for words in rule.values() for word in words), rule
+        if "secrets" in rule["resources"] and rule["verbs"] != ["create"]:
+            assert len(rule["resourceNames"]) == 1
+            assert not {"list", "watch"} & set(rule["verbs"])
+    subjects = [document["subjects"] for document in documents if document["kind"].endswith("RoleBinding")]
+    assert subjects == [[{"kind": "ServiceAccount", "name": "yard-rollyard-operator", "namespace": "home"}]]
+
+
+def test_only_the_operator_has_a_token(cluster: Cluster) -> None:
+    documents = rendered(cluster, "home")
+    mounted = {}
+    for document in documents:
+        if document["kind"] == "Deployment":
+            mounted[document["metadata"]["name"]] = document["spec"]["template"]["spec"]
+        elif document["kind"] == "Pod":
+            mounted[document["metadata"]["name"]] = document["spec"]
+        elif document["kind"] == "ServiceAccount":
+            assert document["automountServiceAccountToken"] is False
+    assert {name: spec["automountServiceAccountToken"] for name, spec in mounted.items()} == {
+        "yard-rollyard-api": False,
+        "yard-rollyard-operator": True,
+        "yard-rollyard-test": False,
+    }
+    operator = mounted["yard-rollyard-operator"]
+    (config,) = [volume for volume in operator["volumes"] if volume["name"] == "config"]
+    shown = json.dumps(config)
+    assert "driver" in shown
+    assert "admin" not in shown  # its token could do all
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_operator_understands_its_settings(cluster: Cluster, values: Any, variant: str) -> None:
+    documents = rendered(cluster, "home", *values(VARIANTS[variant]))
+    text = of(documents, "ConfigMap", "-operator")["data"]["operator.yaml"]
+    loaded = parse_settings(text)
+    assert loaded.release_namespace == "home"
+    assert loaded.control_plane_url.endswith(":8765")
+    if variant == "registry":
+        assert loaded.images.engine == "registry.example.com/ml/rollyard-engine:1.2.3"
+        assert loaded.images.worker == "registry.example.com/mine:1"
+        assert [secret.name for secret in loaded.image_pull_secrets] == ["registry"]
+    if variant == "tls-made":
+        assert loaded.control_plane_url.startswith("https:")
+        assert loaded.control_plane_ca_file is not None
+    if variant == "sandboxes":
+        assert loaded.isolation.checks == ["10.96.0.1:443", "[fd00::1]:443"]
+        assert loaded.sandbox_creation.per_second == 0.5
+
+
+def test_a_changed_setting_restarts_the_operator_and_nothing_else(cluster: Cluster, values: Any) -> None:
+    before = rendered(cluster, "home")
+    after = rendered(cluster, "home", *values({"sandboxes": {"creation": {"perSecond": 3}}}))
+    for part, same in (("-api", True), ("-operator", False)):
+        templates = [of(documents, "Deployment", part)["spec"]["template"] for documents in (before, after)]
+        assert (templates[0] == templates[1]) is same
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ({"color": "red"}, "additional properties 'color' not allowed"),
+        ({"api": {"replicas": 2}}, "api.replicas: more than one needs PostgreSQL"),
+        (
+            {"api": {"replicas": 2, "database": {"existingSecret": "pg"}}},
+            "api.replicas: more than one needs a trajectory store",
+        ),
+        ({"api": {"persistence": {"type": "tape"}}}, "/api/persistence/type"),
+        ({"api": {"persistence": {"type": "existingClaim"}}}, "api.persistence.existingClaim: required"),
+        ({"api": {"persistence": {"type": "hostPath"}}}, "api.persistence.hostPath: required"),
+        ({"ingress": {"enabled": True}}, "ingress.host: required"),
+        (
+            {"sandboxes": {"isolation": {"required": False, "checks": ["a:1"]}}},
+            "sandboxes.isolation.checks: have no effect",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused(cluster: Cluster, values: Any, document: dict[str, Any], told: str) -> None:
+    done = cluster.run("helm", "template", "yard", CHART, *values(document))
+    assert done.returncode != 0
+    assert told in done.stderr
+
+
+def test_an_old_cluster_is_refused(cluster: Cluster) -> None:
+    done = cluster.run("helm", "template", "yard", CHART, "--kube-version", "1.29.9")
+    assert done.returncode != 0
+    assert "1.30.0" in done.stderr
+
+
+def test_monitoring_objects_only_where_the_cluster_knows_them(cluster: Cluster, values: Any) -> None:
+    words = values({"metrics": {name: {"enabled": True} for name in ("serviceMonitor", "prometheusRule")}})
+    kinds = {document["kind"] for document in rendered(cluster, "home", *words)}
+    assert not kinds & {"ServiceMonitor", "PrometheusRule"}
+    documents = rendered(cluster, "home", *words, *MONITORING)
+    monitor = of(documents, "ServiceMonitor")
+    service = of(documents, "Service")
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= service["metadata"]["labels"].items()
+    assert of(documents, "PrometheusRule")["spec"]["groups"][0]["rules"]
+
+
+def test_crds_stay_or_go(cluster: Cluster, values: Any) -> None:
+    policy = "helm.sh/resource-policy"
+    for keep in (True, False):
+        documents = rendered(cluster, "home", *values({"crds": {"keep": keep}}))
+        found = [one for one in documents if one["kind"] == "CustomResourceDefinition"]
+        assert len(found) == 2
+        assert {one["metadata"].get("annotations", {}).get(policy) for one in found} == {
+            "keep" if keep else None
+        }
+    documents = rendered(cluster, "home", *values({"crds": {"enabled": False}}))
+    assert not [one for one in documents if one["kind"] == "CustomResourceDefinition"]
+
+
+def test_a_disruption_budget_only_with_several_replicas(cluster: Cluster, values: Any) -> None:
+    assert not [one for one in rendered(cluster, "home") if one["kind"] == "PodDisruptionBudget"]
+    documents = rendered(cluster, "home", *values(VARIANTS["replicas"]))
+    budget = of(documents, "PodDisruptionBudget")
+    labels = of(documents, "Deployment", "-api")["spec"]["template"]["metadata"]["labels"]
+    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_tokens_and_certificate_are_made_once(cluster: Cluster, values: Any) -> None:
+    """An upgrade and a rollback keep them: pods that run go on with what they have."""
+    namespace = cluster.namespace()
+    given = {
+        "crds": {"enabled": False},
+        "tls": {"enabled": True},
+        "images": {"prefix": "registry.local/absent-", "pullPolicy": "Never"},
+        "namespaces": [namespace],
+    }
+    install = ["upgrade", "--install", "yard", CHART, "--namespace", namespace]
+    cluster.helm(*install, *values(given))
+    try:
+        first = secrets_of(cluster, namespace)
+        assert set(first["yard-rollyard-tokens"]) == {"admin", "driver", "worker", "tokens.json"}
+        assert set(first["yard-rollyard-tls"]) == {"ca.crt", "tls.crt", "tls.key"}
+        cluster.helm(*install, *values({**given, "operator": {"logLevel": "debug"}}))
+        assert secrets_of(cluster, namespace) == first
+        cluster.helm("rollback", "yard", "1", "--namespace", namespace)
+        assert secrets_of(cluster, namespace) == first
+    finally:
+        cluster.helm("uninstall", "yard", "--namespace", namespace, "--wait")
+    kinds = "all,secrets,configmaps,pvc,serviceaccounts,roles,rolebindings,networkpolicies,ingresses"
+    left = cluster.kubectl("get", kinds, "-n", namespace, "-o", "name").split()
+    assert [name for name in left if "yard" in name] == []
+    assert cluster.kubectl("get", "crd", "rolloutjobs.rollyard.dev", "-o", "name")
+
+
+def secrets_of(cluster: Cluster, namespace: str) -> dict[str, dict[str, str]]:
+    found = cluster.items("secrets", namespace, "app.kubernetes.io/instance=yard")
+    return {one["metadata"]["name"]: one["data"] for one in found}

@@ -1,0 +1,215 @@
+"""The CRDs on a real API server: of one mind with the models, documented, comfortable."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from rollyard_crds import ManifestError, parse, schema
+
+if TYPE_CHECKING:
+    from conftest import Cluster
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)]
+
+CASES = yaml.safe_load((Path(__file__).parents[1] / "crds" / "cases.yaml").read_text())
+GOOD: dict[str, dict[str, Any]] = {
+    "RolloutJob": {"tasks": {"url": "file:///t.jsonl"}, "handler": "shell", "backendRef": {"name": "p"}},
+    "BackendPool": {"model": "m"},
+}
+
+
+def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in patch.items():
+        if value is None:
+            out.pop(key, None)
+        elif isinstance(value, dict):
+            out[key] = merged(out.get(key) or {}, value)
+        else:
+            out[key] = value
+    return out
+
+
+def manifest(kind: str, patch: dict[str, Any], name: str = "x") -> dict[str, Any]:
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": kind,
+        "metadata": {"name": name},
+        "spec": merged(GOOD[kind], copy.deepcopy(patch)),
+    }
+
+
+def dry_run(cluster: Cluster, document: dict[str, Any], namespace: str = "default") -> str:
+    """Why the API server refuses to create it; empty: it does not."""
+    done = cluster.run(
+        "kubectl", "create", "-n", namespace, "--dry-run=server", "--validate=strict", "-f", "-",
+        input=json.dumps(document),
+    )  # fmt: skip
+    return "" if done.returncode == 0 else done.stderr
+
+
+def refused_by_models(document: dict[str, Any]) -> bool:
+    try:
+        parse(document)
+    except ManifestError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("case", CASES["good"], ids=str)
+def test_good_specs_are_taken_by_both(cluster: Cluster, case: dict[str, Any]) -> None:
+    document = manifest(case["kind"], case["patch"])
+    assert not refused_by_models(document)
+    assert dry_run(cluster, document) == ""
+
+
+@pytest.mark.parametrize("case", CASES["bad"], ids=str)
+def test_bad_specs_are_refused_by_both(cluster: Cluster, case: dict[str, Any]) -> None:
+    document = manifest(case["kind"], case["patch"])
+    assert refused_by_models(document)
+    said = dry_run(cluster, document)
+    assert said
+    # The API server names the field too, or a rule whose text does.
+    last = case["field"].replace("[0]", "").rsplit(".", 1)[-1]
+    assert last in said, said
+
+
+@pytest.fixture(scope="module")
+def job(cluster: Cluster) -> tuple[str, dict[str, Any]]:
+    """A job in a namespace that no operator was told of before it was suspended: specs only."""
+    namespace = cluster.namespace()
+    document = manifest("RolloutJob", {"suspend": True, "placement": "local"}, "steady")
+    cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
+    return namespace, document
+
+
+def patched(cluster: Cluster, namespace: str, patch: dict[str, Any]) -> str:
+    done = cluster.run(
+        "kubectl", "patch", "rj", "steady", "-n", namespace, "--type=merge", "--dry-run=server",
+        "-p", json.dumps({"spec": patch}),
+    )  # fmt: skip
+    return "" if done.returncode == 0 else done.stderr
+
+
+@pytest.mark.parametrize("case", CASES["immutable"], ids=str)
+def test_changes_that_make_another_job_are_refused(
+    cluster: Cluster, job: tuple[str, dict[str, Any]], case: dict[str, Any]
+) -> None:
+    said = patched(cluster, job[0], case["patch"])
+    assert "immutable" in said, said
+    assert next(iter(case["patch"])) in said
+
+
+@pytest.mark.parametrize("case", CASES["mutable"], ids=str)
+def test_changes_that_a_job_takes(
+    cluster: Cluster, job: tuple[str, dict[str, Any]], case: dict[str, Any]
+) -> None:
+    assert patched(cluster, job[0], case["patch"]) == ""
+
+
+@pytest.mark.parametrize("kind", sorted(GOOD))
+def test_status_on_the_main_endpoint_is_ignored(cluster: Cluster, kind: str) -> None:
+    namespace = cluster.namespace()
+    document = manifest(kind, {"placement": "local"} if kind == "RolloutJob" else {"replicas": 0}, "told")
+    document["status"] = {"observedGeneration": 7}
+    cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
+    assert cluster.get(kind, "told", namespace).get("status", {}).get("observedGeneration") != 7
+    forged = json.dumps({"status": {"observedGeneration": 8}})
+    cluster.kubectl("patch", kind, "told", "-n", namespace, "--type=merge", "-p", forged)
+    assert cluster.get(kind, "told", namespace).get("status", {}).get("observedGeneration") != 8
+    cluster.kubectl(
+        "patch", kind, "told", "-n", namespace, "--type=merge", "--subresource=status",
+        "-p", json.dumps({"status": {"observedGeneration": 9}}),
+    )  # fmt: skip
+    assert cluster.get(kind, "told", namespace)["status"]["observedGeneration"] == 9
+
+
+def fields(node: dict[str, Any], path: str = "") -> list[str]:
+    found = [path] if path else []
+    for name, child in node.get("properties", {}).items():
+        if path or name in ("spec", "status"):
+            found += fields(child, f"{path}.{name}")
+    if isinstance(node.get("items"), dict):
+        found += [inner for inner in fields(node["items"], path) if inner != path]
+    return found
+
+
+@pytest.mark.parametrize("resource", schema.RESOURCES, ids=lambda resource: resource.kind)
+def test_every_field_is_explained(cluster: Cluster, resource: schema.Resource) -> None:
+    """`kubectl explain` for each of them: it has a description, and knows no field without."""
+    (version,) = schema.crd(resource)["spec"]["versions"]
+    root = version["schema"]["openAPIV3Schema"]
+    paths = fields(root)
+    assert len(paths) > 30
+    # One call for each level that holds fields, not one for each field.
+    parents = {path.rsplit(".", 1)[0] for path in paths}
+    seen: set[str] = set()
+    for parent in sorted(parents):
+        text = cluster.kubectl("explain", f"{resource.plural}{parent}")
+        lines = text.split("FIELDS:\n", 1)[1].splitlines()
+        for number, line in enumerate(lines):
+            if line.startswith("  ") and not line.startswith("   ") and "<" in line:
+                name = line.split()[0]
+                seen.add(f"{parent}.{name}")
+                below = next((text for text in lines[number + 1 :] if text.strip()), "")
+                enum = [text for text in lines[number + 1 : number + 3] if text.startswith("  enum:")]
+                following = lines[number + 2] if enum else below
+                if parent:
+                    assert following.startswith("    "), f"{parent}.{name}: {line}"
+                    assert "<no description>" not in following, f"{parent}.{name}"
+    assert set(paths) <= seen
+
+
+def test_names_and_columns(cluster: Cluster, job: tuple[str, dict[str, Any]]) -> None:
+    namespace, _ = job
+    pool = manifest("BackendPool", {"replicas": 0}, "pool")
+    cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(pool))
+    for words, header in (
+        (["rj"], "NAME FINISHED PHASE REASON SUCCEEDED FAILED TOTAL REWARD AGE"),
+        (["rolloutjob", "-o", "wide"], "HANDLER POOL INIT RUN EVAL MESSAGE"),
+        (["bp"], "NAME READY REASON BACKENDS WANTED AGE"),
+        (["backendpools", "-o", "wide"], "ENGINE MODEL"),
+    ):
+        shown = cluster.kubectl("get", *words, "-n", namespace).splitlines()[0]
+        assert header in " ".join(shown.split())
+    both = cluster.kubectl("get", "rollyard", "-n", namespace, "-o", "name").split()
+    assert both == ["backendpool.rollyard.dev/pool", "rolloutjob.rollyard.dev/steady"]
+
+
+def test_a_pool_is_scaled_by_kubectl(cluster: Cluster) -> None:
+    namespace = cluster.namespace()
+    pool = manifest("BackendPool", {"replicas": 0}, "pool")
+    cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(pool))
+    assert cluster.kubectl("scale", "bp/pool", "--replicas=3", "-n", namespace, "--dry-run=server")
+    done = cluster.run("kubectl", "scale", "bp/pool", "--replicas=-1", "-n", namespace)
+    assert done.returncode != 0
+
+
+def test_both_outcomes_can_be_waited_for(cluster: Cluster) -> None:
+    namespace = cluster.namespace()
+    for outcome in ("Succeeded", "Failed"):
+        name = outcome.lower()
+        document = manifest("RolloutJob", {"placement": "local"}, name)
+        cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
+        now = "2030-01-01T00:00:00Z"
+        conditions = [
+            {"type": kind, "status": "True", "reason": "Done", "message": "", "lastTransitionTime": now}
+            for kind in ("Finished", outcome)
+        ]
+        cluster.kubectl(
+            "patch", "rj", name, "-n", namespace, "--type=merge", "--subresource=status",
+            "-p", json.dumps({"status": {"conditions": conditions}}),
+        )  # fmt: skip
+        for condition in ("Finished", outcome):
+            cluster.kubectl(
+                "wait", f"--for=condition={condition}", f"rj/{name}", "-n", namespace, "--timeout=30s"
+            )
+    done = cluster.run(
+        "kubectl", "wait", "--for=condition=Succeeded", "rj/failed", "-n", namespace, "--timeout=1s"
+    )
+    assert "timed out" in done.stderr

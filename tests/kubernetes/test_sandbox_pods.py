@@ -1,0 +1,208 @@
+"""Sandbox pods on a real cluster: loop, API server, kubelet, network policy and exec server together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+from fakeclaims import SHAPE, ClaimDesk
+from kubernetes.aio import client, config
+from rollyard_operator import labels
+from rollyard_operator.isolation import isolation_checks
+from rollyard_operator.kube import KubeClient
+from rollyard_operator.kubesandboxes import SandboxLoop
+from rollyard_operator.objectcache import PodCache, key_of, uid_of
+from rollyard_operator.settings import OperatorSettings
+from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.errors import SandboxError
+
+if TYPE_CHECKING:
+    from conftest import Cluster
+
+pytestmark = [pytest.mark.real, pytest.mark.kubernetes, pytest.mark.timeout(300)]
+SMALL = SHAPE.model_copy(update={"image": "", "cpu": 0.1, "memory_bytes": 256 << 20, "disk_bytes": 256 << 20})
+LOOK_SECONDS = 0.05
+
+
+@pytest.fixture(scope="module")
+def images(cluster: Cluster, missing: Callable[[str], NoReturn]) -> dict[str, str]:
+    """The sandbox's images, as `scripts/images --load` left them on the node."""
+    format_ = "{range .items[*].status.images[*].names[*]}{@}{'\\n'}{end}"
+    names = cluster.kubectl("get", "nodes", "-o", f"jsonpath={format_}").split()
+    found = [name.rpartition(":") for name in sorted(names)]
+    for repository, _, tag in found:
+        default = f"{repository}-default:{tag}"
+        if repository.endswith("rollyard-sandbox") and default in names:
+            return {"sandbox": f"{repository}:{tag}", "sandboxDefault": default}
+    return missing("no sandbox image on the cluster's node: run scripts/images --load")
+
+
+class Live:
+    """The loop with a real cluster and claims of our own."""
+
+    def __init__(self, kube: KubeClient, namespace: str) -> None:
+        self.kube, self.namespace = kube, namespace
+        self.pods = PodCache()
+        self.desk = ClaimDesk(lambda: datetime.now(UTC))
+
+    def file(self, image: str = "") -> str:
+        return self.desk.file(SMALL.model_copy(update={"image": image}), namespace=self.namespace)
+
+    async def answered(self, claim: str) -> str:
+        """Its state, once it is not Pending."""
+        await self.until(lambda: self.desk.claims_[claim].state != "Pending")
+        return self.desk.claims_[claim].state
+
+    async def until(self, holds: Callable[[], bool], seconds: float = 120.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not holds():  # noqa: ASYNC110 - a cluster's state
+                await asyncio.sleep(0.01)
+
+    async def look(self) -> None:
+        """The watch's part."""
+        while True:
+            seen = await self.kube.list("Pod", self.namespace, f"{labels.INSTANCE}=k-live")
+            there = {uid_of(pod) for pod in seen}
+            for pod in self.pods:
+                if uid_of(pod) not in there:
+                    self.pods.remove(key_of(pod), uid_of(pod))
+            for pod in seen:
+                self.pods.put(pod)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def warm_and_ready(self) -> int:
+        return sum(
+            labels.label_of(pod, labels.WARM) == "true"
+            and any(
+                (one["type"], one["status"]) == ("Ready", "True")
+                for one in (pod.get("status") or {}).get("conditions") or ()
+            )
+            for pod in self.pods
+        )
+
+
+@asynccontextmanager
+async def live(cluster: Cluster, images: dict[str, str], image_volume: str) -> AsyncIterator[Live]:
+    namespace = cluster.namespace(restricted=True)
+    settings = OperatorSettings.model_validate(
+        {
+            "instance": "k-live",
+            "controlPlaneUrl": "http://127.0.0.1:8765",
+            "tokenFile": "/unused",
+            "workerTokenFile": "/unused",
+            "releaseNamespace": namespace,
+            "imagePullPolicy": "Never",
+            "imageVolume": image_volume,
+            "images": {"worker": "unused", "engine": "unused", **images},
+        }
+    )
+    access = client.Configuration()
+    await config.load_kube_config(config_file=str(cluster.kubeconfig), client_configuration=access)
+    kube = KubeClient(access)
+    spec = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}, "suspend": True}
+    job = await kube.apply(
+        {
+            "apiVersion": "rollyard.dev/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "job", "namespace": namespace},
+            "spec": spec,
+        }
+    )
+    checks = await isolation_checks(settings, kube, {})
+    assert checks, "the API server's address is checked"
+    found = Live(kube, namespace)
+    jobs: dict[tuple[str, str], Any] = {(namespace, "job"): job}
+    loop = SandboxLoop(
+        kube, found.pods, found.desk, lambda *key: jobs.get(key), settings, "driver token", checks
+    )
+    tasks = [asyncio.create_task(found.look()), asyncio.create_task(loop.run())]
+    try:
+        yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await kube.close()
+
+
+@pytest.mark.parametrize("image_volume", ["always", "never"])
+async def test_a_sandbox_from_claim_to_removal(
+    cluster: Cluster, images: dict[str, str], image_volume: str
+) -> None:
+    async with live(cluster, images, image_volume) as world:
+        claim = world.file()
+        assert await world.answered(claim) == "Bound"
+        bound = world.desk.claims_[claim]
+        api = cluster.kubectl("config", "view", "--minify", "-o", "jsonpath={.clusters[0].cluster.server}")
+        host, port = api.removeprefix("https://").split(":")
+        async with await ExecClient.connect(bound.address, token=bound.secret) as sandbox:
+            done = await sandbox.bash("id -u; touch /work/a /tmp/b; stat -c %u /work/a", timeout=30)
+            assert (done.exit_code, done.output.split()) == (0, [b"1000", b"1000"])
+            tried = await sandbox.bash(
+                f"timeout 3 bash -c '</dev/tcp/{host}/{port}' && echo reached; ls /var/run/secrets 2>&1",
+                timeout=30,
+            )
+            assert b"reached" not in tried.output
+            assert b"No such file" in tried.output, "no token of a service account"
+        with pytest.raises(SandboxError):
+            await ExecClient.connect(bound.address, token="0" * 32)
+        world.desk.release(claim)
+        await world.until(lambda: not world.desk.claims_)
+        assert cluster.items("pods", world.namespace) == []
+
+
+async def test_warm_sandboxes_are_handed_out_at_once_and_refilled(
+    cluster: Cluster, images: dict[str, str]
+) -> None:
+    async with live(cluster, images, "always") as world:
+        world.desk.want(3, SMALL, namespace=world.namespace)
+        await world.until(lambda: world.warm_and_ready() == 3)
+        claims, names, waits = [], set(), []
+        for _ in range(3):
+            begun = time.monotonic()
+            claims.append(world.file())
+            assert await world.answered(claims[-1]) == "Bound"
+            waits.append(time.monotonic() - begun)
+        print("seconds from claim to warm sandbox:", [round(one, 3) for one in waits])
+        pods = {
+            pod["metadata"]["labels"].get(labels.CLAIM): pod for pod in cluster.items("pods", world.namespace)
+        }
+        for claim in claims:
+            names.add(pods[claim]["metadata"]["name"].split("-")[0])
+            (owner,) = pods[claim]["metadata"]["ownerReferences"]
+            assert owner["kind"] == "RolloutJob"
+        assert names == {"sbw"}, "none was made for its claim"
+        await world.until(lambda: world.warm_and_ready() == 3)
+        # The job's object goes: what it had claimed goes with it; the warm ones once nobody wants them.
+        world.desk.want(0)
+        for claim in claims:
+            world.desk.release(claim)
+        await world.until(lambda: not world.desk.claims_ and not len(world.pods))
+
+
+async def test_an_image_that_is_not_there_is_told(cluster: Cluster, images: dict[str, str]) -> None:
+    async with live(cluster, images, "always") as world:
+        claim = world.file("registry.local/absent:1")
+        assert await world.answered(claim) == "Failed"
+        failed = world.desk.claims_[claim]
+        assert (failed.reason, failed.retryable) == ("ImagePullFailed", False)
+        assert "registry.local/absent:1" in failed.message
+        await world.until(lambda: not len(world.pods))
+        events = cluster.items("events", world.namespace)
+        assert [one["involvedObject"]["name"] for one in events if one["reason"] == "SandboxFailed"] == [
+            "job"
+        ]
+
+
+async def test_a_killed_sandbox_is_lost(cluster: Cluster, images: dict[str, str]) -> None:
+    async with live(cluster, images, "always") as world:
+        claim = world.file()
+        assert await world.answered(claim) == "Bound"
+        cluster.kubectl("delete", "pod", f"sb-{claim}", "-n", world.namespace, "--now")
+        await world.until(lambda: world.desk.claims_[claim].state == "Failed")
+        assert world.desk.claims_[claim].reason == "SandboxLost"

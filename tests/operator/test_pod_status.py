@@ -1,0 +1,369 @@
+"""What statuses of pods mean, on statuses as clusters write them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from rollyard_operator import labels
+from rollyard_operator.podstatus import observed_sandbox, observed_workload, start_trouble, stuck
+
+T0, T1, T2 = "2026-01-01T00:00:00Z", "2026-01-01T00:00:02Z", "2026-01-01T00:05:00Z"
+AT0, AT1, AT2 = (datetime.fromisoformat(text) for text in (T0, T1, T2))
+Object = dict[str, Any]
+
+
+def pod(component: str, status: Object, **meta: Any) -> Object:
+    name = {"stage-worker": "worker", "backend": "backend", "sandbox": "sandbox"}[component]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "p",
+            "namespace": "team",
+            "uid": "u1",
+            "creationTimestamp": T0,
+            "labels": {labels.COMPONENT: component, labels.SHAPE: "f", labels.CLAIM: "c1"},
+            "annotations": {labels.SPEC_HASH: "abcd", labels.RESTARTS: "2", labels.TOKEN_HASH: "hash"},
+            **meta,
+        },
+        "spec": {"containers": [{"name": name, "resources": {"limits": {"memory": "2Gi"}}}]},
+        "status": status,
+    }
+
+
+def condition(kind: str, status: str, reason: str = "", message: str = "", at: str = T1) -> Object:
+    return {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": at}
+
+
+SCHEDULED = condition("PodScheduled", "True")
+
+
+def waiting(reason: str, message: str = "", name: str = "NAME") -> Object:
+    return {"name": name, "ready": False, "state": {"waiting": {"reason": reason, "message": message}}}
+
+
+def started(name: str = "NAME", ready: bool = True) -> Object:
+    return {"name": name, "ready": ready, "started": True, "state": {"running": {"startedAt": T1}}}
+
+
+def over(code: int, reason: str, message: str = "", name: str = "NAME") -> Object:
+    state = {
+        "terminated": {
+            "exitCode": code,
+            "reason": reason,
+            "message": message,
+            "startedAt": T1,
+            "finishedAt": T2,
+            "containerID": "containerd://1",
+        }
+    }
+    return {"name": name, "ready": False, "state": state}
+
+
+def status(
+    phase: str, *containers: Object, conditions: tuple[Object, ...] = (SCHEDULED,), **more: Any
+) -> Object:
+    return {"phase": phase, "conditions": list(conditions), "containerStatuses": list(containers), **more}
+
+
+NOT_THERE = (
+    'Back-off pulling image "registry.example/nope:1": ErrImagePull: rpc error: code = NotFound desc = '
+    'failed to pull and unpack image "registry.example/nope:1": failed to resolve reference: not found'
+)
+NO_REGISTRY = (
+    'failed to pull and unpack image "registry.example/a:1": failed to do request: Head '
+    '"https://registry.example/v2/a/manifests/1": dial tcp: lookup registry.example: no such host'
+)
+NO_NODE = "0/3 nodes are available: 3 Insufficient cpu. preemption: 0/3 nodes are available."
+GATED = "Scheduling is blocked due to non-empty scheduling gates"
+UNSCHEDULABLE = status("Pending", conditions=(condition("PodScheduled", "False", "Unschedulable", NO_NODE),))
+HELD = status("Pending", conditions=(condition("PodScheduled", "False", "SchedulingGated", GATED),))
+
+
+@pytest.mark.parametrize(
+    ("what", "reason", "hope", "retryable", "words"),
+    [
+        (status("Pending", waiting("ContainerCreating")), None, None, None, ""),
+        (status("Pending", waiting("PodInitializing")), None, None, None, ""),
+        ({"phase": "Pending"}, None, None, None, ""),
+        ({}, None, None, None, ""),
+        (
+            status("Pending", waiting("ImagePullBackOff", NOT_THERE)),
+            "ImagePullFailed",
+            "none",
+            False,
+            "nope:1",
+        ),
+        (
+            status("Pending", waiting("ErrImagePull", NO_REGISTRY)),
+            "ImagePullFailed",
+            "kubelet",
+            True,
+            "no such host",
+        ),
+        (
+            status("Pending", waiting("ErrImageNeverPull", 'Container image "a:1" is not present')),
+            "ImagePullFailed",
+            "none",
+            False,
+            "ErrImageNeverPull",
+        ),
+        (status("Pending", waiting("InvalidImageName", "a b")), "ImagePullFailed", "none", False, "a b"),
+        (
+            status("Pending", waiting("CreateContainerConfigError", 'secret "rollyard-worker" not found')),
+            "StartFailed",
+            "kubelet",
+            True,
+            'secret "rollyard-worker" not found',
+        ),
+        (
+            status(
+                "Pending",
+                waiting("PodInitializing"),
+                initContainerStatuses=[waiting("ErrImagePull", NO_REGISTRY, "runtime")],
+            ),
+            "ImagePullFailed",
+            "kubelet",
+            True,
+            "no such host",
+        ),
+        (UNSCHEDULABLE, "Unschedulable", "scheduler", True, "Insufficient cpu"),
+        (HELD, "SchedulingGated", "gate", True, "held back by a scheduling gate"),
+    ],
+)
+def test_what_keeps_a_pod_from_starting(
+    what: Object, reason: str | None, hope: str | None, retryable: bool | None, words: str
+) -> None:
+    trouble = start_trouble(pod("sandbox", what))
+    if reason is None:
+        assert trouble is None
+        return
+    assert trouble is not None
+    assert (trouble.reason, trouble.hope, trouble.retryable) == (reason, hope, retryable)
+    assert words in trouble.message
+    assert trouble.since == AT1
+
+
+def test_a_gated_pod_names_its_queue() -> None:
+    held = pod("sandbox", HELD)
+    held["metadata"]["labels"][labels.QUEUE] = "team-queue"
+    trouble = start_trouble(held)
+    assert trouble is not None
+    assert "until queue 'team-queue' admits it" in trouble.message
+
+
+READY = (SCHEDULED, condition("Ready", "True"))
+UNREADY = (SCHEDULED, condition("Ready", "False", "ContainersNotReady", at=T2))
+DISRUPTED = (condition("DisruptionTarget", "True", "PreemptionByScheduler", "preempted by a pod"),)
+TRACE = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'mine'\n"
+
+
+@pytest.mark.parametrize(
+    ("what", "meta", "state", "code", "words"),
+    [
+        ({}, {}, "starting", None, ""),
+        (status("Pending", waiting("ContainerCreating")), {}, "starting", None, ""),
+        (status("Pending", waiting("ImagePullBackOff", NOT_THERE)), {}, "starting", None, "nope:1"),
+        (UNSCHEDULABLE, {}, "starting", None, "Insufficient cpu"),
+        (HELD, {}, "starting", None, "scheduling gate"),
+        (status("Running", started()), {}, "running", None, ""),
+        (status("Running", started()), {"deletionTimestamp": T2}, "stopping", None, "deleted"),
+        (status("Succeeded", over(0, "Completed")), {}, "exited", 0, ""),
+        (
+            status("Failed", over(2, "Error", TRACE)),
+            {},
+            "exited",
+            2,
+            "ModuleNotFoundError: No module named 'mine'",
+        ),
+        (status("Failed", over(137, "OOMKilled")), {}, "exited", -9, "out of memory (limit 2Gi)"),
+        (status("Failed", over(143, "Error")), {}, "exited", -15, ""),
+        (
+            status("Failed", over(128, "StartError", "exec: python: not found")),
+            {},
+            "exited",
+            128,
+            "python: not found",
+        ),
+        (
+            status(
+                "Failed",
+                over(137, "Error"),
+                reason="Evicted",
+                message="The node was low on resource: memory.",
+            ),
+            {},
+            "exited",
+            None,
+            "The node was low on resource: memory.",
+        ),
+        (
+            {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "no GPUs"},
+            {},
+            "exited",
+            None,
+            "no GPUs",
+        ),
+        (
+            status("Failed", over(143, "Error"), conditions=DISRUPTED),
+            {},
+            "exited",
+            None,
+            "PreemptionByScheduler",
+        ),
+        (
+            status(
+                "Running",
+                started(),
+                reason="NodeLost",
+                message="Node n1 which was running pod p is unresponsive",
+            ),
+            {},
+            "exited",
+            None,
+            "unresponsive",
+        ),
+        ({"phase": "Unknown"}, {}, "exited", None, "Unknown"),
+    ],
+)
+def test_a_workers_pod(what: Object, meta: Object, state: str, code: int | None, words: str) -> None:
+    seen = observed_workload(_named(pod("stage-worker", what, **meta), "worker"))
+    assert (seen.state, seen.exit_code) == (state, code)
+    assert words in seen.message
+    assert seen.message or not words
+    assert (seen.name, seen.spec_hash, seen.restarts) == ("p", "abcd", 2)
+    assert seen.pending == (state == "starting")
+    assert (seen.exited_at is not None) == (state == "exited")
+
+
+def _named(one: Object, name: str) -> Object:
+    for container in one["status"].get("containerStatuses") or ():
+        if container["name"] == "NAME":
+            container["name"] = name
+    return one
+
+
+def test_blocked_is_what_is_wrong_and_not_what_waits() -> None:
+    def blocked(what: Object) -> bool:
+        return observed_workload(_named(pod("stage-worker", what), "worker")).blocked
+
+    assert blocked(status("Pending", waiting("ImagePullBackOff", NOT_THERE)))
+    assert blocked(UNSCHEDULABLE)
+    assert not blocked(HELD)
+    assert not blocked(status("Pending", waiting("ContainerCreating")))
+
+
+def test_times_are_those_of_the_container() -> None:
+    exited = observed_workload(_named(pod("stage-worker", status("Failed", over(1, "Error"))), "worker"))
+    assert (exited.started_at, exited.exited_at) == (AT1, AT2)
+    assert observed_workload(pod("stage-worker", {})).started_at == AT0
+    drained = pod("backend", status("Running"))
+    drained["metadata"]["annotations"][labels.DRAINING_SINCE] = T2
+    assert observed_workload(drained).draining_since == AT2
+
+
+@pytest.mark.parametrize(
+    ("conditions", "ip", "ready", "url", "unready"),
+    [
+        (READY, "10.0.0.7", True, "http://10.0.0.7:8000", None),
+        (UNREADY, "10.0.0.7", False, "http://10.0.0.7:8000", AT2),
+        (READY, "fd00::7", True, "http://[fd00::7]:8000", None),
+        (UNREADY, None, False, "", AT2),
+    ],
+)
+def test_a_backends_pod(
+    conditions: tuple[Object, ...], ip: str | None, ready: bool, url: str, unready: datetime | None
+) -> None:
+    more = {"podIP": ip} if ip else {}
+    what = _named(pod("backend", status("Running", started(), conditions=conditions, **more)), "backend")
+    seen = observed_workload(what)
+    assert (seen.state, seen.ready, seen.url, seen.unready_since) == ("running", ready, url, unready)
+
+
+def test_a_backend_may_listen_elsewhere() -> None:
+    what = _named(pod("backend", status("Running", started(), podIP="10.0.0.7")), "backend")
+    what["spec"]["containers"][0]["ports"] = [{"name": "http", "containerPort": 9000}]
+    assert observed_workload(what).url == "http://10.0.0.7:9000"
+
+
+@pytest.mark.parametrize(
+    ("what", "meta", "state", "reason", "words"),
+    [
+        (status("Running", started(), conditions=READY, podIP="10.0.0.9"), {}, "ready", None, ""),
+        (status("Running", started(), conditions=UNREADY, podIP="10.0.0.9"), {}, "starting", None, ""),
+        (status("Running", started(), conditions=READY), {}, "starting", None, ""),
+        (HELD, {}, "starting", "SchedulingGated", ""),
+        (status("Failed", over(137, "OOMKilled")), {}, "failed", "OutOfMemory", "out of memory"),
+        (
+            status("Failed", over(78, "Error", "NotIsolated: 10.96.0.1:443 answers after 10 s")),
+            {},
+            "failed",
+            "NotIsolated",
+            "10.96.0.1:443 answers",
+        ),
+        (status("Failed", over(78, "Error")), {}, "failed", "NotIsolated", "could reach"),
+        (status("Failed", over(1, "Error", "cannot listen")), {}, "failed", "SandboxExited", "cannot listen"),
+        (status("Succeeded", over(0, "Completed")), {}, "failed", "SandboxExited", "exited with 0"),
+        (
+            status("Failed", over(128, "StartError", 'exec: "/.rollyard/loader": no such file')),
+            {},
+            "failed",
+            "StartFailed",
+            "/.rollyard/loader",
+        ),
+        (
+            status(
+                "Failed",
+                over(137, "Error"),
+                reason="Evicted",
+                message="Pod ephemeral local storage usage exceeds the total limit of containers 1Gi.",
+            ),
+            {},
+            "failed",
+            "Evicted",
+            "exceeds the total limit of containers 1Gi",
+        ),
+        (
+            status("Failed", initContainerStatuses=[over(1, "Error", "No space left on device", "runtime")]),
+            {},
+            "failed",
+            "SandboxExited",
+            "No space left",
+        ),
+        (
+            status("Running", started(), conditions=(*READY, *DISRUPTED), podIP="10.0.0.9"),
+            {"deletionTimestamp": T2},
+            "stopping",
+            "SandboxLost",
+            "preempted by a pod",
+        ),
+    ],
+)
+def test_a_sandboxs_pod(what: Object, meta: Object, state: str, reason: str | None, words: str) -> None:
+    seen = observed_sandbox(_named(pod("sandbox", what, **meta), "sandbox"), "hash")
+    assert seen.state == state
+    assert (seen.trouble.reason if seen.trouble else None) == reason
+    if seen.trouble is not None:
+        assert words in seen.trouble.message
+        assert seen.trouble.retryable == (reason != "StartFailed")
+    assert (seen.claim, seen.flavor, seen.usable) == ("c1", "f", True)
+    if state == "ready":
+        assert seen.address == "tcp://10.0.0.9:7411"
+
+
+def test_a_sandbox_with_another_secret_is_unusable() -> None:
+    assert not observed_sandbox(pod("sandbox", {}), "another").usable
+
+
+def test_a_status_78_is_not_isolated_only_of_sandboxes() -> None:
+    seen = observed_workload(_named(pod("stage-worker", status("Failed", over(78, "Error"))), "worker"))
+    assert (seen.exit_code, seen.message) == (78, "")
+
+
+def test_a_pod_that_should_be_gone_is_stuck() -> None:
+    leaving = pod("sandbox", status("Running", started()), deletionTimestamp=T2)
+    assert not stuck(leaving, AT2 + timedelta(seconds=60))
+    assert stuck(leaving, AT2 + timedelta(seconds=61))
+    assert not stuck(pod("sandbox", {}), datetime.now(UTC))

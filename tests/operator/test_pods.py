@@ -1,0 +1,344 @@
+"""The pods that the operator makes: security, labels, owners, and what a template may and may not change."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from podcases import UID, objects, settings_of
+from rollyard_crds import BackendPool, RolloutJob
+from rollyard_crds.claims import SandboxShape
+from rollyard_operator import labels
+from rollyard_operator.labels import Object
+from rollyard_operator.plan import Profile
+from rollyard_operator.podparts import TemplateError
+from rollyard_operator.pods import backend_pod, installation_digest, pool_service, service_name, worker_pod
+from rollyard_operator.pools import pool_workloads
+from rollyard_operator.reconcile import job_workloads
+from rollyard_operator.sandboxpods import (
+    RUNTIME_BYTES,
+    SandboxOwner,
+    flavor_of,
+    job_reference,
+    owner_of_object,
+    sandbox_pod,
+    secret_of,
+)
+from rollyard_operator.settings import OperatorSettings
+
+SETTINGS = OperatorSettings.model_validate(
+    {
+        "instance": "test",
+        "controlPlaneUrl": "http://api:8765",
+        "tokenFile": "/t",
+        "workerTokenFile": "/w",
+        "releaseNamespace": "rollyard",
+        "images": {"worker": "w:1", "engine": "e:1", "sandbox": "s:1", "sandboxDefault": "d:1"},
+        "imageVolume": "always",
+    }
+)
+SHAPE = SandboxShape(image="python:3.12", cpu=1.0, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64)
+OWNER = SandboxOwner("team", "job", UID)
+
+
+def job_of(**stage: Any) -> RolloutJob:
+    return RolloutJob.model_validate(
+        {
+            "metadata": {"name": "job", "namespace": "team", "uid": UID},
+            "spec": {
+                "tasks": {"stream": True},
+                "handler": "shell",
+                "backendRef": {"name": "pool"},
+                "stages": {"run": {"concurrency": 8, **stage}},
+            },
+        }
+    )
+
+
+def worker(job: RolloutJob, settings: OperatorSettings = SETTINGS) -> Object:
+    (workload,) = [one for one in job_workloads(job) if one.stages == ("run",)]
+    return worker_pod(workload, job, settings)
+
+
+def backend(settings: OperatorSettings = SETTINGS, template: Any = None, **engine: Any) -> Object:
+    pool = BackendPool.model_validate(
+        {
+            "metadata": {"name": "pool", "namespace": "team", "uid": UID},
+            "spec": {"model": "org/m", "engine": engine, "template": template or {}},
+        }
+    )
+    (workload,) = pool_workloads(pool)
+    return backend_pod(workload, pool, settings)
+
+
+def sandbox(settings: OperatorSettings = SETTINGS, owner: SandboxOwner = OWNER, claim: str = "c1") -> Object:
+    return sandbox_pod(
+        "sb-c1",
+        SHAPE,
+        owner,
+        settings,
+        nonce="n",
+        token_sha256="ab" * 32,
+        reference=job_reference(owner),
+        claim=claim,
+        checks=("10.0.0.1:443",),
+    )
+
+
+def env(pod: Object) -> dict[str, str]:
+    return {one["name"]: one.get("value", "") for one in pod["spec"]["containers"][0]["env"]}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_pod_is_restricted_labelled_and_owned(seed: int) -> None:
+    names = []
+    for obj in objects(random.Random(seed), "team"):
+        json.dumps(obj)
+        meta = obj["metadata"]
+        assert meta["namespace"] == "team"
+        assert len(meta["name"]) <= 63
+        names.append((obj["kind"], meta["name"]))
+        assert meta["labels"][labels.MANAGED_BY] == "rollyard-operator"
+        assert meta["labels"][labels.NAME] == "rollyard", "a template's labels are not stronger than ours"
+        assert all(len(value) <= 63 for value in meta["labels"].values())
+        if obj["kind"] != "Pod":
+            continue
+        spec = obj["spec"]
+        assert spec["restartPolicy"] == "Never"
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        component = meta["labels"][labels.COMPONENT]
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        assert len(volumes) == len(spec["volumes"])
+        for container in (*spec["containers"], *spec.get("initContainers", ())):
+            security = container["securityContext"]
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["runAsNonRoot"] is True
+            assert security["readOnlyRootFilesystem"] == (container["name"] != "sandbox")
+            mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+            assert len(set(mounts)) == len(mounts)
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            given = [one["name"] for one in container.get("env", ())]
+            assert len(set(given)) == len(given)
+        (owner,) = meta["ownerReferences"]
+        assert owner["controller"]
+        assert owner["blockOwnerDeletion"]
+        assert component in ("stage-worker", "backend", "sandbox")
+    assert len(set(names)) == len(names)
+
+
+def test_a_workers_command_and_token() -> None:
+    pod = worker(job_of())
+    container = pod["spec"]["containers"][0]
+    assert container["command"] == ["python", "-m", "rollyard_pipeline"]
+    args = container["args"]
+    for flag, value in (
+        ("--url", "http://api:8765"),
+        ("--job", "job"),
+        ("--namespace", "team"),
+        ("--stages", "run"),
+        ("--concurrency", "run=8"),
+        ("--sandbox", "kubernetes"),
+        ("--node", "kubernetes"),
+        ("--token-file", "/etc/rollyard/worker/token"),
+    ):
+        assert args[args.index(flag) + 1] == value
+    drain = float(args[args.index("--drain-seconds") + 1])
+    assert drain < pod["spec"]["terminationGracePeriodSeconds"], "what it holds is handed over before SIGKILL"
+    assert "SSL_CERT_FILE" not in env(pod)
+    with_ca = SETTINGS.model_copy(update={"control_plane_ca_file": "/ca"})
+    assert env(worker(job_of(), with_ca))["SSL_CERT_FILE"] == "/etc/rollyard/worker/ca.crt"
+
+
+def test_a_template_wins_over_defaults_resource_by_resource() -> None:
+    assert worker(job_of())["spec"]["containers"][0]["resources"] == {
+        "requests": {"cpu": "100m", "memory": "256Mi"},
+        "limits": {"memory": "2Gi"},
+    }
+    chosen = worker(job_of(template={"resources": {"requests": {"memory": "4Gi"}}}))
+    assert chosen["spec"]["containers"][0]["resources"] == {"requests": {"cpu": "100m", "memory": "4Gi"}}
+
+
+def test_a_templates_environment_and_mounts_win() -> None:
+    template = {
+        "env": [{"name": "HOME", "value": "/home/me"}],
+        "volumes": [{"name": "scratch", "emptyDir": {}}],
+        "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
+    }
+    pod = worker(job_of(template=template))
+    assert env(pod)["HOME"] == "/home/me"
+    mounts = {one["mountPath"]: one["name"] for one in pod["spec"]["containers"][0]["volumeMounts"]}
+    assert mounts["/tmp"] == "scratch"
+    assert mounts["/etc/rollyard/worker"] == "rollyard-token"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ({"env": [{"value": "x"}]}, r"spec.stages.run.template.env\[0\]: 'name' is missing"),
+        ({"env": [{"name": "A"}, {"name": "A"}]}, r"template.env\[1\]: name 'A' is there twice"),
+        ({"volumes": [{"name": "rollyard-token"}]}, "the name 'rollyard-token' begins with 'rollyard-'"),
+        ({"volumeMounts": [{"name": "a"}]}, r"volumeMounts\[0\]: 'mountPath' is missing"),
+    ],
+)
+def test_an_unusable_template_is_named(template: dict[str, Any], words: str) -> None:
+    with pytest.raises(TemplateError, match=words):
+        worker(job_of(template=template))
+
+
+def test_an_image_of_ones_own_is_not_pulled_always() -> None:
+    always = SETTINGS.model_copy(update={"image_pull_policy": "Always"})
+    never = SETTINGS.model_copy(update={"image_pull_policy": "Never"})
+
+    def policy(settings: OperatorSettings, **stage: Any) -> str:
+        chosen: str = worker(job_of(**stage), settings)["spec"]["containers"][0]["imagePullPolicy"]
+        return chosen
+
+    own = {"template": {"image": "mine:1"}}
+    assert (policy(always), policy(always, **own)) == ("Always", "IfNotPresent")
+    assert (policy(never), policy(never, **own)) == ("Never", "Never")
+
+
+def test_an_embedded_backend() -> None:
+    container = backend(type="embedded", args=["--threads", "2"])["spec"]["containers"][0]
+    assert container["image"] == "e:1"
+    assert container["command"] == [
+        *("python", "-m", "rollyard_engine", "--model", "org/m", "--host", "0.0.0.0", "--port", "8000"),
+        *("--served-model-name", "org/m", "--threads", "2"),
+    ]
+    assert container["ports"][0]["containerPort"] == 8000
+    assert container["resources"]["limits"] == {"memory": "4Gi"}
+
+
+def test_a_vllm_backend() -> None:
+    pod = backend(
+        type="vllm", resources={"gpu": 2}, args=["--max-model-len=4096"], env={"HF_HOME": "/models"}
+    )
+    container = pod["spec"]["containers"][0]
+    command = container["command"]
+    assert command[:3] == ["vllm", "serve", "org/m"]
+    assert command[-1] == "--max-model-len=4096"
+    for flag, value in (("--host", "0.0.0.0"), ("--port", "8000"), ("--served-model-name", "org/m")):
+        assert command[command.index(flag) + 1] == value
+    assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "2"}}, "no limit that nobody asked for"
+    assert env(pod)["VLLM_SERVER_DEV_MODE"] == "1"
+    assert env(pod)["HF_HOME"] == "/models"
+    assert {"name": "rollyard-shm", "emptyDir": {"medium": "Memory"}} in pod["spec"]["volumes"]
+    elsewhere = backend(type="vllm", args=["--port", "9000"])["spec"]["containers"][0]
+    assert elsewhere["ports"][0]["containerPort"] == 9000
+
+
+def test_names_of_services_differ() -> None:
+    long = ["x" * 63, "x" * 62 + "y", "x" * 54, "x" * 55]
+    names = {service_name(name) for name in long}
+    assert len(names) == 4
+    assert max(len(name) for name in names) <= 63
+    pool = BackendPool.model_validate({"metadata": {"name": "0pool", "uid": UID}, "spec": {"model": "m"}})
+    service = pool_service(pool, SETTINGS)
+    assert service["metadata"]["name"][0].isalpha()
+    assert service["spec"]["clusterIP"] == "None"
+
+
+def test_a_sandbox_reaches_nothing_and_holds_only_the_hash() -> None:
+    pod = sandbox()
+    container = pod["spec"]["containers"][0]
+    assert container["command"][0].startswith("/.rollyard/")
+    args = container["args"]
+    assert args[args.index("--token-sha256") + 1] == "ab" * 32
+    assert args[args.index("--isolation-check") + 1] == "10.0.0.1:443"
+    assert args[args.index("--isolation-seconds") + 1] == "10"
+    assert (pod["spec"]["dnsPolicy"], pod["spec"]["dnsConfig"]) == ("None", {"nameservers": ["127.0.0.1"]})
+    assert container["resources"]["limits"] == {
+        "cpu": "1000m",
+        "memory": str(1 << 30),
+        "ephemeral-storage": str(1 << 30),
+    }
+    assert container["resources"]["requests"]["cpu"] == "250m"
+    assert {volume["name"]: volume for volume in pod["spec"]["volumes"]}["rollyard-runtime"]["image"] == {
+        "reference": "s:1",
+        "pullPolicy": "IfNotPresent",
+    }
+
+
+def test_without_image_volumes_the_runtime_is_copied() -> None:
+    pod = sandbox(SETTINGS.model_copy(update={"image_volume": "never"}))
+    (copy,) = pod["spec"]["initContainers"]
+    assert copy["image"] == "s:1"
+    assert copy["args"] == ["/copy"]
+    runtime = {volume["name"]: volume for volume in pod["spec"]["volumes"]}["rollyard-runtime"]
+    assert "emptyDir" in runtime
+    limits = pod["spec"]["containers"][0]["resources"]["limits"]
+    assert int(limits["ephemeral-storage"]) == (1 << 30) + RUNTIME_BYTES, "the copy does not eat its disk"
+
+
+def test_a_lost_node_is_given_up_soon_unless_the_template_says_otherwise() -> None:
+    def seconds(owner: SandboxOwner) -> dict[str, Any]:
+        return {
+            one["key"]: one.get("tolerationSeconds") for one in sandbox(owner=owner)["spec"]["tolerations"]
+        }
+
+    both = {"node.kubernetes.io/not-ready": 30, "node.kubernetes.io/unreachable": 30}
+    assert seconds(OWNER) == both
+    own = [{"key": "node.kubernetes.io/unreachable", "operator": "Exists"}]
+    raw = {
+        "metadata": {"namespace": "team", "name": "job", "uid": UID},
+        "spec": {"sandbox": {"template": {"tolerations": own}}},
+    }
+    owner = owner_of_object(raw)
+    assert owner is not None
+    assert seconds(owner) == both | {"node.kubernetes.io/unreachable": None}
+
+
+def test_a_job_that_goes_gets_no_more_sandboxes() -> None:
+    meta = {"namespace": "team", "name": "job", "uid": UID, "deletionTimestamp": "2026-01-01T00:00:00Z"}
+    assert owner_of_object({"metadata": meta, "spec": {}}) is None
+
+
+def test_the_flavor_is_all_that_makes_a_difference() -> None:
+    def flavor(shape: SandboxShape = SHAPE, owner: SandboxOwner = OWNER, **settings: Any) -> str:
+        return flavor_of(shape, owner, SETTINGS.model_copy(update=settings))
+
+    assert flavor() == flavor(owner=SandboxOwner("team", "another", "uid")), "jobs share warm pods"
+    others = [
+        flavor(SHAPE.model_copy(update={"cpu": 2.0})),
+        flavor(SHAPE.model_copy(update={"image": "other"})),
+        flavor(owner=SandboxOwner("team", "job", UID, queue="q")),
+        flavor(image_volume="never"),
+        flavor(image_pull_policy="Never"),
+        flavor(images=SETTINGS.images.model_copy(update={"sandbox": "s:2"})),
+        flavor(isolation=SETTINGS.isolation.model_copy(update={"required": False})),
+    ]
+    assert len({flavor(), *others}) == len(others) + 1
+    assert flavor(worker_token_secret="another") == flavor()
+
+
+def test_secrets_differ_by_pod_and_nonce_and_repeat() -> None:
+    given = [("k", "ns", "a", "1"), ("k", "ns", "a", "2"), ("k", "ns", "b", "1"), ("l", "ns", "a", "1")]
+    made = [secret_of(*one) for one in given]
+    assert len(set(made)) == 4
+    assert made == [secret_of(*one) for one in given]
+    assert {len(one) for one in made} == {32}
+
+
+def test_new_images_replace_workers_but_a_new_sandbox_image_does_not() -> None:
+    base = installation_digest(SETTINGS)
+    images = SETTINGS.images
+    newer = SETTINGS.model_copy(update={"images": images.model_copy(update={"worker": "w:2"})})
+    sandbox_only = SETTINGS.model_copy(update={"images": images.model_copy(update={"sandbox": "s:2"})})
+    assert installation_digest(newer) != base
+    assert installation_digest(sandbox_only) == base
+    job = job_of()
+    hashes = {one.spec_hash for made in (base, "other") for one in job_workloads(job, Profile(made_of=made))}
+    assert len(hashes) == 6
+
+
+def test_settings_of_cases_are_various() -> None:
+    made = [settings_of(random.Random(seed)) for seed in range(40)]
+    assert {one.image_volumes for one in made} == {True, False}
+    assert {one.isolation.required for one in made} == {True, False}

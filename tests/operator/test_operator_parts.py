@@ -17,6 +17,7 @@ from rollyard_operator.kube import ATTEMPTS, KubeClient, KubeConflict, KubeError
 from rollyard_operator.labels import Object
 from rollyard_operator.notes import notes
 from rollyard_operator.objectcache import PodCache
+from rollyard_operator.podstatus import observed_workload
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -61,6 +62,18 @@ async def test_who_waits_for_a_change_is_woken_by_it() -> None:
     cache.put(pod("a", 1))
     assert await waiting == 1
     assert await cache.wait(0, 10) == 1
+
+
+def test_a_container_that_could_not_be_started_did_not_begin_in_1970() -> None:
+    made = pod("a", 1, **OWNED)
+    made["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+    made["spec"] = {"containers": [{"name": "worker"}]}
+    zero = "1970-01-01T00:00:00Z"
+    over = {"exitCode": 128, "reason": "StartError", "startedAt": zero, "finishedAt": "2026-01-01T00:00:01Z"}
+    state = {"name": "worker", "state": {"terminated": over}}
+    made["status"] = {"phase": "Failed", "containerStatuses": [state]}
+    seen = observed_workload(made)
+    assert (seen.state, seen.started_at) == ("exited", NOW)  # else it counts as one that ran for long
 
 
 def job(name: str, priority: int, admitted: str, reason: str = "Queued") -> RolloutJob:

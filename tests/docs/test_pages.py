@@ -38,6 +38,7 @@ def test_there_are_pages() -> None:
         "docs/backends.md",
         "docs/demo-vllm.md",
         "docs/weights.md",
+        "docs/kubernetes.md",
     } <= names
 
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ CHART = ROOT / "helm" / "rollyard"
 LOCK = "/tmp/kube-lab.lock"
 START_SECONDS = 240
 COMMAND_SECONDS = 240
+IMAGES_SECONDS = 1500
 
 
 class CommandFailed(AssertionError):
@@ -137,3 +139,21 @@ def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
     if made.made:
         # Nobody waits for their end: the next session has namespaces of its own.
         made.kubectl("delete", "namespace", "--ignore-not-found", "--wait=false", *made.made)
+
+
+@pytest.fixture(scope="session")
+def images(cluster: Cluster) -> str:
+    """Tag of this checkout's images, `registry.local/rollyard-…`, built and loaded.
+
+    ROLLYARD_TEST_TAG names one that is loaded already.
+    """
+    given = os.environ.get("ROLLYARD_TEST_TAG")
+    if given:
+        return given
+    lab = Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab"
+    env = {**cluster.env, "IMAGE_LOAD": f"{lab} load", "PYTHON": sys.executable}
+    command = [str(ROOT / "scripts" / "images"), "--tag", "test", "--load"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=IMAGES_SECONDS)
+    if done.returncode != 0:
+        raise CommandFailed(command, done)
+    return "test"

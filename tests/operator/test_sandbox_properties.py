@@ -274,6 +274,26 @@ def test_warm_pods_are_used_first_and_refilled(ready: int, starting: int, claims
     assert plan.launch[: len(cold)] == tuple(cold), "claims come before the warm ones"
 
 
+def test_a_claim_whose_own_pod_has_no_place_takes_a_warm_one() -> None:
+    """On a full node it would wait for the place that the warm pod has."""
+    world = World()
+    world.warm["one", "f0"] = 1
+    world.file(0, 0)
+    trouble = Trouble("Unschedulable", "0/1 nodes: insufficient cpu", START, "scheduler")
+    own = ObservedSandbox("one", "sb-c0", "u0", "f0", "c0", "starting", START, trouble=trouble)
+    warm = ObservedSandbox("one", "sbw-f0-0", "u1", "f0", "", "starting", START, "tcp://a:1")
+    world.pods = {(pod.namespace, pod.name): pod for pod in (own, warm)}
+    plan = world.plan()
+    assert (plan.take, plan.delete) == ((), ()), "neither is ready: its own is as good"
+    world.pods["one", "sbw-f0-0"] = replace(warm, state="ready")
+    plan = world.plan()
+    world.check(plan)
+    assert [bind.pod.name for bind in plan.bind] == ["sbw-f0-0"]
+    assert [pod.name for pod in plan.delete] == ["sb-c0"]
+    world.pods["one", "sb-c0"] = replace(own, trouble=None)
+    assert world.plan().take == (), "its own is on its way"
+
+
 def test_a_pod_of_another_namespace_or_flavor_is_never_taken() -> None:
     world = World()
     for number, (namespace, flavor) in enumerate((("two", "f0"), ("one", "f1"))):

@@ -216,7 +216,8 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
         state = "running"
     else:
         state, trouble = "starting", start_trouble(pod)
-    begun = (main.get("running") or main.get("terminated") or {}).get("startedAt")
+    created = created_at(pod)
+    begun = parse_time((main.get("running") or main.get("terminated") or {}).get("startedAt"))
     address = pod_address(pod, _port(pod))
     ready = is_ready(pod) if backend else True
     unready = None
@@ -231,7 +232,8 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
         name=meta["name"],
         spec_hash=labels.annotation_of(pod, labels.SPEC_HASH),
         state=state,
-        started_at=parse_time(begun) or created_at(pod),
+        # Of a container that could not be started the kubelet says that it began in 1970.
+        started_at=created if begun is None else max(begun, created),
         restarts=_count(labels.annotation_of(pod, labels.RESTARTS)),
         exit_code=code,
         exited_at=ended.since if ended is not None and state == "exited" else None,

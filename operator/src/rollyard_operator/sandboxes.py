@@ -267,8 +267,16 @@ class _Reconcile:
         self._remove_pods(others)
         if pod.state == "ready":
             self._bind.append(BindSandbox(claim.id, pod))
+        elif pod.trouble is not None and self._has_ready(claim):
+            # On a full node its own waits for a place that a warm one has.
+            self._remove_pods([pod])
+            self._find_pod(claim)
         elif pod.trouble is not None:
             self._gives_up(claim, pod.trouble)
+
+    def _has_ready(self, claim: WantedSandbox) -> bool:
+        warm = self._warm.get((claim.namespace, claim.flavor), ())
+        return bool(claim.flavor) and any(pod.usable and pod.state == "ready" for pod in warm)
 
     def _gives_up(self, claim: WantedSandbox, trouble: Trouble) -> bool:
         """Fail it, if there is no hope left. A claim does not pay for the time before it was filed."""

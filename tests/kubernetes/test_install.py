@@ -1,0 +1,243 @@
+"""The chart installed with this checkout's images: its own test, the command line, upgrades under a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    from conftest import Cluster
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(1800)]
+
+CHART = str(Path(__file__).resolve().parents[2] / "helm" / "rollyard")
+ROLLYARD = str(Path(sys.executable).with_name("rollyard"))
+SETTLE_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Release:
+    """A namespaced installation over TLS."""
+
+    cluster: Cluster
+    home: str
+    jobs: str
+    values: Path
+
+    def apply(self, **changes: Any) -> None:
+        """Installs or upgrades it; `changes` are merged over its values."""
+        document = yaml.safe_load(self.values.read_text())
+        for key, value in changes.items():
+            document[key] = {**document.get(key, {}), **value}
+        self.cluster.helm(
+            "upgrade", "--install", "yard", CHART, "-n", self.home, "--wait", "--timeout", "150s",
+            "--values", "-", input=yaml.safe_dump(document),
+        )  # fmt: skip
+
+    def rollyard(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """The command line with this cluster's kubeconfig, and nothing else to find a server by."""
+        return subprocess.run(
+            [ROLLYARD, *words],
+            env={**self.cluster.env, "ROLLYARD_HOME": str(self.values.parent / "none"), **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+
+@pytest.fixture(scope="module")
+def release(cluster: Cluster, images: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
+    home, jobs = cluster.namespace(restricted=True), cluster.namespace(restricted=True)
+    folder = tmp_path_factory.mktemp("release")
+    values = folder / "values.yaml"
+    volume(cluster, home, folder / "state")
+    document = {
+        "namespaces": [jobs],
+        "crds": {"enabled": False},
+        "images": {"tag": images},
+        "tls": {"enabled": True},
+        "api": {
+            "persistence": {"type": "existingClaim", "existingClaim": "state"},
+            "resources": {"requests": {"cpu": "50m"}},
+        },
+        "operator": {"resources": {"requests": {"cpu": "50m"}}},
+    }
+    values.write_text(yaml.safe_dump(document))
+    made = Release(cluster, home, jobs, values)
+    try:
+        made.apply()
+        yield made
+    finally:
+        cluster.kubectl("delete", "rj,bp", "--all", "-n", jobs, "--timeout=60s")
+        cluster.helm("uninstall", "yard", "-n", home, "--wait", "--ignore-not-found")
+        cluster.kubectl("delete", "pvc", "state", "-n", home, "--wait=false")
+        cluster.kubectl("delete", "pv", f"{home}-state", "--wait=false")
+
+
+def volume(cluster: Cluster, namespace: str, folder: Path) -> None:
+    """A volume by hand, as the cluster makes none, and the claim `state` on it."""
+    folder.mkdir()
+    os.chown(folder, 10001, 10001)
+    common = {"accessModes": ["ReadWriteOnce"], "storageClassName": ""}
+    made = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": f"{namespace}-state"},
+        "spec": {**common, "capacity": {"storage": "1Gi"}, "hostPath": {"path": str(folder)}},
+    }
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "state", "namespace": namespace},
+        "spec": {
+            **common,
+            "resources": {"requests": {"storage": "1Gi"}},
+            "volumeName": f"{namespace}-state",
+        },
+    }
+    cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all([made, claim]))
+
+
+def test_its_own_test_passes(release: Release) -> None:
+    said = release.cluster.helm("test", "yard", "-n", release.home, "--logs", "--timeout", "120s")
+    assert "Phase:          Succeeded" in said
+    assert said.count("ok   https://") == 4
+
+
+def test_the_command_line_reaches_it_through_the_kubeconfig(release: Release) -> None:
+    for name in (release.home, f"{release.home}/yard"):
+        done = release.rollyard("get", f"--kubernetes={name}", "-n", release.jobs, "-o", "json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["items"] == []
+    done = release.rollyard("get", ROLLYARD_KUBERNETES=release.home)
+    assert done.returncode == 0, done.stderr
+
+
+def account(release: Release, name: str, rules: list[dict[str, Any]], folder: Path) -> Release:
+    """The same release, as a service account with these rights in its namespace."""
+    cluster = release.cluster
+    cluster.kubectl("create", "serviceaccount", name, "-n", release.home)
+    meta = {"name": name, "namespace": release.home}
+    group = "rbac.authorization.k8s.io"
+    role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": meta, "rules": rules}
+    binding = {
+        **role,
+        "kind": "RoleBinding",
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", **meta}],
+    }
+    del binding["rules"]
+    cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all([role, binding]))
+    token = cluster.kubectl("create", "token", name, "-n", release.home).strip()
+    config = yaml.safe_load(cluster.kubeconfig.read_text())
+    config["users"] = [{"name": config["contexts"][0]["context"]["user"], "user": {"token": token}}]
+    path = folder / "kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    return Release(cluster.with_rights(path), release.home, release.jobs, release.values)
+
+
+def right(resource: str, *verbs: str) -> dict[str, Any]:
+    return {"apiGroups": [""], "resources": [resource], "verbs": list(verbs)}
+
+
+def test_without_rights_it_is_told_which_are_missing(release: Release, tmp_path: Path) -> None:
+    words = ("get", f"--kubernetes={release.home}")
+    services, pods = right("services", "list", "get"), right("pods", "list", "get")
+    for number, (rules, env, told) in enumerate(
+        (
+            ([], {}, "ask for `list services`"),
+            ([services], {}, "you may not read Secret 'yard-rollyard-tokens'"),
+            ([services, pods], {"ROLLYARD_TOKEN": "x"}, "`create pods/portforward`"),
+            ([services, pods, right("pods/portforward", "create")], {"ROLLYARD_TOKEN": "x"}, "token"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        done = account(release, f"user-{number}", rules, folder).rollyard(*words, **env)
+        assert done.returncode == 1
+        assert done.stderr.startswith("rollyard: ")
+        assert told in done.stderr, done.stderr
+
+
+def test_the_tunnel_outlives_the_control_plane_s_pod(
+    release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollyard.connection import connect
+    from rollyard_client.errors import RollyardError
+
+    monkeypatch.setenv("KUBECONFIG", str(release.cluster.kubeconfig))
+    monkeypatch.setenv("PATH", release.cluster.env["PATH"])
+    selector = "app.kubernetes.io/component=api"
+    with connect(f"kubernetes://{release.home}", None, release.jobs) as client:
+        assert client.jobs() == []
+        before = {one["metadata"]["uid"] for one in release.cluster.items("pods", release.home, selector)}
+        release.cluster.kubectl("delete", "pod", "-n", release.home, "-l", selector)
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while True:
+            try:
+                assert client.jobs() == []
+                break
+            except RollyardError:
+                assert time.monotonic() < deadline
+        after = {one["metadata"]["uid"] for one in release.cluster.items("pods", release.home, selector)}
+    assert not before & after
+
+
+STREAM = {
+    "apiVersion": "rollyard.dev/v1alpha1",
+    "kind": "RolloutJob",
+    "metadata": {"name": "stream"},
+    "spec": {
+        "tasks": {"stream": True},
+        "handler": "shell",
+        "agent": {"type": "oracle"},
+        "sandbox": {"warm": 0},
+    },
+}
+
+
+def test_upgrade_and_rollback_keep_the_pods_of_a_job(release: Release) -> None:
+    cluster = release.cluster
+
+    def workers() -> dict[str, tuple[str, str]]:
+        pods = cluster.items("pods", release.jobs, "app.kubernetes.io/component=stage-worker")
+        return {one["metadata"]["name"]: (one["metadata"]["uid"], one["status"]["phase"]) for one in pods}
+
+    def running() -> bool:
+        return [phase for _, phase in workers().values()] == ["Running"] * 3
+
+    cluster.kubectl("create", "-n", release.jobs, "-f", "-", input=json.dumps(STREAM))
+    settled(running)
+    before = workers()
+    release.apply(operator={"logLevel": "warning"}, api={**release_api(release), "logLevel": "warning"})
+    assert workers() == before
+    cluster.helm("rollback", "yard", "-n", release.home, "--wait", "--timeout", "150s")
+    assert workers() == before
+    done = release.rollyard(
+        "get", "rj", "stream", f"--kubernetes={release.home}", "-n", release.jobs, "-o", "json"
+    )
+    assert json.loads(done.stdout)["metadata"]["name"] == "stream"
+    cluster.kubectl("delete", "rj", "stream", "-n", release.jobs)
+    settled(lambda: not workers())
+
+
+def release_api(release: Release) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(release.values.read_text())["api"]
+    return found
+
+
+def settled(condition: Any) -> None:
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)

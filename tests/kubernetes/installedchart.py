@@ -88,6 +88,12 @@ def pool(name: str, **spec: Any) -> dict[str, Any]:
     }
 
 
+def in_namespace(document: dict[str, Any], namespace: str) -> dict[str, Any]:
+    """The manifest with its namespace, as REST wants it."""
+    document["metadata"]["namespace"] = namespace
+    return document
+
+
 def condition(obj: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """A condition of an object; empty: it has none of this type."""
     found: list[dict[str, Any]] = (obj.get("status") or {}).get("conditions") or []

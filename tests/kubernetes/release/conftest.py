@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from installed import image_values
 from installedchart import Installation
 
 if TYPE_CHECKING:
@@ -21,21 +20,13 @@ GONE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="session")
-def images(cluster: Cluster) -> dict[str, str]:
-    """The chart's values below `images`: this checkout's images, which are on the node."""
-    pairs = (value.removeprefix("images.").split("=", 1) for value in image_values(cluster))
-    return dict(pairs)
-
-
-@pytest.fixture(scope="session")
 def installation(
-    cluster: Cluster, images: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    cluster: Cluster, images: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Installation]:
     """Control plane and operator, for four namespaces; tests say what each is for."""
     release = cluster.namespace(restricted=True)
     namespaces = tuple(cluster.namespace(restricted=True) for _ in range(4))
-    default = images.get("sandboxDefault") or "{prefix}sandbox-default:{tag}".format_map(images)
-    made = Installation(cluster, release, namespaces, default)
+    made = Installation(cluster, release, namespaces, f"registry.local/rollyard-sandbox-default:{images}")
     values = tmp_path_factory.mktemp("values") / "values.yaml"
     values.write_text(yaml.safe_dump(chart_values(namespaces, images)))
     cluster.helm(
@@ -53,14 +44,14 @@ def installation(
     nothing_left(made)
 
 
-def chart_values(namespaces: tuple[str, ...], images: dict[str, str]) -> dict[str, object]:
+def chart_values(namespaces: tuple[str, ...], tag: str) -> dict[str, object]:
     """Small enough for two cores, without a volume that outlives it."""
     tiny = {"requests": {"cpu": "20m", "memory": "128Mi"}}
     return {
         "namespaces": list(namespaces),
         # The CRDs are this checkout's already, and other installations' too.
         "crds": {"enabled": False},
-        "images": {**images, "pullPolicy": "Never"},
+        "images": {"tag": tag, "pullPolicy": "Never"},
         "api": {"persistence": {"type": "emptyDir"}, "resources": tiny, "leaseSeconds": 10},
         "operator": {"resources": tiny},
         "sandboxes": {"cpuRequestFraction": 0.02, "memoryRequestFraction": 0.25},

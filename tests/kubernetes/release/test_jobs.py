@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from installedchart import HOLD, condition, is_so, job, pool, task
+from installedchart import HOLD, condition, in_namespace, is_so, job, pool, task
 from rollyard_client import NotFound
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def test_a_job_that_cannot_be_set_up_fails(installation: Installation) -> None:
 
 def test_a_job_of_rest_becomes_an_object_and_goes_with_it(installation: Installation) -> None:
     with installation.client() as client:
-        client.submit(in_namespace(installation, job("posted", suspend=True)))
+        client.submit(in_namespace(job("posted", suspend=True), installation.jobs))
         found = installation.until(lambda: installation.get("rj", "posted"), "the job's object")
         assert found["metadata"]["annotations"]["rollyard.dev/origin"] == "rest"
         assert found["spec"]["handler"] == "shell"
@@ -100,7 +100,7 @@ def test_an_applied_job_deleted_over_rest_is_gone_from_the_cluster(installation:
 
 def test_pools_live_on_both_sides(installation: Installation) -> None:
     with installation.client() as client:
-        client.create_pool(in_namespace(installation, pool("posted", replicas=0)))
+        client.create_pool(in_namespace(pool("posted", replicas=0), installation.jobs))
         found = installation.until(lambda: installation.get("bp", "posted"), "the pool's object")
         assert found["metadata"]["annotations"]["rollyard.dev/origin"] == "rest"
         installation.delete("bp", "posted")
@@ -196,8 +196,3 @@ def test_a_job_deleted_during_init_leaves_nothing(installation: Installation) ->
             lambda: not installation.cluster.items("pods", installation.jobs), "no pod is left"
         )
         assert installation.claims() == []
-
-
-def in_namespace(installation: Installation, document: dict[str, Any]) -> dict[str, Any]:
-    document["metadata"]["namespace"] = installation.jobs
-    return document

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from installedchart import condition, is_so, job, pool, task
+from installedchart import condition, in_namespace, is_so, job, pool, task
 
 if TYPE_CHECKING:
     from installedchart import Installation
@@ -140,11 +140,22 @@ def test_a_namespace_without_rights_is_no_trouble_for_the_others(installation: I
         with installation.made(job("unharmed", task("a"))):
             installation.wait("rj", "unharmed", "Succeeded")
         assert "status" not in (installation.get("rj", "shut-out", locked) or {})
+        # Who comes over REST is told what stands in the way.
+        with installation.client(locked) as client:
+            client.submit(in_namespace(job("posted-there", suspend=True), locked))
+            installation.until(
+                lambda: any(
+                    (one.type, one.status, one.reason) == ("Admitted", "False", "Forbidden")
+                    for one in client.job("posted-there").status.conditions
+                ),
+                "REST says why there is no object",
+            )
         said = cluster.kubectl("logs", *operator, "--tail=200")
         assert locked in said
         assert "forbidden" in said
     finally:
         installation.apply(rights, locked)
     installation.wait("rj", "shut-out", "Succeeded", locked)
+    installation.wait("rj", "posted-there", "Suspended", locked)
     (pod,) = cluster.items("pods", installation.release, "app.kubernetes.io/component=operator")
     assert pod["status"]["containerStatuses"][0]["restartCount"] == 0

@@ -136,6 +136,7 @@ async def test_pods_that_the_api_server_refuses_are_told_in_its_words(lab: Lab) 
     lab.kube.put(job())
     await until(lambda: lab.holds("Degraded"))
     assert "exceeded quota: pods=0" in lab.condition("Degraded")["message"]
+    assert lab.condition("Degraded")["reason"] == "WorkersBlocked"
     lab.kube.refuse = lambda verb, obj: None
     await until(lambda: len(lab.kube.of("Pod")) == 3)
 

@@ -21,6 +21,8 @@ class FleetPlan:
     """One line for each that waits for a place, without anything being wrong."""
     troubles: tuple[str, ...]
     """One line for each wanted workload that died and waits, or died lately."""
+    blocked: bool
+    """There are troubles, and all of them are of workloads that the cluster has not started."""
     crash_looping: bool
     """One of them died more than once within the stable time."""
     requeue_after: float | None
@@ -74,6 +76,7 @@ def keep(
     running: set[str] = set()
     waiting: list[str] = []
     looping = False
+    blocked = 0
     names = set()
     for workload in wanted:
         names.add(workload.name)
@@ -82,6 +85,7 @@ def keep(
             launch.append(Launch(workload))
         elif seen.blocked and seen.spec_hash == workload.spec_hash:
             troubles.append(f"{seen.name} is not started: {seen.message}")
+            blocked += 1
             if seen.state == "starting":  # the cluster goes on trying
                 continue
             left = profile.blocked_seconds - (now - seen.started_at).total_seconds()
@@ -128,6 +132,7 @@ def keep(
         running=frozenset(running),
         waiting=tuple(waiting),
         troubles=tuple(troubles),
+        blocked=0 < blocked == len(troubles),
         crash_looping=looping,
         requeue_after=earliest(waits),
     )

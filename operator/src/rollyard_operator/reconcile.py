@@ -246,7 +246,9 @@ def _beyond_limit(
 def _degraded(fleet: FleetPlan) -> Claim:
     if not fleet.troubles:
         return Claim("Degraded", False, "Healthy")
-    reason = "CrashLoopBackOff" if fleet.crash_looping else "Restarting"
+    reason = (
+        "CrashLoopBackOff" if fleet.crash_looping else "WorkersBlocked" if fleet.blocked else "Restarting"
+    )
     return Claim("Degraded", True, reason, "; ".join(fleet.troubles))
 
 

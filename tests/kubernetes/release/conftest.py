@@ -29,18 +29,18 @@ def installation(
     made = Installation(cluster, release, namespaces, f"registry.local/rollyard-sandbox-default:{images}")
     values = tmp_path_factory.mktemp("values") / "values.yaml"
     values.write_text(yaml.safe_dump(chart_values(namespaces, images)))
-    cluster.helm(
-        "install", release, str(ROOT / "helm" / "rollyard"), "-n", release, "--values", str(values),
-        "--wait", "--timeout", "180s",
-    )  # fmt: skip
     try:
+        cluster.helm(
+            "install", release, str(ROOT / "helm" / "rollyard"), "-n", release, "--values", str(values),
+            "--wait", "--timeout", "180s",
+        )  # fmt: skip
         made.connect()
         yield made
     finally:
         # While their operator is there: it takes jobs and pools out of the control plane.
         for namespace in namespaces:
             cluster.run("kubectl", "delete", "rj,bp", "--all", "-n", namespace, "--timeout=60s")
-        cluster.helm("uninstall", release, "-n", release, "--wait")
+        cluster.helm("uninstall", release, "-n", release, "--wait", "--ignore-not-found")
     nothing_left(made)
 
 

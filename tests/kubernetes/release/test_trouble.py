@@ -111,6 +111,10 @@ def test_a_quota_that_refuses_pods(installation: Installation) -> None:
             "rj", "squeezed", "Running", "exceeded quota: pods", namespace=namespace
         )
         assert said["reason"] == "WorkersStarting"
+        assert (
+            condition(installation.get("rj", "squeezed", namespace) or {}, "Degraded")["reason"]
+            == "WorkersBlocked"
+        )
         assert not installation.pods(namespace=namespace)
         # Room for the workers, and none for a sandbox.
         raise_quota(installation, namespace, 3)

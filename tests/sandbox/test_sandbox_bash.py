@@ -173,6 +173,40 @@ async def test_interrupting_a_running_command(client: ExecClient) -> None:
     assert running.output_so_far().startswith(b"go\n")
 
 
+async def there(path: Path) -> None:
+    """Waits for a file. (A kernel may show what a terminal got last only when more is written to it.)"""
+    async with asyncio.timeout(20):
+        while not path.exists():  # noqa: ASYNC110 - it is another process that makes it
+            await asyncio.sleep(0.001)
+
+
+async def test_an_interrupt_reaches_jobs_that_are_just_starting(client: ExecClient, tmp_path: Path) -> None:
+    """Bash's own copy, which a job is until it becomes its program, forgets a SIGINT."""
+    for number, command in enumerate(
+        ("sleep 100", "sleep 100 | sleep 100", "(sleep 100)", "env sleep 100") * 6
+    ):
+        begun = tmp_path / f"begun-{number}"
+        running = await client.start(f"echo > {begun}; {command}", timeout=20)
+        await there(begun)
+        await running.interrupt()
+        result = await running.result()
+        assert (result.exit_code, result.timed_out, result.killed) == (130, False, False), command
+
+
+async def test_a_program_gets_one_interrupt(client: ExecClient, tmp_path: Path) -> None:
+    """A second one would cut off what it does about the first."""
+    begun, script = tmp_path / "begun", tmp_path / "script"
+    script.write_text(
+        f"n=0; trap 'n=$((n+1))' INT; echo > {begun}; "
+        "for i in 1 2 3 4 5 6 7 8; do sleep 0.1; done; echo got $n"
+    )
+    running = await client.start(f"bash {script}", timeout=20)
+    await there(begun)
+    await running.interrupt()
+    result = await running.result()
+    assert "got 1" in result.text()
+
+
 async def test_input_needs_a_running_command(client: ExecClient) -> None:
     await client.bash("true")
     for session in ("main", "never-used"):

@@ -89,6 +89,30 @@ def session_members(leader: int) -> list[Process]:
     return list(members.values())
 
 
+def copies_of(shell: int, group: int) -> frozenset[int]:
+    """The processes of a process group that `shell` has forked and that have not become a program yet."""
+
+    def arguments(pid: int) -> bytes:
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                return file.read()
+        except OSError:
+            return b""  # it has ended
+
+    own = arguments(shell)
+    return frozenset(
+        member.pid
+        for member in session_members(shell)
+        if member.pid != shell and member.group == group and own and arguments(member.pid) == own
+    )
+
+
+def with_descendants(roots: Iterable[int]) -> set[int]:
+    """These processes and all below them."""
+    processes = snapshot()
+    return {pid for root in roots for pid in (root, *(p.pid for p in descendants(root, processes)))}
+
+
 def send_signal(pids: Iterable[int], number: int) -> None:
     """Signals each process that still exists and may be signalled."""
     for pid in pids:

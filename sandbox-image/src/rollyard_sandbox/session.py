@@ -10,7 +10,7 @@ from rollyard_sandbox.capture import Capture
 from rollyard_sandbox.commands import Command, Outcome
 from rollyard_sandbox.errors import LaunchError, NoCommandRunning, SandboxError, SessionBusy
 from rollyard_sandbox.eventloop import READ, WRITE
-from rollyard_sandbox.processes import send_signal, session_members
+from rollyard_sandbox.processes import copies_of, send_signal, session_members, with_descendants
 from rollyard_sandbox.shell import Report, Shell, parse_report
 
 TYPE_CHECKING = False
@@ -24,6 +24,7 @@ INTERRUPT_GRACE = 1.0  # seconds between SIGINT and SIGKILL
 KILL_GRACE = 0.5  # seconds between killing the foreground and killing the shell
 REAP_GRACE = 2.0  # seconds for a killed shell to end
 _REPEATS = 2
+_MOST_REPEATS = 20  # more, while no program has got it
 _REPEAT_AFTER = 0.1  # seconds
 IDLE_OUTPUT = 64 * 1024  # bytes kept of what background jobs print between commands
 _INPUT_BACKLOG = 1024 * 1024  # bytes of unread input
@@ -399,17 +400,37 @@ class BashSession:
         self._interrupt_foreground(running, _REPEATS)
         running.timer = self._loop.call_later(INTERRUPT_GRACE, self._kill_foreground)
 
-    def _interrupt_foreground(self, running: Command, repeats: int, signalled: int = 0) -> None:
-        """SIGINT, again where the foreground changes: bash forgets one that comes while it starts a job."""
+    def _interrupt_foreground(
+        self, running: Command, repeats: int, signalled: int = 0, begun: frozenset[int] = frozenset()
+    ) -> None:
+        """SIGINT, again where the foreground changes: bash forgets one that comes while it starts a job.
+
+        So does the job itself until it has become its program: until then it has bash's handlers.
+
+        Args:
+            running: the command that is meant.
+            repeats: further looks, each `_REPEAT_AFTER` seconds after the last.
+            signalled: the process group that got the last one.
+            begun: its processes that were still copies of the shell then.
+        """
         shell = self._shell
         if shell is None or self._command is not running:
             return
         group = shell.foreground()
+        copies = copies_of(shell.pid, group) if group not in (0, shell.pid) else frozenset()
         if group != signalled:
             self._signal_foreground(signal.SIGINT)
-        if repeats:
+            if group not in (0, shell.pid):
+                begun = copies | copies_of(shell.pid, group)  # it may still be forking
+        else:
+            # What they have started since has not got it either.
+            send_signal(with_descendants(begun - copies), signal.SIGINT)
+            begun &= copies
+        # One that only the shell got may be forgotten until the job is there.
+        unsettled = begun or group in (0, shell.pid)
+        if repeats > 0 or (unsettled and repeats > -_MOST_REPEATS):
             self._loop.call_later(
-                _REPEAT_AFTER, lambda: self._interrupt_foreground(running, repeats - 1, group)
+                _REPEAT_AFTER, lambda: self._interrupt_foreground(running, repeats - 1, group, begun)
             )
 
     def _signal_foreground(self, number: int) -> None:

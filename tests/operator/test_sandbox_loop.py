@@ -646,3 +646,17 @@ async def test_nothing_leaks_whatever_happens(seed: int) -> None:
 
 def replace_cpu(cpu: float) -> SandboxShape:
     return SHAPE.model_copy(update={"cpu": cpu})
+
+
+async def test_a_network_policy_that_somebody_deleted_is_back_before_the_next_sandbox(world: World) -> None:
+    claim = world.plane.file()
+    await world.turn()
+    (policy,) = world.kube.names("NetworkPolicy")
+    world.kube.remove("NetworkPolicy", "team", policy)
+    world.status(world.pod(f"sb-{claim}"), **ended(78, message="NotIsolated: 10.0.0.1:443 answers"))
+    await world.turn()
+    assert world.state(claim) == "Failed"
+    again = world.plane.file()
+    await world.turn()
+    assert f"sb-{again}" in world.kube.names("Pod")
+    assert world.kube.names("NetworkPolicy") == [policy]

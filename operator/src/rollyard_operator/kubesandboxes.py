@@ -267,6 +267,10 @@ class SandboxLoop:
             known = self._seen.get(uid)
             if known is None or known[0] != version:
                 known = (version, observed_sandbox(pod, token_hash(self._secret(pod))))
+                trouble = known[1].trouble
+                if trouble is not None and trouble.reason == "NotIsolated":
+                    # Somebody may have taken the policy away: the next pod is not made without it.
+                    self._namespaces.forget(known[1].namespace)
             seen[uid] = known
             sandbox = known[1]
             deleted_at = self._deleted.get(uid)

@@ -201,3 +201,23 @@ def test_a_sandbox_cannot_do_more_than_it_should(scene: Scene) -> None:
     assert "Seccomp:\t2" in said
     assert "nameserver 127.0.0.1" in said
     assert scene.installation.tokens["worker"] not in said
+
+
+def test_it_is_the_policy_that_refuses(scene: Scene) -> None:
+    """Without it the same sandbox reaches what it did not; with it again, it does not."""
+    installation = scene.installation
+    (policy,) = installation.cluster.items("networkpolicies", scene.namespace)
+    name = policy["metadata"]["name"]
+    policy["metadata"] = {"name": name, "labels": policy["metadata"]["labels"]}
+    opened = ("the API server", "a pod that listens", "DNS")
+
+    def reached() -> list[bool]:
+        found = scene.probed(scene.first)
+        return [found[target] == "reached" for target in opened]
+
+    installation.cluster.kubectl("delete", "networkpolicy", name, "-n", scene.namespace)
+    try:
+        installation.until(lambda: all(reached()), "an open sandbox")
+    finally:
+        installation.apply(policy)
+    installation.until(lambda: not any(reached()), "a closed sandbox")

@@ -1,4 +1,4 @@
-"""A real cluster for measurements, looked at from outside: a few calls, and watches with the time of each event."""
+"""A real cluster for measurements, looked at from outside: a few calls, and watches that tell the time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import ssl
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -45,24 +46,29 @@ async def told(*command: str, seconds: float, environment: Mapping[str, str] | N
     Raises:
         ProgramFailed: it failed, or took too long.
     """
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **(environment or {})},
-    )
-    try:
-        async with asyncio.timeout(seconds):
-            out, said = await process.communicate()
-    except TimeoutError as error:
-        process.kill()
-        await process.wait()
-        raise ProgramFailed(f"{' '.join(command)} took longer than {seconds:.0f} s") from error
+    # Into files: what a command leaves running may hold pipes open for ever.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out,
+            stderr=said,
+            env={**os.environ, **(environment or {})},
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                await process.wait()
+        except TimeoutError as error:
+            process.kill()
+            await process.wait()
+            raise ProgramFailed(f"{' '.join(command)} took longer than {seconds:.0f} s") from error
+        out.seek(0)
+        said.seek(0)
+        printed, words = out.read().decode(errors="replace"), said.read().decode(errors="replace")
     if process.returncode != 0:
-        text = (said + out).decode(errors="replace").strip()[-600:]
+        text = (words + printed).strip()[-600:]
         raise ProgramFailed(f"{' '.join(command)} ended with code {process.returncode}: {text}")
-    return out.decode()
+    return printed
 
 
 class Cluster:
@@ -176,7 +182,7 @@ class Cluster:
             task.cancel()
 
     async def sandbox_images(self) -> dict[str, str]:
-        """Builds the sandbox's images, as far as they changed, and loads them; `sandbox`, `sandboxDefault`."""
+        """Builds and loads the sandbox's images, as far as they changed: `sandbox`, `sandboxDefault`."""
         environment = {**self.environment, "IMAGE_LOAD": f"{self.lab} load"}
         script = str(ROOT / "scripts" / "images")
         names = ("--only", "sandbox,sandbox-default", "--load")
@@ -234,7 +240,7 @@ async def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> 
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while not holds():
+            while not holds():  # noqa: ASYNC110 - what holds is told in several places
                 await asyncio.sleep(0.01)
             return
     raise ProgramFailed(f"{what}: not within {seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""A job's first pod, and sandboxes in pods, cold and warm, on a real cluster; each beside what it cannot beat."""
+"""A job's first pod, and sandbox pods, cold and warm, on a real cluster; each beside what is bare."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BATCH = "/apis/batch/v1/namespaces/{}/jobs"
 CLAIM = "rollyard.dev/claim"
 WARM_LABEL = "rollyard.dev/warm"
 PATIENCE_SECONDS = 60
-# The server says that it listens by a line on its standard output. It starts once the pod's own start is over.
+# The server says by a line that it listens. It starts once the pod's own start is over.
 BARE_SCRIPT = """
 trap exit TERM
 sleep 0.7
@@ -170,7 +170,7 @@ class Bench:
         )
         # The operator may just be about to register the job.
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not (leases := (await self._worker.lease(request)).leases):
+            while not (leases := (await self._worker.lease(request)).leases):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         return leases[0]
 
@@ -196,7 +196,7 @@ class Bench:
         await self._place.cluster.create(path, self._bare_spec(name))
         took = await self._pods.time_of((name, "running")) - begin
         async with asyncio.timeout(30):
-            while not (said := await self._log(f"{path}/{name}/log")).startswith("server "):
+            while not (said := await self._log(f"{path}/{name}/log")).startswith("server "):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         self.server.append(int(said.split()[1]) / 1e3)
         await self._place.cluster.delete(f"{path}/{name}", gracePeriodSeconds=1)
@@ -282,14 +282,14 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
     server = Sample(tuple(bench.server[1:]))
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     how_first = (
-        "RolloutJob POSTed to the API server until its first pod is seen by a watch; operator, control plane and "
-        f"cluster are real; {ours.text()}; a Job of Kubernetes itself {batch.text()}; {load}"
+        "RolloutJob POSTed to the API server until its first pod is seen by a watch; operator, control "
+        f"plane and cluster are real; {ours.text()}; a Job of Kubernetes itself {batch.text()}; {load}"
     )
     how_cold = (
-        f"claim filed until a client is connected to its exec server, no pod warm, isolation seen to hold before: "
-        f"{colds.text()}; a pod of the same image, mount, limits and security from its creation until a watch sees "
-        f"its container running: {bares.text()}; the exec server's start in such a pod until it listens: "
-        f"{server.text()}; goal: 1.2 × the pod, plus the server's start; in turns; {load}"
+        "claim filed until a client is connected to its exec server, no pod warm, isolation seen to hold "
+        f"before: {colds.text()}; a pod of the same image, mount, limits and security from its creation "
+        f"until a watch sees its container running: {bares.text()}; the exec server's start in such a pod "
+        f"until it listens: {server.text()}; goal: 1.2 × the pod, plus the server's start; in turns; {load}"
     )
     how_warm = f"the same with {WARM} pods warm: {warms.text()}; the baseline is the cold start; {load}"
     # The server's start is not what may take 1.2 times as long.

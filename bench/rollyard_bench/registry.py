@@ -92,6 +92,9 @@ FIGURES: tuple[Figure, ...] = (
         "times the baseline",
     ),
     Figure("sandbox_pod_warm", "kubernetes", "ms", _value("<=", 50, "≤ 50 ms"), "times faster"),
+    Figure("reconcile_lag_p99", "kubernetes_fleet", "s", _value("<=", 2, "≤ 2 s"), "times the baseline"),
+    Figure("operator_cpu", "kubernetes_fleet", "s", None, "times the baseline"),
+    Figure("operator_resident", "kubernetes_fleet", "MB", None, "times the baseline"),
 )
 
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(figure.group for figure in FIGURES))

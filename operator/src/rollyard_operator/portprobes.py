@@ -70,7 +70,8 @@ class PortProbes:
                 for uid in self._tasks.keys() - self._wanted.keys():
                     self._tasks.pop(uid).cancel()
                 for uid, address in self._wanted.items():
-                    if uid not in self._tasks:
+                    known = self._tasks.get(uid)
+                    if known is None or (known.done() and uid not in self._answered):
                         self._tasks[uid] = group.create_task(self._try(uid, address), name=f"port of {uid}")
 
     async def _try(self, uid: str, address: Address) -> None:

@@ -143,7 +143,7 @@ class Cluster:
             whole: objects with spec and status; else only their metadata.
 
         Raises:
-            ProgramFailed: the watch broke: what came after it is not known.
+            ProgramFailed: the API server refused to go on with it: what came after is not known.
         """
         query = {"labelSelector": selector} if selector else {}
         listed = await self.call("GET", path, params={**query, "limit": "1"})
@@ -154,23 +154,24 @@ class Cluster:
 
         async def look() -> None:
             timeout = httpx.Timeout(30.0, read=None)
-            async with self._http.stream(
-                "GET", path, params=query, headers=headers, timeout=timeout
-            ) as answer:
-                if answer.status_code != 200:
-                    text = (await answer.aread()).decode(errors="replace")[:600]
-                    raise ProgramFailed(f"watch of {path} answered {answer.status_code}: {text}")
-                begun.set()
-                rest = b""
-                async for block in answer.aiter_raw():
-                    now = time.perf_counter()
-                    *lines, rest = (rest + block).split(b"\n")
-                    for line in lines:
-                        event = orjson.loads(line)
-                        if event["type"] == "ERROR":
-                            raise ProgramFailed(f"watch of {path}: {event['object'].get('message')}")
-                        seen(now, event["type"], event["object"])
-            raise ProgramFailed(f"the watch of {path} ended")
+            while True:  # the API server may end a watch whenever it likes: it goes on where it was
+                async with self._http.stream(
+                    "GET", path, params=query, headers=headers, timeout=timeout
+                ) as answer:
+                    if answer.status_code != 200:
+                        text = (await answer.aread()).decode(errors="replace")[:600]
+                        raise ProgramFailed(f"watch of {path} answered {answer.status_code}: {text}")
+                    begun.set()
+                    rest = b""
+                    async for block in answer.aiter_raw():
+                        now = time.perf_counter()
+                        *lines, rest = (rest + block).split(b"\n")
+                        for line in lines:
+                            event = orjson.loads(line)
+                            if event["type"] == "ERROR":
+                                raise ProgramFailed(f"watch of {path}: {event['object'].get('message')}")
+                            query["resourceVersion"] = event["object"]["metadata"]["resourceVersion"]
+                            seen(now, event["type"], event["object"])
 
         async with asyncio.TaskGroup() as group:
             task = group.create_task(look())

@@ -59,13 +59,19 @@ class Installation:
 
 
 def job_object(name: str, rollouts: int, **spec: Any) -> Object:
-    """A RolloutJob of so many rollouts that asks for no model."""
+    """A RolloutJob of so many rollouts that asks for no model, nor for warm sandboxes unless `spec` does."""
     tasks = [{"id": f"t{number}", "prompt": "Write 1 into answer.txt."} for number in range(rollouts)]
     return {
         "apiVersion": API,
         "kind": "RolloutJob",
         "metadata": {"name": name},
-        "spec": {"tasks": {"inline": tasks}, "handler": "shell", "agent": {"type": "oracle"}, **spec},
+        "spec": {
+            "tasks": {"inline": tasks},
+            "handler": "shell",
+            "agent": {"type": "oracle"},
+            "sandbox": {"warm": 0},
+            **spec,
+        },
     }
 
 

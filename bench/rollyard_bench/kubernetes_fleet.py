@@ -247,21 +247,9 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _api_server() -> int:
-    """Its process.
-
-    Raises:
-        ProgramFailed: it does not run here.
-    """
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue  # ended meanwhile
-            if Path(os.fsdecode(words[0])).name == "kube-apiserver":
-                return int(folder.name)
-    raise ProgramFailed("no process kube-apiserver on this machine")
+def _api_server(found: Cluster) -> int:
+    """Its process, as kube-lab has it."""
+    return int((Path(found.environment["KUBECONFIG"]).parent / "pids" / "kube-apiserver").read_text())
 
 
 @asynccontextmanager
@@ -285,7 +273,7 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
     watched, lags = Watched(), Lags()
     meter = Meter(
         place.operator.process.pid,
-        api_server=_api_server(),
+        api_server=_api_server(place.cluster),
         control_plane=place.plane.program.process.pid,
     )
     begin = time.perf_counter()

@@ -270,7 +270,7 @@ async def _in_turns(count: int, *steps: Callable[[], Awaitable[float]]) -> list[
 
 
 async def _measure(place: Installation, settings: Settings) -> list[Measurement]:
-    jobs, cold, warm = (8, 4, 5) if settings.quick else (24, 14, 20)
+    jobs, cold, warm = (8, 4, 5) if settings.quick else (20, 10, 15)
     pods = Pods()
     async with place.cluster.watching(place.pods, pods.seen), place.worker() as worker:
         bench = Bench(place, pods, worker)

@@ -39,7 +39,7 @@ WORKERS = {"init": 3, "run": 3, "eval": 3}
 MORE_RUN = 4
 """Run workers after the job's spec was changed: with the three of each stage ten pods in all."""
 ROLLOUTS = 2
-PER_SECOND = 5.0
+PER_SECOND = 4.0
 """Jobs applied."""
 CHANGE_SECONDS = 3.0
 """After which the job's spec is changed."""

@@ -83,6 +83,18 @@ FIGURES: tuple[Figure, ...] = (
     Figure("turn_overhead_busy", "overhead", "ms", None, "times the baseline"),
     Figure("uneven_makespan", "uneven", "s", _ratio("<=", 1.15, "≤ 1.15× the ideal"), "times the baseline"),
     Figure("uneven_vs_round_robin", "uneven", "s", None, "times faster"),
+    Figure("job_to_first_pod", "kubernetes", "ms", _value("<=", 300, "≤ 300 ms"), "times the baseline"),
+    Figure(
+        "sandbox_pod_cold",
+        "kubernetes",
+        "ms",
+        _ratio("<=", 1.0, "≤ 1.2× bare pod + server"),
+        "times the baseline",
+    ),
+    Figure("sandbox_pod_warm", "kubernetes", "ms", _value("<=", 50, "≤ 50 ms"), "times faster"),
+    Figure("reconcile_lag_p99", "kubernetes_fleet", "s", _value("<=", 2, "≤ 2 s"), "times the baseline"),
+    Figure("operator_cpu", "kubernetes_fleet", "s", None, "times the baseline"),
+    Figure("operator_resident", "kubernetes_fleet", "MB", None, "times the baseline"),
 )
 
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(figure.group for figure in FIGURES))

@@ -148,3 +148,12 @@ def test_bounds_of_a_workload_that_can_be_counted_by_hand() -> None:
     assert predicted_speed_up(work, slots) == pytest.approx(1.8)
     # Enough Run slots: evaluation is the narrowest.
     assert pipeline_bound(work, Slots(init=16, run=16, eval=2)) == pytest.approx(1 + 2 + 12)
+
+
+@pytest.mark.parametrize("group", ["kubernetes", "kubernetes_fleet"])
+def test_without_a_cluster_the_line_says_what_is_missing(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLLYARD_SHARED", raising=False)
+    for entry in run_group(group, Settings(quick=True)):
+        results.check(entry)
+        assert (entry.value, entry.met) == (None, False if entry.goal else None)
+        assert "set ROLLYARD_SHARED to the folder that holds kit/kube-lab" in entry.how

@@ -172,6 +172,44 @@ async def test_a_claim_gets_a_pod_of_its_own_and_gives_it_back(world: World) -> 
     assert (world.plane.claims_, world.kube.of("Pod")) == ({}, [])
 
 
+async def test_a_pod_that_answers_is_handed_out_before_the_kubelet_has_looked(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = world.plane.file()
+    await world.turn()
+    tried: list[tuple[str, int]] = []
+    listens = asyncio.Event()
+
+    async def connect(host: str, port: int) -> None:
+        tried.append((host, port))
+        await listens.wait()
+
+    monkeypatch.setattr(world.loop._probes, "_connect", connect)
+    working = asyncio.create_task(world.loop._probes.run())
+    status = running("10.1.0.9")
+    status["conditions"] = [{"type": "Ready", "status": "False"}]
+    world.status(world.pod(f"sb-{claim}"), **status)
+    async with asyncio.timeout(10):
+        while not tried:
+            await world.turn()
+            await asyncio.sleep(0)
+    await world.turn()
+    assert (world.state(claim), tried) == ("Pending", [("10.1.0.9", 7411)])
+    listens.set()
+    async with asyncio.timeout(10):
+        while world.state(claim) == "Pending":
+            await world.turn()
+            await asyncio.sleep(0.01)
+    bound = world.plane.claims_[claim]
+    assert (bound.state, bound.address) == ("Bound", "tcp://10.1.0.9:7411")
+    # Also after a restart, when nothing of it is remembered, it stays whose it is.
+    world.loop = world.operator()
+    await world.turn(3)
+    assert world.state(claim) == "Bound"
+    assert f"sb-{claim}" in world.kube.names("Pod")
+    working.cancel()
+
+
 async def test_the_network_is_closed_before_the_first_sandbox(world: World) -> None:
     world.plane.file()
     await world.turn()
@@ -267,14 +305,15 @@ async def test_with_another_key_pods_whose_secret_is_lost_are_replaced(world: Wo
     assert world.state(claim) == "Bound"
 
 
-async def test_a_pod_that_the_watch_did_not_tell_is_found_by_its_name(world: World) -> None:
+async def test_a_pod_that_the_watch_did_not_tell_is_found_by_its_name(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     claim = world.plane.file()
     world.deaf = True
     await world.turn()
+    monkeypatch.setattr(world, "resync", lambda: None)  # a cache that was filled before the pod was made
     world.loop = world.operator()
-    world.pods = world.loop._pods
-    for pod in list(world.pods):
-        world.pods._objects.pop(key_of(pod))  # a cache that was filled before the pod was made
+    assert not len(world.pods)
     world.deaf = False
     await world.turn()
     assert len(world.kube.of("Pod")) == 1

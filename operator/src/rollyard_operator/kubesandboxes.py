@@ -23,7 +23,8 @@ from rollyard_operator.kube import Kube, KubeConflict, KubeError
 from rollyard_operator.labels import Object
 from rollyard_operator.namespaces import Namespaces
 from rollyard_operator.objectcache import PodCache, key_of, uid_of
-from rollyard_operator.podstatus import observed_sandbox
+from rollyard_operator.podstatus import observed_sandbox, starting_address
+from rollyard_operator.portprobes import Address, PortProbes
 from rollyard_operator.rate import Bucket
 from rollyard_operator.refusals import Refusals
 from rollyard_operator.sandboxes import (
@@ -127,6 +128,7 @@ class SandboxLoop:
         self._seen: dict[str, tuple[str, ObservedSandbox]] = {}
         self._deleted: dict[str, datetime] = {}
         self._namespaces = Namespaces(kube, settings)
+        self._probes = PortProbes(self.wake)
         self._told: dict[tuple[str, str], float] = {}
         self._failures = 0
 
@@ -136,6 +138,7 @@ class SandboxLoop:
             group.create_task(self._listen(), name="claims")
             group.create_task(self._watch(), name="changes of pods")
             group.create_task(self._work(), name="sandboxes")
+            group.create_task(self._probes.run(), name="ports of sandboxes")
 
     def wake(self) -> None:
         """Look again: a job's object appeared or changed."""
@@ -262,6 +265,7 @@ class SandboxLoop:
     def _observed(self, now: datetime) -> list[ObservedSandbox]:
         found = []
         seen: dict[str, tuple[str, ObservedSandbox]] = {}
+        ports: dict[str, Address] = {}
         for pod in self._pods.pods(component="sandbox"):
             uid, version = uid_of(pod), str(pod["metadata"].get("resourceVersion"))
             known = self._seen.get(uid)
@@ -273,11 +277,17 @@ class SandboxLoop:
                     self._namespaces.forget(known[1].namespace)
             seen[uid] = known
             sandbox = known[1]
+            if sandbox.state == "starting" and (port := starting_address(pod)) is not None:
+                ports[uid] = port
+                if self._probes.has_answered(uid):
+                    # It listens once its isolation was seen to hold: taking connections is being ready.
+                    sandbox = replace(sandbox, state="ready", trouble=None)
             deleted_at = self._deleted.get(uid)
             if deleted_at is not None and sandbox.state != "stopping":
                 sandbox = replace(sandbox, state="stopping", gone_due=deleted_at)
             found.append(sandbox)
         self._seen = seen
+        self._probes.want(ports)
         self._deleted = {uid: at for uid, at in self._deleted.items() if uid in seen}
         return found
 

@@ -120,19 +120,17 @@ class ObjectCache:
 
 
 class PodCache(ObjectCache):
-    """The pods of one installation, also by the job or pool that owns them."""
+    """The pods of one installation, also by component and by the job or pool that owns them."""
 
     def __init__(self, listener: Callable[[Object], None] = lambda pod: None) -> None:
         super().__init__(listener)
         self._owned: dict[str, dict[Key, None]] = {}
+        self._by_component: dict[str, dict[Key, None]] = {}
 
     def pods(self, namespace: str | None = None, component: str | None = None) -> list[Object]:
         """All of them, or those of a namespace or component (`stage-worker`, `backend`, `sandbox`)."""
-        return [
-            pod
-            for (where, _), pod in self._objects.items()
-            if namespace in (None, where) and component in (None, labels.label_of(pod, labels.COMPONENT))
-        ]
+        keys = self._objects if component is None else self._by_component.get(component, ())
+        return [self._objects[key] for key in keys if namespace in (None, key[0])]
 
     def owned(self, uid: str, component: str) -> list[Object]:
         """Those of a component that belong to the job or pool with this uid, by name."""
@@ -140,11 +138,14 @@ class PodCache(ObjectCache):
         return [pod for pod in pods if labels.label_of(pod, labels.COMPONENT) == component]
 
     def _index(self, obj: Object) -> None:
+        if component := labels.label_of(obj, labels.COMPONENT):
+            self._by_component.setdefault(component, {})[key_of(obj)] = None
         for name in OWNER_UIDS:
             if uid := labels.label_of(obj, name):
                 self._owned.setdefault(uid, {})[key_of(obj)] = None
 
     def _unindex(self, obj: Object) -> None:
+        self._by_component.get(labels.label_of(obj, labels.COMPONENT), {}).pop(key_of(obj), None)
         for name in OWNER_UIDS:
             if uid := labels.label_of(obj, name):
                 keys = self._owned.get(uid, {})

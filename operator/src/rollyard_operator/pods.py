@@ -240,9 +240,16 @@ def pool_service(pool: BackendPool, settings: OperatorSettings) -> Object:
 
 
 def network_policy(namespace: str, settings: OperatorSettings) -> Object:
-    """Sandboxes of a namespace reach nothing, and only stage workers reach their exec servers."""
+    """Sandboxes of a namespace reach nothing; only stage workers and operators reach their exec servers.
+
+    The operator tries whether they take connections, and says nothing to them.
+    """
     sandbox: dict[str, Any] = {labels.COMPONENT: "sandbox", labels.INSTANCE: settings.instance}
     worker = {labels.COMPONENT: "stage-worker", labels.INSTANCE: settings.instance}
+    operator = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": settings.release_namespace}},
+        "podSelector": {"matchLabels": {labels.NAME: "rollyard", labels.COMPONENT: "operator"}},
+    }
     own = labels.own_labels(settings.instance, "sandbox")
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -257,7 +264,7 @@ def network_policy(namespace: str, settings: OperatorSettings) -> Object:
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {
-                    "from": [{"podSelector": {"matchLabels": worker}}],
+                    "from": [{"podSelector": {"matchLabels": worker}}, operator],
                     "ports": [{"protocol": "TCP", "port": EXEC_PORT}],
                 }
             ],

@@ -101,6 +101,15 @@ def pod_address(pod: Mapping[str, Any], port: int) -> str:
     return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") if host else ""
 
 
+def starting_address(pod: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Host and port of an exec server that may listen already, though the kubelet has not seen it."""
+    host = str(_status(pod).get("podIP") or "")
+    ended = pod["metadata"].get("deletionTimestamp") or _status(pod).get("phase") in ("Succeeded", "Failed")
+    if not host or ended or is_ready(pod) or "running" not in _main(pod):
+        return None
+    return host, EXEC_PORT
+
+
 def _port(pod: Mapping[str, Any]) -> int:
     ports: list[Mapping[str, Any]] = pod["spec"]["containers"][0].get("ports") or []
     return int(ports[0]["containerPort"]) if ports else BACKEND_PORT

@@ -1,0 +1,122 @@
+"""A control plane and an operator, as processes, that look after one namespace of a cluster."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rollyard_client import WorkerClient
+
+from rollyard_bench.cluster import JOBS, PODS, Cluster, Object, until
+from rollyard_bench.processes import ControlPlane, Program, control_plane, program
+
+API = "rollyard.dev/v1alpha1"
+INSTANCE = "rollyard.dev/instance"
+JOB = "rollyard.dev/job"
+NOWHERE = {"nodeSelector": {"rollyard.dev/bench": "no-node"}}
+"""Placement of pods that are to be made and not to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """Where it is."""
+
+    cluster: Cluster
+    namespace: str
+    instance: str
+    plane: ControlPlane
+    operator: Program
+
+    @property
+    def jobs(self) -> str:
+        """Path of its RolloutJobs."""
+        return JOBS.format(self.namespace)
+
+    @property
+    def pods(self) -> str:
+        """Path of the pods."""
+        return PODS.format(self.namespace)
+
+    @property
+    def selector(self) -> str:
+        """Of its own pods."""
+        return f"{INSTANCE}={self.instance}"
+
+    def worker(self) -> WorkerClient:
+        """A stage worker's connection to the control plane."""
+        return WorkerClient(self.plane.url, self.plane.tokens["worker"])
+
+    def check(self) -> None:
+        """Raises ProgramFailed if the operator or the control plane has ended."""
+        self.operator.check("rollyard_operator")
+        self.plane.program.check("rollyard_api")
+
+
+def job_object(name: str, rollouts: int, **spec: Any) -> Object:
+    """A RolloutJob of so many rollouts that asks for no model, nor for warm sandboxes unless `spec` does."""
+    tasks = [{"id": f"t{number}", "prompt": "Write 1 into answer.txt."} for number in range(rollouts)]
+    return {
+        "apiVersion": API,
+        "kind": "RolloutJob",
+        "metadata": {"name": name},
+        "spec": {
+            "tasks": {"inline": tasks},
+            "handler": "shell",
+            "agent": {"type": "oracle"},
+            "sandbox": {"warm": 0},
+            **spec,
+        },
+    }
+
+
+@asynccontextmanager
+async def installation(
+    cluster: Cluster, namespace: str, folder: Path, images: Mapping[str, str]
+) -> AsyncIterator[Installation]:
+    """Both programs, once the operator has answered a first object.
+
+    Raises:
+        ProgramFailed: one of them did not come up.
+    """
+    async with control_plane(folder) as plane:
+        instance = f"bench-{secrets.token_hex(4)}"
+        for role in ("driver", "worker"):
+            (folder / role).write_text(plane.tokens[role])
+        settings = {
+            "instance": instance,
+            "controlPlaneUrl": plane.url,
+            "tokenFile": str(folder / "driver"),
+            "workerTokenFile": str(folder / "worker"),
+            "releaseNamespace": namespace,
+            "namespaces": [namespace],
+            "imagePullPolicy": "IfNotPresent",
+            "images": {"worker": "registry.local/none:1", "engine": "registry.local/none:1", **images},
+        }
+        config = folder / "operator.yaml"
+        config.write_text(yaml.safe_dump(settings))
+        command = [sys.executable, "-m", "rollyard_operator", "--config", str(config), "--liveness", ""]
+        async with program(command, folder / "operator.log", cluster.environment) as operator:
+            found = Installation(cluster, namespace, instance, plane, operator)
+            await _first_answer(found)
+            yield found
+
+
+async def _first_answer(found: Installation) -> None:
+    """A job's object gets its first pod, and goes again."""
+    names: set[str] = set()
+
+    def seen(at: float, kind: str, pod: Object) -> None:
+        (names.discard if kind == "DELETED" else names.add)(pod["metadata"]["name"])
+
+    async with found.cluster.watching(found.pods, seen, found.selector, whole=False):
+        stages = {stage: {"template": NOWHERE} for stage in ("init", "run", "eval")}
+        await found.cluster.create(found.jobs, job_object("first", 1, stages=stages))
+        await until(lambda: found.check() or len(names) == 3, "the operator's first answer")
+        await found.cluster.delete(f"{found.jobs}/first")
+        await until(lambda: not names, "the end of the first job's pods")

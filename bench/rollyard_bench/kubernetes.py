@@ -1,0 +1,315 @@
+"""A job's first pod, and sandbox pods, cold and warm, on a real cluster; each beside what is bare."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+from rollyard_client import WorkerClient
+from rollyard_crds.claims import EXEC_LISTEN, EXEC_SERVER_ARGV, RUNTIME_PATH, Claim, ClaimRequest, shape_of
+from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, SandboxHandle, StageResult
+from rollyard_crds.rolloutjob import SandboxSpec
+from rollyard_sandbox.client import ExecClient
+
+from rollyard_bench.cluster import Object, cluster, until
+from rollyard_bench.installation import JOB, NOWHERE, Installation, installation, job_object
+from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Baseline
+from rollyard_bench.stats import Sample
+
+SANDBOX = {
+    "network": "none",
+    "resources": {"cpu": "1", "memory": "256Mi", "disk": "64Mi", "processes": 64},
+}
+NO_WORKERS = {stage: {"replicas": 0} for stage in ("init", "run", "eval")}
+"""The benchmark itself is the stage worker."""
+WARM = 2
+BARE, KUBERNETES_JOB = "rollyard.dev/bench-bare", "batch.kubernetes.io/job-name"
+BATCH = "/apis/batch/v1/namespaces/{}/jobs"
+CLAIM = "rollyard.dev/claim"
+WARM_LABEL = "rollyard.dev/warm"
+PATIENCE_SECONDS = 60
+# The server says by a line that it listens. It starts once the pod's own start is over.
+BARE_SCRIPT = """
+trap exit TERM
+sleep 0.7
+begin=${EPOCHREALTIME/[.,]/}
+read -r line < <(exec "$@")
+echo "server $(( ${EPOCHREALTIME/[.,]/} - begin ))"
+sleep 600 & wait
+"""
+
+
+def ready(pod: Object) -> bool:
+    """Whether the kubelet calls it ready."""
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
+
+
+def running(pod: Object) -> bool:
+    """Whether its container runs."""
+    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
+    return any("running" in (one.get("state") or {}) for one in statuses)
+
+
+class Pods:
+    """The pods of the namespace as the watch tells, and when each was first seen in a state."""
+
+    def __init__(self) -> None:
+        self.there: dict[str, Object] = {}
+        self.first: dict[tuple[str, str], float] = {}
+        """(`job NAME`, `created`) and (`NAME`, `running`): `time.perf_counter` of the first sight."""
+
+    def seen(self, at: float, kind: str, pod: Object) -> None:
+        name, labels = pod["metadata"]["name"], pod["metadata"].get("labels") or {}
+        if kind == "DELETED":
+            self.there.pop(name, None)
+            return
+        self.there[name] = pod
+        owner = labels.get(JOB) or labels.get(KUBERNETES_JOB)
+        if owner:
+            self.first.setdefault((f"job {owner}", "created"), at)
+        if running(pod):
+            self.first.setdefault((name, "running"), at)
+
+    def of(self, label: str, value: str) -> list[Object]:
+        """Those with this label."""
+        return [
+            pod for pod in self.there.values() if (pod["metadata"].get("labels") or {}).get(label) == value
+        ]
+
+    async def time_of(self, what: tuple[str, str]) -> float:
+        """When it was first seen."""
+        await until(lambda: what in self.first, " ".join(what))
+        return self.first[what]
+
+
+class Bench:
+    """All that is timed; every method but `sample_*` is untimed."""
+
+    def __init__(self, place: Installation, pods: Pods, worker: WorkerClient) -> None:
+        self._place = place
+        self._pods = pods
+        self._worker = worker
+        self._number = itertools.count()
+        self.server: list[float] = []
+        """Milliseconds of each start of an exec server in a bare pod."""
+        self._bare: Object | None = None
+
+    # A job's first pod
+
+    async def rollout_job(self) -> float:
+        """A RolloutJob is applied; milliseconds until its first pod is there."""
+        name = f"job-{next(self._number)}"
+        stages = {stage: {"template": NOWHERE} for stage in ("init", "run", "eval")}
+        return await self._first_pod(self._place.jobs, job_object(name, 8, stages=stages), JOB, 3)
+
+    async def batch_job(self) -> float:
+        """The same of a Job of Kubernetes itself, with as many pods."""
+        container = {"name": "main", "image": "registry.local/none:1"}
+        template = {"spec": {"restartPolicy": "Never", "containers": [container], **NOWHERE}}
+        job = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": f"batch-{next(self._number)}"},
+            "spec": {"parallelism": 3, "completions": 3, "template": template},
+        }
+        path = BATCH.format(self._place.namespace)
+        return await self._first_pod(path, job, KUBERNETES_JOB, 3)
+
+    async def _first_pod(self, path: str, job: Object, label: str, count: int) -> float:
+        name = job["metadata"]["name"]
+        begin = time.perf_counter()
+        await self._place.cluster.create(path, job)
+        took = await self._pods.time_of((f"job {name}", "created")) - begin
+        await until(lambda: len(self._pods.of(label, name)) == count, f"{count} pods of {name}")
+        await self._place.cluster.delete(f"{path}/{name}")
+        await until(lambda: not self._pods.of(label, name), f"the end of the pods of {name}")
+        return took * 1e3
+
+    # Sandboxes
+
+    async def sandbox(self, job: str) -> float:
+        """A claim is filed; milliseconds until a client is connected to its exec server."""
+        lease = await self._lease(job)
+        request = ClaimRequest(
+            rollout=lease.rollout,
+            token=lease.token,
+            shape=shape_of(SandboxSpec.model_validate(SANDBOX)),
+            wait=PATIENCE_SECONDS,
+        )
+        begin = time.perf_counter()
+        claim = await self._worker.claim(request)
+        if claim.state != "Bound":
+            raise ProgramFailed(f"claim {claim.id} is {claim.state}: {claim.reason}: {claim.message}")
+        client = await ExecClient.connect(claim.address, token=claim.secret)
+        took = time.perf_counter() - begin
+        done = await client.bash("echo $((6*7))", timeout=10)
+        await client.close()
+        if done.output.split() != [b"42"]:
+            raise ProgramFailed(f"the sandbox answered {done.output[:100]!r}")
+        await self._release(lease, claim)
+        return took * 1e3
+
+    async def _lease(self, job: str) -> Lease:
+        request = LeaseRequest(
+            worker="bench",
+            node="kubernetes",
+            capacity={"init": 1},
+            job=job,
+            namespace=self._place.namespace,
+            wait=10,
+        )
+        # The operator may just be about to register the job.
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (leases := (await self._worker.lease(request)).leases):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        return leases[0]
+
+    async def _release(self, lease: Lease, claim: Claim) -> None:
+        (pod,) = self._pods.of(CLAIM, claim.id)
+        name = pod["metadata"]["name"]
+        if self._bare is None:
+            self._bare = pod
+        await self._worker.release_claim(claim.id)
+        none = SandboxHandle(provider="none", id=claim.id, node="bench", address="unix:/none")
+        result = StageResult(rollout=lease.rollout, token=lease.token, stage="init", sandbox=none)
+        await self._worker.complete(CompleteRequest(worker="bench", results=[result]))
+        await until(lambda: name not in self._pods.there, f"the end of pod {name}")
+
+    async def bare_pod(self) -> float:
+        """A pod of the sandbox's image and mount is made; milliseconds until its container runs.
+
+        After that an exec server is started in it, and its start is timed by itself.
+        """
+        name = f"bare-{next(self._number)}"
+        path = self._place.pods
+        begin = time.perf_counter()
+        await self._place.cluster.create(path, self._bare_spec(name))
+        took = await self._pods.time_of((name, "running")) - begin
+        async with asyncio.timeout(30):
+            while not (said := await self._log(f"{path}/{name}/log")).startswith("server "):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        self.server.append(int(said.split()[1]) / 1e3)
+        await self._place.cluster.delete(f"{path}/{name}", gracePeriodSeconds=1)
+        await until(lambda: name not in self._pods.there, f"the end of pod {name}")
+        return took * 1e3
+
+    async def _log(self, path: str) -> str:
+        with suppress(ProgramFailed):  # the kubelet may not know it yet
+            return await self._place.cluster.text(path)
+        return ""
+
+    def _bare_spec(self, name: str) -> Object:
+        """What of a sandbox's pod no pod of that image with that mount can do without."""
+        if self._bare is None:
+            raise ProgramFailed("no sandbox's pod was seen yet")
+        whole = self._bare["spec"]
+        server = [*EXEC_SERVER_ARGV, "--listen", EXEC_LISTEN, "--workdir", "/tmp", "--ready-fd", "1"]
+        server += ["--token-sha256", "0" * 64]
+        (given,) = whole["containers"]
+        (mount,) = [one for one in given["volumeMounts"] if one["mountPath"] == RUNTIME_PATH]
+        container = {
+            key: given[key] for key in ("name", "image", "imagePullPolicy", "resources", "securityContext")
+        }
+        container |= {"command": ["bash", "-c", BARE_SCRIPT, "bash", *server], "volumeMounts": [mount]}
+        kept = (
+            "securityContext",
+            "automountServiceAccountToken",
+            "enableServiceLinks",
+            "dnsPolicy",
+            "dnsConfig",
+        )
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "labels": {BARE: "true"}},
+            "spec": {
+                "restartPolicy": "Never",
+                **{key: copy.deepcopy(whole[key]) for key in kept if key in whole},
+                "containers": [container],
+                "volumes": [one for one in whole["volumes"] if one["name"] == mount["name"]],
+            },
+        }
+
+    async def warm_sandbox(self) -> float:
+        """As `sandbox`, while the warm pool is full."""
+        await self.filled()
+        return await self.sandbox("warm")
+
+    async def filled(self) -> None:
+        """The warm pool is full."""
+        await until(lambda: sum(map(ready, self._pods.of(WARM_LABEL, "true"))) >= WARM, "a full warm pool")
+
+    async def start_job(self, name: str, rollouts: int, warm: int) -> None:
+        """A job of which the benchmark leases rollouts."""
+        job = job_object(name, rollouts, stages=NO_WORKERS, sandbox={**SANDBOX, "warm": warm})
+        await self._place.cluster.create(self._place.jobs, job)
+
+
+async def _in_turns(count: int, *steps: Callable[[], Awaitable[float]]) -> list[Sample]:
+    """`count` samples of each, in turns whose order rotates; one more of each before is not counted."""
+    taken: list[list[float]] = [[] for _ in steps]
+    order = list(range(len(steps)))
+    for number in range(count + 1):
+        for index in order:
+            took = await steps[index]()
+            if number:
+                taken[index].append(took)
+        if number:
+            order = order[1:] + order[:1]
+    return [Sample(tuple(values)) for values in taken]
+
+
+async def _measure(place: Installation, settings: Settings) -> list[Measurement]:
+    jobs, cold, warm = (8, 4, 5) if settings.quick else (20, 10, 15)
+    pods = Pods()
+    async with place.cluster.watching(place.pods, pods.seen), place.worker() as worker:
+        bench = Bench(place, pods, worker)
+        ours, batch = await _in_turns(jobs, bench.rollout_job, bench.batch_job)
+        await bench.start_job("cold", cold + 1, 0)
+        colds, bares = await _in_turns(cold, lambda: bench.sandbox("cold"), bench.bare_pod)
+        await bench.start_job("warm", warm + 1, WARM)
+        (warms,) = await _in_turns(warm, bench.warm_sandbox)
+    server = Sample(tuple(bench.server[1:]))
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    how_first = (
+        "RolloutJob POSTed to the API server until its first pod is seen by a watch; operator, control "
+        f"plane and cluster are real; {ours.text()}; a Job of Kubernetes itself {batch.text()}; {load}"
+    )
+    how_cold = (
+        "claim filed until a client is connected to its exec server, no pod warm, isolation seen to hold "
+        f"before: {colds.text()}; a pod of the same image, mount, limits and security from its creation "
+        f"until a watch sees its container running: {bares.text()}; the exec server's start in such a pod "
+        f"until it listens: {server.text()}; goal: 1.2 × the pod, plus the server's start; in turns; {load}"
+    )
+    how_warm = f"the same with {WARM} pods warm: {warms.text()}; the baseline is the cold start; {load}"
+    # The server's start is not what may take 1.2 times as long.
+    allowed = Baseline("1.2 × a bare pod + exec server start", 1.2 * bares.p50 + server.p50)
+    return [
+        Measurement(
+            "job_to_first_pod", ours.p50, Baseline("a Kubernetes Job's first pod", batch.p50), how_first
+        ),
+        Measurement("sandbox_pod_cold", colds.p50, allowed, how_cold),
+        Measurement("sandbox_pod_warm", warms.p50, Baseline("cold start", colds.p50), how_warm),
+    ]
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """All three, in a namespace of their own."""
+    async with cluster() as found:
+        images = await found.sandbox_images()
+        with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
+            async with (
+                found.namespace() as namespace,
+                installation(found, namespace, Path(folder), images) as place,
+            ):
+                return await _measure(place, settings)

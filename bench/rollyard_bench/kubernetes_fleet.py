@@ -1,0 +1,343 @@
+"""1,000 RolloutJobs and 10,000 stage pods over time on fake nodes: the operator's lag, CPU time and memory.
+
+The pods are real objects, scheduled for real, of which kwok says that they run; the benchmark does
+the work of those that Init, Run and Eval would do, through the control plane as a worker does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollyard_client import WorkerClient
+from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, SandboxHandle, StageResult
+from rollyard_crds.trajectory import Segment, Trajectory
+
+from rollyard_bench.cluster import Cluster, Object, cluster, told
+from rollyard_bench.installation import JOB, Installation, installation, job_object
+from rollyard_bench.processes import ProgramFailed, memory
+from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Baseline
+from rollyard_bench.stats import Sample
+
+FAKE_NODES = 10
+NODES = "/api/v1/nodes"
+ON_FAKE = {
+    "nodeSelector": {"type": "kwok"},
+    "tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}],
+    "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}},
+}
+WORKERS = {"init": 3, "run": 3, "eval": 3}
+MORE_RUN = 4
+"""Run workers after the job's spec was changed: with the three of each stage ten pods in all."""
+ROLLOUTS = 2
+PER_SECOND = 4.0
+"""Jobs applied."""
+CHANGE_SECONDS = 3.0
+"""After which the job's spec is changed."""
+LIFE_SECONDS = 8.0
+"""After which a job's last stage ends; well within a lease."""
+LONGEST_SECONDS = 60.0
+"""Of one wait for the operator."""
+MB = 1e6
+
+
+@dataclass
+class Watched:
+    """What the watches told, and when."""
+
+    pods: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Names of the pods that each job has now."""
+    all_pods: int = 0
+    most_pods: int = 0
+    there: int = 0
+    times: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Of the first sight of (job, `pod`), (job, `ten pods`), (job, `finished`), (job, `gone`)."""
+    news: dict[tuple[str, str], asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
+
+    def pod(self, at: float, kind: str, pod: Object) -> None:
+        """A pod of a stage worker."""
+        meta = pod["metadata"]
+        job = meta["labels"][JOB]
+        held = self.pods[job]
+        if kind == "DELETED":
+            held.discard(meta["name"])
+            self.there -= 1
+            if not held:
+                self._note(job, "gone", at)
+        elif kind == "ADDED":
+            held.add(meta["name"])
+            self.all_pods += 1
+            self.there += 1
+            self.most_pods = max(self.most_pods, self.there)
+            self._note(job, "pod", at)
+            if len(held) == sum(WORKERS.values()) + MORE_RUN - WORKERS["run"]:
+                self._note(job, "ten pods", at)
+
+    def job(self, at: float, kind: str, job: Object) -> None:
+        """A RolloutJob."""
+        if kind == "DELETED":
+            return
+        conditions = (job.get("status") or {}).get("conditions") or ()
+        if any((one["type"], one["status"]) == ("Succeeded", "True") for one in conditions):
+            self._note(job["metadata"]["name"], "finished", at)
+
+    def _note(self, job: str, what: str, at: float) -> None:
+        if (job, what) not in self.times:
+            self.times[job, what] = at
+            self.news[job, what].set()
+
+    async def since(self, begin: float, job: str, what: str) -> float:
+        """Milliseconds from `begin` to the first sight of it.
+
+        Raises:
+            ProgramFailed: it did not come in time.
+        """
+        try:
+            async with asyncio.timeout(LONGEST_SECONDS):
+                await self.news[job, what].wait()
+        except TimeoutError as error:
+            raise ProgramFailed(f"{job}: {what} was not seen within {LONGEST_SECONDS:.0f} s") from error
+        return (self.times[job, what] - begin) * 1e3
+
+
+class Workers:
+    """The work of all stage workers: Init and Run at once, Eval when the job has lived long enough."""
+
+    def __init__(self, client: WorkerClient, namespace: str) -> None:
+        self._client = client
+        self._namespace = namespace
+        self.may_end: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._left: dict[str, int] = defaultdict(lambda: ROLLOUTS)
+        self.ended: dict[str, float] = {}
+        """When the last completion of a job was answered."""
+        self.done: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def run(self) -> None:
+        """Lease and complete until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for stage in ("init", "run", "eval"):
+                group.create_task(self._stage(stage, group))
+
+    async def _stage(self, stage: Any, group: asyncio.TaskGroup) -> None:
+        request = LeaseRequest(
+            worker=f"bench-{stage}",
+            node="bench",
+            capacity={stage: 64},
+            namespace=self._namespace,
+            wait=5.0,
+        )
+        while True:
+            leases = (await self._client.lease(request)).leases
+            if not leases:
+                await asyncio.sleep(0.05)
+            elif stage == "eval":
+                for lease in leases:
+                    group.create_task(self._eval(lease))
+            else:
+                await self._complete([_result(lease) for lease in leases], stage)
+
+    async def _complete(self, results: list[StageResult], stage: str) -> None:
+        await self._client.complete(CompleteRequest(worker=f"bench-{stage}", results=results))
+
+    async def _eval(self, lease: Lease) -> None:
+        async with asyncio.timeout(LONGEST_SECONDS):
+            await self.may_end[lease.job].wait()
+        await self._complete([_result(lease)], "eval")
+        self._left[lease.job] -= 1
+        if not self._left[lease.job]:
+            self.ended[lease.job] = time.perf_counter()
+            self.done[lease.job].set()
+
+
+def _result(lease: Lease) -> StageResult:
+    base = {"rollout": lease.rollout, "token": lease.token, "stage": lease.stage}
+    if lease.stage == "init":
+        handle = SandboxHandle(
+            provider="none", id=f"{lease.rollout}-{lease.token}", node="bench", address="unix:/none"
+        )
+        return StageResult(**base, sandbox=handle)
+    if lease.stage == "eval":
+        return StageResult(**base, reward=1.0)
+    segment = Segment(
+        prompt_ids=[1], response_ids=[2], loss_mask=[1], logprobs=[-0.1], policy_versions=["v1"]
+    )
+    trajectory = Trajectory(
+        id=lease.rollout,
+        job=lease.job,
+        task_id=lease.task.id,
+        group_id=lease.group_id,
+        sample_index=lease.sample_index,
+        segments=[segment],
+    )
+    return StageResult(**base, trajectory=trajectory)
+
+
+@dataclass
+class Lags:
+    """Milliseconds, by what was waited for."""
+
+    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, what: str, value: float) -> None:
+        """One more."""
+        self.values[what].append(value)
+
+    def all(self) -> Sample:
+        """All of them together."""
+        return Sample(tuple(value for values in self.values.values() for value in values))
+
+    def text(self) -> str:
+        """Each by itself."""
+        return "; ".join(f"{what}: {Sample(tuple(values)).text()}" for what, values in self.values.items())
+
+
+async def _play(name: str, place: Installation, watched: Watched, workers: Workers, lags: Lags) -> None:
+    """One job's life; its object is deleted in the end."""
+    stages: Object = {stage: {"replicas": count, "template": ON_FAKE} for stage, count in WORKERS.items()}
+    path = f"{place.jobs}/{name}"
+    begin = time.perf_counter()
+    await place.cluster.create(place.jobs, job_object(name, ROLLOUTS, stages=stages))
+    lags.add("applied to first pod", await watched.since(begin, name, "pod"))
+    await asyncio.sleep(max(0.0, begin + CHANGE_SECONDS - time.perf_counter()))
+    changed = time.perf_counter()
+    await place.cluster.merge(path, {"spec": {"stages": {"run": {"replicas": MORE_RUN}}}})
+    lags.add("spec changed to further pod", await watched.since(changed, name, "ten pods"))
+    await asyncio.sleep(max(0.0, begin + LIFE_SECONDS - time.perf_counter()))
+    workers.may_end[name].set()
+    async with asyncio.timeout(LONGEST_SECONDS):
+        await workers.done[name].wait()
+    lags.add("last result to Succeeded", await watched.since(workers.ended[name], name, "finished"))
+    await watched.since(workers.ended[name], name, "gone")
+    await place.cluster.delete(path)
+
+
+class Meter:
+    """CPU time of processes from its making on, and the highest resident memory of one of them."""
+
+    def __init__(self, pid: int, **others: int) -> None:
+        self._pid = pid
+        self._pids = {"operator": pid, **others}
+        self._before = {name: cpu_seconds(one) for name, one in self._pids.items()}
+        self.idle = memory(pid)["VmRSS"]
+        self.highest = self.idle
+
+    async def run(self) -> None:
+        """Look at the memory until cancelled."""
+        while True:
+            self.highest = max(self.highest, memory(self._pid)["VmRSS"])
+            await asyncio.sleep(0.5)
+
+    def spent(self) -> dict[str, float]:
+        """CPU seconds by name."""
+        return {name: cpu_seconds(pid) - self._before[name] for name, pid in self._pids.items()}
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _api_server(found: Cluster) -> int:
+    """Its process, as kube-lab has it."""
+    return int((Path(found.environment["KUBECONFIG"]).parent / "pids" / "kube-apiserver").read_text())
+
+
+@asynccontextmanager
+async def fake_nodes(found: Cluster, count: int) -> AsyncIterator[None]:
+    """Nodes without machines; those that were not there before are removed in the end."""
+    query = {"labelSelector": "type=kwok"}
+    listed = await found.call("GET", NODES, params=query)
+    before = {node["metadata"]["name"] for node in listed["items"]}
+    if len(before) < count:
+        await told(str(found.lab), "fake", str(count), seconds=60)
+    try:
+        yield
+    finally:
+        for number in range(1, count + 1):
+            if (name := f"fake-{number}") not in before:
+                await found.delete(f"{NODES}/{name}")
+
+
+async def _measure(place: Installation, settings: Settings) -> list[Measurement]:
+    jobs = 100 if settings.quick else 1000
+    watched, lags = Watched(), Lags()
+    meter = Meter(
+        place.operator.process.pid,
+        api_server=_api_server(place.cluster),
+        control_plane=place.plane.program.process.pid,
+    )
+    begin = time.perf_counter()
+    async with (
+        place.cluster.watching(place.pods, watched.pod, place.selector, whole=False),
+        place.cluster.watching(place.jobs, watched.job),
+        place.worker() as client,
+    ):
+        workers = Workers(client, place.namespace)
+        async with asyncio.TaskGroup() as beside:
+            standing = [beside.create_task(workers.run()), beside.create_task(meter.run())]
+            async with asyncio.TaskGroup() as group:
+                for number in range(jobs):
+                    await asyncio.sleep(max(0.0, begin + number / PER_SECOND - time.perf_counter()))
+                    place.check()
+                    group.create_task(_play(f"job-{number}", place, watched, workers, lags))
+            for task in standing:
+                task.cancel()
+    seconds = time.perf_counter() - begin
+    spent = meter.spent()
+    lag = lags.all()
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    what = (
+        f"{jobs:,} RolloutJobs applied, {PER_SECOND:g} a second, of {sum(WORKERS.values())} stage pods each "
+        f"and one more after a change of its spec, {watched.all_pods:,} pods in all, at most "
+        f"{watched.most_pods} at once, on {FAKE_NODES} fake nodes, each job over after "
+        f"{LIFE_SECONDS:g} s; {seconds:.0f} s; {load}"
+    )
+    how_lag = (
+        f"{what}; from the change of an object (or the last result's acceptance by the control plane, which "
+        f"the operator polls once a second) to the operator's answer in a watch: {lag.text()}; {lags.text()}"
+    )
+    per_job = 1e3 * spent["operator"] / jobs
+    how_cpu = (
+        f"{what}; CPU time of the operator, {per_job:.0f} ms a job; "
+        f"control plane {spent['control_plane']:.0f} s"
+    )
+    how_memory = (
+        f"{what}; highest VmRSS of the operator; the baseline is the same process before the first job"
+    )
+    return [
+        Measurement("reconcile_lag_p99", lag.p99 / 1e3, Baseline("p50 of the same", lag.p50 / 1e3), how_lag),
+        Measurement(
+            "operator_cpu",
+            spent["operator"],
+            Baseline("kube-apiserver, same time", spent["api_server"]),
+            how_cpu,
+        ),
+        Measurement(
+            "operator_resident",
+            meter.highest / MB,
+            Baseline("the same process, idle", meter.idle / MB),
+            how_memory,
+        ),
+    ]
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """Everything in a namespace of its own."""
+    images = {"sandbox": "registry.local/none:1", "sandboxDefault": "registry.local/none:1"}
+    async with cluster() as found, fake_nodes(found, FAKE_NODES):
+        with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
+            async with (
+                found.namespace() as namespace,
+                installation(found, namespace, Path(folder), images) as place,
+            ):
+                return await _measure(place, settings)

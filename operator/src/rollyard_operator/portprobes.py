@@ -1,0 +1,88 @@
+"""Which starting sandboxes take connections already: a kubelet's probe looks once a second at most."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+
+CONNECT_SECONDS = 0.5
+FIRST_PAUSE_SECONDS = 0.01
+LONGEST_PAUSE_SECONDS = 0.5
+PAUSE_GROWTH = 1.25
+AT_ONCE = 64
+"""Connections that are tried at the same time."""
+Address = tuple[str, int]
+
+
+async def connect(host: str, port: int) -> None:
+    """Open a connection and close it.
+
+    Raises:
+        OSError: nobody listens there, or it cannot be reached.
+    """
+    _, writer = await asyncio.open_connection(host, port)
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+class PortProbes:
+    """Tries the ports that it is told of until each has answered once.
+
+    It can only be faster than the kubelet's probe: where a network policy keeps the operator away
+    from the pods, the kubelet's word is all there is.
+
+    Args:
+        answered: called when a port has answered.
+    """
+
+    def __init__(
+        self,
+        answered: Callable[[], object],
+        connect: Callable[[str, int], Awaitable[None]] = connect,
+    ) -> None:
+        self._tell = answered
+        self._connect = connect
+        self._wanted: dict[str, Address] = {}
+        self._answered: set[str] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    def has_answered(self, uid: str) -> bool:
+        """Whether this pod's port has."""
+        return uid in self._answered
+
+    def want(self, addresses: Mapping[str, Address]) -> None:
+        """These are to be tried, by uid of the pod, and no others any more."""
+        if addresses.keys() != self._wanted.keys():
+            self._wanted = dict(addresses)
+            self._answered &= addresses.keys()
+            self._news.set()
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                for uid in self._tasks.keys() - self._wanted.keys():
+                    self._tasks.pop(uid).cancel()
+                for uid, address in self._wanted.items():
+                    known = self._tasks.get(uid)
+                    if known is None or (known.done() and uid not in self._answered):
+                        self._tasks[uid] = group.create_task(self._try(uid, address), name=f"port of {uid}")
+
+    async def _try(self, uid: str, address: Address) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                async with self._places, asyncio.timeout(CONNECT_SECONDS):
+                    await self._connect(*address)
+                break
+            except (OSError, TimeoutError):
+                await asyncio.sleep(pause)
+                pause = min(LONGEST_PAUSE_SECONDS, pause * PAUSE_GROWTH)
+        self._answered.add(uid)
+        self._tell()

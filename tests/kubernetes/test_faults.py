@@ -51,6 +51,8 @@ LOOK_SECONDS = 0.4
 OUTAGE_SECONDS = 30.0
 SEED = os.environ.get("ROLLYARD_FAULT_SEED", "0")
 STAGES = {"init", "run", "eval"}
+WANTED = {"stage-worker": len(STAGES), "backend": 1}
+"""Pods of each while a job runs."""
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,8 @@ class Run:
         self.name = name
         self.ledger = Ledger()
         self.watch = PodWatch(reader, release.name)
+        self.struck: set[str] = set()
+        """Uids of pods that were killed or deleted."""
         self.expected = {(task["id"], sample) for task in release.tasks for sample in range(SAMPLES)}
 
     @property
@@ -158,7 +162,7 @@ class Run:
         assert self.settled(lambda pod: label(pod, "rollyard.dev/job") == self.name) == []
 
     def victim(self, component: str, rng: random.Random) -> Pod:
-        """A ready pod of a component; of sandboxes one that a rollout has."""
+        """A ready pod of a component; of sandboxes one that a rollout has; none twice that ends for good."""
         if component in ("api", "operator"):
             labels = f"app.kubernetes.io/instance={self.release.name},{COMPONENT}={component}"
         else:
@@ -167,6 +171,8 @@ class Run:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             there = [pod for pod in self.reader.labelled(labels) if is_ready(pod)]
+            if component not in ("api", "operator"):
+                there = [pod for pod in there if pod["metadata"]["uid"] not in self.struck]
             if there:
                 return rng.choice(sorted(there, key=lambda pod: str(pod["metadata"]["name"])))
             time.sleep(0.05)
@@ -176,6 +182,7 @@ class Run:
         """Kills a pod's processes, or deletes the pod; tells which."""
         pod = self.victim(component, rng)
         meta = pod["metadata"]
+        self.struck.add(meta["uid"])
         if how == "kill -9":
             assert kill_processes(pod) > 0, f"no process of {meta['name']}"
         else:
@@ -248,6 +255,8 @@ def test_a_killed_pod_costs_no_rollout(release: Release, component: str, hits: i
         print(f"{len(again)} rollouts were begun again")
         if component in ("operator", "api"):
             assert again == set(), "it takes no work along"
+        if component in ("stage-worker", "backend"):
+            assert len(run.watch.of(component)) >= WANTED[component] + len(run.struck), "each replaced"
         if component == "sandbox":
             assert again != set(), "no sandbox was in use when it was killed"
 

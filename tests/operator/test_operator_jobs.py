@@ -110,6 +110,8 @@ async def test_suspending_by_kubectl_and_resuming_over_rest(lab: Lab) -> None:
     await until(lambda: lab.kube.objects[("RolloutJob", *KEY)]["spec"]["suspend"] is False)
     await until(lambda: len(lab.kube.of("Pod")) == 3)
     assert not lab.control.all_jobs[KEY].spec.suspend
+    # The event is told after the pods are made.
+    await until(lambda: "Resumed" in [reason for _, _, reason, _ in lab.kube.events])
     told = [reason for _, _, reason, _ in lab.kube.events]
     assert told.count("Suspended") == told.count("Resumed") == 1
 

@@ -21,6 +21,7 @@ from rollyard_operator.sandboxes import (
     WarmNeed,
     reconcile_sandboxes,
 )
+from rollyard_operator.warmnames import WarmNumbers
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 NAMESPACES = ("one", "two")
@@ -377,3 +378,21 @@ def test_a_claim_whose_job_has_no_object_yet_waits() -> None:
     claim = WantedSandbox("c", "one", "Pending", 5.0, "")
     plan = reconcile_sandboxes([claim], [], ObservedSandboxes(), START, Limits())
     assert plan == SandboxPlan()
+
+
+def test_the_name_of_a_warm_pod_is_not_used_again() -> None:
+    world, numbers, names = World(per_second=100.0, burst=1000), WarmNumbers(), []
+    needs = [WarmNeed("one", "f0", 2)]
+    for turn in range(4):
+        pods = tuple(world.pods.values())
+        plan = reconcile_sandboxes([], needs, ObservedSandboxes(pods, {}, numbers.see(pods)), START, Limits())
+        names.append([launch.name for launch in plan.launch])
+        made = [
+            ObservedSandbox("one", name, name, "f0", "", "ready", START, "tcp://a:1") for name in names[-1]
+        ]
+        numbers.see(made)
+        if turn == 1:
+            # Claimed ones carry on with their numbers; those of other flavors count for themselves.
+            numbers.see([replace(made[0], name="sbw-f0-7", claim="c0"), replace(made[0], flavor="f1")])
+    assert names[:2] == [["sbw-f0-0", "sbw-f0-1"], ["sbw-f0-2", "sbw-f0-3"]]
+    assert names[2:] == [["sbw-f0-8", "sbw-f0-9"], ["sbw-f0-10", "sbw-f0-11"]]

@@ -53,6 +53,7 @@ from rollyard_operator.sandboxpods import (
     token_hash,
 )
 from rollyard_operator.settings import OperatorSettings
+from rollyard_operator.warmnames import WarmNumbers
 
 POLL_SECONDS = 30.0
 """For a change of claims, by one long poll."""
@@ -124,6 +125,7 @@ class SandboxLoop:
         self._wake = asyncio.Event()
         self._places = asyncio.Semaphore(AT_ONCE)
         self._refusals = Refusals()
+        self._numbers = WarmNumbers()
         self._recipes: dict[tuple[str, str], _Recipe] = {}
         self._seen: dict[str, tuple[str, ObservedSandbox]] = {}
         self._deleted: dict[str, datetime] = {}
@@ -189,7 +191,8 @@ class SandboxLoop:
         now = self._now()
         claims, needs = self._wanted(now)
         limits = replace(self._limits, tokens=self._bucket.tokens(self._clock()))
-        observed = ObservedSandboxes(self._observed(now), self._refusals.current(now))
+        pods = self._observed(now)
+        observed = ObservedSandboxes(pods, self._refusals.current(now), self._numbers.see(pods))
         return reconcile_sandboxes(claims, needs, observed, now, limits)
 
     async def turn(self) -> float | None:

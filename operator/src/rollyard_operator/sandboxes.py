@@ -17,6 +17,7 @@ from typing import Literal
 from rollyard_crds.claims import ClaimState
 
 from rollyard_operator.fleet import earliest
+from rollyard_operator.warmnames import warm_name
 
 SandboxState = Literal["starting", "ready", "failed", "stopping"]
 Hope = Literal["none", "kubelet", "scheduler", "gate"]
@@ -97,6 +98,8 @@ class ObservedSandboxes:
 
     pods: Sequence[ObservedSandbox] = ()
     refusals: Mapping[tuple[str, str], Refusal] = field(default_factory=dict)
+    numbers: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """By namespace and flavor: where the numbers of new warm pods begin; 0 if it is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +186,6 @@ def cold_name(claim: str) -> str:
     return f"sb-{claim}"
 
 
-def warm_name(flavor: str, number: int) -> str:
-    """Name of a pod that is made for whoever claims it."""
-    return f"sbw-{flavor}-{number}"
-
-
 def patience_left(trouble: Trouble, waited: float, limits: Limits) -> float | None:
     """Seconds until it counts as final, after `waited` seconds; 0 and less: it does; None: never."""
     if trouble.hope == "none":
@@ -209,6 +207,7 @@ class _Reconcile:
         self._now = now
         self._limits = limits
         self._refusals = observed.refusals
+        self._numbers = observed.numbers
         self._tokens = max(0, math.floor(limits.tokens + 1e-9))
         self._names = {(pod.namespace, pod.name) for pod in observed.pods}
         self._of_claim: dict[str, list[ObservedSandbox]] = defaultdict(list)
@@ -386,7 +385,7 @@ class _Reconcile:
         rank = {"ready": 0, "starting": 1, "failed": 2}
         held.sort(key=lambda pod: (rank[pod.state], pod.created_at, pod.name))
         self._remove_pods(held[count:])
-        missing, number = count - len(held), 0
+        missing, number = count - len(held), self._numbers.get(key, 0)
         while missing > 0:
             name = warm_name(key[1], number)
             number += 1

@@ -1,0 +1,224 @@
+"""Rollyard as its chart installs it, for tests: images, a volume for the control plane, one small pool."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from base64 import b64decode
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import yaml
+from podwatch import ClusterReader
+
+if TYPE_CHECKING:
+    from conftest import Cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm" / "rollyard"
+EXAMPLES = ROOT / "examples" / "kubernetes"
+TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"
+API_USER = 10001
+LEASE_SECONDS = 5
+"""So that what a killed stage worker held is soon another's."""
+IMAGES_SECONDS = 900
+INSTALL_SECONDS = 120
+IMAGE_VALUES = {"sandbox-default": "sandboxDefault"}
+"""Images whose value in the chart is named otherwise."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """One installation, with the namespace of its jobs."""
+
+    cluster: Cluster
+    name: str
+    """Of the release, of its instance, and of the namespace that it is in."""
+    jobs: str
+    """The namespace of its jobs and its pool."""
+    url: str
+    """The control plane, by its service's address: the machine that runs the tests is the node."""
+    token: str
+    tasks: tuple[dict[str, Any], ...]
+    """What the ConfigMap `tasks` holds."""
+
+    def http(self) -> httpx.Client:
+        """A client of the control plane, of the jobs' namespace."""
+        return httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {self.token}"},
+            params={"namespace": self.jobs},
+            timeout=10,
+            trust_env=False,
+        )
+
+    def kubectl(self, *args: str, input: str | None = None) -> str:
+        """In the jobs' namespace."""
+        return self.cluster.kubectl("-n", self.jobs, *args, input=input)
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        """kubectl apply, in the jobs' namespace."""
+        self.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(objects))
+
+    def job(self, name: str, samples: int) -> dict[str, Any]:
+        """The quickstart's job over the release's tasks."""
+        job: dict[str, Any] = yaml.safe_load((EXAMPLES / "job.yaml").read_text())
+        job["metadata"]["name"] = name
+        job["spec"]["tasks"] = {"configMapRef": {"name": "tasks"}}
+        job["spec"]["samplesPerTask"] = samples
+        return job
+
+    def deployment(self, component: str) -> str:
+        """The name of the control plane's or the operator's."""
+        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
+        (found,) = self.cluster.items("deployments", self.name, selector)
+        return str(found["metadata"]["name"])
+
+    def words(self) -> str:
+        """What there is to see where a test failed."""
+        told = []
+        for words in (
+            ("get", "rj,bp,pods", "-n", self.jobs, "-o", "wide"),
+            ("get", "pods", "-n", self.name),
+            ("get", "events", "-n", self.jobs, "--sort-by=.lastTimestamp"),
+            ("logs", "-n", self.name, "-l", "app.kubernetes.io/component=operator", "--tail=60", "--prefix"),
+            ("logs", "-n", self.name, "-l", "app.kubernetes.io/component=api", "--tail=30"),
+            ("logs", "-n", self.jobs, "-l", "app.kubernetes.io/component=stage-worker", "--prefix"),
+        ):
+            done = self.cluster.run("kubectl", *words)
+            told.append(f"$ kubectl {shlex.join(words)}\n{(done.stdout + done.stderr)[-6000:]}")
+        return "\n".join(told)
+
+
+def image_values(cluster: Cluster) -> list[str]:
+    """Values that name this checkout's images, which are on the node afterwards.
+
+    ROLLYARD_IMAGES and ROLLYARD_TAG name others, which are there already.
+    """
+    prefix, tag = os.environ.get("ROLLYARD_IMAGES", ""), os.environ.get("ROLLYARD_TAG", "")
+    if prefix and tag:
+        return [f"images.prefix={prefix}", f"images.tag={tag}"]
+    build = [str(ROOT / "scripts" / "images")]
+    env = {**cluster.env, "PYTHON": sys.executable}
+    names = _output(build, env)
+    refs = [line.split()[0] for line in names.splitlines() if line.strip()]
+    by_name = {ref.rpartition(":")[0].rpartition("/rollyard-")[2]: ref for ref in refs}
+    socket = cluster.kubeconfig.parent / "containerd" / "containerd.sock"
+    there = _output(["ctr", "-a", str(socket), "-n", "k8s.io", "images", "ls", "-q"], cluster.env).split()
+    missing = [name for name, ref in by_name.items() if ref not in there]
+    if missing:
+        lab = Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab"
+        env["IMAGE_LOAD"] = f"{shlex.quote(str(lab))} load"
+        _output([*build, "--only", ",".join(missing), "--load"], env)
+    return [f"images.{IMAGE_VALUES.get(name, name)}={ref}" for name, ref in by_name.items()]
+
+
+def _output(command: list[str], env: dict[str, str]) -> str:
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=IMAGES_SECONDS, check=False
+    )
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@contextlib.contextmanager
+def a_release(cluster: Cluster, tasks: int) -> Iterator[Release]:
+    """One installation with one ready backend of the embedded engine and the quickstart's first tasks.
+
+    Its database is on a folder of this machine, so that it outlives its pod. Everything but what lies
+    in the namespaces, which go with the session, is removed at the end.
+    """
+    images = image_values(cluster)
+    name, jobs = cluster.namespace(), cluster.namespace(restricted=True)
+    lines = [line for line in TASKS.read_text().splitlines() if line.strip()][:tasks]
+    with tempfile.TemporaryDirectory(prefix="rollyard-state-") as folder:
+        os.chown(folder, API_USER, API_USER)
+        cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(_volume(name, folder)))
+        values = [
+            *images,
+            f"namespaces={{{jobs}}}",
+            "crds.enabled=false",
+            "api.persistence.type=existingClaim",
+            f"api.persistence.existingClaim={name}",
+            f"api.leaseSeconds={LEASE_SECONDS}",
+            # Small machines hold all of it, beside other tests.
+            "api.resources.requests.cpu=50m",
+            "api.resources.requests.memory=128Mi",
+            "operator.resources.requests.cpu=50m",
+            "workers.resources.requests.cpu=50m",
+            "sandboxes.cpuRequestFraction=0.02",
+            "sandboxes.memoryRequestFraction=0.25",
+        ]
+        sets = [word for value in values for word in ("--set", value)]
+        try:
+            cluster.helm(
+                "install", name, str(CHART), "-n", name, "--wait", "--timeout", f"{INSTALL_SECONDS}s", *sets
+            )
+            release = _release(cluster, name, jobs, lines)
+            config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tasks"}}
+            release.apply({**config, "data": {"tasks.jsonl": "\n".join(lines)}})
+            release.apply(yaml.safe_load((EXAMPLES / "pool.yaml").read_text()))
+            release.kubectl("wait", "--for=condition=Ready", "bp/default", "--timeout=120s")
+            yield release
+            _remove(cluster, release)
+        finally:
+            cluster.run("helm", "uninstall", name, "-n", name, "--ignore-not-found", "--wait")
+            cluster.run("kubectl", "delete", "pv", name, "--ignore-not-found", "--wait=false")
+
+
+def _release(cluster: Cluster, name: str, jobs: str, lines: list[str]) -> Release:
+    (service,) = cluster.items("services", name, "app.kubernetes.io/component=api")
+    secret = service["metadata"]["annotations"]["rollyard.dev/tokens-secret"]
+    token = b64decode(cluster.get("secret", secret, name)["data"]["admin"]).decode()
+    url = f"http://{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}"
+    return Release(cluster, name, jobs, url, token, tuple(json.loads(line) for line in lines))
+
+
+def _remove(cluster: Cluster, release: Release) -> None:
+    """What kubectl applied, while there is an operator to clean up after it."""
+    release.kubectl("delete", "rj,bp", "--all", "--timeout=60s")
+    with ClusterReader(cluster.kubeconfig) as reader:
+        deadline = time.monotonic() + 60
+        while (left := reader.pods(release.name)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+    names = [pod["metadata"]["name"] for pod in left]
+    assert names == [], "pods outlive all jobs and pools"
+
+
+def _volume(name: str, folder: str) -> list[dict[str, Any]]:
+    """A volume made by hand: the cluster of the tests makes none by itself."""
+    size = {"storage": "1Gi"}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": name},
+            "spec": {
+                "capacity": size,
+                "accessModes": ["ReadWriteOnce"],
+                "persistentVolumeReclaimPolicy": "Retain",
+                "hostPath": {"path": folder},
+                "claimRef": {"namespace": name, "name": name},
+            },
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": name, "namespace": name},
+            "spec": {
+                "accessModes": ["ReadWriteOnce"],
+                "storageClassName": "",
+                "volumeName": name,
+                "resources": {"requests": size},
+            },
+        },
+    ]

@@ -1,0 +1,141 @@
+"""Pods as the API server and the kernel list them: nothing here imports Rollyard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import ssl
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import yaml
+
+Pod = dict[str, Any]
+COMPONENT = "app.kubernetes.io/component"
+INSTANCE = "rollyard.dev/instance"
+STAGE, JOB, CLAIM = "rollyard.dev/stage", "rollyard.dev/job", "rollyard.dev/claim"
+
+
+class ClusterReader:
+    """Lists pods without a process for every look."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        known = yaml.safe_load(kubeconfig.read_text())
+        server, user = known["clusters"][0]["cluster"], known["users"][0]["user"]
+        tls = ssl.create_default_context(cafile=server["certificate-authority"])
+        tls.load_cert_chain(user["client-certificate"], user["client-key"])
+        self._http = httpx.Client(base_url=server["server"], verify=tls, timeout=10, trust_env=False)
+
+    def __enter__(self) -> ClusterReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def labelled(self, selector: str) -> list[Pod]:
+        """Pods of all namespaces with these labels.
+
+        Raises:
+            httpx.HTTPError: the API server does not answer.
+        """
+        answer = self._http.get("/api/v1/pods", params={"labelSelector": selector})
+        found: list[Pod] = answer.raise_for_status().json()["items"]
+        return found
+
+    def pods(self, instance: str, component: str = "") -> list[Pod]:
+        """Pods that an installation's operator made, those that are going too."""
+        return self.labelled(f"{INSTANCE}={instance}" + (f",{COMPONENT}={component}" if component else ""))
+
+
+class PodWatch:
+    """What was ever seen of an installation's pods, and what must never be seen."""
+
+    def __init__(self, reader: ClusterReader, instance: str) -> None:
+        self._reader = reader
+        self._instance = instance
+        self.seen: dict[str, Pod] = {}
+        """By uid; as last seen."""
+        self.faults: set[str] = set()
+
+    def look(self) -> list[Pod]:
+        """The pods now.
+
+        Raises:
+            httpx.HTTPError: the API server does not answer.
+        """
+        pods = self._reader.pods(self._instance)
+        self.seen |= {pod["metadata"]["uid"]: pod for pod in pods}
+        at_work: dict[tuple[str, ...], list[str]] = {}
+        for pod in pods:
+            if is_at_work(pod) and (what := _unique(pod)):
+                at_work.setdefault(what, []).append(pod["metadata"]["name"])
+        for what, names in at_work.items():
+            if len(names) > 1:
+                self.faults.add(f"{' '.join(what)}: {', '.join(sorted(names))} at once")
+        return pods
+
+    def of(self, component: str) -> list[Pod]:
+        """Those ever seen of a component."""
+        return [pod for pod in self.seen.values() if label(pod, COMPONENT) == component]
+
+
+def _unique(pod: Pod) -> tuple[str, ...]:
+    """What there may be one pod of, in jobs with one worker a stage; empty: there may be many."""
+    if label(pod, COMPONENT) == "stage-worker":
+        return ("stage", label(pod, JOB), label(pod, STAGE))
+    claim = label(pod, CLAIM)
+    return ("claim", claim) if claim else ()
+
+
+def label(pod: Pod, name: str) -> str:
+    """A label's value; empty if it is not there."""
+    return str(pod["metadata"].get("labels", {}).get(name, ""))
+
+
+def is_at_work(pod: Pod) -> bool:
+    """Whether it is neither going nor over."""
+    over = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+    return not over and "deletionTimestamp" not in pod["metadata"]
+
+
+def is_ready(pod: Pod) -> bool:
+    """Whether it is at work and Ready."""
+    conditions = pod.get("status", {}).get("conditions", [])
+    return is_at_work(pod) and any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
+
+
+def processes_of(uids: set[str]) -> dict[int, str]:
+    """Live processes on this machine, the node, in control groups of these pods: pid → pod.
+
+    Without those of `pause`, which hold a pod's namespaces.
+    """
+    found: dict[int, str] = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            groups = Path(entry.path, "cgroup").read_text()
+            if "pod" not in groups or Path(entry.path, "comm").read_text().strip() == "pause":
+                continue
+            state = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[0]
+            groups = groups.replace("_", "-")
+            pod = next((uid for uid in uids if f"pod{uid}" in groups), None)
+            if pod is not None and state not in "ZX":
+                found[int(entry.name)] = pod
+    return found
+
+
+def kill_processes(pod: Pod) -> int:
+    """kill -9 of every process in a pod's containers, which no process outlives; how many there were."""
+    pids = processes_of({pod["metadata"]["uid"]})
+    killed = 0
+    for pid in sorted(pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            killed += 1
+    return killed

@@ -81,7 +81,7 @@ def settings_of(dice: random.Random) -> OperatorSettings:
     required = dice.random() < 0.7
     return OperatorSettings.model_validate(
         {
-            "instance": dice.choice(["rollyard", "i" * 40, "k-pure"]),
+            "instance": dice.choice(["rollyard", "i" * 40, "team-a"]),
             "controlPlaneUrl": dice.choice(["http://api:8765", "https://api.example/rollyard"]),
             "controlPlaneCaFile": dice.choice([None, "/etc/ca.crt"]),
             "tokenFile": "/t",

@@ -18,6 +18,7 @@ class Ledger:
         self.faults: list[str] = []
         self._cursor = ""
         self._grown = threading.Condition()
+        self._reading = threading.Lock()
 
     def note(self, record: dict[str, Any]) -> None:
         """Enters one delivered trajectory."""
@@ -37,19 +38,21 @@ class Ledger:
             return self._grown.wait_for(lambda: len(self.seen) >= count, seconds)
 
     def read(self, http: httpx.Client, job: str) -> None:
-        """Enters everything past the cursor, and moves the cursor with what was entered."""
-        while True:
-            answer = http.get(
-                f"/v1/rolloutjobs/{job}/trajectories", params={"cursor": self._cursor, "limit": 100}
-            )
-            answer.raise_for_status()
-            cursor = answer.headers["Rollyard-Cursor"]
-            records = [json.loads(line) for line in answer.text.splitlines() if line.strip()]
-            for record in records:
-                self.note(record)
-            self._cursor = cursor
-            if not records:
-                return
+        """Enters everything past the cursor, and moves the cursor with what was entered; one reader at a time."""
+        with self._reading:
+            while self._read_page(http, job):
+                pass
+
+    def _read_page(self, http: httpx.Client, job: str) -> int:
+        params: dict[str, str | int] = {"cursor": self._cursor, "limit": 100}
+        answer = http.get(f"/v1/rolloutjobs/{job}/trajectories", params=params)
+        answer.raise_for_status()
+        cursor = answer.headers["Rollyard-Cursor"]
+        records = [json.loads(line) for line in answer.text.splitlines() if line.strip()]
+        for record in records:
+            self.note(record)
+        self._cursor = cursor
+        return len(records)
 
     def judge(self, expected: Set[tuple[str, int]]) -> list[str]:
         """Problems, if any, against the (task, sample) pairs that were submitted."""

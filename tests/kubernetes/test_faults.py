@@ -256,7 +256,9 @@ def test_a_killed_pod_costs_no_rollout(release: Release, component: str, hits: i
         if component in ("operator", "api"):
             assert again == set(), "it takes no work along"
         if component in ("stage-worker", "backend"):
-            assert len(run.watch.of(component)) >= WANTED[component] + len(run.struck), "each replaced"
+            # One that is killed when the job is about to end may not be needed any more.
+            needed = sum(left >= 8 for left in unfinished)
+            assert len(run.watch.of(component)) >= WANTED[component] + needed, "each replaced"
         if component == "sandbox":
             assert again != set(), "no sandbox was in use when it was killed"
 

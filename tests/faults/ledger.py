@@ -38,7 +38,7 @@ class Ledger:
             return self._grown.wait_for(lambda: len(self.seen) >= count, seconds)
 
     def read(self, http: httpx.Client, job: str) -> None:
-        """Enters everything past the cursor, and moves the cursor with what was entered; one reader at a time."""
+        """Enters everything past the cursor, and moves the cursor with it; one reader at a time."""
         with self._reading:
             while self._read_page(http, job):
                 pass

@@ -161,8 +161,11 @@ class Run:
         assert code == 404
         assert self.settled(lambda pod: label(pod, "rollyard.dev/job") == self.name) == []
 
-    def victim(self, component: str, rng: random.Random) -> Pod:
-        """A ready pod of a component; of sandboxes one that a rollout has; none twice that ends for good."""
+    def victim(self, component: str, rng: random.Random) -> Pod | None:
+        """A ready pod of a component; of sandboxes one that a rollout has; none twice that ends for good.
+
+        None: the job ended before there was one.
+        """
         if component in ("api", "operator"):
             labels = f"app.kubernetes.io/instance={self.release.name},{COMPONENT}={component}"
         else:
@@ -175,12 +178,16 @@ class Run:
                 there = [pod for pod in there if pod["metadata"]["uid"] not in self.struck]
             if there:
                 return rng.choice(sorted(there, key=lambda pod: str(pod["metadata"]["name"])))
+            if self.unfinished == 0:
+                return None
             time.sleep(0.05)
         raise AssertionError(f"no ready {component} within 30 s\n{self.release.words()}")
 
     def strike(self, component: str, how: str, rng: random.Random) -> str:
-        """Kills a pod's processes, or deletes the pod; tells which."""
+        """Kills a pod's processes, or deletes the pod; tells which. Empty: the job had ended before."""
         pod = self.victim(component, rng)
+        if pod is None:
+            return ""
         meta = pod["metadata"]
         self.struck.add(meta["uid"])
         if how == "kill -9":
@@ -242,6 +249,8 @@ def test_a_killed_pod_costs_no_rollout(release: Release, component: str, hits: i
             if run.unfinished == 0:
                 break
             told = run.strike(component, ways[number + rng.randrange(2)], rng)
+            if not told:
+                break
             unfinished.append(run.unfinished)
             print(f"{time.monotonic() - began:.1f} s: {told}, {run.unfinished} to go")
         counts = run.judge()

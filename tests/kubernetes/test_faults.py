@@ -36,7 +36,12 @@ from podwatch import (
 if TYPE_CHECKING:
     from conftest import Cluster
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300, func_only=True)]
+pytestmark = [
+    pytest.mark.kubernetes,
+    pytest.mark.faults,
+    pytest.mark.real,
+    pytest.mark.timeout(300, func_only=True),
+]
 
 TASKS = 8
 SAMPLES = 3

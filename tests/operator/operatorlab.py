@@ -131,8 +131,8 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollyard_operator.jobloop.POLL_SECONDS", 0.02)
     monkeypatch.setattr("rollyard_operator.jobloop.COUNTS_SECONDS", 0.0)
     monkeypatch.setattr("rollyard_operator.jobloop.REFUSED_SECONDS", 0.05)
-    monkeypatch.setattr("rollyard_operator.jobloop.LEFTOVER_SECONDS", 0.05)
-    for name in ("POLL_SECONDS", "LEFTOVER_SECONDS", "COUNTS_SECONDS"):
+    monkeypatch.setattr("rollyard_operator.children.LEFTOVER_SECONDS", 0.02)
+    for name in ("POLL_SECONDS", "COUNTS_SECONDS"):
         monkeypatch.setattr(f"rollyard_operator.poolloop.{name}", 0.02)
     monkeypatch.setattr("rollyard_operator.probe.FIRST_CHECK_SECONDS", 0.01)
     monkeypatch.setattr("rollyard_operator.probe.CHECK_SECONDS", 0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +17,9 @@ from rollyard_operator.objectcache import Key, PodCache, key_of, uid_of
 from rollyard_operator.plan import Launch, ObservedWorkload, Plan, Stop, Workload
 from rollyard_operator.podparts import TemplateError
 from rollyard_operator.podstatus import observed_workload
+from rollyard_operator.resource import is_leaving
 
+LEFTOVER_SECONDS = 2.0
 REMEMBERED = 4096
 """Deleted pods whose end the watch has not told yet."""
 
@@ -39,6 +42,17 @@ class Children:
     def pods(self, uid: str, component: str) -> list[Object]:
         """The owner's pods of a component."""
         return self._cache.owned(uid, component)
+
+    async def leave(self, uid: str, component: str, grace_seconds: float) -> float | None:
+        """Delete what a vanished owner has left; seconds until there is to be looked again, None: nothing.
+
+        Garbage collection takes them too; not those of a deletion that orphans its dependents.
+        """
+        leftovers = [pod for pod in self.pods(uid, component) if not is_leaving(pod)]
+        for pod in leftovers:
+            with suppress(KubeError):
+                await self._kube.delete("Pod", *key_of(pod), grace=int(grace_seconds), uid=uid_of(pod))
+        return LEFTOVER_SECONDS if leftovers else None
 
     def observed(self, pods: Iterable[Object]) -> list[ObservedWorkload]:
         """What is seen of these pods, and of those that the API server refused to make."""

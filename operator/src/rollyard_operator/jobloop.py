@@ -17,10 +17,9 @@ from rollyard_operator import turn
 from rollyard_operator.children import Children
 from rollyard_operator.conditions import holds
 from rollyard_operator.fleet import earliest
-from rollyard_operator.kube import KubeError
 from rollyard_operator.labels import Object
 from rollyard_operator.loops import ObjectLoop
-from rollyard_operator.objectcache import Key, key_of, uid_of
+from rollyard_operator.objectcache import Key, uid_of
 from rollyard_operator.plan import Plan, PoolState
 from rollyard_operator.plane import POLL_SECONDS, thing_key
 from rollyard_operator.pods import worker_pod
@@ -33,7 +32,6 @@ REFUSED_SECONDS = 15.0
 """Until a job that was refused is tried again: a ConfigMap, or room in the queue, may have come."""
 COUNTS_SECONDS = 2.0
 """Counts alone are written to the object this often at most."""
-LEFTOVER_SECONDS = 2.0
 
 
 class Refused(Exception):
@@ -292,16 +290,10 @@ class JobLoop(ObjectLoop):
                     await yard.plane.client.delete_job(*self.key)
             yard.plane.unfinished.forget(self.key)
             life.left = True
-        # Garbage collection takes them too; not those of a deletion that orphans its dependents.
-        leftovers = [pod for pod in self._children.pods(uid, COMPONENT) if not is_leaving(pod)]
-        for pod in leftovers:
-            with suppress(KubeError):
-                await yard.kube.delete(
-                    "Pod", *key_of(pod), grace=int(yard.profile.stop_seconds), uid=uid_of(pod)
-                )
-        if obj is None and not leftovers:
+        wait = await self._children.leave(uid, COMPONENT, yard.profile.stop_seconds)
+        if obj is None and wait is None:
             self.done = True
-        return LEFTOVER_SECONDS if leftovers else None
+        return wait
 
 
 def with_counts(status: RolloutJobStatus, known: RolloutJobStatus) -> RolloutJobStatus:

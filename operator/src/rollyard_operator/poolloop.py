@@ -17,10 +17,9 @@ from rollyard_operator import turn
 from rollyard_operator.children import Children
 from rollyard_operator.conditions import Claim, updated
 from rollyard_operator.fleet import earliest
-from rollyard_operator.kube import KubeError
 from rollyard_operator.labels import Object
 from rollyard_operator.loops import ObjectLoop
-from rollyard_operator.objectcache import Key, key_of, uid_of
+from rollyard_operator.objectcache import Key, uid_of
 from rollyard_operator.plan import ObservedPool
 from rollyard_operator.plane import POLL_SECONDS, object_uid
 from rollyard_operator.pods import backend_pod, pool_service
@@ -33,7 +32,6 @@ COMPONENT = "backend"
 REFUSED_SECONDS = 15.0
 COUNTS_SECONDS = 10.0
 """Numbers of single backends are written to the object this often at most."""
-LEFTOVER_SECONDS = 2.0
 
 
 @dataclass(slots=True)
@@ -228,15 +226,10 @@ class PoolLoop(ObjectLoop):
             if yard.pool_states.pop(self.key, None) is not None:
                 yard.pool_changed(self.key)
             life.left = True
-        # Garbage collection takes them too; not those of a deletion that orphans its dependents.
-        leftovers = [pod for pod in self._children.pods(uid, COMPONENT) if not is_leaving(pod)]
-        for pod in leftovers:
-            grace = int(yard.profile.stop_seconds)
-            with suppress(KubeError):
-                await yard.kube.delete("Pod", *key_of(pod), grace=grace, uid=uid_of(pod))
-        if obj is None and not leftovers:
+        wait = await self._children.leave(uid, COMPONENT, yard.profile.stop_seconds)
+        if obj is None and wait is None:
             self.done = True
-        return LEFTOVER_SECONDS if leftovers else None
+        return wait
 
 
 def with_backends(status: BackendPoolStatus, known: BackendPoolStatus) -> BackendPoolStatus:

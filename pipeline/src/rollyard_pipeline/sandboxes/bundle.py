@@ -33,7 +33,13 @@ from packaging.requirements import Requirement
 from rollyard_crds.claims import COPY_ARGV, EXEC_SERVER_ARGV, RUNTIME_PATH
 
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
-from rollyard_pipeline.sandboxes.runtime import COPIED, package_folder, program_loader, venv_files
+from rollyard_pipeline.sandboxes.runtime import (
+    COPIED,
+    base_python,
+    package_folder,
+    program_loader,
+    venv_files,
+)
 
 _ROOTS: Final = ("ipykernel", "jupyter-client", "pyzmq")
 # Debugger, completion and time zones: ipykernel and IPython work without them, and they are a third of it.
@@ -66,7 +72,7 @@ def write_bundle(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty")
-    executable = Path(sys._base_executable).resolve()  # type: ignore[attr-defined]
+    executable = base_python()
     loader = program_loader(executable)
     if loader is None:
         raise SandboxStartFailed(

@@ -61,6 +61,11 @@ class Runtime:
     """For sys.path where Python is started without `site`."""
 
 
+def base_python() -> Path:
+    """The program of the installation that this interpreter, or its virtual environment, belongs to."""
+    return Path(sys._base_executable).resolve()  # type: ignore[attr-defined]
+
+
 def make_runtime(cache: Path) -> Runtime:
     """Collects what the running interpreter needs, and writes the small files below `cache`.
 
@@ -69,7 +74,7 @@ def make_runtime(cache: Path) -> Runtime:
     Raises:
         SandboxStartFailed: the exec server or one of its dependencies is not installed here.
     """
-    executable = Path(sys._base_executable).resolve()  # type: ignore[attr-defined]
+    executable = base_python()
     python = f"{INSIDE}/python/{executable.relative_to(_prefix(executable))}"
     libs = _library_folders()
     site = _package_folders()

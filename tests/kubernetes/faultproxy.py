@@ -29,21 +29,23 @@ IN_A_ROW = 2
 HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "host", "content-length")
 )
-READ, LIST, WATCH, WRITE = "read", "list", "watch", "write"
+READ, LIST, PAGE, WATCH, WRITE = "read", "list", "page", "watch", "write"
+"""Calls. A page is a list that says how much it wants at once: what it would go on with may be forgotten."""
+CALLS = frozenset((READ, LIST, PAGE, WATCH, WRITE))
 
 ANSWERS: Mapping[str, tuple[frozenset[str], tuple[int, int]]] = {
     "conflict": (frozenset((WRITE,)), (2, 8)),
     "lost answer": (frozenset((WRITE,)), (4, 12)),
-    "gone list": (frozenset((LIST,)), (2, 4)),
-    "gone watch": (frozenset((WATCH,)), (2, 5)),
-    "throttled": (frozenset((READ, LIST, WATCH, WRITE)), (5, 15)),
-    "internal error": (frozenset((READ, LIST, WATCH, WRITE)), (6, 20)),
-    "unavailable": (frozenset((READ, LIST, WATCH, WRITE)), (6, 20)),
+    "gone page": (frozenset((PAGE,)), (2, 6)),
+    "gone watch": (frozenset((WATCH,)), (4, 10)),
+    "throttled": (CALLS, (6, 20)),
+    "internal error": (CALLS, (8, 25)),
+    "unavailable": (CALLS, (8, 25)),
 }
 """What is answered in the place of the API server, to which calls, and every how many of them."""
 STREAMS: Mapping[str, int] = {
-    "cut": 3,
-    "gone event": 3,
+    "cut": 6,
+    "gone event": 6,
     "error event": 1,
     "broken off": 1,
 }
@@ -61,14 +63,13 @@ class Chance:
         self._rng = random.Random(seed)
         self._left = {kind: self._rng.randint(*every) for kind, (_, every) in ANSWERS.items()}
         self._in_a_row: Counter[str] = Counter()
-        self._fates: list[str] = []
         self.injected: Counter[str] = Counter()
 
     def answer(self, call: str, what: str) -> str:
         """What this call is answered with; empty: what the API server says.
 
         Args:
-            call: one of READ, LIST, WATCH, WRITE.
+            call: one of CALLS.
             what: tells it from other calls.
         """
         able = [kind for kind, (calls, _) in ANSWERS.items() if call in calls]
@@ -84,20 +85,21 @@ class Chance:
         self.injected[kind] += 1
         return kind
 
-    def fate(self) -> tuple[str, int]:
-        """How a watch ends that begins now, and after how many lines; counted by `fulfil`."""
-        if not self._fates:
-            self._fates = [kind for kind, times in STREAMS.items() for _ in range(times)]
-            self._rng.shuffle(self._fates)
-        return self._fates.pop(), self._rng.randint(*LINES)
+    def lines(self) -> int:
+        """After how many lines a watch ends that begins now."""
+        return self._rng.randint(*LINES)
 
-    def fulfil(self, kind: str) -> None:
-        """A watch ended so."""
+    def fate(self) -> str:
+        """How a watch ends now: each way once, then as often as STREAMS says."""
+        ways = sorted(STREAMS.keys() - self.injected.keys())
+        kinds, weights = (ways, None) if ways else (list(STREAMS), list(STREAMS.values()))
+        (kind,) = self._rng.choices(kinds, weights)
         self.injected[kind] += 1
+        return kind
 
 
 def call_of(method: str, path: str, query: Mapping[str, str]) -> str:
-    """READ, LIST, WATCH or WRITE."""
+    """One of CALLS."""
     if method != "GET":
         return WRITE
     if query.get("watch") in ("true", "1"):
@@ -106,7 +108,9 @@ def call_of(method: str, path: str, query: Mapping[str, str]) -> str:
     parts = parts[2:] if parts[0] == "api" else parts[3:] if parts[0] == "apis" else []
     if len(parts) > 2 and parts[0] == "namespaces":
         parts = parts[2:]
-    return LIST if len(parts) == 1 else READ
+    if len(parts) != 1:
+        return READ
+    return PAGE if "limit" in query else LIST
 
 
 def status(code: int, reason: str, message: str) -> dict[str, Any]:
@@ -131,7 +135,7 @@ REFUSALS: Mapping[str, dict[str, Any]] = {
         "the latest version and try again",
     ),
     "lost answer": status(500, "InternalError", "Internal error occurred: etcdserver: request timed out"),
-    "gone list": EXPIRED,
+    "gone page": EXPIRED,
     "gone watch": EXPIRED,
     "throttled": status(429, "TooManyRequests", "Too many requests, please try again later."),
     "internal error": status(500, "InternalError", "Internal error occurred: context deadline exceeded"),
@@ -154,7 +158,7 @@ class FaultProxy:
     url: str = ""
     """Its own address, once entered."""
     calls: Counter[str] = field(default_factory=Counter)
-    """How many came, by READ, LIST, WATCH, WRITE."""
+    """How many came of each of CALLS."""
 
     def __post_init__(self) -> None:
         self.chance = Chance(self.seed)
@@ -243,7 +247,7 @@ class FaultProxy:
         return web.Response(status=answer.status, headers=passed(answer.headers), body=content)
 
     async def _stream(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        fate, lines = self.chance.fate()
+        lines = self.chance.lines()
         told = web.StreamResponse(status=200, headers=passed(answer.headers))
         await told.prepare(request)
         with suppress(ConnectionError):  # the client left
@@ -253,7 +257,7 @@ class FaultProxy:
                     if lines > 0:
                         await told.write(line)
                         continue
-                    self.chance.fulfil(fate)
+                    fate = self.chance.fate()
                     if fate in EVENTS:
                         event = {"type": "ERROR", "object": EVENTS[fate]}
                         await told.write(json.dumps(event).encode() + b"\n")

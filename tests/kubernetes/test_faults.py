@@ -37,6 +37,8 @@ ENDED = 10
 FURTHER = 0.5
 """Seconds, at most, between that and the fault."""
 OUTAGE_SECONDS = 30.0
+JOBS = 3
+"""At most, until each kind of fault has been injected; one is mostly enough."""
 SEED = os.environ.get("ROLLYARD_FAULT_SEED", "0")
 WANTED = {"stage-worker": len(STAGES), "backend": 1}
 """Pods of each while a job runs."""
@@ -121,6 +123,17 @@ def test_two_operators_by_mistake_do_no_harm(release: Release) -> None:
         release.scale_operator(1)
 
 
+def one_job_all_the_same(release: Release, name: str) -> None:
+    """A job that is not disturbed, whatever its operator has to do with: nothing is done twice."""
+    with a_run(release, name) as run:
+        counts = run.judge()
+        assert counts["succeeded"] == len(run.expected)
+        assert {key for key, record in run.ledger.seen.items() if record["attempt"]} == set()
+        assert len(run.watch.of("stage-worker")) == len(STAGES)
+        taken = [label(pod, CLAIM) for pod in run.watch.of("sandbox") if label(pod, CLAIM)]
+        assert len(taken) == len(set(taken)), "one pod for each claim"
+
+
 def test_an_api_server_whose_answers_cannot_be_relied_on(release: Release, tmp_path: Path) -> None:
     server, ca_file = release.cluster.server
     release.scale_operator(0)
@@ -129,17 +142,14 @@ def test_an_api_server_whose_answers_cannot_be_relied_on(release: Release, tmp_p
             FaultProxy(server, ca_file, f"answers-{SEED}") as proxy,
             OperatorProcess(release, proxy.url, tmp_path) as operator,
         ):
-            with a_run(release, "injected") as run:
-                counts = run.judge()
+            for number in range(JOBS):
+                one_job_all_the_same(release, f"injected-{number}")
                 print(dict(proxy.injected), dict(proxy.calls))
-                assert counts["succeeded"] == len(run.expected)
-                # Nothing was killed, so nothing had to be done twice.
-                assert {key for key, record in run.ledger.seen.items() if record["attempt"]} == set()
-                assert len(run.watch.of("stage-worker")) == len(STAGES)
-                taken = [label(pod, CLAIM) for pod in run.watch.of("sandbox") if label(pod, CLAIM)]
-                assert len(taken) == len(set(taken)), "one pod for each claim"
+                if set(proxy.injected) == KINDS:
+                    break
             assert operator.is_alive(), operator.log()
-            assert "Traceback" not in operator.log(), operator.log()
+            # kopf tells how a watch of its failed; nothing else is to be surprised.
+            assert "a turn failed" not in operator.log(), operator.log()
             assert set(proxy.injected) == KINDS, proxy.injected
     finally:
         release.scale_operator(1)

@@ -54,11 +54,12 @@ def _token(path: Path) -> str:
     return token
 
 
-async def serve(settings: OperatorSettings, liveness: str, begin_anew: Callable[[], None]) -> None:
+async def serve(settings: OperatorSettings, liveness: str, leave: Callable[[bool], None]) -> None:
     """Run the operator until SIGTERM or SIGINT.
 
     Args:
-        begin_anew: starts this program again, with everything that it knows read from the cluster.
+        leave: ends this process at once; True: for a new one of the same command, which reads all that it
+            needs to know from the cluster.
 
     Raises:
         SettingsError: the token file cannot be read.
@@ -73,7 +74,7 @@ async def serve(settings: OperatorSettings, liveness: str, begin_anew: Callable[
     try:
         settings = settings.model_copy(update={"api_server_version": await kube.version()})
         async with httpx.AsyncClient(trust_env=False) as http:
-            await _run(settings, kube, client, http, liveness, begin_anew)
+            await _run(settings, kube, client, http, liveness, leave)
     finally:
         await client.aclose()
         await kube.close()
@@ -85,7 +86,7 @@ async def _run(
     client: DriverClient,
     http: httpx.AsyncClient,
     liveness: str,
-    begin_anew: Callable[[], None],
+    leave: Callable[[bool], None],
 ) -> None:
     profile = Profile(max_active_jobs=MAX_ACTIVE_JOBS, made_of=installation_digest(settings))
     operator = Operator(settings, profile, kube, client, http)
@@ -124,11 +125,12 @@ async def _run(
             pause = SHORT_PAUSE_SECONDS if steady else LONG_PAUSE_SECONDS
             _log.warning("the watches have ended: in %g s all begins anew", pause)
             await asyncio.wait(ends[:1], timeout=pause)
-            if not asked.is_set():
-                begin_anew()
+            leave(not asked.is_set())
         working.cancel()
         if asked.is_set() and filled.is_set():
-            await asyncio.wait((watches,), timeout=ENDING_SECONDS)
+            _, left = await asyncio.wait((watches,), timeout=ENDING_SECONDS)
+            if left:
+                leave(False)
     finally:
         for task in (working, watches, *ends):
             task.cancel()
@@ -138,11 +140,13 @@ async def _run(
             raise outcome
 
 
-def _begin_anew() -> None:
-    """Replace this process by a new one of the same command.
+def _leave(begin_anew: bool) -> None:
+    """End this process at once, or replace it by a new one of the same command.
 
     After a watch has failed, tasks of kopf are left that neither go on nor end.
     """
+    if not begin_anew:
+        os._exit(0)
     # Whoever asks it to end meanwhile is heard later: the first process of a container ignores what it
     # has no handler for.
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
@@ -156,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for noisy in ("kopf", "httpx", "httpcore", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     try:
-        asyncio.run(serve(load_settings(options.config), options.liveness, _begin_anew))
+        asyncio.run(serve(load_settings(options.config), options.liveness, _leave))
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2

@@ -73,6 +73,7 @@ class OperatorProcess:
         # Names of services are known to the cluster's DNS only: it has an /etc/resolv.conf of its own.
         bind = 'mount --bind "$0" "$(realpath /etc/resolv.conf)" && exec "$@"'
         command = [
+            "setpriv", "--pdeathsig", "TERM",  # it does not outlive these tests
             "unshare", "--mount", "--propagation", "private",
             "sh", "-c", bind, str(self._folder / "resolv.conf"),
             sys.executable, "-m", "rollyard_operator",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds" / "yaml"
@@ -46,6 +47,12 @@ class Cluster:
     """For subprocesses: KUBECONFIG, and a PATH with kubectl and helm."""
     made: list[str] = field(default_factory=list, repr=False)
     """Namespaces that end with the session."""
+
+    @property
+    def server(self) -> tuple[str, str]:
+        """The API server's address, and the file of the authority that its certificate is from."""
+        known = yaml.safe_load(self.kubeconfig.read_text())["clusters"][0]["cluster"]
+        return str(known["server"]), str(known["certificate-authority"])
 
     def run(
         self, *command: str, input: str | None = None, timeout: float = COMMAND_SECONDS

@@ -83,6 +83,17 @@ class Release:
         (found,) = self.cluster.items("deployments", self.name, selector)
         return str(found["metadata"]["name"])
 
+    def scale_operator(self, replicas: int) -> None:
+        """So many operators; returns when they are ready, and no others are there any more."""
+        name = self.deployment("operator")
+        self.cluster.kubectl("scale", f"deployment/{name}", "-n", self.name, f"--replicas={replicas}")
+        self.cluster.kubectl("rollout", "status", f"deployment/{name}", "-n", self.name, "--timeout=60s")
+        if replicas == 0:
+            selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=operator"
+            self.cluster.kubectl(
+                "wait", "--for=delete", "pod", "-l", selector, "-n", self.name, "--timeout=60s"
+            )
+
     def words(self) -> str:
         """What there is to see where a test failed."""
         told = []

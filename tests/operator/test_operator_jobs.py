@@ -307,6 +307,28 @@ async def test_what_went_while_no_operator_ran_is_cleaned_up(tmp_path: Path, qui
         await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in kube.of("Pod")))
 
 
+async def test_what_was_deleted_while_a_watch_was_broken_is_noticed_when_it_begins_anew(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard_operator.installation.GATHER_SECONDS", 0.01)
+    kube, control = FakeKube(), FakeControlPlane()
+    async with running(Lab(settings_in(tmp_path), kube, control)) as lab:
+        kube.put(job())
+        await until(lambda: len(kube.of("Pod")) == 3)
+        kube.watchers.clear()
+        worker = kube.names("Pod")[0]
+        before = {pod["metadata"]["uid"] for pod in kube.of("Pod")}
+        kube.remove("Pod", NAMESPACE, worker)
+        await asyncio.sleep(0.1)
+        assert len(kube.of("Pod")) == 2
+        lab.operator.listed()
+        await until(lambda: len(kube.of("Pod")) == 3)
+        assert len({pod["metadata"]["uid"] for pod in kube.of("Pod")} - before) == 1
+        kube.remove("RolloutJob", *KEY)
+        lab.operator.listed()
+        await until(lambda: control.deleted == ["RolloutJob/math"])
+
+
 async def test_a_namespace_that_refuses_the_operator_is_left_alone(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -255,6 +255,20 @@ async def test_lists_are_read_page_by_page(kube: Any) -> None:
     ]
 
 
+async def test_a_list_whose_next_page_is_forgotten_begins_anew(kube: Any) -> None:
+    api, server = kube
+    first = (200, {"metadata": {"continue": "next"}, "items": [{"metadata": {"name": "a"}}]})
+    last = (200, {"metadata": {}, "items": [{"metadata": {"name": "b"}}]})
+    server.answers = [first, refusal(410, "Expired"), first, last]
+    assert [one["metadata"]["name"] for one in await api.list("Pod", "n")] == ["a", "b"]
+    assert ["continue=next" in path for _, path, _ in server.asked] == [False, True, False, True]
+    server.answers = [refusal(410, "Expired")] * ATTEMPTS
+    with pytest.raises(KubeError) as gone:
+        await api.list("Pod", "n")
+    assert gone.value.status == 410
+    assert server.answers == []
+
+
 async def test_a_server_that_is_not_there_is_an_error_and_not_a_hang(quick: None) -> None:
     configuration = client.Configuration()
     configuration.host = "http://127.0.0.1:9"

@@ -6,8 +6,10 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -21,11 +23,17 @@ from rollyard_operator.kubesandboxes import SandboxLoop
 from rollyard_operator.plan import Profile
 from rollyard_operator.pods import installation_digest
 from rollyard_operator.settings import OperatorSettings, SettingsError, load_settings
-from rollyard_operator.shell import LIVENESS, login_of, watch
+from rollyard_operator.shell import LIVENESS, login_of, on_signals, watch
 
 _log = logging.getLogger("rollyard_operator")
 MAX_ACTIVE_JOBS = 100
 """More wait as Pending; what the cluster has room for is its scheduler's and Kueue's business."""
+ENDS = {signal.SIGTERM, signal.SIGINT}
+STEADY_SECONDS = 20.0
+SHORT_PAUSE_SECONDS, LONG_PAUSE_SECONDS = 1.0, 5.0
+"""Before all begins anew: after it was steady for so long, and else."""
+ENDING_SECONDS = 5.0
+"""For the watches, to end when they are asked to."""
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -46,8 +54,12 @@ def _token(path: Path) -> str:
     return token
 
 
-async def serve(settings: OperatorSettings, liveness: str) -> None:
+async def serve(settings: OperatorSettings, liveness: str, leave: Callable[[bool], None]) -> None:
     """Run the operator until SIGTERM or SIGINT.
+
+    Args:
+        leave: ends this process at once; True: for a new one of the same command, which reads all that it
+            needs to know from the cluster.
 
     Raises:
         SettingsError: the token file cannot be read.
@@ -62,7 +74,7 @@ async def serve(settings: OperatorSettings, liveness: str) -> None:
     try:
         settings = settings.model_copy(update={"api_server_version": await kube.version()})
         async with httpx.AsyncClient(trust_env=False) as http:
-            await _run(settings, kube, client, http, liveness)
+            await _run(settings, kube, client, http, liveness, leave)
     finally:
         await client.aclose()
         await kube.close()
@@ -74,6 +86,7 @@ async def _run(
     client: DriverClient,
     http: httpx.AsyncClient,
     liveness: str,
+    leave: Callable[[bool], None],
 ) -> None:
     profile = Profile(max_active_jobs=MAX_ACTIVE_JOBS, made_of=installation_digest(settings))
     operator = Operator(settings, profile, kube, client, http)
@@ -87,28 +100,57 @@ async def _run(
         checks=await isolation_checks(settings, kube, os.environ),
     )
     operator.job_changed = sandboxes.wake
-    filled = asyncio.Event()
+    filled, asked, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    on_signals(asked.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
 
     async def begun() -> None:
         filled.set()
 
     async def watching() -> None:
         await filled.wait()
-        await watch(operator, settings, login_of(kube), liveness, working.cancel)
+        try:
+            await watch(operator, settings, login_of(kube), liveness, asked, over.set)
+        finally:
+            over.set()
 
+    began = time.monotonic()
     working = asyncio.create_task(operator.run(begun, sandboxes.run), name="operator")
     watches = asyncio.create_task(watching(), name="watches")
+    ends = [asyncio.create_task(one.wait()) for one in (asked, over)]
     try:
-        await asyncio.wait((working, watches), return_when=asyncio.FIRST_COMPLETED)
-        if working.cancelled():
-            await watches  # it was asked to end, and does
+        await asyncio.wait((working, *ends), return_when=asyncio.FIRST_COMPLETED)
+        if over.is_set() and not asked.is_set():
+            steady = time.monotonic() - began > STEADY_SECONDS
+            pause = SHORT_PAUSE_SECONDS if steady else LONG_PAUSE_SECONDS
+            _log.warning("the watches have ended: in %g s all begins anew", pause)
+            await asyncio.wait(ends[:1], timeout=pause)
+            leave(not asked.is_set())
+        working.cancel()
+        if asked.is_set() and filled.is_set():
+            _, left = await asyncio.wait((watches,), timeout=ENDING_SECONDS)
+            if left:
+                leave(False)
     finally:
-        for task in (working, watches):
+        for task in (working, watches, *ends):
             task.cancel()
-        ended = await asyncio.gather(working, watches, return_exceptions=True)
+        ended = await asyncio.gather(working, watches, *ends, return_exceptions=True)
     for outcome in ended:
         if isinstance(outcome, Exception):
             raise outcome
+
+
+def _leave(begin_anew: bool) -> None:
+    """End this process at once, or replace it by a new one of the same command.
+
+    After a watch has failed, tasks of kopf are left that neither go on nor end.
+    """
+    if not begin_anew:
+        os._exit(0)
+    # Whoever asks it to end meanwhile is heard later: the first process of a container ignores what it
+    # has no handler for.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for noisy in ("kopf", "httpx", "httpcore", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     try:
-        asyncio.run(serve(load_settings(options.config), options.liveness))
+        asyncio.run(serve(load_settings(options.config), options.liveness, _leave))
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -33,6 +33,8 @@ RESYNC_SECONDS = 120.0
 """Between two comparisons of the caches with the cluster: a watch that breaks may miss a deletion."""
 SETTLED_SECONDS = 15.0
 """After the start, until the watches are there for sure."""
+GATHER_SECONDS = 2.0
+"""After a watch has begun anew, for those of the other kinds and namespaces that do so too."""
 PATIENCE_SECONDS = 5.0
 """Between two tries to list what the cluster cannot list yet."""
 FORBIDDEN = 403
@@ -76,6 +78,7 @@ class Operator:
         self.job_changed: Callable[[], None] = lambda: None
         """Called when a RolloutJob appeared, changed or went."""
         self._polled_at = 0.0
+        self._listed = asyncio.Event()
 
     # What a watch tells
 
@@ -87,6 +90,10 @@ class Operator:
     def gone(self, obj: Object) -> None:
         """An object or a pod was deleted."""
         self._cache(obj["kind"]).remove(key_of(obj), uid_of(obj))
+
+    def listed(self) -> None:
+        """A watch begins with a list, which does not tell what was deleted since it ended."""
+        self._listed.set()
 
     def _cache(self, kind: str) -> ObjectCache:
         return {"Pod": self.yard.pods, "RolloutJob": self.yard.jobs, "BackendPool": self.yard.pools}[kind]
@@ -192,14 +199,27 @@ class Operator:
 
     async def _resync(self) -> None:
         await self.yard.plane.seen.wait()
+        clock = asyncio.get_running_loop().time
         # Once more soon: what was deleted before the watches began, they do not tell.
-        for pause in itertools.chain((SETTLED_SECONDS,), itertools.repeat(RESYNC_SECONDS)):
+        due = clock() + SETTLED_SECONDS
+        while True:
             try:
                 await self._list()
                 await self._sync.sweep()
             except KubeError as error:
                 _log.warning("resync: %s", error)
-            await asyncio.sleep(pause)
+                due = min(due, clock() + SETTLED_SECONDS)
+            await self._until_due(due - clock())
+            if clock() >= due:
+                due = clock() + RESYNC_SECONDS
+
+    async def _until_due(self, seconds: float) -> None:
+        """Waits so long, or until watches have begun anew."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._listed.wait()
+                await asyncio.sleep(GATHER_SECONDS)
+        self._listed.clear()
 
     async def _list(self) -> None:
         """All that is there, into the caches; of namespaces that refuse us, nothing.

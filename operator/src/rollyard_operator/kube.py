@@ -23,6 +23,7 @@ TIMEOUT_SECONDS = 15.0
 ATTEMPTS = 5
 LONGEST_PAUSE_SECONDS = 2.0
 PAGE = 500
+GONE = 410
 _JSON = "application/json"
 _MERGE = "application/merge-patch+json"
 _APPLY = "application/apply-patch+yaml"
@@ -293,7 +294,7 @@ class KubeClient:
                 return None
             raise
 
-    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
+    async def _pages(self, kind: str, namespace: str | None, selector: str) -> list[Object]:
         resource = RESOURCES[kind]
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
         found: list[Object] = []
@@ -305,6 +306,17 @@ class KubeClient:
             if not more:
                 return found
             query["continue"] = more
+
+    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self._pages(kind, namespace, selector)
+            except KubeError as error:
+                # It took so long that the next page is of a past that the cluster has forgotten.
+                if error.status != GONE or attempt + 1 == ATTEMPTS:
+                    raise
+                await asyncio.sleep(_pause(attempt, error))
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _merge(self, path: str, body: Object, *, again: bool = True) -> Object | None:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import signal
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
@@ -58,6 +60,7 @@ def kopf_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
     own.watching.label_selectors["v1", "pods"] = f"{labels.INSTANCE}={settings.instance}"
     own.networking.connect_timeout = 10.0
     own.networking.error_backoffs = Endless()
+    own.process.ultimate_exiting_timeout = None  # its own kill -9, minutes after a watch has failed
     own.queueing.exit_timeout = 0.5
     own.queueing.idle_timeout = 1.0
     return own
@@ -77,6 +80,8 @@ def kopf_registry(operator: Operator, login: Login, ending: Callable[[], object]
             operator.gone(obj)
         else:
             operator.seen(obj)
+        if event["type"] is None:
+            operator.listed()
 
     for kind in (*KINDS, "Pod"):
         resource = RESOURCES[kind]
@@ -116,23 +121,39 @@ def login_of(kube: KubeClient) -> Login:
     return login
 
 
+def on_signals(call: Callable[[], object]) -> None:
+    """Call it, in this event loop, when SIGTERM or SIGINT comes, and nobody else."""
+    loop = asyncio.get_running_loop()
+    for one in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(one, call)
+
+
 async def watch(
     operator: Operator,
     settings: OperatorSettings,
     login: Login,
     liveness: str,
+    asked: asyncio.Event,
     ending: Callable[[], object],
 ) -> None:
-    """Watch until SIGTERM or SIGINT; tell the operator what is seen.
+    """Watch until asked to end; tell the operator what is seen.
+
+    Raises the error that ended a watch, such as an answer 410 or a line that breaks off. kopf does not
+    go on after it, and may wait for its own tasks without an end.
 
     Args:
-        ending: called when the end begins. kopf waits for seconds for tasks that began after its own.
+        asked: set by SIGTERM and SIGINT.
+        ending: called when the end begins, whatever its reason.
     """
-    await kopf.operator(
+    before = asyncio.all_tasks()
+    tasks = await kopf.spawn_tasks(
         registry=kopf_registry(operator, login, ending),
         settings=kopf_settings(settings),
         standalone=True,
         clusterwide=not settings.namespaces,
         namespaces=list(settings.namespaces),
         liveness_endpoint=liveness or None,
+        stop_flag=asked,
     )
+    on_signals(asked.set)  # kopf has taken them
+    await kopf.run_tasks(tasks, ignored=before)

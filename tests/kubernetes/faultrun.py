@@ -1,0 +1,209 @@
+"""One job on a real cluster that is disturbed, followed from outside, and judged.
+
+By a ledger that reads the REST API, by the API server's listing of pods, and by the node's processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+from installed import Release
+from ledger import Ledger
+from podwatch import (
+    CLAIM,
+    COMPONENT,
+    ClusterReader,
+    Pod,
+    PodWatch,
+    is_ready,
+    kill_processes,
+    label,
+    processes_of,
+)
+
+TASKS = 8
+SAMPLES = 3
+END = 150.0  # seconds for a disturbed run to end; an undisturbed one takes about 20
+GONE = 30.0
+"""Seconds for pods to be gone that nobody wants; killing a pod takes the kubelet some."""
+LOOK_SECONDS = 0.4
+STAGES = {"init", "run", "eval"}
+
+
+class Run:
+    """One job of the installation, followed from outside."""
+
+    def __init__(self, release: Release, reader: ClusterReader, name: str) -> None:
+        self.release = release
+        self.reader = reader
+        self.name = name
+        self.ledger = Ledger()
+        self.watch = PodWatch(reader, release.name)
+        self.struck: set[str] = set()
+        """Uids of pods that were killed or deleted."""
+        self.expected = {(task["id"], sample) for task in release.tasks for sample in range(SAMPLES)}
+
+    @property
+    def unfinished(self) -> int:
+        """Rollouts whose end was not yet seen."""
+        return len(self.expected) - len(self.ledger.seen)
+
+    def reach(self, ended: int, further: float) -> None:
+        """Waits until so many rollouts have ended, or all, and so many seconds more."""
+        ended = min(ended, len(self.expected))
+        assert self.ledger.wait_for(ended, END), f"only {len(self.ledger.seen)} ended\n{self.release.words()}"
+        time.sleep(further)
+
+    def status(self) -> dict[str, Any]:
+        """Of the object."""
+        return dict(json.loads(self.release.kubectl("get", "rj", self.name, "-o", "json"))["status"])
+
+    def wait_finished(self) -> dict[str, Any]:
+        """The object's status once it says that the job succeeded."""
+        waited = self.release.cluster.run(
+            "kubectl", "wait", "-n", self.release.jobs, "--for=condition=Finished", f"rj/{self.name}",
+            f"--timeout={END:.0f}s", timeout=END + 30,
+        )  # fmt: skip
+        assert waited.returncode == 0, f"{waited.stdout}{waited.stderr}\n{self.release.words()}"
+        status = self.status()
+        assert status["phase"] == "Succeeded", f"{json.dumps(status, indent=1)}\n{self.release.words()}"
+        return status
+
+    def judge(self) -> dict[str, int]:
+        """Every rollout once: in the ledger, for whoever reads anew, in the counts. And nothing leaked."""
+        status = self.wait_finished()
+        whole = Ledger()
+        with self.release.http() as http:
+            whole.read(http, self.name)
+            self.ledger.read(http, self.name)
+        assert whole.judge(self.expected) == []
+        assert self.ledger.judge(self.expected) == []
+        assert self.ledger.seen == whole.seen
+        counts: dict[str, int] = status["counts"]
+        assert counts["total"] == len(self.expected)
+        for outcome in ("succeeded", "failed", "cancelled"):
+            there = sum(record["status"] == outcome for record in whole.seen.values())
+            assert counts.get(outcome, 0) == there, outcome
+
+        # A listing that could not see these would prove nothing by being empty.
+        assert {label(pod, "rollyard.dev/stage") for pod in self.watch.of("stage-worker")} == STAGES
+        assert len([pod for pod in self.watch.of("sandbox") if label(pod, CLAIM)]) >= TASKS
+        assert self.watch.faults == set()
+        left = self.settled(lambda pod: label(pod, COMPONENT) != "backend")
+        assert left == [], f"pods outlive their job\n{self.release.words()}"
+        assert self.claims() == []
+        backends = [pod for pod in self.watch.look() if label(pod, COMPONENT) == "backend"]
+        assert len(backends) == 1, "the pool has as many pods as it wants"
+        return counts
+
+    def claims(self) -> list[Any]:
+        """Claims of sandboxes that the control plane still has, once there are none or after a while."""
+        deadline = time.monotonic() + GONE
+        while True:
+            with self.release.http() as http:
+                found: list[Any] = http.get("/v1/claims").raise_for_status().json()["claims"]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(LOOK_SECONDS)
+
+    def settled(self, unwanted: Any) -> list[str]:
+        """Unwanted pods, and processes that outlive theirs, once there are none or after a while."""
+        deadline = time.monotonic() + GONE
+        while True:
+            pods = self.watch.look()
+            gone = set(self.watch.seen) - {pod["metadata"]["uid"] for pod in pods}
+            left = [pod["metadata"]["name"] for pod in pods if unwanted(pod)]
+            left += [f"process {pid} of pod {uid}" for pid, uid in processes_of(gone).items()]
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(LOOK_SECONDS)
+
+    def delete(self) -> None:
+        """The object goes, and with it all that the control plane and the cluster knew of it."""
+        self.release.kubectl("delete", "rj", self.name, "--timeout=60s")
+        deadline = time.monotonic() + GONE
+        with self.release.http() as http:
+            while (code := http.get(f"/v1/rolloutjobs/{self.name}").status_code) == 200:
+                assert time.monotonic() < deadline, "the control plane still has the job"
+                time.sleep(LOOK_SECONDS)
+        assert code == 404
+        assert self.settled(lambda pod: label(pod, "rollyard.dev/job") == self.name) == []
+
+    def victim(self, component: str, rng: random.Random) -> Pod | None:
+        """A ready pod of a component; of sandboxes one that a rollout has; none twice that ends for good.
+
+        None: the job ended before there was one.
+        """
+        if component in ("api", "operator"):
+            labels = f"app.kubernetes.io/instance={self.release.name},{COMPONENT}={component}"
+        else:
+            labels = f"rollyard.dev/instance={self.release.name},{COMPONENT}={component}"
+        labels += f",{CLAIM}" if component == "sandbox" else ""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            there = [pod for pod in self.reader.labelled(labels) if is_ready(pod)]
+            if component not in ("api", "operator"):
+                there = [pod for pod in there if pod["metadata"]["uid"] not in self.struck]
+            if there:
+                return rng.choice(sorted(there, key=lambda pod: str(pod["metadata"]["name"])))
+            if self.unfinished == 0:
+                return None
+            time.sleep(0.05)
+        raise AssertionError(f"no ready {component} within 30 s\n{self.release.words()}")
+
+    def strike(self, component: str, how: str, rng: random.Random) -> str:
+        """Kills a pod's processes, or deletes the pod; tells which. Empty: the job had ended before."""
+        pod = self.victim(component, rng)
+        if pod is None:
+            return ""
+        meta = pod["metadata"]
+        self.struck.add(meta["uid"])
+        if how == "kill -9":
+            assert kill_processes(pod) > 0, f"no process of {meta['name']}"
+        else:
+            self.release.cluster.kubectl(
+                "delete", "pod", meta["name"], "-n", meta["namespace"], "--now", "--wait=false"
+            )
+        return f"{how} {meta['name']}"
+
+
+@contextlib.contextmanager
+def a_run(release: Release, name: str) -> Iterator[Run]:
+    """A job, applied; followed while the block runs; deleted at the end with nothing left."""
+    with ClusterReader(release.cluster.kubeconfig) as reader:
+        run = Run(release, reader, name)
+        assert run.settled(lambda pod: label(pod, COMPONENT) != "backend") == [], "of an earlier test"
+        done = threading.Event()
+
+        def follow() -> None:
+            while not done.wait(LOOK_SECONDS):
+                with contextlib.suppress(OSError, httpx.HTTPError):
+                    run.watch.look()
+                with (
+                    contextlib.suppress(OSError, KeyError, ValueError, httpx.HTTPError),
+                    release.http() as http,
+                ):
+                    run.ledger.read(http, name)
+
+        job = release.job(name, SAMPLES)
+        job["spec"]["sandbox"]["warm"] = 2
+        release.apply(job)
+        thread = threading.Thread(target=follow, name="follow")
+        thread.start()
+        try:
+            yield run
+        except BaseException:
+            done.set()
+            release.cluster.run("kubectl", "delete", "rj", name, "-n", release.jobs, "--timeout=60s")
+            raise
+        finally:
+            done.set()
+            thread.join(60)
+        run.delete()

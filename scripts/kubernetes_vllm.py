@@ -1,4 +1,4 @@
-"""Real vLLM in a pod, for demo-kubernetes: from an image or mounted from this machine, and how it is killed."""
+"""Real vLLM in a pod, for demo-kubernetes: from an image or mounted from here, and how it is killed."""
 
 from __future__ import annotations
 

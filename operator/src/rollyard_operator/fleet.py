@@ -120,7 +120,8 @@ def keep(
                 waiting.append(f"{seen.name} waits: {seen.message}")
             steady = profile.stable_seconds - _lived(seen, now)
             if seen.restarts and steady > 0:
-                troubles.append(f"{seen.name} was restarted {seen.restarts} times")
+                times = "once" if seen.restarts == 1 else f"{seen.restarts} times"
+                troubles.append(f"{seen.name} was restarted {times}")
                 looping = looping or seen.restarts > 1
                 waits.append(steady)
     for seen in there.values():

@@ -112,6 +112,8 @@ def mounted(python: Path, libraries: Path) -> Mounted:
     Raises:
         VllmUnusable: it is no CPU build, or lies where nothing can be mounted.
     """
+    if shutil.which("ldd") is None:
+        raise VllmUnusable("ldd is not on PATH, which says what libraries vLLM needs")
     python = Path(os.path.abspath(python))
     done = subprocess.run([python, "-c", _DESCRIBE], capture_output=True, text=True)
     if done.returncode != 0:

@@ -25,7 +25,12 @@ def pod(component: str, status: Object, **meta: Any) -> Object:
             "uid": "u1",
             "creationTimestamp": T0,
             "labels": {labels.COMPONENT: component, labels.SHAPE: "f", labels.CLAIM: "c1"},
-            "annotations": {labels.SPEC_HASH: "abcd", labels.RESTARTS: "2", labels.TOKEN_HASH: "hash"},
+            "annotations": {
+                labels.SPEC_HASH: "abcd",
+                labels.RESTARTS: "2",
+                labels.LAST_END: "was lost",
+                labels.TOKEN_HASH: "hash",
+            },
             **meta,
         },
         "spec": {"containers": [{"name": name, "resources": {"limits": {"memory": "2Gi"}}}]},
@@ -269,7 +274,7 @@ def test_a_workers_pod(what: Object, meta: Object, state: str, code: int | None,
     assert (seen.state, seen.exit_code) == (state, code)
     assert words in seen.message
     assert seen.message or not words
-    assert (seen.name, seen.spec_hash, seen.restarts) == ("p", "abcd", 2)
+    assert (seen.name, seen.spec_hash, seen.restarts, seen.last_end) == ("p", "abcd", 2, "was lost")
     assert seen.pending == (state == "starting")
     assert (seen.exited_at is not None) == (state == "exited")
 

@@ -252,6 +252,7 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
         # Of a container that could not be started the kubelet says that it began in 1970.
         started_at=created if begun is None else max(begun, created),
         restarts=_count(labels.annotation_of(pod, labels.RESTARTS)),
+        last_end=labels.annotation_of(pod, labels.LAST_END),
         exit_code=code,
         exited_at=ended.since if ended is not None and state == "exited" else None,
         ready=ready,

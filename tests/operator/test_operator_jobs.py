@@ -129,6 +129,7 @@ async def test_a_worker_that_exits_is_made_anew_with_its_count(lab: Lab) -> None
     await until(lambda: ("Pod", NAMESPACE, name) in lab.kube.objects)
     pod = lab.kube.objects[("Pod", NAMESPACE, name)]
     assert pod["metadata"]["annotations"]["rollyard.dev/restarts"] == "1"
+    assert pod["metadata"]["annotations"]["rollyard.dev/last-end"].startswith("exited with ")
     await until(lambda: lab.condition("Degraded").get("status") == "True")
 
 

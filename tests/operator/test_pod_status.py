@@ -25,7 +25,12 @@ def pod(component: str, status: Object, **meta: Any) -> Object:
             "uid": "u1",
             "creationTimestamp": T0,
             "labels": {labels.COMPONENT: component, labels.SHAPE: "f", labels.CLAIM: "c1"},
-            "annotations": {labels.SPEC_HASH: "abcd", labels.RESTARTS: "2", labels.TOKEN_HASH: "hash"},
+            "annotations": {
+                labels.SPEC_HASH: "abcd",
+                labels.RESTARTS: "2",
+                labels.LAST_END: "was lost",
+                labels.TOKEN_HASH: "hash",
+            },
             **meta,
         },
         "spec": {"containers": [{"name": name, "resources": {"limits": {"memory": "2Gi"}}}]},
@@ -157,6 +162,19 @@ def test_a_gated_pod_names_its_queue() -> None:
 READY = (SCHEDULED, condition("Ready", "True"))
 UNREADY = (SCHEDULED, condition("Ready", "False", "ContainersNotReady", at=T2))
 DISRUPTED = (condition("DisruptionTarget", "True", "PreemptionByScheduler", "preempted by a pod"),)
+PYDANTIC = """pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, Invalid repository ID or local directory specified: '/models/empty'.
+Please verify the following requirements:
+1. Provide a valid Hugging Face repository ID.
+ [type=value_error, input_value=ArgsKwargs((), {'model': ...}), input_type=ArgsKwargs]
+    For further information visit https://errors.pydantic.dev/2.14/v/value_error
+"""
+POINTING = """    raise RuntimeError(
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+ROOT_CAUSE = (
+    "(Worker pid=26) ERROR 11-22 [multiproc_executor.py:953] a.b.SafetensorError: incomplete metadata"
+)
 TRACE = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'mine'\n"
 
 
@@ -178,7 +196,30 @@ TRACE = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No m
             2,
             "ModuleNotFoundError: No module named 'mine'",
         ),
+        (
+            status("Failed", over(1, "Error", PYDANTIC)),
+            {},
+            "exited",
+            1,
+            "local directory specified: '/models/",
+        ),
+        (
+            status("Failed", over(1, "Error", f"{ROOT_CAUSE}\n{POINTING}")),
+            {},
+            "exited",
+            1,
+            "a.b.SafetensorError: incomplete metadata",
+        ),
+        (
+            status("Failed", over(1, "Error", POINTING)),
+            {},
+            "exited",
+            1,
+            "further up in its log: kubectl logs",
+        ),
         (status("Failed", over(137, "OOMKilled")), {}, "exited", -9, "out of memory (limit 2Gi)"),
+        # The engine's process was killed for its memory, and the server ends by itself then.
+        (status("Succeeded", over(0, "OOMKilled")), {}, "exited", 0, "out of memory (limit 2Gi)"),
         (status("Failed", over(143, "Error")), {}, "exited", -15, ""),
         (
             status("Failed", over(128, "StartError", "exec: python: not found")),
@@ -233,7 +274,7 @@ def test_a_workers_pod(what: Object, meta: Object, state: str, code: int | None,
     assert (seen.state, seen.exit_code) == (state, code)
     assert words in seen.message
     assert seen.message or not words
-    assert (seen.name, seen.spec_hash, seen.restarts) == ("p", "abcd", 2)
+    assert (seen.name, seen.spec_hash, seen.restarts, seen.last_end) == ("p", "abcd", 2, "was lost")
     assert seen.pending == (state == "starting")
     assert (seen.exited_at is not None) == (state == "exited")
 
@@ -243,6 +284,14 @@ def _named(one: Object, name: str) -> Object:
         if container["name"] == "NAME":
             container["name"] = name
     return one
+
+
+def test_a_server_that_ends_by_itself_is_told() -> None:
+    for code, words in ((0, "its engine process has died"), (3, "")):
+        seen = observed_workload(_named(pod("backend", status("Succeeded", over(code, "Error"))), "backend"))
+        assert (seen.state, seen.exit_code) == ("exited", code)
+        assert words in seen.message
+        assert bool(seen.message) == bool(words)
 
 
 def test_blocked_is_what_is_wrong_and_not_what_waits() -> None:

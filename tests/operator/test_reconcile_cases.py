@@ -184,7 +184,13 @@ def test_dead_worker_waits_then_comes_back_and_is_seen() -> None:
     assert condition(plan, "Degraded").reason == "CrashLoopBackOff"
     assert "signal 9" in condition(plan, "Degraded").message
     later = reconcile_job(job, observed, NOW + timedelta(seconds=9), LOCAL)
-    assert [launch.restarts for launch in later.launch] == [3]
+    assert [(launch.restarts, launch.last_end) for launch in later.launch] == [(3, "was killed by signal 9")]
+    begun = replace(
+        alive, started_at=NOW + timedelta(seconds=9), restarts=3, last_end="was killed by signal 9"
+    )
+    soon = reconcile_job(job, replace(observed, workloads=(begun,)), NOW + timedelta(seconds=10), LOCAL)
+    told = condition(soon, "Degraded").message
+    assert told.endswith("was restarted 3 times; the one before was killed by signal 9")
     steady = replace(dead, exited_at=NOW + timedelta(seconds=500))
     again = reconcile_job(job, replace(observed, workloads=(steady,)), NOW + timedelta(seconds=501), LOCAL)
     assert [launch.restarts for launch in again.launch] == [1], "it ran long enough to start over"
@@ -234,6 +240,26 @@ def test_hung_backend_is_restarted() -> None:
     late = reconcile_pool(pool, ObservedPool((seen,)), NOW + timedelta(seconds=61))
     assert [stop.name for stop in late.stop] == [workload.name]
     assert condition(late, "Ready").status == "False"
+
+
+def test_why_a_pod_has_not_begun_is_told_once() -> None:
+    pool = pool_of()
+    (workload,) = pool_workloads(pool)
+    seen = ObservedWorkload(
+        workload.name,
+        workload.spec_hash,
+        "starting",
+        NOW,
+        ready=False,
+        url="http://10.0.0.1:8000",
+        message="ErrImagePull: manifest unknown",
+        blocked=True,
+        pending=True,
+    )
+    plan = reconcile_pool(pool, ObservedPool((seen,)), NOW)
+    for kind in ("Ready", "Degraded"):
+        assert condition(plan, kind).message.count("manifest unknown") == 1
+    assert [one.message for one in plan.status.backends] == ["ErrImagePull: manifest unknown"]
 
 
 def test_scaled_to_zero() -> None:

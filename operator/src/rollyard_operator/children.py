@@ -109,7 +109,10 @@ class Children:
         before = self._cache.get((namespace, workload.name))
         if before is not None:
             await self._delete(before, 0)
-        pod["metadata"].setdefault("annotations", {})[labels.RESTARTS] = str(launch.restarts)
+        notes = pod["metadata"].setdefault("annotations", {})
+        notes[labels.RESTARTS] = str(launch.restarts)
+        if launch.last_end:
+            notes[labels.LAST_END] = launch.last_end
         try:
             self._cache.put(await self._kube.create(pod))
         except KubeConflict:
@@ -139,6 +142,7 @@ class Children:
             state="exited",
             started_at=now,
             restarts=launch.restarts,
+            last_end=launch.last_end,
             exited_at=now,
             ready=False,
             message=message[:512],

@@ -50,10 +50,14 @@ def restarts_in_a_row(seen: ObservedWorkload, profile: Profile) -> int:
 
 
 def exit_text(observed: ObservedWorkload) -> str:
-    """How it ended, as a line for people."""
+    """That it ended and how, as a line for people."""
+    return f"{observed.name} {_how_it_ended(observed)}"
+
+
+def _how_it_ended(observed: ObservedWorkload) -> str:
     code = observed.exit_code
     how = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-    return f"{observed.name} {how}" + (f" ({observed.message})" if observed.message else "")
+    return how + (f" ({observed.message})" if observed.message else "")
 
 
 def keep(
@@ -106,7 +110,7 @@ def keep(
                 waits.append(left)
             else:
                 troubles.append(f"{exit_text(seen)}; restart {restarts + 1} now")
-                launch.append(Launch(workload, restarts=restarts + 1))
+                launch.append(Launch(workload, restarts=restarts + 1, last_end=_how_it_ended(seen)))
         elif seen.spec_hash != workload.spec_hash:
             if seen.state != "stopping":
                 stop.append(Stop(seen.name, grace_seconds))
@@ -120,7 +124,10 @@ def keep(
                 waiting.append(f"{seen.name} waits: {seen.message}")
             steady = profile.stable_seconds - _lived(seen, now)
             if seen.restarts and steady > 0:
-                troubles.append(f"{seen.name} was restarted {seen.restarts} times")
+                times = "once" if seen.restarts == 1 else f"{seen.restarts} times"
+                # What was wrong with it is asked long after the second in which it had ended.
+                why = f"; the one before {seen.last_end}" if seen.last_end else ""
+                troubles.append(f"{seen.name} was restarted {times}{why}")
                 looping = looping or seen.restarts > 1
                 waits.append(steady)
     for seen in there.values():

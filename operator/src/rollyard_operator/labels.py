@@ -26,6 +26,7 @@ QUEUE = QUEUE_LABEL
 
 SPEC_HASH = "rollyard.dev/spec-hash"
 RESTARTS = "rollyard.dev/restarts"
+LAST_END = "rollyard.dev/last-end"
 DRAINING_SINCE = "rollyard.dev/draining-since"
 NONCE = "rollyard.dev/nonce"
 """Sandboxes: what their secret was derived from, beside the key and their name."""

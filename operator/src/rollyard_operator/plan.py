@@ -77,6 +77,8 @@ class ObservedWorkload:
     started_at: datetime
     restarts: int = 0
     """As the launch that began it said."""
+    last_end: str = ""
+    """How its predecessor ended, as the launch that began it said."""
     exit_code: int | None = None
     """Exited: its status; negative is a signal."""
     exited_at: datetime | None = None
@@ -134,10 +136,12 @@ class ObservedPool:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start this workload; `restarts` is to be kept with what is observed of it."""
+    """Start this workload; `restarts` and `last_end` are to be kept with what is observed of it."""
 
     workload: Workload
     restarts: int = 0
+    last_end: str = ""
+    """A restart: how the one before ended, such as `exited with 1 (…)`."""
 
 
 @dataclass(frozen=True, slots=True)

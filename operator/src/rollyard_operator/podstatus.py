@@ -13,11 +13,14 @@ from typing import Any
 from rollyard_crds.claims import EXEC_PORT
 
 from rollyard_operator import labels
+from rollyard_operator.lastwords import last_line, points_elsewhere, telling
 from rollyard_operator.plan import ObservedWorkload, WorkloadState
 from rollyard_operator.sandboxplan import Hope, ObservedSandbox, SandboxState, Trouble
 
 BACKEND_PORT = 8000
 MESSAGE_LIMIT = 512
+FURTHER_UP = "further up in its log: kubectl logs"
+ENGINE_DIED = "a server ends so where its engine process has died, or somebody stopped it"
 NOT_ISOLATED = 78
 """Exit status of an exec server that could reach what it must not."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -85,9 +88,12 @@ def _states(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one.get("state") or {} for one in both]
 
 
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+def _last_words(text: str) -> str:
+    """What the end of its log says; the kubelet hands on no more than 2 KiB of it."""
+    if said := telling(text):
+        return said
+    said = last_line(text)
+    return f"{said} ({FURTHER_UP})" if points_elsewhere(said) else said
 
 
 def is_ready(pod: Mapping[str, Any]) -> bool:
@@ -169,7 +175,7 @@ def end_trouble(pod: Mapping[str, Any]) -> Trouble | None:
             return None
         why = _said(str(doomed.get("reason", "")), str(doomed.get("message", ""))) if doomed else ""
         return Trouble("SandboxLost", f"the pod was deleted{f' ({why})' if why else ''}", deleted)
-    said = _last_line(str(end.get("message", "")))[:MESSAGE_LIMIT]
+    said = _last_words(str(end.get("message", "")))[:MESSAGE_LIMIT]
     if end.get("reason") == "OOMKilled":
         return Trouble("OutOfMemory", f"OOMKilled: out of memory{_limit(pod)}", at)
     if doomed.get("status") == "True":
@@ -237,6 +243,8 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
     if ended is not None:
         # Its exit code is said beside the message.
         message = re.sub(r"^(exited with \d+|ended)(: )?", "", ended.message)
+    if backend and code == 0 and not message:
+        message = ENGINE_DIED
     return ObservedWorkload(
         name=meta["name"],
         spec_hash=labels.annotation_of(pod, labels.SPEC_HASH),
@@ -244,6 +252,7 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
         # Of a container that could not be started the kubelet says that it began in 1970.
         started_at=created if begun is None else max(begun, created),
         restarts=_count(labels.annotation_of(pod, labels.RESTARTS)),
+        last_end=labels.annotation_of(pod, labels.LAST_END),
         exit_code=code,
         exited_at=ended.since if ended is not None and state == "exited" else None,
         ready=ready,

@@ -125,7 +125,15 @@ def reconcile_pool(
     external = pool.spec.engine.type == "external"
     expected = len(observed.external) if external else len(wanted)
     troubles = [*fleet.troubles, *restarts]
-    troubles += [_trouble(backend) for backend in backends if backend.message not in ("", STARTING)]
+    # What of a pod has not begun yet, and why, is among them already.
+    begun = {seen.url for seen in observed.workloads if not seen.pending} | {
+        one.url for one in observed.external
+    }
+    troubles += [
+        _trouble(backend)
+        for backend in backends
+        if backend.message not in ("", STARTING) and backend.url in begun
+    ]
     claims = (
         _ready(ready, expected, troubles),
         _progressing(pool, observed, fleet, drain, ready, expected),

@@ -45,6 +45,8 @@ class _Entry:
     gpus: tuple[str, ...] = ()
     url: str = ""
     """vLLM: where it will answer; an embedded engine says it itself."""
+    last_end: str = ""
+    """How the one before it ended."""
 
 
 async def _listening(port_file: Path, host: str) -> str:
@@ -106,6 +108,7 @@ class Fleet:
             state=state,
             started_at=entry.started_at,
             restarts=entry.restarts,
+            last_end=entry.last_end,
             exit_code=child.exit_code if child is not None else None,
             exited_at=child.exited_at if child is not None else entry.started_at,
             ready=health.ready if entry.workload.kind == "backend" else True,
@@ -133,7 +136,7 @@ class Fleet:
         before = self._entries.pop(workload.name, None)
         if before is not None and before.probe is not None:
             before.probe.cancel()
-        entry = _Entry(workload, launch.restarts, None, datetime.now(UTC))
+        entry = _Entry(workload, launch.restarts, None, datetime.now(UTC), last_end=launch.last_end)
         self._entries[workload.name] = entry
         try:
             if workload.engine == "vllm":

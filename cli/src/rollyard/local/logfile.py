@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import BinaryIO
 
+from rollyard_operator import lastwords
+
 LIMIT_BYTES = 8 << 20
+LINE_LIMIT = 300
 _TAIL_BYTES = 32 << 10
-_ERROR = re.compile(r"(?:^|[\s)\]])((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt): \S.*|error: \S.*)$")
-"""`ValueError: …` as a traceback ends, after whatever a logger puts before it; argparse's `error: …`."""
-_POINTS_ELSEWHERE = ("Engine core initialization failed",)
-"""vLLM's own last words, which say no more than that another error stands further up."""
-_COUNTS = re.compile(r"\d+ validation errors? for ")
 
 
 class LogFile:
@@ -63,19 +60,8 @@ def last_line(path: Path) -> str:
 
 def telling(tail: bytes) -> str:
     """The error that a log ends with: the last one that a traceback states; empty if there is none."""
-    lines = tail.decode(errors="replace").splitlines()
-    for number in range(len(lines) - 1, -1, -1):
-        match = _ERROR.search(lines[number].rstrip())
-        if match is None or any(words in match[1] for words in _POINTS_ELSEWHERE):
-            continue
-        text = match[1]
-        if _COUNTS.search(text) and number + 1 < len(lines):
-            # pydantic: the next line says what is wrong.
-            text += " " + " ".join(line.strip() for line in lines[number + 1 : number + 3])
-        return text[:300]
-    return ""
+    return lastwords.telling(tail.decode(errors="replace"))[:LINE_LIMIT]
 
 
 def _last_of(tail: bytes) -> str:
-    lines = [line.strip() for line in tail.decode(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "")[:300]
+    return lastwords.last_line(tail.decode(errors="replace"))[:LINE_LIMIT]

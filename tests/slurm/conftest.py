@@ -144,9 +144,9 @@ class Slurm:
         """Starts a node's slurmd again unless it runs."""
         _lab("restart", node)
 
-    def stop_controller(self) -> None:
-        """SIGKILL to slurmctld."""
-        _lab("kill", "slurmctld")
+    def stop_controller(self, saving: bool = True) -> None:
+        """Ends slurmctld. Not `saving`: it dies, and knows nothing of its last seconds when it is back."""
+        _lab("end" if saving else "kill", "slurmctld")
 
     def start_controller(self) -> None:
         """Starts slurmctld again unless it runs; it knows its jobs from disk."""

@@ -1,8 +1,8 @@
 """A stage before the server: inside a container that others started it makes a sandbox like bubblewrap's.
 
 `confine` gives the server namespaces of its own, below those of the container: a user without any right, a
-process table in which the server is process 1 (nothing inside can end it, or see what keeps the container), and
-memory file systems of fixed sizes where programs write. User namespaces are refused from then on.
+process table in which the server is process 1 (nothing inside can end it, or see what keeps the container),
+and memory file systems of fixed sizes where programs write. User namespaces are refused from then on.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def _cover_settings(libc: ctypes.CDLL) -> None:
             mount.read_only(path)
 
 
-# What Docker leaves to a container's root: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
-# net_bind_service, sys_chroot, setfcap.
+# What Docker leaves to a container's root, but mknod, net_raw and audit_write: chown, dac_override, fowner,
+# fsetid, kill, setgid, setuid, setpcap, net_bind_service, sys_chroot, setfcap.
 _ROOT_KEEPS = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31})
 
 

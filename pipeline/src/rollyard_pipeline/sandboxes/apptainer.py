@@ -7,7 +7,6 @@ written, and an exec server that nothing inside can see around or end.
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import io
 import logging
@@ -56,7 +55,7 @@ _BASHES: Final = ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash")
 # What programs of Apptainer add to the environment of those that they start.
 _ADDED: Final = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND")
 _LIBRARIES: Final = "/.singularity.d/libs"
-_CONFIG: Final = """# Written by Rollyard: an instance's own memory file system holds the writable layer of its image.
+_CONFIG: Final = """# Written by Rollyard: the memory of this size holds the writable layer of an image.
 sessiondir max size = {megabytes}
 config passwd = no
 config group = no
@@ -187,10 +186,7 @@ class ApptainerStarter:
 
     async def _filed(self, name: str, starter: ProcessRef) -> instances.Instance:
         """The instance's processes, once Apptainer has filed them and its own start has ended."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + START_SECONDS
-        while starter.alive() and loop.time() < deadline:
-            await asyncio.sleep(0.002)
+        await in_thread(instances.ends, starter, START_SECONDS)
         found = await in_thread(instances.load, self._own, name)
         if found is None:
             raise SandboxStartFailed(f"no instance {name} is filed below {self._own}, though one has started")
@@ -280,7 +276,7 @@ class ApptainerStarter:
         if NO_BASH in text:
             return ImageNotUsable(f"sandbox.image {image!r}: has no bash (looked for {', '.join(_BASHES)})")
         if re.search(
-            r"image format|opening image|not a SIF|squashfs|mount.*rootfs|no such file or directory|exec format",
+            r"image format|opening image|not a SIF|squashfs|mount.*rootfs|no such file or dir|exec format",
             text,
             re.IGNORECASE,
         ):
@@ -306,4 +302,3 @@ def _mount(source: str, target: str) -> str:
     fields = ["type=bind", f"source={source}", f"destination={target}", "ro"]
     csv.writer(line, lineterminator="").writerow(fields)
     return line.getvalue()
-

@@ -1,4 +1,4 @@
-"""Apptainer, or SingularityCE: found by what it answers, and called with nothing of the worker's environment."""
+"""Apptainer, or SingularityCE: found by what it answers, called without the worker's environment."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from rollyard_pipeline.sandboxes.errors import ApptainerMissing
 
 INSTALL_HINT: Final = (
     "ask the administrator for Apptainer 1.1 or newer (an unprivileged installation is enough: "
-    "https://apptainer.org/docs/admin/main/installation.html; many clusters have `module load apptainer`), or "
-    "name the program by --apptainer"
+    "https://apptainer.org/docs/admin/main/installation.html; many clusters have `module load apptainer`), "
+    "or name the program by --apptainer"
 )
-_ANSWER: Final = re.compile(r"\b(apptainer|singularity-ce|singularity)(?:-pro)? version (\d+)\.(\d+)", re.IGNORECASE)
+_ANSWER: Final = re.compile(
+    r"\b(apptainer|singularity-ce|singularity)(?:-pro)? version (\d+)\.(\d+)", re.IGNORECASE
+)
 _OLDEST: Final = {"apptainer": (1, 1), "singularity-ce": (3, 11)}
 _OUTPUT_BYTES: Final = 256 << 10
 FUSE: Final = Path("/dev/fuse")
@@ -143,9 +145,7 @@ def program_env(folder: Path) -> dict[str, str]:
 
     `folder` replaces ~/.apptainer: a full or missing home is no matter.
     """
-    env = {
-        name: os.environ[name] for name in ("PATH", "HOME", "USER", "LOGNAME") if os.environ.get(name)
-    }
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "USER", "LOGNAME") if os.environ.get(name)}
     env.setdefault("PATH", os.defpath)
     for prefix in ("APPTAINER", "SINGULARITY"):
         env[f"{prefix}_CONFIGDIR"] = str(folder)

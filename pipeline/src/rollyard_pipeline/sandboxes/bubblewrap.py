@@ -148,7 +148,9 @@ class BubblewrapStarter:
         if runtime is None:
             raise SandboxStartFailed("the provider has not been started: await its start() first")
         self.check(key)
-        arguments = bwrap_arguments(key, runtime, SANDBOX_ENV, disable_userns=self._version >= _DISABLE_USERNS_SINCE)
+        arguments = bwrap_arguments(
+            key, runtime, SANDBOX_ENV, disable_userns=self._version >= _DISABLE_USERNS_SINCE
+        )
         launch = Launch(
             argv=[
                 self._bwrap, "--args", str(ARGS_FD), "--info-fd", str(INFO_FD), "--",

@@ -113,7 +113,7 @@ class ImageCache:
         try:
             built = work / target.name
             code, text = 1, ""
-            for options in ((), ) if target.suffix == ".dir" else (_ZSTD, ()):
+            for options in ((),) if target.suffix == ".dir" else (_ZSTD, ()):
                 code, text = await self._run(image, program, built, work, options)
                 if code == 0 or not re.search(r"compress|zstd|mksquashfs", text, re.IGNORECASE):
                     break

@@ -80,10 +80,10 @@ def end(
     """Ends an instance in the order that leaves nothing. Blocking; returns whether all of it is gone."""
     deadline = time.monotonic() + seconds
     gone = root is None or kill_and_wait(root, deadline - time.monotonic())
-    if keeper is not None and not _ends(keeper, min(_KEEPER_SECONDS, deadline - time.monotonic())):
+    if keeper is not None and not ends(keeper, min(_KEEPER_SECONDS, deadline - time.monotonic())):
         with contextlib.suppress(ProcessLookupError):
             os.kill(keeper.pid, signal.SIGTERM)
-        _ends(keeper, min(1.0, deadline - time.monotonic()))
+        ends(keeper, min(1.0, deadline - time.monotonic()))
     for ref in (*helpers, *([keeper] if keeper is not None else [])):
         gone = kill_and_wait(ref, max(0.1, deadline - time.monotonic())) and gone
     return gone
@@ -111,7 +111,7 @@ def forget(config: Path, name: str) -> None:
             folder.rmdir()
 
 
-def _ends(ref: ProcessRef, seconds: float) -> bool:
+def ends(ref: ProcessRef, seconds: float) -> bool:
     """Whether it ends by itself within `seconds`."""
     try:
         pidfd = os.pidfd_open(ref.pid)

@@ -95,7 +95,9 @@ def _clear_stale(path: Path, stale_seconds: float) -> None:
             with contextlib.suppress(FileExistsError):
                 os.link(probe, path)
         else:
-            log.warning("took the lock %s of a holder that has not been seen for %.0f s: %s", path, age, holder)
+            log.warning(
+                "took the lock %s of a holder that has not been seen for %.0f s: %s", path, age, holder
+            )
     finally:
         probe.unlink(missing_ok=True)
 

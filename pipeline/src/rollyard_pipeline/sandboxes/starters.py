@@ -58,7 +58,7 @@ class Starter(Protocol):
         ...
 
     async def prepare(self, key: SandboxKey) -> None:
-        """Gets ready what starts of this key need and may take minutes, such as an image; raises as `start`."""
+        """Gets ready what may take minutes and many starts share, such as an image; raises as `start`."""
         ...
 
     async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:

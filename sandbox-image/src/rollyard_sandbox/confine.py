@@ -159,6 +159,7 @@ def _mounts(libc: ctypes.CDLL, wanted: Confinement) -> None:
             mount("tmpfs", path, "tmpfs", _RDONLY | _NOSUID | _NODEV, "size=4096")
         elif os.path.exists(path):
             mount(os.devnull, path, flags=_BIND)
+            mount.read_only(path, _NODEV)
     for folder in wanted.read_only:
         if os.path.ismount(folder):
             mount.read_only(folder)
@@ -174,10 +175,10 @@ class _Mount:
         arguments = (source.encode(), target.encode(), kind.encode() or None)
         _call(self._libc, "mount", *arguments, ctypes.c_ulong(flags), options.encode() or None)
 
-    def read_only(self, folder: str) -> None:
-        """A mount made elsewhere keeps its own restrictions: they must be named again."""
+    def read_only(self, folder: str, further: int = 0) -> None:
+        """Restricts a mount; one made elsewhere keeps its own restrictions, which must be named again."""
         now = os.statvfs(folder).f_flag
-        flags = (now & _SAME) | (_RELATIME if now & _ST_RELATIME else 0)
+        flags = (now & _SAME) | (_RELATIME if now & _ST_RELATIME else 0) | further
         self("", folder, flags=_REMOUNT | _BIND | _RDONLY | flags)
 
 

@@ -286,14 +286,18 @@ class ApptainerStarter:
 
 def forbidden_text(answer: str) -> str:
     """The message for refused namespaces: what was answered and what can be done."""
-    advice = userns_advice() or [
-        "in a container: run it with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
-        "--security-opt systempaths=unconfined`; inside a chroot the kernel refuses them"
-    ]
     return (
         f"Apptainer cannot make a sandbox here: no user namespaces ({answer.strip()[:300]}). What to do: "
-        f"{'; '.join(advice)}"
+        f"{'; '.join(namespace_advice())}"
     )
+
+
+def namespace_advice() -> list[str]:
+    """What forbids user namespaces here, as far as /proc tells, with what to ask for."""
+    return userns_advice() or [
+        "in a container: run it with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+        "--security-opt systempaths=unconfined`; inside a chroot the kernel refuses them always"
+    ]
 
 
 def _mount(source: str, target: str) -> str:

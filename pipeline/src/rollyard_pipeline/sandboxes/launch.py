@@ -24,7 +24,7 @@ from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxStartFailed
 from rollyard_pipeline.sandboxes.processes import ProcessRef, Reaper, kill_and_wait, process_ref
 from rollyard_pipeline.sandboxes.threads import in_thread
 
-LISTEN_FD, READY_FD, INFO_FD, ARGS_FD = 3, 4, 5, 6
+LISTEN_FD, READY_FD, INFO_FD, ARGS_FD, LOG_FD = 3, 4, 5, 6, 7
 LOG_BYTES = 64 << 10
 _SPARE = 64
 # Joins the groups first and then becomes the program, so that no instruction of it runs unlimited.
@@ -44,6 +44,8 @@ class Launch:
     """Given as bwrap's `--args ARGS_FD`: kept out of the command line that the sandbox can read."""
     info: bool = False
     """The program writes bwrap's `--info-fd` JSON on INFO_FD."""
+    log: bool = False
+    """The program's standard error is LOG_FD too: for one that gives what it starts another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO,
     wanted = {0: null, 1: log, 2: log, LISTEN_FD: listener.fileno(), READY_FD: ready.fileno()}
     if launch.info:
         wanted[INFO_FD] = info.fileno()
+    if launch.log:
+        wanted[LOG_FD] = log
     argv = list(launch.argv)
     if launch.arguments is not None:
         wanted[ARGS_FD] = _arguments_memfd(stack, launch.arguments)

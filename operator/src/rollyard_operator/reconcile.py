@@ -62,7 +62,7 @@ def job_workloads(
 
 
 def _current(owner: Owner, role: str, observed: Sequence[ObservedWorkload]) -> int:
-    """Workers of a role (a stage, or `worker`) that there are: the highest index of one that is there, and one."""
+    """Workers of a role (a stage, or `worker`): the highest index of one that is there, and one."""
     there = (seen.name for seen in observed if seen.state in ("starting", "running"))
     indices = (child_index(owner, role, name) for name in there)
     return max((index + 1 for index in indices if index is not None), default=0)

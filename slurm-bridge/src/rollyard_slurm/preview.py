@@ -16,7 +16,7 @@ from rollyard_slurm.script import Site, batch_script
 
 def sample_job() -> RolloutJob:
     """A job as plain as can be, for the script of its worker."""
-    spec = {"tasks": {"stream": True}, "handler": "shell"}
+    spec = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}}
     return RolloutJob.model_validate({"metadata": {"name": "sample"}, "spec": spec})
 
 
@@ -34,12 +34,9 @@ def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) 
     profile = reconcile_profile(site, options.max_jobs)
     made = []
     for thing in things:
-        is_job = isinstance(thing, RolloutJob)
         workloads = (
             job_workloads(thing, profile) if isinstance(thing, RolloutJob) else pool_workloads(thing, profile)
         )
-        if is_job and not workloads:
-            continue
         made += [
             batch_script(one, site, identity(one, site.instance, "000000000000", 0)) for one in workloads
         ]

@@ -18,7 +18,8 @@ Word = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\s]+$")]
 Line = Annotated[str, Field(max_length=4096, pattern=r"^[^\n]*$")]
 Words = Annotated[list[Word], Field(max_length=64)]
 _OURS = (
-    "--job-name", "-J", "--comment", "--output", "-o", "--error", "-e", "--signal", "--requeue", "--no-requeue",
+    "--job-name", "-J", "--comment", "--output", "-o", "--error", "-e", "--signal",
+    "--requeue", "--no-requeue",
     "--array", "-a", "--wrap", "--parsable", "--open-mode", "--time", "-t", "--nodes", "-N", "--ntasks", "-n",
     "--wait", "-W", "--test-only", "--hold", "-H",
 )  # fmt: skip

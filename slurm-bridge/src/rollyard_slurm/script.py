@@ -119,7 +119,7 @@ def batch_script(workload: Workload, site: Site, identity: Identity) -> str:
     lines = [
         "#!/bin/bash",
         *_directives(workload, site, identity, wanted),
-        f"# {owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (rollyard slurm-bridge)",
+        f"# {owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (slurm-bridge)",
         "umask 077",
         *(f"export {name}={quoted(value)}" for name, value in env.items()),
         *wanted.prolog,

@@ -243,7 +243,7 @@ def _arguments(ctx: click.Context) -> list[str]:
             continue
         flag = max(parameter.opts, key=len)
         if parameter.multiple:
-            words += [f"{flag}={item}" for item in value]
+            words += [f"{flag}={item}" for item in value or ()]
         elif value not in (None, ""):
             words.append(f"{flag}={value}")
     return words

@@ -97,9 +97,10 @@ class Home:
             except BlockingIOError:
                 holder = self.supervisor()
                 who = f" (process {holder.pid})" if holder else ""
+                stop = f"{self.command.removesuffix('up')}down"
                 raise HomeInUse(
                     f"another `{self.command}`{who} runs on {self.root}; "
-                    f"stop it with `{self.command.removesuffix('up')}down`, or choose another folder with --home"
+                    f"stop it with `{stop}`, or choose another folder with --home"
                 ) from None
             yield
         finally:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from rollyard.local.home import Home
+    from rollyard_operator.host.home import Home
+
     from rollyard.local.options import Options
 
 DETACH_SECONDS = 90.0
@@ -110,8 +111,9 @@ def command(
     --engine-arg=--max-model-len=32768`. `$(BACKEND_INDEX)` in --engine-arg and --engine-env is
     the replica's number, from 0.
     """
+    from rollyard_operator.host.home import Home, default_home
+
     from rollyard.errors import UsageProblem
-    from rollyard.local.home import Home, default_home
     from rollyard.local.options import Options
 
     if backend_url and not backend_url.startswith(("http://", "https://")):
@@ -194,9 +196,10 @@ def _detach(home: Home, options: Options) -> None:
     import subprocess
     import time
 
+    from rollyard_operator.host.home import read_json
+    from rollyard_operator.host.logfile import last_line
+
     from rollyard.errors import HomeInUse, StartFailed
-    from rollyard.local.home import read_json
-    from rollyard.local.logfile import last_line
 
     running = home.supervisor()
     if running is not None:
@@ -251,6 +254,6 @@ def _detach(home: Home, options: Options) -> None:
 
 
 def _home_flag(home: Home) -> str:
-    from rollyard.local.home import default_home
+    from rollyard_operator.host.home import default_home
 
     return "" if home.root == default_home().expanduser().resolve() else f" --home {home.root}"

@@ -10,8 +10,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollyard.checks import clocks, containers, slurm, storage
-from rollyard.checks.finding import Finding
+from rollyard.checks import clocks, slurm, storage
+from rollyard.checks.finding import Finding, Verdict
 from rollyard.checks.finding import run as _run
 
 
@@ -30,6 +30,24 @@ def check_sandboxes(run_dir: Path) -> list[Finding]:
         Finding(check.name, "ok" if check.ok else "missing", check.meaning, check.remedy)
         for check in asyncio.run(sandbox_checks(run_dir))
     ]
+
+
+def check_containers(on_slurm: bool) -> list[Finding]:
+    """What of Apptainer sandboxes works here; only a Slurm cluster cannot do without them."""
+    import asyncio
+
+    from rollyard_pipeline.sandboxes.doctor import apptainer_checks
+
+    found = []
+    for check in asyncio.run(apptainer_checks()):
+        if check.ok:
+            # One with a remedy works in part.
+            verdict: Verdict = "optional" if check.remedy else "ok"
+        else:
+            needed = on_slurm or check.name == "user namespaces"
+            verdict = "missing" if needed else "optional"
+        found.append(Finding(check.name, verdict, check.meaning, check.remedy))
+    return found
 
 
 def check_model() -> Finding:
@@ -91,7 +109,7 @@ def examine(run_dir: Path) -> Iterator[Finding]:
     """Every check, most important first."""
     on_slurm = slurm.is_slurm_machine()
     yield check_python()
-    rootless = list(containers.examine(needed=on_slurm))
+    rootless = check_containers(on_slurm)
     # On clusters Apptainer makes the sandboxes; bubblewrap is rarely there, and not missed.
     contained = on_slurm and all(one.verdict != "missing" for one in rootless)
     for finding in check_sandboxes(run_dir):

@@ -22,7 +22,7 @@ def is_slurm_machine(env: Mapping[str, str] = os.environ, runner: Runner = run) 
 
 
 def _unconfigured(runner: Runner) -> bool:
-    """Slurm's commands are here as a package alone: they know of no cluster, and tell not even their version."""
+    """Slurm's commands are here as a package alone: they know no cluster, nor tell their version."""
     code, text = runner("sbatch", "--version")
     return code != 0 and "configuration source" in text
 

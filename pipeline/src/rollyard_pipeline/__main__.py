@@ -89,6 +89,7 @@ async def _serve(
                         job=options.job,
                         namespace=options.namespace if options.job is not None else None,
                         max_sandboxes=options.max_sandboxes,
+                        sandboxes_end=options.sandboxes_end,
                         drain_seconds=options.drain_seconds,
                         backend_budget=options.backend_budget,
                     ),
@@ -255,6 +256,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-sandboxes", type=int, help="claimed at once on this node; default: by concurrency"
     )
+    parser.add_argument(
+        "--sandboxes-end", action="store_true",
+        help="sandboxes end with the worker that started them, as in a batch job",
+    )  # fmt: skip
     parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
     parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")
     parser.add_argument("--drain-seconds", type=float, default=30.0)

@@ -47,7 +47,8 @@ class JobProfile(Model):
     cpus: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPUs of the job."""
     memory: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
-    """Memory of the job, as `8G`; 0: the node's whole memory."""
+    """Memory of the job, as `8G`; 0: the node's whole memory. Sandboxes share the workers'. Default: 2G,
+    and the site's own for vLLM."""
     gres: Line | None = None
     """Generic resources; `{gpus}` stands for the number that a backend asks for."""
     exclusive: bool | None = None

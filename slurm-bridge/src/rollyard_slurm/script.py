@@ -17,6 +17,8 @@ from rollyard_slurm.profile import JobProfile, SiteProfile, quoted
 SIGNAL_SECONDS = 90
 """Before the time limit; a drain, a hand-over and the end of the sandboxes fit in."""
 TITLE = "rollyard-"
+DEFAULT_MEMORY = "2G"
+"""Of stage workers and embedded engines: many sites' own default, per CPU, is too little for sandboxes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def _directives(workload: Workload, site: Site, identity: Identity, wanted: JobP
         ("exclude", wanted.exclude),
         ("time", wanted.time_limit),
         ("cpus-per-task", wanted.cpus),
-        ("mem", wanted.memory),
+        ("mem", _memory(workload, wanted)),
         ("gres", _gres(workload, wanted)),
     ):
         if value is not None:
@@ -94,6 +96,14 @@ def _directives(workload: Workload, site: Site, identity: Identity, wanted: JobP
     if wanted.exclusive:
         options.append("--exclusive")
     return [f"#SBATCH {option}" for option in (*options, *wanted.sbatch)]
+
+
+def _memory(workload: Workload, wanted: JobProfile) -> str | None:
+    """What the profile says, else enough for our own programs; a GPU's share is the site's to say."""
+    said = any(option.partition("=")[0].startswith("--mem") for option in wanted.sbatch)
+    if wanted.memory is not None or said or wanted.exclusive or workload.engine == "vllm":
+        return wanted.memory
+    return DEFAULT_MEMORY
 
 
 def _gres(workload: Workload, wanted: JobProfile) -> str | None:
@@ -149,13 +159,18 @@ def _worker(workload: Workload, site: Site) -> list[str]:
         *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
         *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
         *("--sandbox", site.sandbox, *site.sandbox_options),
-        *("--drain-seconds", str(site.profile.workers.drain_seconds)),
+        *("--drain-seconds", str(site.profile.workers.drain_seconds), "--sandboxes-end"),
     ]
     run = f"{site.profile.workers.run_dir.rstrip('/')}/ry-$UID-{site.instance}"
     return [
         'node="${SLURMD_NODENAME:-$(hostname -s)}"',
         f'run="{run}/$node"',
         'mkdir -p "$run" && [ -O "$run" ] || { echo "error: $run cannot be used" >&2; exit 73; }',
+        # Two jobs on one node reach each other's sandboxes only if they see the same folder: sites may give
+        # each job a /tmp of its own. So the folder, and not the host, has the name.
+        '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$"; '
+        'ln "$run/.name.$$" "$run/name" 2>/dev/null; rm -f "$run/.name.$$"; }',
+        'node=$(cat "$run/name") || exit 73',
         # Slurm's own restart of a job begins a worker of another name: the old one may live on.
         f'name={quoted(workload.name)}"-$SLURM_JOB_ID${{SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}}"',
         f'program=({_words(arguments)} --node "$node" --run-dir "$run" --name "$name")',

@@ -55,6 +55,10 @@ _BASHES: Final = ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash")
 # What programs of Apptainer add to the environment of those that they start.
 _ADDED: Final = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND")
 _LIBRARIES: Final = "/.singularity.d/libs"
+_OF_THE_IMAGE: Final = re.compile(
+    r"image format|opening image|image driver|not a SIF|squashfs|mount.*rootfs|no such file|exec format",
+    re.IGNORECASE,
+)
 _CONFIG: Final = """# Written by Rollyard: the memory of this size holds the writable layer of an image.
 sessiondir max size = {megabytes}
 config passwd = no
@@ -275,11 +279,7 @@ class ApptainerStarter:
         image = key.image if key.image is not None else self._options.default_image
         if NO_BASH in text:
             return ImageNotUsable(f"sandbox.image {image!r}: has no bash (looked for {', '.join(_BASHES)})")
-        if re.search(
-            r"image format|opening image|not a SIF|squashfs|mount.*rootfs|no such file or dir|exec format",
-            text,
-            re.IGNORECASE,
-        ):
+        if _OF_THE_IMAGE.search(text):
             return ImageNotUsable(f"sandbox.image {image!r}: {text}")
         return error
 

@@ -115,18 +115,20 @@ def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO,
     if launch.cgroups:
         joins = [str(path / "cgroup.procs") for path in launch.cgroups]
         argv = ["/bin/sh", "-c", _JOIN, "sh", str(len(joins)), *joins, *argv]
-    actions = []
-    for target, source in wanted.items():
-        # Out of the way first: a source must not be overwritten by an earlier target.
-        spare = _owned(stack, fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _SPARE))
-        actions.append((os.POSIX_SPAWN_DUP2, spare, target))
-    try:
-        return os.posix_spawn(
-            argv[0], argv, launch.env, file_actions=actions, setsid=True, setsigmask=[],
-            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD],
-        )  # fmt: skip
-    except OSError as error:
-        raise SandboxStartFailed(f"{argv[0]} cannot be started: {error}") from error
+    # The spares go at once: while one of a pipe's writing end is open here, its end is never seen.
+    with contextlib.ExitStack() as spares:
+        actions = []
+        for target, source in wanted.items():
+            # Out of the way first: a source must not be overwritten by an earlier target.
+            spare = _owned(spares, fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _SPARE))
+            actions.append((os.POSIX_SPAWN_DUP2, spare, target))
+        try:
+            return os.posix_spawn(
+                argv[0], argv, launch.env, file_actions=actions, setsid=True, setsigmask=[],
+                setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD],
+            )  # fmt: skip
+        except OSError as error:
+            raise SandboxStartFailed(f"{argv[0]} cannot be started: {error}") from error
 
 
 async def _kill(child: ProcessRef | None, inner: ProcessRef | None) -> None:

@@ -16,15 +16,15 @@ from typing import Any
 import httpx
 import pytest
 from rollyard.errors import CannotStart
-from rollyard.local.child import sweep
 from rollyard.local.fleet import Fleet
 from rollyard.local.gpus import choose, visible_gpus
-from rollyard.local.home import Home, read_json, write_json
-from rollyard.local.logfile import telling
 from rollyard.local.options import Options
-from rollyard.local.processes import identify, members
 from rollyard.local.vllm import vllm_server
 from rollyard_crds import BackendPool, BackendStatus, Condition
+from rollyard_operator.host.child import sweep
+from rollyard_operator.host.home import Home, read_json, write_json
+from rollyard_operator.host.logfile import telling
+from rollyard_operator.host.processes import identify, members
 from rollyard_operator.naming import owner_of
 from rollyard_operator.plan import ObservedPool, Owner, Plan, Profile, Workload
 from rollyard_operator.pools import reconcile_pool

@@ -143,6 +143,14 @@ payloads = sa.Table(
     sa.Column("trajectory", sa.LargeBinary),
 )
 
+# When each node with sandboxes of its own was last heard of.
+nodes = sa.Table(
+    "nodes",
+    metadata,
+    sa.Column("name", sa.String(253), primary_key=True),
+    sa.Column("heard_at", sa.Double, nullable=False),
+)
+
 # A claim outlives the rows of its rollout and job: its sandbox must still be removed by the driver.
 claims = sa.Table(
     "claims",

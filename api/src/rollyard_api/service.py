@@ -21,6 +21,7 @@ from rollyard_api import (
     liveness,
     lock,
     migrate,
+    nodes,
     verification,
 )
 from rollyard_api.archive import Archive
@@ -101,6 +102,9 @@ class ControlPlane:
         write, read = self.database.write, self.database.read
         expire = partial(liveness.expire, max_expiries=self.settings.max_expiries)
         while await write(expire, durable=False) == liveness.EXPIRY_BATCH:
+            pass
+        silent = self.settings.node_seconds
+        while await write(partial(nodes.give_up_silent, silent_seconds=silent), durable=False) >= nodes.BATCH:
             pass
         await write(cancelling.enforce, durable=False)
         for job_id in await read(cancelling.unfinished_cancellations):
@@ -220,6 +224,8 @@ async def _resume(plane: ControlPlane) -> None:
     """What a start owes to whatever was going on before: leases get their time, parts their end."""
     try:
         await plane.database.write(partial(liveness.grace, lease_seconds=plane.settings.lease_seconds))
+        await plane.database.write(nodes.grace)
+        await plane.database.write(partial(nodes.forget, silent_seconds=plane.settings.node_seconds))
     except StorageFull as error:
         # A full disk must not keep the control plane from starting: reading works, and room may come.
         log.warning("start: %s", error.detail)

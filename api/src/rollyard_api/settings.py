@@ -21,6 +21,8 @@ class Settings:
     tokens_file: Path | None = None
     """JSON object with a token per role, read at start; default: `state_dir/tokens.json`, made if missing."""
     lease_seconds: float = 30.0
+    node_seconds: float = 60.0
+    """Silence of all workers of a node after which its sandboxes have ended by themselves."""
     max_queued: int = 1_000_000
     """Unfinished rollouts in all; more is answered 429."""
     max_claims: int = 10_000

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from rollyard_operator.host.errors import CannotStart, HomeInUse, HomeUnusable, HostError, StartFailed
 
-class CliError(Exception):
+__all__ = [
+    "CannotStart",
+    "CliError",
+    "HomeInUse",
+    "HomeUnusable",
+    "InvalidInput",
+    "JobFailed",
+    "NoServer",
+    "NotFound",
+    "StartFailed",
+    "UsageProblem",
+]
+
+
+class CliError(HostError):
     """Ends the command with exit status 1 and this one line."""
-
-    reason = "CommandFailed"
 
 
 class UsageProblem(CliError):
@@ -31,30 +44,6 @@ class InvalidInput(CliError):
     """A file holds something that is refused."""
 
     reason = "InvalidInput"
-
-
-class HomeInUse(CliError):
-    """Another `rollyard up` runs on this home."""
-
-    reason = "HomeInUse"
-
-
-class HomeUnusable(CliError):
-    """The home folder cannot be made or written."""
-
-    reason = "HomeUnusable"
-
-
-class StartFailed(CliError):
-    """A process did not become ready in time, or ended at once."""
-
-    reason = "StartFailed"
-
-
-class CannotStart(CliError):
-    """This machine lacks what a backend needs; the message says what, and what to do."""
-
-    reason = "CannotStart"
 
 
 class JobFailed(CliError):

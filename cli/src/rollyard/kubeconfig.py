@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from rollyard_operator.host import launcher
+
 from rollyard.errors import CliError, NoServer, NotFound, UsageProblem
-from rollyard.local import launcher
 
 SCHEME = "kubernetes://"
 """`kubernetes://NAMESPACE/RELEASE` as a URL; either part may be left out."""

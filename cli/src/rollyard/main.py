@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from rollyard_operator.host.errors import HostError
 
-from rollyard.errors import CliError, UsageProblem
+from rollyard.errors import UsageProblem
 
 COMMANDS: dict[str, str] = {
     "up": "Start control plane, workers and a backend on this machine",
@@ -25,6 +26,7 @@ COMMANDS: dict[str, str] = {
     "view": "Read a trajectory turn by turn, sampled tokens marked",
     "cancel": "Cancel a job, a group or a rollout",
     "weights": "Update a pool's weights, list its updates, pause or resume it",
+    "slurm-bridge": "Run jobs and backends on a Slurm cluster, from a login or service node",
     "validate": "Check manifests and the tasks they name, without a server",
     "worker": "Run a stage worker against a control plane",
     "quickstart": "Run the quickstart job on this machine, from nothing to trajectories",
@@ -47,7 +49,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"rollyard.commands.{cmd_name}")
+        module = importlib.import_module(f"rollyard.commands.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 
@@ -96,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageProblem as error:
         click.echo(f"rollyard: {error}", err=True)
         return 2
-    except CliError as error:
+    except HostError as error:
         click.echo(f"rollyard: {error}", err=True)
         return 1
     except OSError as error:

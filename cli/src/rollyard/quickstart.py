@@ -20,10 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from rollyard_operator.host import launcher
+from rollyard_operator.host.home import Home, read_json
+from rollyard_operator.host.logfile import last_line
+
 from rollyard.errors import HomeUnusable, InvalidInput, NotFound, StartFailed
-from rollyard.local import launcher
-from rollyard.local.home import Home, read_json
-from rollyard.local.logfile import last_line
 
 if TYPE_CHECKING:
     from rich.console import Console

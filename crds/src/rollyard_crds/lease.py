@@ -97,6 +97,8 @@ class HeartbeatRequest(Record):
     leases: Annotated[list[LeaseRef], Field(max_length=4096)]
     sandboxes: Annotated[list[str], Field(max_length=65_536)] = Field(default_factory=list)
     """Ids of claimed sandboxes present on the node."""
+    ending: Annotated[list[str], Field(max_length=65_536)] = Field(default_factory=list)
+    """Of `sandboxes`: those that end now, with this worker. What waits for them begins anew."""
 
 
 class HeartbeatResponse(Record):

@@ -175,6 +175,9 @@ class Profile:
 
     combine_stages: bool = False
     """One worker for all three stages where each stage wants one replica."""
+    node_workers: bool = False
+    """Slurm: every worker has all three stages, since sandboxes live on its node; as many workers as the
+    stage that wants most."""
     max_active_jobs: int = 16
     """More are Pending until one has finished."""
     backoff_seconds: float = 1.0

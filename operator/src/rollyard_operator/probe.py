@@ -81,10 +81,18 @@ def _words(error: Exception, warmed_up: bool) -> str:
 
 
 async def watch_backend(
-    url: str, model: str, http: httpx.AsyncClient, report: Callable[[Health], None]
+    url: str,
+    model: str,
+    http: httpx.AsyncClient,
+    report: Callable[[Health], None],
+    known: Health | None = None,
 ) -> None:
-    """Reports the backend's health until cancelled. Ready: health check and a first completion passed."""
-    health = Health(url=url)
+    """Reports the backend's health until cancelled. Ready: health check and a first completion passed.
+
+    Args:
+        known: what an earlier watch said; default: nothing.
+    """
+    health = known or Health(url=url)
     report(health)
     while True:
         try:

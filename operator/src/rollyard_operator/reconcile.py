@@ -30,6 +30,11 @@ def job_workloads(
     fixed_one = all(spec.replicas == 1 and not scales(spec) for spec in specs.values())
     if profile.combine_stages and fixed_one:
         groups: list[tuple[str, tuple[StageName, ...], int]] = [("worker", STAGES, 1)]
+    elif profile.node_workers:
+        there = _current(owner, "worker", observed)
+        counts = job.status.counts
+        most = max(wanted_replicas(specs[stage], getattr(counts, stage), there) for stage in STAGES)
+        groups = [("worker", STAGES, most)]
     else:
         groups = [
             (
@@ -56,10 +61,10 @@ def job_workloads(
     )
 
 
-def _current(owner: Owner, stage: StageName, observed: Sequence[ObservedWorkload]) -> int:
-    """Workers that a stage has: the highest index of one that is there, and one."""
+def _current(owner: Owner, role: str, observed: Sequence[ObservedWorkload]) -> int:
+    """Workers of a role (a stage, or `worker`): the highest index of one that is there, and one."""
     there = (seen.name for seen in observed if seen.state in ("starting", "running"))
-    indices = (child_index(owner, stage, name) for name in there)
+    indices = (child_index(owner, role, name) for name in there)
     return max((index + 1 for index in indices if index is not None), default=0)
 
 

@@ -30,7 +30,7 @@ def given(args: Sequence[str], flag: str) -> str:
     return value
 
 
-def vllm_command(workload: Workload, host: str, port: int) -> tuple[str, ...]:
+def vllm_command(workload: Workload, host: str, port: int | str) -> tuple[str, ...]:
     """Program and arguments. What the user's arguments say is not said again.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from rollyard_crds.lease import HeartbeatRequest
@@ -42,12 +42,14 @@ class Heartbeat:
         *,
         worker: str,
         node: str,
+        sandboxes_end: bool = False,
     ) -> None:
         self._control = control
         self._table = table
         self._provider = provider
         self._worker = worker
         self._node = node
+        self._sandboxes_end = sandboxes_end
         self._claimed: list[str] = []
         self._orphans: set[str] = set()
         self._told = asyncio.Event()
@@ -65,8 +67,12 @@ class Heartbeat:
                 shortest = min((held.lease.lease_seconds for held in self._table), default=INTERVAL * 3)
                 await asyncio.sleep(max(0.05, min(INTERVAL, shortest / 3) - (clock() - began)))
 
-    async def beat(self, now: float) -> None:
-        """One heartbeat; what it tells of sandboxes is acted on by `run` and `last`."""
+    async def beat(self, now: float, ending: Sequence[str] = ()) -> None:
+        """One heartbeat; what it tells of sandboxes is acted on by `run` and `last`.
+
+        Args:
+            ending: sandboxes that end with this process.
+        """
         sandboxes = await self._scan(now)
         held = list(self._table)
         unreported = self._table.unreported_sandboxes()
@@ -77,6 +83,7 @@ class Heartbeat:
                     node=self._node,
                     leases=[item.ref for item in held],
                     sandboxes=[name for name in sandboxes if name not in unreported],
+                    ending=list(ending),
                 )
             )
         except (ControlPlaneUnavailable, ControlPlaneError) as error:
@@ -94,7 +101,9 @@ class Heartbeat:
         try:
             async with asyncio.timeout(_LAST_SECONDS):
                 self._scanned = 0.0
-                await self.beat(time.monotonic() if now is None else now)
+                provider = self._provider if self._sandboxes_end else None
+                ending = await asyncio.to_thread(provider.own) if provider is not None else []
+                await self.beat(time.monotonic() if now is None else now, ending)
                 await self._drop()
         except TimeoutError:
             log.warning("orphaned sandboxes are left to their own lease: no time to remove them")

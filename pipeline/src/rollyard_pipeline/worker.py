@@ -43,6 +43,8 @@ class WorkerOptions:
     namespace: str | None = None
     max_sandboxes: int | None = None
     """Claimed sandboxes on the node beyond which Init waits; None: see `sandbox_limit`."""
+    sandboxes_end: bool = False
+    """The sandboxes that it started end with it, as those of a batch job do."""
     drain_seconds: float = 30.0
     backend_budget: float = 60.0
     eval_grace: float = 30.0
@@ -86,7 +88,14 @@ class Worker:
             eval_grace=options.eval_grace,
         )
         self._outbox = Outbox(control, options.worker, self._reported)
-        self._heartbeat = Heartbeat(control, self._table, provider, worker=options.worker, node=options.node)
+        self._heartbeat = Heartbeat(
+            control,
+            self._table,
+            provider,
+            worker=options.worker,
+            node=options.node,
+            sandboxes_end=options.sandboxes_end,
+        )
         self._draining = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         identity = Identity(options.worker, options.node, options.job, options.namespace)

@@ -22,7 +22,7 @@ from rollyard_crds.lease import (
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import jobs, jobviews, leasing, liveness, outcomes, routing, staleness, wire
+from rollyard_api import jobs, jobviews, leasing, liveness, nodes, outcomes, routing, staleness, wire
 from rollyard_api.bus import QUEUE
 from rollyard_api.codec import encode
 from rollyard_api.database import Transaction
@@ -81,18 +81,20 @@ async def heartbeat(request: Request) -> Response:
     beat = wire.model(HeartbeatRequest, await body_of(request))
     held = [(ref.rollout, ref.token) for ref in beat.leases]
 
-    def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, float]:
+    def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float]:
         lost, cancelled = liveness.renew(tx, held, plane.settings.lease_seconds)
         unnamed, oldest = liveness.claims(tx, beat.node, beat.sandboxes)
-        return lost, cancelled, unnamed, oldest, tx.now
+        nodes.heard(tx, beat.node)
+        unused = nodes.give_up(tx, beat.ending) if beat.ending else []
+        return lost, cancelled, unnamed, oldest, unused, tx.now
 
-    lost, cancelled, unnamed, oldest, now = await plane.database.write(op, durable=False)
+    lost, cancelled, unnamed, oldest, unused, now = await plane.database.write(op, durable=False)
     return _reply(
         request,
         {
             "lost": [LeaseRef(rollout=r, token=t).model_dump() for r, t in lost],
             "cancelled": [LeaseRef(rollout=r, token=t).model_dump() for r, t in cancelled],
-            "orphans": plane.unclaimed.orphans(beat.node, unnamed, oldest, now),
+            "orphans": sorted({*plane.unclaimed.orphans(beat.node, unnamed, oldest, now), *unused}),
         },
     )
 

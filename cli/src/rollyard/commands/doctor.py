@@ -10,9 +10,9 @@ def command() -> int:
     """What works on this machine, and what to do about the rest. Exit status 1 if something is missing."""
     from rich.console import Console
     from rich.text import Text
+    from rollyard_operator.host.home import Home, default_home
 
     from rollyard.doctor import examine
-    from rollyard.local.home import Home, default_home
 
     console = Console(highlight=False)
     styles = {"ok": "green", "missing": "bold red", "optional": "yellow"}

@@ -13,10 +13,11 @@ GRACE_SECONDS = 25.0
 @click.option("--home", type=click.Path(path_type=Path), help="State folder [~/.local/state/rollyard].")
 def command(home: Path | None) -> None:
     """Stop what `rollyard up` started on this machine. State and trajectories stay."""
+    from rollyard_operator.host.child import sweep
+    from rollyard_operator.host.home import Home, default_home
+    from rollyard_operator.host.processes import end
+
     from rollyard.errors import CliError
-    from rollyard.local.child import sweep
-    from rollyard.local.home import Home, default_home
-    from rollyard.local.processes import end
 
     place = Home((home or default_home()).expanduser().resolve())
     running = place.supervisor()

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from rollyard_operator.host.child import Child, Folders
+from rollyard_operator.host.home import Home
 from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop, Workload, WorkloadState
 from rollyard_operator.probe import Health, watch_backend
 
 from rollyard.errors import CannotStart
-from rollyard.local.child import Child, Folders
 from rollyard.local.gpus import choose, visible_gpus
-from rollyard.local.home import Home
 from rollyard.local.options import Options
 from rollyard.local.vllm import free_port, vllm_server
 
@@ -213,7 +213,7 @@ class Fleet:
             *("--token-file", str(self._home.state / "tokens.json")),
             *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
             *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
-            *("--run-dir", str(self._home.run), "--sandbox", self._options.sandbox),
+            *("--run-dir", str(self._home.run), *self._options.sandbox_arguments()),
             *("--name", workload.name),
         ]
 

@@ -8,9 +8,10 @@ import shutil
 import socket
 from collections.abc import Callable
 
-from rollyard.local.home import Home
+from rollyard_operator.host.home import Home
+from rollyard_operator.host.store import RestStore
+
 from rollyard.local.options import Options
-from rollyard.local.store import RestStore
 from rollyard.local.supervisor import Ready, Supervisor, install_signals
 
 SWEEP_SECONDS = 15.0

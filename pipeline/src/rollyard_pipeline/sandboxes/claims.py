@@ -122,6 +122,10 @@ class ClaimProvider:
         """None: heartbeats name no claimed sandboxes, the control plane knows them all."""
         return []
 
+    def own(self) -> list[str]:
+        """None: a claimed pod ends with no worker."""
+        return []
+
     async def renew(self, ids: Collection[str], seconds: float) -> None:
         """Nothing to do: a claim lives as long as its rollout needs it."""
 

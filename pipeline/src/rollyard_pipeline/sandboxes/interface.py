@@ -148,6 +148,10 @@ class SandboxProvider(Protocol):
         """Ids of the claimed sandboxes that this node has to look after, whichever worker claimed them."""
         ...
 
+    def own(self) -> list[str]:
+        """Of the claimed sandboxes: those that this provider's process started."""
+        ...
+
     async def renew(self, ids: Collection[str], seconds: float) -> None:
         """Lets these sandboxes live for another `seconds`; those that are gone are passed over."""
         ...

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from rollyard_crds.lease import LeaseRef, SandboxHandle
@@ -108,12 +108,16 @@ class NodeProvider:
         return await in_thread(self._sweep)
 
     def claimed(self) -> list[str]:
-        found = []
+        return [record.id for record in self._claimed()]
+
+    def own(self) -> list[str]:
+        return [record.id for record in self._claimed() if record.worker == self._worker]
+
+    def _claimed(self) -> Iterator[SandboxRecord]:
         for sandbox_id in self._folder.ids():
             record = self._folder.load(sandbox_id)
             if record is not None and record.state == "claimed" and record.alive():
-                found.append(sandbox_id)
-        return found
+                yield record
 
     async def renew(self, ids: Collection[str], seconds: float) -> None:
         at_once = asyncio.Semaphore(_RENEW_AT_ONCE)
@@ -148,6 +152,7 @@ class NodeProvider:
 
     async def _start_warm(self, key: SandboxKey) -> WarmSandbox:
         """Starts a sandbox and connects to it; on any failure nothing of it is left."""
+        await self._starter.prepare(key)
         async with self._starts:
             sandbox_id = self._folder.new_id()
             groups = cgroups.group_paths(self._places, sandbox_id)
@@ -169,6 +174,7 @@ class NodeProvider:
                         "state": "warm",
                         "root": Process.of(started.root),
                         "monitor": Process.of(started.monitor) if started.monitor else None,
+                        "helpers": [Process.of(helper) for helper in started.helpers],
                     }
                 )
                 self._folder.save(record)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollyard.errors import HomeInUse, HomeUnusable
-from rollyard.local.processes import Identity, identify, is_alive
+from rollyard_operator.host.errors import HomeInUse, HomeUnusable
+from rollyard_operator.host.processes import Identity, identify, is_alive
 
 MAX_RUN_PATH = 64
 """Bytes; a sandbox's socket path adds some 35, and the kernel takes 107."""
@@ -31,6 +31,8 @@ class Home:
     """Where a local installation keeps everything."""
 
     root: Path
+    command: str = "rollyard up"
+    """What runs on it, for messages; the same with `down` stops it."""
 
     @property
     def state(self) -> Path:
@@ -95,9 +97,10 @@ class Home:
             except BlockingIOError:
                 holder = self.supervisor()
                 who = f" (process {holder.pid})" if holder else ""
+                stop = f"{self.command.removesuffix('up')}down"
                 raise HomeInUse(
-                    f"another `rollyard up`{who} runs on {self.root}; "
-                    "stop it with `rollyard down`, or choose another folder with --home"
+                    f"another `{self.command}`{who} runs on {self.root}; "
+                    f"stop it with `{stop}`, or choose another folder with --home"
                 ) from None
             yield
         finally:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import httpx
 
-from rollyard.errors import StartFailed
-from rollyard.local.child import Child, Folders
-from rollyard.local.home import Home, read_json
-from rollyard.local.options import Options
+from rollyard_operator.host.child import Child, Folders
+from rollyard_operator.host.errors import StartFailed
+from rollyard_operator.host.home import Home, read_json
 
 NAME = "control-plane"
 READY_SECONDS = 60.0
@@ -21,14 +20,27 @@ BACKOFF_CAP_SECONDS = 15.0
 STABLE_SECONDS = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class PlaneSettings:
+    """How a control plane is started."""
+
+    host: str
+    """Address that it listens on, and is reached at from this machine."""
+    port: int
+    """0: a free one."""
+    lease_seconds: float
+    verify_python: str = ""
+    """A Python with torch and transformers; empty: what ROLLYARD_VERIFY_PYTHON names, if anything."""
+
+
 class ControlPlane:
     """One `python -m rollyard_api`; its port stays the same over restarts."""
 
-    def __init__(self, home: Home, options: Options, http: httpx.AsyncClient) -> None:
+    def __init__(self, home: Home, settings: PlaneSettings, http: httpx.AsyncClient) -> None:
         self._home = home
-        self._options = options
+        self._settings = settings
         self._http = http
-        self._port = options.port
+        self._port = settings.port
         self._child: Child | None = None
         self._ended = asyncio.Event()
         self.restarts = 0
@@ -36,7 +48,13 @@ class ControlPlane:
     @property
     def url(self) -> str:
         """Base URL, once started."""
-        return f"http://{self._options.host}:{self._port}"
+        host = self._settings.host
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once started."""
+        return self._port
 
     def token(self, role: str) -> str:
         """The bearer token of a role.
@@ -60,14 +78,11 @@ class ControlPlane:
         port_file.unlink(missing_ok=True)
         self._ended.clear()
         arguments = [
-            *("-m", "rollyard_api", "--state-dir", str(self._home.state), "--host", self._options.host),
+            *("-m", "rollyard_api", "--state-dir", str(self._home.state), "--host", self._settings.host),
             *("--port", str(self._port), "--port-file", str(port_file)),
-            *("--lease-seconds", f"{self._options.lease_seconds:g}"),
+            *("--lease-seconds", f"{self._settings.lease_seconds:g}"),
         ]
-        # Without either, the control plane reads ROLLYARD_VERIFY_PYTHON: it has this process's environment.
-        verify = self._options.verify_python
-        if not verify and "ROLLYARD_VERIFY_PYTHON" not in os.environ:
-            verify = self._options.vllm_python
+        verify = self._settings.verify_python
         arguments += ["--verify-python", verify] if verify else []
         folders = Folders(self._home.logs, self._home.pids)
         try:

@@ -49,13 +49,22 @@ class LogFile:
 
 def last_line(path: Path) -> str:
     """The last line of a log file that says something; empty if there is none."""
+    return _last_of(_tail(path))
+
+
+def telling_line(path: Path) -> str:
+    """The last line of a log file that states an error, else the last line; empty if there is none."""
+    tail = _tail(path)
+    return telling(tail) or _last_of(tail)
+
+
+def _tail(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            tail = file.read()
+            return file.read()
     except OSError:
-        return ""
-    return _last_of(tail)
+        return b""
 
 
 def telling(tail: bytes) -> str:

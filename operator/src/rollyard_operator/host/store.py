@@ -14,13 +14,13 @@ from rollyard_crds import (
     RolloutJobStatus,
 )
 
-from rollyard.local.supervisor import StoreTrouble
+from rollyard_operator.driver import StoreTrouble
 
 T = TypeVar("T")
 
 
 class RestStore:
-    """The Store of a supervisor, over REST."""
+    """The Store of a driver, over REST."""
 
     def __init__(self, url: str, token: str) -> None:
         # The next turn is the retry: a turn that waits long would see children's ends late.

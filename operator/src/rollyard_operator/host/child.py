@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rollyard.local import launcher
-from rollyard.local.home import read_json, write_json
-from rollyard.local.logfile import LogFile
-from rollyard.local.processes import Identity, identify, is_alive, is_same_boot, kill_session, send
+from rollyard_operator.host import launcher
+from rollyard_operator.host.home import read_json, write_json
+from rollyard_operator.host.logfile import LogFile
+from rollyard_operator.host.processes import Identity, identify, is_alive, is_same_boot, kill_session, send
 
 _CHUNK = 1 << 16
 _LAST_WORDS_SECONDS = 1.0

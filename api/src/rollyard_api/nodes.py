@@ -1,0 +1,127 @@
+"""Nodes whose sandboxes are gone: rollouts that wait for them begin anew at Init.
+
+A rollout with a sandbox of a node is leased by workers of that node only. Where the last of them
+has ended, nobody would ever lease it: a batch job reached its time limit, a machine was lost. A
+worker whose sandboxes end with it says so in its last heartbeat; a node that nobody speaks for any
+more is silent until its sandboxes have ended by themselves. Neither counts as a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from rollyard_crds.claims import NODE
+from sqlalchemy import bindparam
+from sqlalchemy.dialects import postgresql, sqlite
+
+from rollyard_api import states, timing
+from rollyard_api.database import Transaction
+from rollyard_api.outcomes import LEASED_COLUMNS, requeue, requeued
+from rollyard_api.schema import nodes, rollouts
+
+HEARD_SECONDS = 5.0
+"""A node's row is written anew no more often than that."""
+BATCH = 500
+_WAITING = (states.queued("run"), states.queued("eval"))
+
+
+def _upsert(module: Any) -> Any:
+    insert = module.insert(nodes)
+    later = insert.excluded.heard_at
+    return insert.on_conflict_do_update(
+        index_elements=[nodes.c.name],
+        set_={"heard_at": later},
+        where=nodes.c.heard_at < later - HEARD_SECONDS,
+    )
+
+
+_HEARD = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
+_NAMED = sa.select(*LEASED_COLUMNS).where(
+    rollouts.c.sandbox_id.in_(bindparam("b_ids", expanding=True)), rollouts.c.state.in_(_WAITING)
+)
+_HELD = sa.select(rollouts.c.sandbox_id).where(
+    rollouts.c.sandbox_id.in_(bindparam("b_ids", expanding=True)), rollouts.c.lease_expires.is_not(None)
+)
+_WAITED_FOR = (
+    sa.select(rollouts.c.node)
+    .distinct()
+    .where(rollouts.c.state.in_(_WAITING), rollouts.c.node.not_in(("", NODE)))
+)
+_OF_NODE = (
+    sa.select(*LEASED_COLUMNS)
+    .where(rollouts.c.state.in_(_WAITING), rollouts.c.node == bindparam("b_node"))
+    .order_by(rollouts.c.id)
+    .limit(BATCH)
+    .with_for_update(skip_locked=True)
+)
+
+
+def heard(tx: Transaction, node: str) -> None:
+    """A worker of this node spoke just now."""
+    if node != NODE:
+        dialect = "sqlite" if tx.sqlite else "postgresql"
+        tx.conn.execute(_HEARD[dialect], {"name": node, "heard_at": tx.now})
+
+
+def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
+    """Sandboxes that end now with their worker: what waits for them goes back to Init.
+
+    Returns:
+        Those that no worker uses just now; they may be removed.
+    """
+    used: set[str] = set()
+    for at in range(0, len(sandboxes), BATCH):
+        some = list(sandboxes[at : at + BATCH])
+        _begin_anew(tx, list(tx.conn.execute(_NAMED, {"b_ids": some})))
+        used.update(tx.conn.scalars(_HELD, {"b_ids": some}))
+    return [sandbox for sandbox in sandboxes if sandbox not in used]
+
+
+def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
+    """Rollouts that wait for a node of which nothing was heard for so long; how many went back to Init.
+
+    A node that is not known yet counts as heard of now. Call it again after BATCH.
+    """
+    given_up = 0
+    waited_for = sorted(tx.conn.scalars(_WAITED_FOR))
+    if not waited_for:
+        return 0
+    known = dict(tx.conn.execute(sa.select(nodes.c.name, nodes.c.heard_at)).tuples().all())
+    for node in waited_for:
+        if node not in known:
+            heard(tx, node)
+        elif known[node] < tx.now - silent_seconds:
+            rows = list(tx.conn.execute(_OF_NODE, {"b_node": node}))
+            _begin_anew(tx, rows)
+            given_up += len(rows)
+    return given_up
+
+
+def forget(tx: Transaction, silent_seconds: float) -> None:
+    """Drops the rows of nodes that have long been silent, and for which nothing waits."""
+    waits = sa.select(rollouts.c.id).where(rollouts.c.state.in_(_WAITING), rollouts.c.node == nodes.c.name)
+    tx.conn.execute(
+        sa.delete(nodes).where(nodes.c.heard_at < tx.now - 10 * silent_seconds, ~sa.exists(waits))
+    )
+
+
+def grace(tx: Transaction) -> None:
+    """After a start: nobody could speak while nobody listened."""
+    tx.conn.execute(sa.update(nodes).values(heard_at=tx.now))
+
+
+def _timings(tx: Transaction, row: Any) -> str:
+    stage = states.stage_of(row.state)
+    assert stage is not None
+    return timing.add(row.timings, stage, queued=max(0.0, tx.now - row.since))
+
+
+def _begin_anew(tx: Transaction, rows: Sequence[Any]) -> None:
+    if not rows:
+        return
+    ordered = sorted(rows, key=lambda row: str(row.id))
+    requeue(tx, [requeued(row, tx.now, "init", timings=_timings(tx, row)) for row in ordered])
+    for row in ordered:
+        tx.emit(row.job_id, rollout=row.id, stage="init", status="queued", reward=None, reason="NodeGone")

@@ -1,0 +1,250 @@
+"""The bridge: a control plane, and the reconcile loop with Slurm as its driver.
+
+Its state is the home folder: the control plane's database, one file for each sbatch job, and
+the identity of the home, which every job carries in its comment. A bridge that was killed
+finds all of it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import httpx
+from rollyard_crds import RolloutJob
+from rollyard_operator.driver import Driver, Store, replace_pool, unless_stopped
+from rollyard_operator.host.child import sweep
+from rollyard_operator.host.controlplane import ControlPlane, PlaneSettings
+from rollyard_operator.host.errors import StartFailed
+from rollyard_operator.host.home import Home, read_json, write_json
+from rollyard_operator.plan import Owner
+
+from rollyard_slurm.cluster import checked_address, own_address
+from rollyard_slurm.commands import CommandLine, Commands, environment
+from rollyard_slurm.errors import SlurmError
+from rollyard_slurm.fleet import Fleet
+from rollyard_slurm.node import base_url
+from rollyard_slurm.options import COMMAND, BridgeOptions, reconcile_profile
+from rollyard_slurm.pace import Pace
+from rollyard_slurm.script import Site
+
+TURN_SECONDS = 0.5
+WORKER_GRACE_SECONDS = 20.0
+BACKEND_GRACE_SECONDS = 5.0
+END_SECONDS = 60.0
+"""For Slurm to end what was cancelled."""
+PLANE_GRACE_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What the bridge tells when it runs."""
+
+    url: str
+    home: Home
+    found: int
+    """Slurm jobs of an earlier run that go on."""
+
+
+def takes(job: RolloutJob) -> bool:
+    """Whether a job is for Slurm."""
+    return job.spec.placement in (None, "slurm")
+
+
+class Bridge:
+    """Runs one home until it is told to stop.
+
+    Args:
+        commands: Slurm; default: its commands.
+    """
+
+    def __init__(
+        self,
+        options: BridgeOptions,
+        make_store: Callable[[str, str], Store],
+        on_ready: Callable[[Ready], None] = lambda ready: None,
+        say: Callable[[str], None] = lambda line: None,
+        commands: Commands | None = None,
+    ) -> None:
+        self._options = options
+        self._make_store = make_store
+        self._on_ready = on_ready
+        self._say = say
+        self._env = environment(os.environ, options.profile.pass_env)
+        self._commands = commands or CommandLine(options.timeout, self._env)
+        self._home = Home(options.home, COMMAND)
+        self._wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._keep_jobs = False
+
+    def stop(self, keep_jobs: bool) -> None:
+        """Ends `run`. With `keep_jobs` the Slurm jobs go on, for the next bridge on this home."""
+        self._keep_jobs = keep_jobs
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Holds the home, starts the control plane, reconciles until stopped.
+
+        Raises:
+            HomeInUse: another bridge runs on this home.
+            StartFailed: the control plane does not become ready.
+            SlurmError: this host's address in the cluster cannot be told.
+        """
+        with self._home.locked():
+            sweep(self._home.pids)
+            self._home.remove_context()
+            self._home.write_supervisor(os.getpid())
+            try:
+                async with httpx.AsyncClient(trust_env=False) as http:
+                    await self._serve(http)
+            finally:
+                self._home.remove_context()
+                self._home.supervisor_file.unlink(missing_ok=True)
+
+    async def _serve(self, http: httpx.AsyncClient) -> None:
+        options, known = self._options, read_json(self._home.root / "bridge.json") or {}
+        instance = str(known.get("instance") or secrets.token_hex(4))
+        if options.listen:
+            listen = checked_address(options.listen)
+        else:
+            listen = await asyncio.to_thread(own_address, options.timeout, self._env)
+        # Workers that run were told the port: it stays the home's.
+        port = options.port or int(known.get("port") or 0)
+        plane = ControlPlane(self._home, PlaneSettings(listen, port, options.lease_seconds), http)
+        fleet: Fleet | None = None
+        store: Store | None = None
+        try:
+            if not await unless_stopped(plane.start(), self._stop):
+                return
+            url = base_url(options.advertise or listen, plane.port)
+            write_json(
+                self._home.root / "bridge.json",
+                {"instance": instance, "url": url, "port": plane.port, "host": socket.gethostname()},
+            )
+            site = self._site(instance, url)
+            fleet = Fleet(site, self._commands, http, self._token_of(plane), self._wake.set, self._say)
+            store = self._make_store(plane.url, plane.token("admin"))
+            for pool in options.pools:
+                await replace_pool(store, pool)
+            self._home.write_context(plane.url)
+            self._on_ready(Ready(plane.url, self._home, len(fleet.jobs)))
+            profile = reconcile_profile(site, options.max_jobs)
+            driver = Driver(store, fleet, profile, lambda trouble: self._say(f"trouble: {trouble}"), takes)
+            async with asyncio.TaskGroup() as group:
+                keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
+                turning = group.create_task(self._loop(driver, fleet), name="reconcile")
+                await self._stop.wait()
+                turning.cancel()
+                await asyncio.wait([turning])
+                if not self._keep_jobs:
+                    await self._end(fleet)
+                keeping.cancel()
+        finally:
+            if fleet is not None:
+                await fleet.close()
+            await plane.stop(PLANE_GRACE_SECONDS)
+            if store is not None:
+                await store.close()
+
+    def _site(self, instance: str, url: str) -> Site:
+        site = Site(
+            home=self._home.root,
+            instance=instance,
+            url=url,
+            profile=self._options.profile,
+            sandbox=self._options.sandbox,
+            sandbox_options=self._options.sandbox_options,
+        )
+        for folder in (site.logs, site.endpoints, site.tokens):
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise StartFailed(f"{folder} cannot be made: {error.strerror}") from error
+        return site
+
+    def _token_of(self, plane: ControlPlane) -> Callable[[Owner], str]:
+        return lambda owner: plane.token("worker")
+
+    async def _loop(self, driver: Driver, fleet: Fleet) -> None:
+        pace, clock = Pace(), asyncio.get_running_loop().time
+        while True:
+            self._wake.clear()
+            now = datetime.now(UTC)
+            try:
+                fleet.find_endpoints()
+                if pace.due(clock(), fleet.changed):
+                    fleet.changed = False
+                    await fleet.look(now)
+                    pace.looked(clock(), fleet.changed, idle=not fleet.jobs, away=bool(fleet.away))
+                if fleet.known:
+                    await driver.turn(now)
+                    await fleet.act(now)
+            except OSError as error:
+                # A full disk, a quota, a file server that is away: what runs goes on.
+                self._say(f"trouble: {error.filename or 'the home'}: {error.strerror or error}")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TURN_SECONDS):
+                    await self._wake.wait()
+
+    async def _end(self, fleet: Fleet) -> None:
+        """Ends every job of this home, workers first: they hand over what they hold."""
+        for kind, grace in (("stage-worker", WORKER_GRACE_SECONDS), ("backend", BACKEND_GRACE_SECONDS)):
+            left = await end_jobs(fleet, kind, grace)
+            if left:
+                numbers = ", ".join(str(one) for one in left)
+                self._say(f"Slurm has not ended these jobs yet: {numbers}; `scancel` was sent")
+
+
+async def end_jobs(fleet: Fleet, kind: str, grace: float) -> list[int]:
+    """Drains and cancels every job of a kind; the numbers of those that Slurm has not ended in time."""
+    clock = asyncio.get_running_loop().time
+    fleet.stop_kind(kind, grace, datetime.now(UTC))
+    deadline, delay = clock() + grace + END_SECONDS, 0.2
+    while fleet.left(kind) and clock() < deadline:
+        now = datetime.now(UTC)
+        await fleet.look(now)
+        if fleet.left(kind):
+            await fleet.act(now)
+            await asyncio.sleep(delay)
+            delay = min(2.0, delay * 1.5)
+    return [one.job for one in fleet.left(kind) if one.job is not None]
+
+
+async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None]) -> int:
+    """Ends the Slurm jobs of a home on which no bridge runs; how many there were.
+
+    Raises:
+        SlurmError: Slurm does not answer, or some of them do not end.
+    """
+    known = read_json(home.root / "bridge.json") or {}
+    if "instance" not in known:
+        return 0
+    commands = CommandLine(options.timeout, environment(os.environ, options.profile.pass_env))
+    site = Site(home.root, str(known["instance"]), str(known["url"]), options.profile)
+    async with httpx.AsyncClient(trust_env=False) as http:
+        fleet = Fleet(site, commands, http, lambda owner: "", lambda: None, say)
+        await fleet.look(datetime.now(UTC))
+        if fleet.away:
+            raise SlurmError(f"Slurm does not answer: {fleet.away}")
+        count = len(fleet.jobs)
+        left = [*await end_jobs(fleet, "stage-worker", 0.0), *await end_jobs(fleet, "backend", 0.0)]
+        await fleet.close()
+    if left:
+        raise SlurmError(f"Slurm has not ended these jobs yet: {', '.join(map(str, left))}")
+    return count
+
+
+def install_signals(bridge: Bridge) -> None:
+    """SIGINT (Ctrl-C, `down`) ends bridge and jobs; SIGTERM and a closed terminal leave the jobs."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, bridge.stop, False)
+    loop.add_signal_handler(signal.SIGTERM, bridge.stop, True)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, bridge.stop, True)

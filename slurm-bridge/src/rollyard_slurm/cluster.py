@@ -1,0 +1,99 @@
+"""The cluster around the bridge: which Slurm it is, and the address by which its nodes reach this host."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from rollyard_slurm.errors import SlurmError
+from rollyard_slurm.node import source_address
+
+_CONTROLLER = re.compile(r"^(?:SlurmctldHost\[0\]|ControlAddr|ControlMachine)\s*=\s*(\S+)", re.MULTILINE)
+SLURMCTLD_PORT = 6817
+
+
+def _ask(arguments: Sequence[str], timeout: float, env: Mapping[str, str]) -> str:
+    try:
+        done = subprocess.run(
+            arguments,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError as error:
+        raise SlurmError(
+            f"there is no program {arguments[0]!r} on PATH: is this a Slurm login node?"
+        ) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmError(f"{arguments[0]} does not answer: {error}") from error
+    if done.returncode != 0:
+        raise SlurmError(f"{arguments[0]}: {done.stderr.strip()[:300] or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+def controller(config: str) -> str:
+    """Address of the controller in `scontrol show config`; empty if it names none."""
+    match = _CONTROLLER.search(config)
+    if match is None:
+        return ""
+    name, _, address = match[1].partition("(")
+    return address.rstrip(")") or name
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def own_address(timeout: float, env: Mapping[str, str]) -> str:
+    """The address of this host in the cluster's network: from which it reaches controller and nodes.
+
+    Raises:
+        SlurmError: Slurm does not answer, or no address is found.
+    """
+    hosts = [controller(_ask(["scontrol", "show", "config"], timeout, env))]
+    found = _toward(hosts)
+    if not found or is_loopback(found):
+        # The controller runs here: a node decides.
+        nodes = _ask(["sinfo", "--noheader", "--format=%o"], timeout, env).split()
+        found = _toward(nodes[:1]) or found
+    if not found:
+        raise SlurmError(
+            "the address by which the nodes reach this host cannot be told; give it with --listen ADDRESS"
+        )
+    return found
+
+
+def _toward(hosts: Sequence[str]) -> str:
+    for host in hosts:
+        try:
+            if host:
+                return source_address(host, SLURMCTLD_PORT)
+        except OSError:
+            continue
+    return ""
+
+
+def checked_address(text: str) -> str:
+    """An address that this host can listen on.
+
+    Raises:
+        SlurmError: it is none of this host's.
+    """
+    try:
+        found = socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+            probe.bind((text, 0))
+    except OSError as error:
+        raise SlurmError(
+            f"--listen {text}: is no address of this host ({error.strerror or error})"
+        ) from error
+    return text

@@ -1,0 +1,443 @@
+"""Carries plans out with sbatch jobs, and says what is seen of them.
+
+Nothing is known but by what squeue says: a job that a file of ours knows and squeue does not is
+asked about one by one. While Slurm does not answer, everything counts as it was last seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+from rollyard_operator.host.home import read_json
+from rollyard_operator.host.logfile import telling_line
+from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop, Workload
+from rollyard_operator.probe import Health, watch_backend
+
+from rollyard_slurm import identity, walltime
+from rollyard_slurm.commands import Commands
+from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
+from rollyard_slurm.parse import QueuedJob
+from rollyard_slurm.script import Site, batch_script
+from rollyard_slurm.submissions import Group, Records, Submission, fresh
+from rollyard_slurm.tokens import write_token
+
+UNSURE_SECONDS = 90.0
+"""A job that sbatch may have handed in before it was cut off has shown itself by then."""
+RETRY_SECONDS = 15.0
+"""Between two tries after a site's limit refused a job."""
+CANCEL_AGAIN_SECONDS = 30.0
+HAND_OVER_SECONDS = 6.0
+"""After a second signal a stage worker hands over what it holds at once."""
+SUCCESSOR_AGAIN_SECONDS = 60.0
+"""After a successor failed."""
+ENDS_AT_ONCE = 16
+"""Jobs that vanished and are asked about in one turn."""
+
+
+class Fleet:
+    """The submissions of one home.
+
+    Args:
+        wake: called when something happened that a turn should look at.
+        say: told what an operator of the bridge should know, once for each change.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        commands: Commands,
+        http: httpx.AsyncClient,
+        worker_token: Callable[[Owner], str],
+        wake: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._site = site
+        self._commands = commands
+        self._http = http
+        self._worker_token = worker_token
+        self._wake = wake
+        self._say = say
+        self._records = Records(site.home / "submissions")
+        self._all: list[Submission] = self._records.load()
+        self._away = ""
+        self._limit = ""
+        self._successor_after: dict[str, datetime] = {}
+        self._signature: frozenset[tuple[object, ...]] = frozenset()
+        self._strangers: set[int] = set()
+        self.known = False
+        """Slurm has been asked successfully since the start: nothing is launched before."""
+        self.changed = True
+        """Something was done, or seen, that makes another look worth while soon."""
+
+    # What is seen
+
+    @property
+    def away(self) -> str:
+        """Why Slurm does not answer; empty: it does."""
+        return self._away
+
+    @property
+    def jobs(self) -> list[Submission]:
+        """Every submission that has, or may have, a job that has not ended."""
+        return [one for one in self._all if one.living]
+
+    def owners(self) -> set[Owner]:
+        """Whose workloads there are."""
+        return {one.workload.owner for one in self._all}
+
+    def _groups(self) -> dict[str, Group]:
+        groups: dict[str, list[Submission]] = {}
+        for one in self._all:
+            groups.setdefault(one.workload.name, []).append(one)
+        return {name: Group(members) for name, members in groups.items()}
+
+    def _named(self) -> dict[str, Submission]:
+        """Submissions by the names that reconcile knows them by."""
+        named = {}
+        for name, group in self._groups().items():
+            front = group.front
+            named[name] = front
+            named |= {f"{name}-j{one.job}": one for one in group.predecessors if one is not front}
+        return named
+
+    def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
+        """What is seen of an owner's workloads; a job whose successor serves goes by a name of its own."""
+        return tuple(one.observed(name) for name, one in self._named().items() if one.workload.owner == owner)
+
+    async def look(self, now: datetime) -> None:
+        """Asks Slurm about everything. Where it does not answer, all stays as it was."""
+        try:
+            listed = await self._commands.queue()
+            self._match(listed, now)
+            await self._ends({job.id for job in listed}, now)
+            await self._drop_strangers(listed)
+        except SlurmAway as trouble:
+            self._slurm_away(str(trouble))
+            return
+        except SlurmError as error:
+            self._slurm_away(str(error))
+            return
+        if self._away:
+            self._say(f"Slurm answers again (it did not: {self._away})")
+        self._away = ""
+        self.known = True
+        signature = frozenset((job.id, job.state, job.reason) for job in listed)
+        self.changed = self.changed or signature != self._signature
+        self._signature = signature
+        self._settle()
+
+    def _slurm_away(self, why: str) -> None:
+        if why != self._away:
+            self._say(f"Slurm does not answer, everything counts as last seen: {why}")
+        self._away = why
+
+    def _match(self, listed: list[QueuedJob], now: datetime) -> None:
+        by_id = {job.id: job for job in listed}
+        by_launch = {}
+        for job in listed:
+            who = identity.parse(job.comment)
+            if who is not None and who.instance == self._site.instance:
+                by_launch[who.launch] = job
+        for one in list(self._all):
+            if not one.living or one.refused:
+                continue
+            seen = by_launch.get(one.launch) if one.job is None else by_id.get(one.job)
+            if seen is None:
+                if one.job is None and (one.unsure_until is None or now >= one.unsure_until):
+                    self._forget(one)  # sbatch did not hand it in
+                continue
+            before = one.seen
+            one.seen = seen
+            if one.job is None or before is None or before.state != seen.state:
+                one.job, one.unsure_until = seen.id, None
+                running = seen.state == "RUNNING"
+                one.started_at = (one.started_at or now - timedelta(seconds=seen.used)) if running else None
+                if not running:
+                    self._stop_probe(one)
+                self._records.save(one)
+
+    async def _ends(self, listed: set[int], now: datetime) -> None:
+        """What became of jobs that squeue does not list any more."""
+        gone = [one for one in self._all if one.living and one.job is not None and one.job not in listed]
+        for one in gone[:ENDS_AT_ONCE]:
+            assert one.job is not None
+            known = await self._commands.details(one.job)
+            if known is not None and known.live:
+                continue  # requeued, or listed again in a moment
+            wanted = self._site.profile.of(one.workload.kind)
+            end = walltime.FORGOTTEN if known is None else walltime.ending(known, wanted)
+            message = end.message
+            if not message and end.code:
+                message = telling_line(self._site.log(one.workload, one.job))
+            self._end(one, walltime.Ending(end.code, message, end.expected), now)
+
+    def _end(self, one: Submission, end: walltime.Ending, now: datetime) -> None:
+        self._stop_probe(one)
+        self.changed = True
+        front = self._groups()[one.workload.name].front
+        one.ending, one.ended_at = end, now
+        if one is not front or end.expected or one.stop_by is not None or one.retired:
+            # A place that others have taken, or that the next plan gives anew at once.
+            if one is not front and not end.expected and not one.retired:
+                self._successor_after[one.workload.name] = now + timedelta(seconds=SUCCESSOR_AGAIN_SECONDS)
+            self._forget(one)
+        else:
+            self._records.save(one)
+
+    async def _drop_strangers(self, listed: list[QueuedJob]) -> None:
+        """Cancels jobs of this home that no record knows: sbatch handed them in after all."""
+        mine = {one.job for one in self._all if one.job is not None}
+        strangers = []
+        for job in listed:
+            who = identity.parse(job.comment)
+            if who is None or who.instance != self._site.instance or job.id in mine:
+                continue
+            if job.state != "COMPLETING" and job.id not in self._strangers:
+                strangers.append(job.id)
+        if strangers:
+            self._say(f"cancelled Slurm jobs of this home that nothing wants: {strangers}")
+            self._strangers.update(strangers)
+            await self._commands.cancel(strangers)
+
+    def _settle(self) -> None:
+        """Whose place a successor has taken; where backends answer."""
+        for group in self._groups().values():
+            front = group.front
+            for one in group.predecessors:
+                if front.serving and not one.retired:
+                    one.retired = True
+                    self._records.save(one)
+
+    def find_endpoints(self) -> None:
+        """Begins to watch backends that have said where they answer."""
+        for one in self._all:
+            if one.workload.kind != "backend" or not one.living or one.stopping:
+                continue
+            if one.seen is None or one.seen.state != "RUNNING":
+                if one.job is not None and self._site.endpoint_file(one.launch).exists():
+                    self.changed = True  # it runs already: look now
+                continue
+            document = read_json(self._site.endpoint_file(one.launch)) or {}
+            url = document.get("url")
+            if isinstance(url, str) and document.get("job") == str(one.job):
+                self._watch(one, url)
+
+    def _watch(self, one: Submission, url: str) -> None:
+        if one.probe is not None and one.url == url:
+            return
+        if one.url != url:
+            one.health = Health(url=url)
+        self._cancel_probe(one)
+        one.url = url
+
+        def report(health: Health) -> None:
+            before, one.health = one.health, health
+            if before.ready != health.ready:
+                self._settle()
+                self._records.save(one)
+                self._wake()
+
+        began = one.health
+        one.probe = asyncio.create_task(
+            watch_backend(url, one.workload.model, self._http, report, began),
+            name=f"health of {one.workload.name}",
+        )
+
+    def _cancel_probe(self, one: Submission) -> None:
+        if one.probe is not None:
+            one.probe.cancel()
+            one.probe = None
+
+    def _stop_probe(self, one: Submission) -> None:
+        self._cancel_probe(one)
+        one.health, one.url = Health(), ""
+        self._site.endpoint_file(one.launch).unlink(missing_ok=True)
+
+    # What is done
+
+    async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
+        """Starts and stops what the plan of one owner says; stopping goes on over the next turns."""
+        for stop in plan.stop:
+            self.stop(stop)
+        now = datetime.now(UTC)
+        for name, one in self._named().items():
+            if one.workload.owner == owner:
+                since = (one.draining_since or now) if name in plan.drain else None
+                if since != one.draining_since:
+                    one.draining_since = since
+                    self._records.save(one)
+        for launch in plan.launch:
+            await self._launch(launch, now)
+
+    async def _launch(self, launch: Launch, now: datetime) -> None:
+        name = launch.workload.name
+        for old in [one for one in self._all if one.workload.name == name]:
+            if old.living and not old.retired:
+                return  # it came to be since the plan was made
+            if not old.living:
+                self._forget(old)
+        await self._submit(launch.workload, launch.restarts, now)
+
+    async def _submit(self, workload: Workload, restarts: int, now: datetime) -> None:
+        one = fresh(secrets.token_hex(6), workload, restarts, now)
+        self._all.append(one)
+        await self._try(one, now)
+
+    async def _try(self, one: Submission, now: datetime) -> None:
+        """Hands a submission in, if Slurm answers and no limit of the site was met just now."""
+        self.changed = True
+        if self._away or self._limit or not self.known:
+            one.refused = f"not submitted yet: {self._away or self._limit}"
+            one.retry_at = now + timedelta(seconds=RETRY_SECONDS if self._limit else 0.0)
+            return
+        workload = one.workload
+        one.refused, one.retry_at, one.submitted_at = "", None, now
+        one.unsure_until = now + timedelta(seconds=UNSURE_SECONDS)
+        who = identity.identity(workload, self._site.instance, one.launch, one.restarts)
+        try:
+            if workload.kind == "stage-worker":
+                write_token(self._site.token_file(workload), self._worker_token(workload.owner))
+            # Before sbatch: whatever happens to this process, the job is found again.
+            self._records.save(one)
+            one.job = await self._commands.submit(batch_script(workload, self._site, who))
+        except SubmitRefused as refusal:
+            self._records.forget(one)
+            one.unsure_until = None
+            one.refused = f"sbatch: {refusal}"
+            if refusal.limit:
+                self._limit = one.refused
+                one.retry_at = now + timedelta(seconds=RETRY_SECONDS)
+            else:
+                one.blocked = True
+            return
+        except SlurmAway as trouble:
+            self._slurm_away(str(trouble))
+            if not trouble.unsure:
+                self._records.forget(one)
+                one.unsure_until, one.refused, one.retry_at = None, f"not submitted yet: {trouble}", now
+            return
+        except SlurmError as error:
+            self._records.forget(one)
+            one.unsure_until, one.refused, one.blocked = None, str(error), True
+            return
+        except OSError as error:
+            one.unsure_until, one.blocked = None, True
+            one.refused = f"the home cannot be written: {error.filename}: {error.strerror}"
+            return
+        one.unsure_until = None
+        self._records.save(one)
+
+    def stop(self, stop: Stop) -> None:
+        """Ends a workload within its grace, over the next turns; forgets one that has ended."""
+        one = self._named().get(stop.name)
+        if one is None:
+            return
+        group = self._groups()[one.workload.name]
+        # Whoever stops a workload stops those that were to follow it.
+        ending = [one, *group.successors] if one is group.front else [one]
+        now = datetime.now(UTC)
+        for each in ending:
+            if not each.living or each.refused:
+                self._forget(each)
+            elif each.stop_by is None:
+                self._cancel_probe(each)
+                each.stop_by = now + timedelta(seconds=stop.grace_seconds)
+                self._records.save(each)
+
+    def _forget(self, one: Submission) -> None:
+        self._stop_probe(one)
+        if one in self._all:
+            self._all.remove(one)
+        self._records.forget(one)
+
+    async def act(self, now: datetime) -> None:
+        """What time calls for: tries again, successors, signals. Few commands, each for many jobs."""
+        self._limit = ""
+        try:
+            await self._end_stopping(now)
+        except SlurmError as trouble:
+            self._slurm_away(str(trouble))
+        if self._away:
+            return
+        for one in list(self._all):
+            if one.refused and not one.blocked and one.retry_at is not None and now >= one.retry_at:
+                await self._try(one, now)
+        for name, group in self._groups().items():
+            if self._wants_successor(name, group, now):
+                front = group.front
+                self._say(f"{name}: the time limit of Slurm job {front.job} is near; its successor queues")
+                await self._submit(front.workload, front.restarts, now)
+
+    def _wants_successor(self, name: str, group: Group, now: datetime) -> bool:
+        front = group.front
+        if not front.running or front.stopping or group.successors or front.seen is None:
+            return False
+        after = self._successor_after.get(name)
+        if after is not None and now < after:
+            return False
+        return walltime.wants_successor(front.seen, self._site.profile.of(front.workload.kind))
+
+    async def _end_stopping(self, now: datetime) -> None:
+        drain, insist, cancel = [], [], []
+        for one in self._all:
+            if one.stop_by is None or not one.living or one.job is None:
+                continue
+            pending = one.seen is None or one.seen.state != "RUNNING"
+            left = (one.stop_by - now).total_seconds()
+            again = (
+                one.cancelled_at is None or (now - one.cancelled_at).total_seconds() > CANCEL_AGAIN_SECONDS
+            )
+            if (pending and (one.seen is None or one.seen.state != "COMPLETING")) or left <= 0:
+                if again:
+                    cancel.append(one)
+            elif not one.drained:
+                drain.append(one)
+            elif left <= HAND_OVER_SECONDS and not one.insisted and one.workload.kind == "stage-worker":
+                insist.append(one)
+        if cancel:
+            await self._commands.cancel(_jobs(cancel))
+            for one in cancel:
+                one.cancelled_at = now
+        if drain:
+            await self._commands.signal(_jobs(drain), "USR1")
+            for one in drain:
+                one.drained = True
+        if insist:
+            await self._commands.signal(_jobs(insist), "USR2")
+            for one in insist:
+                one.insisted = True
+        self.changed = self.changed or bool(cancel or drain or insist)
+
+    # The end
+
+    def stop_kind(self, kind: str, grace_seconds: float, now: datetime) -> None:
+        """Begins to end every workload of a kind."""
+        for one in list(self._all):
+            if one.workload.kind != kind:
+                continue
+            if not one.living or one.refused:
+                self._forget(one)
+                continue
+            by = now + timedelta(seconds=grace_seconds)
+            one.stop_by = by if one.stop_by is None else min(by, one.stop_by)
+            self._records.save(one)
+
+    def left(self, kind: str) -> list[Submission]:
+        """Those of a kind that have not ended."""
+        return [one for one in self._all if one.workload.kind == kind and one.living]
+
+    async def close(self) -> None:
+        """Ends the health checks; jobs go on."""
+        probes = [one.probe for one in self._all if one.probe is not None]
+        for one in self._all:
+            self._cancel_probe(one)
+        await asyncio.gather(*probes, return_exceptions=True)
+
+
+def _jobs(submissions: Iterable[Submission]) -> list[int]:
+    return [one.job for one in submissions if one.job is not None]

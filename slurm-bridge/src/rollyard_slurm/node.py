@@ -1,0 +1,92 @@
+"""`python -m rollyard_slurm.node`: starts a backend on a node, and tells where it answers.
+
+The address is the one by which this node reaches the control plane: there the workers, and the
+bridge's health checks, come from. The port is a free one; whoever loses the race for it ends, and
+is started again with another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+HOST = "@HOST@"
+PORT = "@PORT@"
+
+
+def source_address(host: str, port: int) -> str:
+    """The address of this machine that packets to `host` leave from; nothing is sent.
+
+    Raises:
+        OSError: there is no such host, or no way to it.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        name: str = probe.getsockname()[0]
+    return name
+
+
+def free_port(host: str) -> int:
+    """A port that nothing listens on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def command_for(command: list[str], host: str, port: int) -> tuple[list[str], int]:
+    """The command with host and port put in, and the port that it will listen on."""
+    filled = [word.replace(HOST, host).replace(PORT, str(port)) for word in command]
+    chosen = port
+    for place, word in enumerate(filled):
+        value = word.partition("=")[2] if word.startswith("--port=") else ""
+        if word == "--port" and place + 1 < len(filled):
+            value = filled[place + 1]
+        chosen = int(value) if value.isdigit() else chosen
+    return filled, chosen
+
+
+def base_url(host: str, port: int) -> str:
+    """Where it answers."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes the endpoint file and becomes the command; 2 where that cannot be."""
+    parser = argparse.ArgumentParser(prog="python -m rollyard_slurm.node", description=__doc__)
+    parser.add_argument("--endpoint", type=Path, required=True, help="file that tells where it answers")
+    parser.add_argument("--toward", required=True, help="the control plane's URL")
+    parser.add_argument("command", nargs="+")
+    given = parser.parse_args(argv)
+    toward = urlsplit(given.toward)
+    try:
+        host = source_address(toward.hostname or "", toward.port or 80)
+        command, port = command_for(given.command, host, free_port(host))
+        document = {
+            "url": base_url(host, port),
+            "node": os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+            "job": os.environ.get("SLURM_JOB_ID", ""),
+            "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        }
+        scratch = given.endpoint.with_name(f".{given.endpoint.name}.{os.getpid()}")
+        scratch.write_text(json.dumps(document))
+        scratch.replace(given.endpoint)
+    except OSError as error:
+        print(f"error: the backend cannot be announced: {error}", file=sys.stderr)
+        return 2
+    sys.stdout.flush()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+    return 127
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What `rollyard slurm-bridge up` was asked for."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollyard_crds import BackendPool
+from rollyard_operator.plan import Profile
+
+from rollyard_slurm.profile import SiteProfile
+from rollyard_slurm.script import Site
+
+COMMAND = "rollyard slurm-bridge up"
+DEFAULT_LEASE_SECONDS = 30.0
+DEFAULT_TIMEOUT = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeOptions:
+    """Settings of one bridge."""
+
+    home: Path
+    """On storage that this host and the nodes share."""
+    listen: str = ""
+    """Address to listen on; empty: this host's in the cluster's network."""
+    advertise: str = ""
+    """Host that the nodes are told; empty: `listen`."""
+    port: int = 0
+    """0: that of the last run on this home, else a free one."""
+    sandbox: str = "apptainer"
+    sandbox_options: tuple[str, ...] = ()
+    profile: SiteProfile = field(default_factory=SiteProfile)
+    pools: tuple[BackendPool, ...] = ()
+    """Pools that are made at the start."""
+    lease_seconds: float = DEFAULT_LEASE_SECONDS
+    timeout: float = DEFAULT_TIMEOUT
+    """Seconds for one Slurm command."""
+    max_jobs: int = 16
+    """RolloutJobs that are active at once."""
+
+
+def reconcile_profile(site: Site, max_jobs: int = 16) -> Profile:
+    """How jobs and pools are reconciled: what runs with other settings of the site is replaced."""
+    parts = (site.url, site.sandbox, site.sandbox_options, site.python, site.profile.model_dump_json())
+    return Profile(
+        node_workers=True,
+        max_active_jobs=max_jobs,
+        backoff_seconds=2.0,
+        backoff_cap_seconds=120.0,
+        stable_seconds=120.0,
+        blocked_seconds=30.0,
+        drain_seconds=site.profile.workers.drain_seconds + 10.0,
+        stop_seconds=20.0,
+        made_of=hashlib.sha256(repr(parts).encode()).hexdigest()[:16],
+    )

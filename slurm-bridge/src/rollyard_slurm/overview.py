@@ -1,0 +1,39 @@
+"""`rollyard slurm-bridge status`: the bridge of a home and its Slurm jobs, as lines for people."""
+
+from __future__ import annotations
+
+import os
+
+from rollyard_operator.host.home import Home, read_json
+
+from rollyard_slurm import identity
+from rollyard_slurm.commands import CommandLine, environment
+from rollyard_slurm.errors import SlurmError
+from rollyard_slurm.options import DEFAULT_TIMEOUT
+
+
+async def overview(home: Home) -> list[str]:
+    """What runs. A Slurm that does not answer is said in a line."""
+    known, running = read_json(home.root / "bridge.json"), home.supervisor()
+    if known is None:
+        return [f"no bridge has run on {home.root}"]
+    where = f"process {running.pid}, {known['url']}" if running is not None else "not running on this host"
+    lines = [f"bridge   {where} (home {home.root}, instance {known['instance']})"]
+    commands = CommandLine(DEFAULT_TIMEOUT, environment(os.environ))
+    try:
+        listed = await commands.queue()
+    except SlurmError as error:
+        return [*lines, f"jobs     not known: {error}"]
+    rows = [("JOB", "STATE", "TIME LEFT", "NODE OR REASON", "FOR", "WORKLOAD")]
+    for job in listed:
+        who = identity.parse(job.comment)
+        if who is None or who.instance != known["instance"]:
+            continue
+        left = "-" if job.left is None else f"{job.left / 60:.0f} min"
+        rows.append((str(job.id), job.state, left, job.nodes or job.reason, who.owner, who.workload))
+    if len(rows) == 1:
+        return [*lines, "jobs     none"]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return lines + [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

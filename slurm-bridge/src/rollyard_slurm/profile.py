@@ -1,0 +1,173 @@
+"""The profile of a site: what every sbatch script of ours asks for, and does first."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, ValidationError, field_validator
+from rollyard_crds.base import Model
+from rollyard_crds.manifest import describe
+
+from rollyard_slurm.errors import ProfileInvalid
+from rollyard_slurm.parse import seconds
+
+Word = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\s]+$")]
+Line = Annotated[str, Field(max_length=4096, pattern=r"^[^\n]*$")]
+Words = Annotated[list[Word], Field(max_length=64)]
+_OURS = (
+    "--job-name", "-J", "--comment", "--output", "-o", "--error", "-e", "--signal",
+    "--requeue", "--no-requeue",
+    "--array", "-a", "--wrap", "--parsable", "--open-mode", "--time", "-t", "--nodes", "-N", "--ntasks", "-n",
+    "--wait", "-W", "--test-only", "--hold", "-H",
+)  # fmt: skip
+
+
+class JobProfile(Model):
+    """What one kind of job asks Slurm for. What is left out is the site's own default."""
+
+    partition: Word | None = None
+    """One or several, with commas between: Slurm takes the one that starts first."""
+    account: Word | None = None
+    """The account that is charged."""
+    qos: Word | None = None
+    """Quality of service."""
+    reservation: Word | None = None
+    """Reservation to run in."""
+    wckey: Word | None = None
+    """Workload characterization key, for the site's accounts."""
+    constraint: Line | None = None
+    """Node features, as sbatch takes them."""
+    exclude: Word | None = None
+    """Nodes to stay away from."""
+    time_limit: str | None = None
+    """`MINUTES`, `HOURS:MINUTES:SECONDS` or `DAYS-HOURS:MINUTES:SECONDS`; default: the partition's."""
+    cpus: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """CPUs of the job."""
+    memory: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
+    """Memory of the job, as `8G`; 0: the node's whole memory. Sandboxes share the workers'. Default: 2G,
+    and the site's own for vLLM."""
+    gres: Line | None = None
+    """Generic resources; `{gpus}` stands for the number that a backend asks for."""
+    exclusive: bool | None = None
+    """Nodes of its own."""
+    requeue: bool | None = None
+    """Whether Slurm itself may start a job anew after its node failed or it was preempted; default: true."""
+    sbatch: Words = Field(default_factory=list)
+    """Further options of sbatch, as `--licenses=matlab:1`."""
+    prolog: Annotated[list[Line], Field(max_length=64)] = Field(default_factory=list)
+    """Shell lines before our program, such as `module load apptainer`."""
+    env: Annotated[dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Line], Field(max_length=128)] = (
+        Field(default_factory=dict)
+    )
+    """Environment of the job; common and special ones are joined."""
+    python: Word | None = None
+    """Python with Rollyard on the nodes; default: the bridge's own."""
+    signal_seconds: Annotated[int, Field(ge=5, le=3600)] | None = None
+    """So long before its time limit a job begins to wind up; Slurm may be 60 s early. Default: 90."""
+    ahead_seconds: Annotated[int, Field(ge=10, le=86_400)] | None = None
+    """A successor is submitted so long before the time limit; default: 600, at most half of the limit."""
+
+    @field_validator("time_limit")
+    @classmethod
+    def _readable(cls, value: str | None) -> str | None:
+        if value is not None and not seconds(value):
+            raise ValueError("must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
+        return value
+
+    @field_validator("sbatch")
+    @classmethod
+    def _not_ours(cls, value: list[str]) -> list[str]:
+        for option in value:
+            name = option.partition("=")[0]
+            if not name.startswith("-"):
+                raise ValueError(f"{option!r} is no option: write it as --name=value")
+            if name in _OURS:
+                raise ValueError(f"{name} is set by the bridge; leave it out")
+        return value
+
+
+class WorkersProfile(JobProfile):
+    """Stage workers."""
+
+    run_dir: Annotated[str, Field(pattern=r"^/[^\s]*$", max_length=40)] = "/tmp"
+    """Node-local folder for the sandboxes' files and sockets; short, since sockets' paths are limited."""
+    drain_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+    """Rollouts that a worker holds when it winds up may go on so long before they are handed over."""
+
+
+class BackendsProfile(JobProfile):
+    """Inference backends."""
+
+    image: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """vLLM: SIF, folder or `docker://` image that it runs in; default: the program on the node."""
+    apptainer: Words = Field(default_factory=lambda: ["apptainer"])
+    """Program (and options before `exec`) for `image`."""
+    exec_options: Words = Field(default_factory=list)
+    """Options of `exec`, such as `--bind=/models`; `--nv` is added where GPUs are asked for."""
+
+
+class SiteProfile(JobProfile):
+    """A profile file: fields common to all jobs, and those of each kind."""
+
+    workers: WorkersProfile = Field(default_factory=WorkersProfile)
+    backends: BackendsProfile = Field(default_factory=BackendsProfile)
+    pass_env: Words = Field(default_factory=list)
+    """Names of variables that Slurm's commands and the jobs inherit of the bridge's environment."""
+
+    def of(self, kind: str) -> JobProfile:
+        """The profile of one kind of job: its own fields before the common ones."""
+        own = self.backends if kind == "backend" else self.workers
+        joined: dict[str, Any] = {}
+        for name in JobProfile.model_fields:
+            mine, common = getattr(own, name), getattr(self, name)
+            if name == "env":
+                joined[name] = {**common, **mine}
+            elif name in ("sbatch", "prolog"):
+                joined[name] = [*common, *mine]
+            else:
+                joined[name] = common if mine is None else mine
+        return JobProfile.model_validate(joined)
+
+
+def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProfile:
+    """The profile in a YAML file, with what the command line says on top.
+
+    Raises:
+        ProfileInvalid: it cannot be read, or a field is wrong.
+    """
+    document: Any = {}
+    if path is not None:
+        try:
+            document = yaml.safe_load(path.read_text()) or {}
+        except OSError as error:
+            raise ProfileInvalid(f"--profile {path}: cannot be read: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            words = " ".join(str(error).split())
+            raise ProfileInvalid(f"--profile {path}: no YAML: {words}") from error
+        if not isinstance(document, dict):
+            raise ProfileInvalid(f"--profile {path}: must be a mapping of fields")
+    where = f"--profile {path}" if path is not None else "options"
+    try:
+        made = SiteProfile.model_validate(document)
+        chosen = {name: value for name, value in (overrides or {}).items() if value is not None}
+        if chosen:
+            # What was said on the command line counts for every kind of job.
+            cleared = {name: None for name in chosen if name in JobProfile.model_fields}
+            made = made.model_copy(
+                update={
+                    "workers": made.workers.model_copy(update=cleared),
+                    "backends": made.backends.model_copy(update=cleared),
+                }
+            )
+            made = SiteProfile.model_validate({**made.model_dump(), **chosen})
+        return made
+    except ValidationError as error:
+        raise ProfileInvalid(f"{where}: " + "; ".join(describe(error, model=SiteProfile))) from error
+
+
+def quoted(value: str) -> str:
+    """A value for a shell line."""
+    return shlex.quote(value)

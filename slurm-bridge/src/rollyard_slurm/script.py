@@ -1,0 +1,237 @@
+"""The batch script of a workload. Pure: all that it depends on comes in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollyard_operator.plan import Workload
+from rollyard_operator.vllmargs import SERVER_ENV, vllm_command
+
+from rollyard_slurm.identity import Identity
+from rollyard_slurm.node import HOST, PORT
+from rollyard_slurm.profile import JobProfile, SiteProfile, quoted
+
+SIGNAL_SECONDS = 90
+"""Before the time limit; a drain, a hand-over and the end of the sandboxes fit in."""
+TITLE = "rollyard-"
+DEFAULT_MEMORY = "2G"
+"""Of stage workers and embedded engines: many sites' own default, per CPU, is too little for sandboxes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What the scripts of one bridge have in common."""
+
+    home: Path
+    """On storage that the nodes share."""
+    instance: str
+    url: str
+    """The control plane as the nodes reach it."""
+    profile: SiteProfile
+    sandbox: str = "apptainer"
+    sandbox_options: tuple[str, ...] = ()
+    """Further arguments of the workers, such as `--default-image`."""
+    python: str = field(default_factory=lambda: sys.executable)
+
+    @property
+    def logs(self) -> Path:
+        return self.home / "logs"
+
+    @property
+    def endpoints(self) -> Path:
+        """One file for each backend: where it answers."""
+        return self.home / "endpoints"
+
+    @property
+    def tokens(self) -> Path:
+        """One file for each job of ours: the token of its workers."""
+        return self.home / "tokens"
+
+    def token_file(self, workload: Workload) -> Path:
+        """The token of the workers of one RolloutJob."""
+        owner = workload.owner
+        return self.tokens / f"{owner.namespace}.{owner.name}.{owner.uid[:8] or 'none'}"
+
+    def endpoint_file(self, launch: str) -> Path:
+        """Where the backend of one submission says that it answers."""
+        return self.endpoints / f"{launch}.json"
+
+    def log(self, workload: Workload, job: int) -> Path:
+        """What the job printed."""
+        return self.logs / f"{workload.name}-{job}.log"
+
+
+def _directives(workload: Workload, site: Site, identity: Identity, wanted: JobProfile) -> list[str]:
+    requeue = "--requeue" if wanted.requeue is not False else "--no-requeue"
+    seconds = wanted.signal_seconds or SIGNAL_SECONDS
+    options = [
+        f"--job-name={TITLE}{workload.name}",
+        f"--comment={identity.comment}",
+        f"--output={_directive(str(site.logs).replace('%', '%%'))}/{workload.name}-%j.log",
+        "--open-mode=append",
+        f"--signal=B:USR1@{seconds}",
+        requeue,
+        "--nodes=1",
+        "--ntasks=1",
+        f"--chdir={_directive(str(site.home))}",
+    ]
+    for name, value in (
+        ("partition", wanted.partition),
+        ("account", wanted.account),
+        ("qos", wanted.qos),
+        ("reservation", wanted.reservation),
+        ("wckey", wanted.wckey),
+        ("constraint", wanted.constraint),
+        ("exclude", wanted.exclude),
+        ("time", wanted.time_limit),
+        ("cpus-per-task", wanted.cpus),
+        ("mem", _memory(workload, wanted)),
+        ("gres", _gres(workload, wanted)),
+    ):
+        if value is not None:
+            options.append(f"--{name}={_directive(str(value))}")
+    if wanted.exclusive:
+        options.append("--exclusive")
+    return [f"#SBATCH {option}" for option in (*options, *wanted.sbatch)]
+
+
+def _memory(workload: Workload, wanted: JobProfile) -> str | None:
+    """What the profile says, else enough for our own programs; a GPU's share is the site's to say."""
+    said = any(option.partition("=")[0].startswith("--mem") for option in wanted.sbatch)
+    if wanted.memory is not None or said or wanted.exclusive or workload.engine == "vllm":
+        return wanted.memory
+    return DEFAULT_MEMORY
+
+
+def _gres(workload: Workload, wanted: JobProfile) -> str | None:
+    if wanted.gres is not None:
+        return wanted.gres.replace("{gpus}", str(workload.gpus))
+    return f"gpu:{workload.gpus}" if workload.gpus else None
+
+
+def _directive(value: str) -> str:
+    """A value in an `#SBATCH` line."""
+    if all(character.isalnum() or character in "-_./:,=@%+[]{}*" for character in value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def batch_script(workload: Workload, site: Site, identity: Identity) -> str:
+    """The script that sbatch gets: what an administrator sees, and what runs on the node."""
+    wanted = site.profile.of(workload.kind)
+    owner = workload.owner
+    program = _backend(workload, site, identity) if workload.kind == "backend" else _worker(workload, site)
+    env = {**wanted.env, **_engine_env(workload)}
+    lines = [
+        "#!/bin/bash",
+        *_directives(workload, site, identity, wanted),
+        f"# {owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (slurm-bridge)",
+        "umask 077",
+        *(f"export {name}={quoted(value)}" for name, value in env.items()),
+        *wanted.prolog,
+        *program,
+        _WATCH,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _what(workload: Workload) -> str:
+    if workload.kind == "backend":
+        return f"inference backend {workload.index} ({workload.engine})"
+    return f"stage worker {workload.index}"
+
+
+def _engine_env(workload: Workload) -> dict[str, str]:
+    env = dict(SERVER_ENV) if workload.engine == "vllm" else {}
+    return {**env, **dict(workload.env)}
+
+
+_RUN_FOLDER = (
+    "# The last worker of this node removes the folder; who comes meanwhile makes it anew.",
+    "for _ in 1 2 3 4 5; do",
+    '  mkdir -p "$run" && exec 9> "$run.lock" && flock -s -w 20 9 &&'
+    ' [ "$run.lock" -ef /proc/self/fd/9 ] && [ -O "$run" ] && break',
+    "done",
+    '[ -O "$run" ] || { echo "error: $run cannot be used" >&2; exit 73; }',
+    """trap 'flock -n -x 9 && rm -rf -- "$run" "$run.lock" && rmdir -- "${run%/*}" 2> /dev/null' EXIT""",
+)
+
+
+def _worker(workload: Workload, site: Site) -> list[str]:
+    python = site.profile.of(workload.kind).python or site.python
+    concurrency = ",".join(f"{stage}={number}" for stage, number in workload.concurrency)
+    arguments = [
+        python,
+        *("-m", "rollyard_pipeline", "--url", site.url, "--token-file", str(site.token_file(workload))),
+        *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
+        *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
+        *("--sandbox", site.sandbox, *site.sandbox_options),
+        *("--drain-seconds", str(site.profile.workers.drain_seconds), "--sandboxes-end"),
+    ]
+    run = f"{site.profile.workers.run_dir.rstrip('/')}/ry-$UID-{site.instance}"
+    return [
+        'node="${SLURMD_NODENAME:-$(hostname -s)}"',
+        f'run="{run}/$node"',
+        *_RUN_FOLDER,
+        # Two jobs on one node reach each other's sandboxes only if they see the same folder: sites may give
+        # each job a /tmp of its own. So the folder, and not the host, has the name.
+        '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$"; '
+        'ln "$run/.name.$$" "$run/name" 2>/dev/null; rm -f "$run/.name.$$"; }',
+        'node=$(cat "$run/name") || exit 73',
+        # Slurm's own restart of a job begins a worker of another name: the old one may live on.
+        f'name={quoted(workload.name)}"-$SLURM_JOB_ID${{SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}}"',
+        f'program=({_words(arguments)} --node "$node" --run-dir "$run" --name "$name")',
+    ]
+
+
+def _backend(workload: Workload, site: Site, identity: Identity) -> list[str]:
+    wanted = site.profile.of("backend")
+    python = wanted.python or site.python
+    image = site.profile.backends.image
+    if workload.engine == "vllm":
+        engine = list(vllm_command(workload, HOST, PORT))
+        if image is not None:
+            gpus = ["--nv"] if workload.gpus else []
+            engine = [
+                *site.profile.backends.apptainer,
+                "exec",
+                *gpus,
+                *site.profile.backends.exec_options,
+                image,
+                *engine,
+            ]
+    else:
+        engine = [
+            *(python, "-m", "rollyard_engine", "--model", workload.model, "--host", HOST, "--port", PORT),
+            *("--served-model-name", workload.model, *workload.args),
+        ]
+    arguments = [
+        *(python, "-m", "rollyard_slurm.node", "--endpoint", str(site.endpoint_file(identity.launch))),
+        *("--toward", site.url, "--", *engine),
+    ]
+    return [f"program=({_words(arguments)})"]
+
+
+def _words(arguments: Sequence[str]) -> str:
+    return " ".join(quoted(argument) for argument in arguments)
+
+
+_WATCH = """\
+# USR1 (the time limit is near, or the bridge asks): wind up. TERM, USR2: at once.
+child= asked=
+drain() { [ -n "$asked" ] || { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }; }
+hurry() { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }
+trap drain USR1
+trap hurry TERM USR2
+"${program[@]}" &
+child=$!
+[ -z "$asked" ] || kill -TERM "$child" 2>/dev/null
+code=0
+while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
+wait "$child" 2>/dev/null; last=$?
+[ "$last" -eq 127 ] || code=$last
+exit "$code\""""

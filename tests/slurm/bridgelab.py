@@ -1,0 +1,179 @@
+"""A bridge of the lab's ordinary user, and hands to look at what it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollyard_client import Client
+from rollyard_crds import RolloutJob
+
+ROLLYARD = [sys.executable, "-m", "rollyard"]
+READY_SECONDS = 90.0
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0, what: str = "it") -> Any:
+    """What the condition says once it is true.
+
+    Raises:
+        AssertionError: not in time.
+    """
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not come within {seconds:.0f} s"
+        time.sleep(0.1)
+    return found
+
+
+def job(
+    name: str, tasks: int = 4, samples: int = 2, pause: float = 0.0, workers: int = 1, **spec: Any
+) -> RolloutJob:
+    """A job whose rollouts replay a known solution, each taking `pause` seconds in Run."""
+    listed = [
+        {
+            "id": f"t{number}",
+            "prompt": "say it",
+            "test_script": f'[ "$(cat said)" = {number} ]',
+            "solution": [
+                {"name": "bash", "arguments": {"command": f"sleep {pause}; echo {number} > said"}}
+            ],
+        }
+        for number in range(tasks)
+    ]
+    stages = {
+        "init": {"replicas": workers, "concurrency": 4},
+        "run": {"replicas": workers, "concurrency": 4},
+        "eval": {"replicas": workers, "concurrency": 4},
+    }
+    return RolloutJob.model_validate(
+        {
+            "metadata": {"name": name},
+            "spec": {
+                "tasks": {"inline": listed},
+                "handler": "shell",
+                "samplesPerTask": samples,
+                "agent": {"type": "oracle", "tools": ["bash"]},
+                "stages": stages,
+                **spec,
+            },
+        }
+    )
+
+
+@dataclass
+class Bridge:
+    """One `rollyard slurm-bridge up` of the ordinary user, on a home in the shared folder."""
+
+    slurm: Any
+    home: Path
+    options: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> Path:
+        return self.home.parent / f"{self.home.name}.log"
+
+    def command(self, *words: str) -> list[str]:
+        return [*ROLLYARD, "slurm-bridge", *words, "--home", str(self.home)]
+
+    def start(self) -> Bridge:
+        """Starts it, and waits until it is ready."""
+        words = self.command("up", "--partition", "debug", "--sandbox", "process", *self.options)
+        with self.log.open("ab") as log:
+            self.process = self.slurm.popen_as_user(
+                words, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+        mine = self.process.pid
+
+        def ready() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, self.log.read_text()
+            running = _read(self.home / "supervisor.json")
+            return running.get("pid") == mine and (self.home / "context.json").exists()
+
+        until(ready, READY_SECONDS, "the bridge")
+        return self
+
+    def stop(self, number: signal.Signals = signal.SIGINT, seconds: float = 120.0) -> int:
+        """Ends it with a signal; its exit status."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            os.kill(self.process.pid, number)
+        return self.process.wait(seconds)
+
+    def client(self) -> Client:
+        context = _read(self.home / "context.json")
+        tokens = _read(self.home / "state" / "tokens.json")
+        return Client(context["url"], tokens["admin"])
+
+    def instance(self) -> str:
+        return str(_read(self.home / "bridge.json")["instance"])
+
+    def jobs(self, kind: str = "") -> dict[int, dict[str, str]]:
+        """The Slurm jobs of this home that have not ended: state, node, and what their comments say."""
+        command = ["squeue", "-h", "-o", "%A|%T|%N|%r|%k"]
+        done = subprocess.run(command, env=self.slurm.env, capture_output=True, text=True, timeout=60)
+        found = {}
+        for line in done.stdout.splitlines():
+            number, state, node, reason, comment = line.split("|", 4)
+            said = dict(part.partition("=")[::2] for part in comment.split(","))
+            if said.get("instance") == self.instance() and said.get("kind", "").startswith(kind):
+                found[int(number)] = {"state": state, "node": node, "reason": reason, **said}
+        return found
+
+    def running(self, kind: str = "stage-worker", count: int = 1, seconds: float = 60.0) -> list[int]:
+        """Waits until so many jobs of a kind run; their numbers."""
+
+        def there() -> list[int]:
+            found = [number for number, one in self.jobs(kind).items() if one["state"] == "RUNNING"]
+            return found if len(found) >= count else []
+
+        return list(until(there, seconds, f"{count} running {kind} jobs"))
+
+    def ended(self, name: str, seconds: float = 120.0) -> RolloutJob:
+        """Waits until a job has finished."""
+        with self.client() as client:
+
+            def finished() -> RolloutJob | None:
+                found = client.job(name)
+                return found if condition(found, "Finished") == "True" else None
+
+            found: RolloutJob = until(finished, seconds, f"the end of {name}")
+            return found
+
+
+def condition(thing: Any, kind: str, part: str = "status") -> str:
+    """What a condition of a job or pool says; empty if it was never set."""
+    return next((str(getattr(one, part)) for one in thing.status.conditions if one.type == kind), "")
+
+
+def accounted_for(bridge: Bridge, wanted: RolloutJob) -> None:
+    """Every rollout has exactly one result, and it is the right one."""
+    inline = wanted.spec.tasks.inline or []
+    with bridge.client() as client:
+        got = list(client.trajectories(wanted.metadata.name))
+        counts = client.job(wanted.metadata.name).status.counts
+    total = len(inline) * wanted.spec.samples_per_task
+    places = Counter((one.task_id, one.sample_index) for one in got)
+    assert counts.succeeded == counts.total == total, counts
+    assert len(places) == total
+    assert set(places.values()) == {1}
+    assert {one.reward for one in got} == {1.0}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return dict(document)

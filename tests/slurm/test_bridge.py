@@ -148,7 +148,7 @@ def test_a_requeued_worker_counts_as_no_failure(slurm: Any, bridge: Bridge) -> N
 
 
 def test_a_lost_node_gives_every_rollout_one_result(slurm: Any, bridge: Bridge) -> None:
-    wanted = job("lost", tasks=8, samples=2, pause=4.0)
+    wanted = job("lost", tasks=8, samples=2, pause=10.0)
     bridge.start()
     with bridge.client() as client:
         client.submit(wanted)
@@ -156,7 +156,7 @@ def test_a_lost_node_gives_every_rollout_one_result(slurm: Any, bridge: Bridge) 
         node = bridge.jobs()[first]["node"]
         until(lambda: client.job("lost").status.counts.run.active > 0, 60, "a rollout in Run")
     slurm.kill_slurmd(node)
-    until(lambda: bridge.jobs().get(first, {}).get("node") != node, 90, "Slurm's notice of the lost node")
+    until(lambda: bridge.jobs()[first]["node"] != node, 90, "Slurm's notice of the lost node")
     assert [one for one in slurm.user_processes().values() if "lost-" in one], "its processes run on"
     bridge.running()
     bridge.ended("lost", 200)
@@ -166,11 +166,11 @@ def test_a_lost_node_gives_every_rollout_one_result(slurm: Any, bridge: Bridge) 
 
 
 def test_a_controller_away_is_waited_out(slurm: Any, bridge: Bridge) -> None:
-    first, second = job("before", tasks=6, samples=2, pause=4.0), job("during", tasks=2, samples=1)
+    first, second = job("before", tasks=8, samples=2, pause=12.0), job("during", tasks=2, samples=1)
     bridge.start()
     with bridge.client() as client:
         client.submit(first)
-        bridge.running()
+        until(lambda: condition(client.job("before"), "Running") == "True", 60, "a running job")
         slurm.stop_controller()
         try:
             client.submit(second)

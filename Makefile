@@ -10,7 +10,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 TASKS ?= 64
 SAMPLES ?= 8
 
-.PHONY: help run demo-vllm demo-kubernetes test bench lint format typecheck crds docs clean
+.PHONY: help run demo-vllm demo-kubernetes demo-slurm test bench lint format typecheck crds docs clean
 
 help: ## What each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -31,6 +31,9 @@ demo-vllm: $(STAMP) ## The same on two vLLM servers, with new weights in the mid
 
 demo-kubernetes: $(STAMP) ## The same on a cluster: images, helm install, kubectl apply, and away again (TASKS, SAMPLES)
 	@$(BIN)/python scripts/demo-kubernetes runs/kubernetes --tasks $(TASKS) --samples $(SAMPLES)
+
+demo-slurm: $(STAMP) ## The same on Slurm: bridge, sbatch jobs, Apptainer sandboxes, and away again (TASKS, SAMPLES)
+	@$(BIN)/python scripts/demo-slurm runs/slurm --tasks $(TASKS) --samples $(SAMPLES)
 
 test: $(DEV_STAMP) ## Set up and run every check and every test, real components included
 	@VENV="$(VENV)" scripts/test

@@ -44,6 +44,19 @@ def bubblewrap_works(bubblewrap_problem: str | None, missing: Missing) -> None:
         missing(bubblewrap_problem)
 
 
+@pytest.fixture(scope="session")
+def apptainer_works(missing: Missing) -> None:
+    """An ordinary user may start Apptainer here."""
+    if os.geteuid() == 0:
+        missing(
+            "Apptainer sandboxes are an ordinary user's: scripts/slurm-lab run .venv/bin/python -m pytest …"
+        )
+    if shutil.which("apptainer") is None and shutil.which("singularity") is None:
+        missing("neither apptainer nor singularity is on the PATH")
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        missing("/dev/fuse is closed to this user")
+
+
 _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,12 +18,20 @@ import pytest
 from rollyard_crds.claims import EXEC_SERVER_ARGV, RUNTIME_PATH
 from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
 from rollyard_pipeline.sandboxes.cgroups import find_places
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.client import ExecClient
 
 NODE = "node-a"
+_SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
+_PROGRAMS = ("bash", "cat", "ls", "id", "env", "mkdir", "sleep", "touch", "stty", "head", "tail", "rm")
+# What the tests of all kinds of sandboxes call.
+_MORE_PROGRAMS = (
+    "chmod", "chroot", "cut", "find", "grep", "hostname", "mknod", "mount", "readlink", "seq", "setsid",
+    "sort", "stat", "tr", "tty", "umount", "unshare", "wc",
+)  # fmt: skip
 SMALL = {"memory_bytes": 192 << 20, "disk_bytes": 16 << 20, "processes": 64}
 
 
@@ -32,6 +40,34 @@ class Kit:
 
     NODE = NODE
     SMALL = SMALL
+
+    @staticmethod
+    def open(name: str, run_dir: Path, image: str | None = None) -> NodeProvider:
+        """A provider of this kind; `image` is what Apptainer takes where a request names none."""
+        options = ApptainerOptions(default_image=image)
+        provider = open_provider(name, run_dir=run_dir, node=NODE, apptainer=options)
+        assert isinstance(provider, NodeProvider)
+        return provider
+
+    @staticmethod
+    def make_root(folder: Path, *further: str) -> Path:
+        """A root folder with bash, a few programs and the libraries they load; no Python."""
+        (folder / "usr/bin").mkdir(parents=True)
+        (folder / "bin").symlink_to("usr/bin")
+        (folder / "etc").mkdir()
+        (folder / "etc/image-name").write_text("made-by-test\n")
+        (folder / "opt/tool").mkdir(parents=True)
+        for name in (*_PROGRAMS, *further):
+            program = Path(shutil.which(name, path=_SYSTEM_PATH) or f"/bin/{name}").resolve()
+            shutil.copy(program, folder / "usr/bin" / name)
+            listing = subprocess.run(["ldd", program], capture_output=True, text=True, timeout=20, check=True)
+            for word in listing.stdout.split():
+                if word.startswith("/"):
+                    target = folder / word.lstrip("/")
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(word, target)
+        (folder / "usr/bin/sh").symlink_to("bash")
+        return folder
 
     @staticmethod
     async def clean(provider: NodeProvider) -> None:
@@ -200,22 +236,81 @@ def run_dir() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture(scope="session")
+def root_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image as a folder, with all that the tests call inside, and a user as most images lack one."""
+    root = Kit.make_root(tmp_path_factory.mktemp("image") / "root", *_MORE_PROGRAMS)
+    for name in ("home", "root", "tmp", "work", "var/tmp", "proc", "sys", "dev"):
+        (root / name).mkdir(parents=True)
+    (root / "opt/tool").rmdir()
+    users = [("root", 0), ("sandbox", 1000), ("nobody", 65534)]
+    (root / "etc/passwd").write_text("".join(f"{name}:x:{uid}:{uid}::/:/bin/bash\n" for name, uid in users))
+    (root / "etc/group").write_text("".join(f"{name}:x:{uid}:\n" for name, uid in users))
+    return root
+
+
+@pytest.fixture(scope="session")
+def sif(apptainer_works: None, root_folder: Path) -> Path:
+    """The same as a SIF file."""
+    target = root_folder.parent / "image.sif"
+    program = shutil.which("apptainer") or "singularity"
+    done = subprocess.run(
+        [program, "build", str(target), str(root_folder)],
+        env={**os.environ, "APPTAINER_CACHEDIR": str(root_folder.parent / "cache")},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+_APPTAINER = pytest.param("apptainer", marks=pytest.mark.apptainer)
+
+
 @pytest.fixture
 async def bubblewrap(bubblewrap_works: None, run_dir: Path) -> AsyncIterator[NodeProvider]:
-    provider = open_provider("bubblewrap", run_dir=run_dir, node=NODE)
-    await provider.start()
-    try:
+    async with _started("bubblewrap", run_dir) as provider:
         yield provider
-    finally:
-        await Kit.clean(provider)
 
 
-@pytest.fixture(params=["bubblewrap", "process"])
-async def provider(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterator[NodeProvider]:
-    """Both kinds: what their interface promises holds for both."""
-    if request.param == "bubblewrap":
-        request.getfixturevalue("bubblewrap_works")
-    provider = open_provider(request.param, run_dir=run_dir, node=NODE)
+@pytest.fixture
+async def apptainer(sif: Path, run_dir: Path) -> AsyncIterator[NodeProvider]:
+    async with _started("apptainer", run_dir, str(sif)) as provider:
+        yield provider
+
+
+@pytest.fixture
+def image_of(request: pytest.FixtureRequest) -> Callable[[str], str | None]:
+    """The default image that a kind of sandboxes needs; it is missing where the kind cannot be started."""
+
+    def find(name: str) -> str | None:
+        if name == "bubblewrap":
+            request.getfixturevalue("bubblewrap_works")
+        return str(request.getfixturevalue("sif")) if name == "apptainer" else None
+
+    return find
+
+
+@pytest.fixture(params=["bubblewrap", _APPTAINER])
+async def isolated(
+    request: pytest.FixtureRequest, run_dir: Path, image_of: Callable[[str], str | None]
+) -> AsyncIterator[NodeProvider]:
+    """Each kind that isolates: what isolation promises holds for both."""
+    async with _started(request.param, run_dir, image_of(request.param)) as provider:
+        yield provider
+
+
+@pytest.fixture(params=["bubblewrap", "process", _APPTAINER])
+async def provider(
+    request: pytest.FixtureRequest, run_dir: Path, image_of: Callable[[str], str | None]
+) -> AsyncIterator[NodeProvider]:
+    """All kinds: what their interface promises holds for all."""
+    async with _started(request.param, run_dir, image_of(request.param)) as provider:
+        yield provider
+
+
+@asynccontextmanager
+async def _started(name: str, run_dir: Path, image: str | None = None) -> AsyncIterator[NodeProvider]:
+    provider = Kit.open(name, run_dir, image)
     await provider.start()
     try:
         yield provider

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +10,10 @@ from rollyard_pipeline.sandboxes.errors import ImageNotUsable, UserNamespacesFor
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.rootfs import check_image, in_root
 
-_PROGRAMS = ("bash", "cat", "ls", "id", "env", "mkdir", "sleep", "touch", "stty", "head", "tail", "rm")
-
-
-def make_root(folder: Path) -> Path:
-    """A root folder with bash, a few programs and the libraries they load; no Python."""
-    (folder / "usr/bin").mkdir(parents=True)
-    (folder / "bin").symlink_to("usr/bin")
-    (folder / "etc").mkdir()
-    (folder / "etc/image-name").write_text("made-by-test\n")
-    (folder / "opt/tool").mkdir(parents=True)
-    for name in _PROGRAMS:
-        program = Path(shutil.which(name) or f"/bin/{name}").resolve()
-        shutil.copy(program, folder / "usr/bin" / name)
-        listing = subprocess.run(["ldd", program], capture_output=True, text=True, timeout=20, check=True)
-        for word in listing.stdout.split():
-            if word.startswith("/"):
-                target = folder / word.lstrip("/")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(word, target)
-    (folder / "usr/bin/sh").symlink_to("bash")
-    return folder
-
 
 @pytest.mark.real
 async def test_root_folder_is_the_system(kit: Any, bubblewrap: NodeProvider, tmp_path: Path) -> None:
-    image = make_root(tmp_path / "root")
+    image = kit.make_root(tmp_path / "root")
     async with await kit.acquire(bubblewrap, image=str(image), files={"a": "text"}) as sandbox:
         assert await kit.sh(sandbox, "cat /etc/image-name a") == (0, "made-by-test\ntext")
         assert (await kit.sh(sandbox, "python3 --version"))[0] == 127

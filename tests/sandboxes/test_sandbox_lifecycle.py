@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ _WORKER = """
 import asyncio, sys
 from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 
 async def main():
-    provider = open_provider(sys.argv[1], run_dir=sys.argv[2], node="node-a")
+    options = ApptainerOptions(default_image=sys.argv[3] or None)
+    provider = open_provider(sys.argv[1], run_dir=sys.argv[2], node="node-a", apptainer=options)
     await provider.start()
     request = SandboxRequest(memory_bytes=192 << 20, files={"kept.txt": "kept"}, env={"KEPT": "too"})
     sandbox = await provider.acquire(request, LeaseRef(rollout="r-1", token=1))
@@ -46,12 +49,19 @@ def processes_of(run_dir: Path) -> list[int]:
     """Pids of all sandboxes that the run dir knows of."""
     folder = SandboxFolder(run_dir)
     records = [record for name in folder.ids() if (record := folder.load(name)) is not None]
-    return [process.pid for record in records for process in (record.root, record.monitor) if process]
+    return [
+        process.pid
+        for record in records
+        for process in (record.root, record.monitor, *record.helpers)
+        if process
+    ]
 
 
-async def test_outlives_its_killed_worker(kit: Any, provider: NodeProvider, run_dir: Path) -> None:
+async def test_outlives_its_killed_worker(
+    kit: Any, provider: NodeProvider, run_dir: Path, image_of: Callable[[str], str | None]
+) -> None:
     worker = subprocess.Popen(  # noqa: ASYNC220 - its whole life is this test
-        [sys.executable, "-c", _WORKER, provider.name, str(run_dir)],
+        [sys.executable, "-c", _WORKER, provider.name, str(run_dir), image_of(provider.name) or ""],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -157,9 +167,9 @@ async def test_dead_warm_sandbox_is_never_handed_out(kit: Any, provider: NodePro
 
 
 async def test_close_removes_warm_and_keeps_claimed(
-    kit: Any, run_dir: Path, bubblewrap: NodeProvider
+    kit: Any, run_dir: Path, isolated: NodeProvider, image_of: Callable[[str], str | None]
 ) -> None:
-    second = open_provider("bubblewrap", run_dir=run_dir, node=kit.NODE)
+    second = kit.open(isolated.name, run_dir, image_of(isolated.name))
     await second.start()
     request = SandboxRequest(**kit.SMALL)
     async with await kit.acquire(second) as sandbox:
@@ -167,10 +177,10 @@ async def test_close_removes_warm_and_keeps_claimed(
     await second.warm(request, 1)
     await kit.until(lambda: second._warm.ready(request.key) == 1)
     # While their worker lives, warm sandboxes are no business of a sweep by another.
-    assert await bubblewrap.sweep() == []
+    assert await isolated.sweep() == []
     await second.aclose()
     assert SandboxFolder(run_dir).ids() == [handle.id]
-    async with await bubblewrap.attach(handle) as sandbox:
+    async with await isolated.attach(handle) as sandbox:
         assert await kit.sh(sandbox, "echo here") == (0, "here")
 
 

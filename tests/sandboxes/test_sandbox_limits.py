@@ -15,20 +15,20 @@ pytestmark = pytest.mark.real
 _EAT = "/.rollyard/venv/bin/python -c 'b = bytearray(300 << 20); print(len(b))'"
 
 
-async def test_memory_bomb(kit: Any, bubblewrap: NodeProvider) -> None:
-    async with await kit.acquire(bubblewrap, "r-1") as bombed, await kit.acquire(bubblewrap, "r-2") as other:
+async def test_memory_bomb(kit: Any, isolated: NodeProvider) -> None:
+    async with await kit.acquire(isolated, "r-1") as bombed, await kit.acquire(isolated, "r-2") as other:
         code, output = await kit.sh(bombed, _EAT)
         assert code != 0
         assert str(300 << 20) not in output
-        assert await bubblewrap.oom_killed(bombed.handle) is ("memory" in enforced(find_places()))
-        assert not await bubblewrap.oom_killed(other.handle)
+        assert await isolated.oom_killed(bombed.handle) is ("memory" in enforced(find_places()))
+        assert not await isolated.oom_killed(other.handle)
         # The exec server survives the death of its child, and the sandbox goes on.
         assert await kit.sh(bombed, "echo still here") == (0, "still here")
         assert await kit.sh(other, "echo unharmed") == (0, "unharmed")
 
 
-async def test_fork_bomb(kit: Any, bubblewrap: NodeProvider) -> None:
-    async with await kit.acquire(bubblewrap, "r-1") as bombed, await kit.acquire(bubblewrap, "r-2") as other:
+async def test_fork_bomb(kit: Any, isolated: NodeProvider) -> None:
+    async with await kit.acquire(isolated, "r-1") as bombed, await kit.acquire(isolated, "r-2") as other:
         _, output = await kit.sh(
             bombed, "for i in $(seq 200); do sleep 5 & done 2>&1; jobs -p | wc -l; kill $(jobs -p)"
         )
@@ -37,8 +37,8 @@ async def test_fork_bomb(kit: Any, bubblewrap: NodeProvider) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/work", "/tmp", "/dev/shm"])
-async def test_disk_filler(kit: Any, bubblewrap: NodeProvider, folder: str) -> None:
-    async with await kit.acquire(bubblewrap) as sandbox:
+async def test_disk_filler(kit: Any, isolated: NodeProvider, folder: str) -> None:
+    async with await kit.acquire(isolated) as sandbox:
         _, output = await kit.sh(sandbox, f"head -c 100M /dev/zero > {folder}/big; stat -c %s {folder}/big")
         assert "No space left on device" in output
         assert int(output.splitlines()[-1]) <= 64 << 20
@@ -48,20 +48,20 @@ async def test_disk_filler(kit: Any, bubblewrap: NodeProvider, folder: str) -> N
         )
 
 
-async def test_kill_everything_inside(kit: Any, bubblewrap: NodeProvider) -> None:
-    async with await kit.acquire(bubblewrap, "r-1") as first, await kit.acquire(bubblewrap, "r-2") as other:
+async def test_kill_everything_inside(kit: Any, isolated: NodeProvider) -> None:
+    async with await kit.acquire(isolated, "r-1") as first, await kit.acquire(isolated, "r-2") as other:
         # The exec server is among what it kills: whether an answer comes is not the point.
         with contextlib.suppress(SandboxError):
             await kit.sh(first, "kill -9 -1", timeout=5)
         assert await kit.sh(other, "echo unharmed") == (0, "unharmed")
-        await bubblewrap.release(first.handle)
+        await isolated.release(first.handle)
         assert kit.groups_of([first.handle.id]) == []
 
 
-async def test_cpu_limit_is_set(kit: Any, bubblewrap: NodeProvider) -> None:
+async def test_cpu_limit_is_set(kit: Any, isolated: NodeProvider) -> None:
     if "cpu" not in enforced(find_places()):
         pytest.skip("no writable cpu control group here")
-    async with await kit.acquire(bubblewrap, cpu=0.5) as sandbox:
+    async with await kit.acquire(isolated, cpu=0.5) as sandbox:
         values = []
         for group in kit.groups_of([sandbox.handle.id]):
             for name in ("cpu.cfs_quota_us", "cpu.max"):
@@ -70,17 +70,17 @@ async def test_cpu_limit_is_set(kit: Any, bubblewrap: NodeProvider) -> None:
         assert values == ["50000"]
 
 
-async def test_sandboxes_outweigh_one_process(kit: Any, bubblewrap: NodeProvider) -> None:
+async def test_sandboxes_outweigh_one_process(kit: Any, isolated: NodeProvider) -> None:
     places = [place for place in find_places() if "cpu" in place.controllers]
     if not places:
         pytest.skip("no writable cpu control group here")
-    async with await kit.acquire(bubblewrap):
+    async with await kit.acquire(isolated):
         for place in places:
             name, one = ("cpu.shares", 1024) if place.version == 1 else ("cpu.weight", 100)
             assert int((place.path / name).read_text()) >= 4 * one
 
 
-async def test_request_files_beyond_the_disk_limit(kit: Any, bubblewrap: NodeProvider) -> None:
+async def test_request_files_beyond_the_disk_limit(kit: Any, isolated: NodeProvider) -> None:
     with pytest.raises(DiskFull, match=r"sandbox\.files\['big'\].*sandbox\.resources\.disk"):
-        await kit.acquire(bubblewrap, disk_bytes=1 << 20, files={"big": "x" * (3 << 20)})
-    assert bubblewrap.claimed() == []
+        await kit.acquire(isolated, disk_bytes=1 << 20, files={"big": "x" * (3 << 20)})
+    assert isolated.claimed() == []

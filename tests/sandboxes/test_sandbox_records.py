@@ -118,7 +118,7 @@ def test_full_disk_has_its_own_reason(folder: SandboxFolder, monkeypatch: pytest
 
 
 def test_unknown_provider_is_named() -> None:
-    with pytest.raises(ValueError, match=r"--sandbox docker.*choose one of bubblewrap, process"):
+    with pytest.raises(ValueError, match=r"--sandbox docker.*choose one of bubblewrap, apptainer, process"):
         open_provider("docker", run_dir="/tmp", node="n")
 
 

@@ -4,39 +4,15 @@ from __future__ import annotations
 
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
-Verdict = Literal["ok", "missing", "optional"]
-TIMEOUT_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of `rollyard doctor`. `optional`: absent, and only some uses need it."""
-
-    name: str
-    verdict: Verdict
-    found: str
-    advice: str = ""
-
-
-def _run(*command: str) -> tuple[int, str]:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, stdin=subprocess.DEVNULL
-        )
-    except FileNotFoundError:
-        return 127, f"{command[0]}: not found"
-    except subprocess.TimeoutExpired:
-        return 124, f"{command[0]}: no answer within {TIMEOUT_SECONDS:.0f} s"
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return done.returncode, lines[-1] if lines else ""
+from rollyard.checks import clocks, slurm, storage
+from rollyard.checks.finding import Finding, Verdict
+from rollyard.checks.finding import run as _run
 
 
 def check_python() -> Finding:
@@ -56,6 +32,24 @@ def check_sandboxes(run_dir: Path) -> list[Finding]:
     ]
 
 
+def check_containers(on_slurm: bool) -> list[Finding]:
+    """What of Apptainer sandboxes works here; only a Slurm cluster cannot do without them."""
+    import asyncio
+
+    from rollyard_pipeline.sandboxes.doctor import apptainer_checks
+
+    found = []
+    for check in asyncio.run(apptainer_checks()):
+        if check.ok:
+            # One with a remedy works in part.
+            verdict: Verdict = "optional" if check.remedy else "ok"
+        else:
+            needed = on_slurm or check.name == "user namespaces"
+            verdict = "missing" if needed else "optional"
+        found.append(Finding(check.name, verdict, check.meaning, check.remedy))
+    return found
+
+
 def check_model() -> Finding:
     """Whether the embedded engine and its shipped model are there."""
     from rollyard.errors import NotFound
@@ -67,28 +61,15 @@ def check_model() -> Finding:
         return Finding("embedded engine", "missing", "no shipped model", str(error))
 
 
-def check_apptainer() -> Finding:
-    """Apptainer or SingularityCE, for sandboxes with images on Slurm."""
-    for name in ("apptainer", "singularity"):
-        if shutil.which(name):
-            return Finding("apptainer", "ok", _run(name, "--version")[1])
-    return Finding("apptainer", "optional", "not installed", "only sandboxes with SIF images need it")
-
-
-def check_slurm() -> Finding:
-    """Slurm's commands."""
-    if shutil.which("sbatch"):
-        code, text = _run("sinfo", "--version")
-        return Finding("slurm", "ok" if code == 0 else "optional", text)
-    return Finding("slurm", "optional", "not installed", "only needed to run on a Slurm cluster")
-
-
 def check_gpu() -> Finding:
-    """NVIDIA GPUs."""
-    code, text = _run("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
+    """NVIDIA GPUs and their driver, which containers borrow by `--nv`."""
+    code, text = _run("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     if code == 0 and text:
-        return Finding("gpu", "ok", text)
-    return Finding("gpu", "optional", "none", "the embedded engine needs none; vLLM's CPU build is for tests")
+        return Finding("gpu", "ok", f"{text} (name, memory, driver)")
+    advice = "the embedded engine needs none; vLLM's CPU build is for tests"
+    if code == 127:
+        return Finding("gpu", "optional", "none", advice)
+    return Finding("gpu", "optional", f"nvidia-smi does not work: {text}", "on a login node that is usual")
 
 
 def check_vllm() -> Finding:
@@ -121,19 +102,26 @@ def check_cluster() -> Finding:
     return Finding("kubernetes", "optional", f"context {context!r} does not answer: {text[:120]}", advice)
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_model,
-    check_gpu,
-    check_vllm,
-    check_apptainer,
-    check_slurm,
-    check_cluster,
-)
+CHECKS: tuple[Callable[[], Finding], ...] = (check_model, check_gpu, check_vllm)
 
 
 def examine(run_dir: Path) -> Iterator[Finding]:
     """Every check, most important first."""
+    on_slurm = slurm.is_slurm_machine()
     yield check_python()
-    yield from check_sandboxes(run_dir)
+    rootless = check_containers(on_slurm)
+    # On clusters Apptainer makes the sandboxes; bubblewrap is rarely there, and not missed.
+    contained = on_slurm and all(one.verdict != "missing" for one in rootless)
+    for finding in check_sandboxes(run_dir):
+        if finding.name == "user namespaces" and finding.verdict == "ok":
+            continue  # told below, where they are tried without bubblewrap
+        if contained and finding.name == "bubblewrap" and finding.verdict == "missing":
+            finding = replace(finding, verdict="optional", advice="Apptainer serves instead")
+        yield finding
+    yield from rootless
+    yield from slurm.examine()
+    yield from storage.examine(run_dir.parent, on_slurm)
+    yield clocks.check_clocks(storage.nearest(run_dir.parent))
     for check in CHECKS:
         yield check()
+    yield check_cluster()

@@ -21,6 +21,7 @@ from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.rest import RestControlPlane
 from rollyard_pipeline.sandboxes import PROVIDERS, open_provider
+from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
 from rollyard_pipeline.worker import Worker, WorkerOptions
 
 _DEFAULT_HOME: Final = "~/.local/state/rollyard"
@@ -67,7 +68,13 @@ async def _serve(
             job = await control.job_when_there(options.namespace, options.job)
             spec = job.stages
         places = {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
-        provider = open_provider(options.sandbox, run_dir=options.run_dir, node=options.node, claims=control)
+        provider = open_provider(
+            options.sandbox,
+            run_dir=options.run_dir,
+            node=options.node,
+            claims=control,
+            apptainer=_apptainer(options),
+        )
         await provider.start()
         try:
             async with BackendClient(request_timeout=options.request_timeout) as backends:
@@ -164,6 +171,33 @@ def _concurrency(text: str | None) -> dict[StageName, int]:
     return places
 
 
+def _apptainer(options: argparse.Namespace) -> ApptainerOptions | None:
+    given = {
+        "--default-image": options.default_image,
+        "--image-cache": options.image_cache,
+        "--apptainer": options.apptainer,
+        "--fakeroot": options.fakeroot,
+    }
+    if options.sandbox != "apptainer":
+        for name, value in given.items():
+            if value:
+                raise OptionError(f"{name} goes with --sandbox apptainer (got --sandbox {options.sandbox})")
+        return None
+    return ApptainerOptions(
+        program=options.apptainer,
+        default_image=options.default_image,
+        image_cache=options.image_cache,
+        image_cache_bytes=options.image_cache_gib << 30,
+        fakeroot=options.fakeroot,
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
 def _token(file: Path) -> str:
     try:
         text = file.read_text().strip()
@@ -198,6 +232,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sandbox", choices=PROVIDERS, default="bubblewrap",
         help="kubernetes: pods that the operator starts; with it --node is kubernetes too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--default-image", metavar="IMAGE",
+        help="apptainer: the image of jobs that name none: a SIF file, a root folder, docker://NAME, …",
+    )  # fmt: skip
+    parser.add_argument(
+        "--image-cache", type=Path, metavar="DIR",
+        help="apptainer: where images built from others are kept, best on storage that the nodes share; "
+        "default: in the run dir",
+    )  # fmt: skip
+    parser.add_argument(
+        "--image-cache-gib", type=_positive, default=100, metavar="N",
+        help="apptainer: beyond it the images that were not used for longest go, default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--apptainer", metavar="PROGRAM", help="default: apptainer, else singularity, from PATH"
+    )
+    parser.add_argument(
+        "--fakeroot", action="store_true",
+        help="apptainer: programs inside are root of their image and may change all of it",
     )  # fmt: skip
     parser.add_argument(
         "--max-sandboxes", type=int, help="claimed at once on this node; default: by concurrency"

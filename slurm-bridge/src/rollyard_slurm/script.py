@@ -150,6 +150,17 @@ def _engine_env(workload: Workload) -> dict[str, str]:
     return {**env, **dict(workload.env)}
 
 
+_RUN_FOLDER = (
+    "# The last worker of this node removes the folder; who comes meanwhile makes it anew.",
+    "for _ in 1 2 3 4 5; do",
+    '  mkdir -p "$run" && exec 9> "$run.lock" && flock -s -w 20 9 &&'
+    ' [ "$run.lock" -ef /proc/self/fd/9 ] && [ -O "$run" ] && break',
+    "done",
+    '[ -O "$run" ] || { echo "error: $run cannot be used" >&2; exit 73; }',
+    """trap 'flock -n -x 9 && rm -rf -- "$run" "$run.lock" && rmdir -- "${run%/*}" 2> /dev/null' EXIT""",
+)
+
+
 def _worker(workload: Workload, site: Site) -> list[str]:
     python = site.profile.of(workload.kind).python or site.python
     concurrency = ",".join(f"{stage}={number}" for stage, number in workload.concurrency)
@@ -165,7 +176,7 @@ def _worker(workload: Workload, site: Site) -> list[str]:
     return [
         'node="${SLURMD_NODENAME:-$(hostname -s)}"',
         f'run="{run}/$node"',
-        'mkdir -p "$run" && [ -O "$run" ] || { echo "error: $run cannot be used" >&2; exit 73; }',
+        *_RUN_FOLDER,
         # Two jobs on one node reach each other's sandboxes only if they see the same folder: sites may give
         # each job a /tmp of its own. So the folder, and not the host, has the name.
         '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$"; '

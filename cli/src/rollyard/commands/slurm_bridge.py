@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,7 +143,8 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
         if value and given["sandbox"] != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")
         if value:
-            local = not value.partition("://")[1]
+            # `docker://NAME`, `docker-archive:/PATH` and the like are taken as they are.
+            local = re.match(r"[a-z][a-z-]*:", value) is None
             sandbox += [name, str(Path(value).expanduser().absolute()) if local else value]
     if given["sandbox"] == "apptainer" and not given["image_cache"]:
         sandbox += ["--image-cache", str(home / "images")]

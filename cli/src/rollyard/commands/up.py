@@ -58,11 +58,23 @@ LEASE_SECONDS = click.FloatRange(1.0, 3600.0)
 @click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0: a free one.")
 @click.option(
     "--sandbox",
-    type=click.Choice(["bubblewrap", "process"]),
+    type=click.Choice(["bubblewrap", "apptainer", "process"]),
     default="bubblewrap",
     show_default=True,
     help="What isolates rollouts; `process` isolates nothing.",
 )
+@click.option(
+    "--default-image",
+    default="",
+    metavar="IMAGE",
+    help="Apptainer: the image of jobs that name none (a SIF file, docker://NAME, …).",
+)
+@click.option(
+    "--image-cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Apptainer: where built images are kept [in the home].",
+)
+@click.option("--fakeroot", is_flag=True, help="Apptainer: programs inside are root of their image.")
 @click.option(
     "--lease-seconds",
     type=LEASE_SECONDS,
@@ -86,6 +98,9 @@ def command(
     host: str,
     port: int,
     sandbox: str,
+    default_image: str,
+    image_cache: Path | None,
+    fakeroot: bool,
     lease_seconds: float,
     home: Path | None,
     detach: bool,
@@ -115,6 +130,13 @@ def command(
     for name, asked in (("--vllm-python", vllm_python), ("--gpus", gpus)):
         if asked and engine != "vllm":
             raise UsageProblem(f"{name} goes with --engine vllm")
+    for name, given in (
+        ("--default-image", default_image),
+        ("--image-cache", image_cache),
+        ("--fakeroot", fakeroot),
+    ):
+        if given and sandbox != "apptainer":
+            raise UsageProblem(f"{name} goes with --sandbox apptainer")
     if engine == "vllm" and not model:
         raise UsageProblem("--engine vllm needs --model DIR, a Hugging Face model folder")
     wrong = next((pair for pair in engine_env if not pair.partition("=")[0] or "=" not in pair), None)
@@ -151,6 +173,9 @@ def command(
         model=model,
         tokenizer=tokenizer,
         sandbox=sandbox,
+        default_image=default_image,
+        image_cache=str(image_cache.expanduser().resolve()) if image_cache is not None else "",
+        fakeroot=fakeroot,
         lease_seconds=lease_seconds,
     )
     if detach:
@@ -184,7 +209,7 @@ def _detach(home: Home, options: Options) -> None:
     home.make()
     log = home.logs / "up.log"
     arguments = ["--home", str(home.root), "--host", options.host, "--port", str(options.port)]
-    arguments += ["--sandbox", options.sandbox, "--lease-seconds", f"{options.lease_seconds:g}"]
+    arguments += [*options.sandbox_arguments(), "--lease-seconds", f"{options.lease_seconds:g}"]
     for name, value in (
         ("--backend", options.backend_url),
         ("--model", options.model),

@@ -210,7 +210,7 @@ class Fleet:
             *("--token-file", str(self._home.state / "tokens.json")),
             *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
             *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
-            *("--run-dir", str(self._home.run), "--sandbox", self._options.sandbox),
+            *("--run-dir", str(self._home.run), *self._options.sandbox_arguments()),
             *("--name", workload.name),
         ]
 

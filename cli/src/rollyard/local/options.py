@@ -41,8 +41,23 @@ class Options:
     verify_python: str = ""
     """A Python with torch and transformers, which verifies weight updates; empty: `vllm_python`, if given."""
     sandbox: str = "bubblewrap"
+    default_image: str = ""
+    """Apptainer: the image of jobs that name none."""
+    image_cache: str = ""
+    """Apptainer: where built images are kept; empty: in the home."""
+    fakeroot: bool = False
+    """Apptainer: programs inside are root of their image."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """How long a stage worker may be silent before its rollouts go to another."""
+
+    def sandbox_arguments(self) -> tuple[str, ...]:
+        """What stage workers, and a supervisor, are told of the sandboxes."""
+        return (
+            *("--sandbox", self.sandbox),
+            *(("--default-image", self.default_image) if self.default_image else ()),
+            *(("--image-cache", self.image_cache) if self.image_cache else ()),
+            *(("--fakeroot",) if self.fakeroot else ()),
+        )
 
 
 def shipped_model() -> Path:

@@ -23,7 +23,7 @@ from rollyard_pipeline.sandboxes.processes import Reaper, kill_and_wait
 from rollyard_pipeline.sandboxes.records import SOCKET_NAME, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.rootfs import NAMESPACES, WORKDIR, bwrap_arguments, check_image
 from rollyard_pipeline.sandboxes.runtime import Runtime, make_runtime
-from rollyard_pipeline.sandboxes.starters import START_SECONDS, StartedSandbox, server_code
+from rollyard_pipeline.sandboxes.starters import SANDBOX_ENV, START_SECONDS, StartedSandbox, server_code
 
 INSTALL_HINT = (
     "install it (Debian, Ubuntu: `apt-get install bubblewrap`; Fedora, RHEL: `dnf install bubblewrap`), "
@@ -40,16 +40,6 @@ _SYSCTLS = (
     ),
     ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
 )
-_ENV = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "HOME": WORKDIR,
-    "USER": "sandbox",
-    "LOGNAME": "sandbox",
-    "SHELL": "/bin/bash",
-    "LANG": "C.UTF-8",
-    "TERM": "dumb",
-    "TMPDIR": "/tmp",
-}
 
 
 def bwrap_version(text: str) -> tuple[int, ...]:
@@ -150,18 +140,23 @@ class BubblewrapStarter:
         if key.image is not None:
             check_image(key.image, private=[self._folder.run_dir])
 
+    async def prepare(self, key: SandboxKey) -> None:
+        """A root folder is there or not."""
+
     async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
         runtime = self._runtime
         if runtime is None:
             raise SandboxStartFailed("the provider has not been started: await its start() first")
         self.check(key)
-        arguments = bwrap_arguments(key, runtime, _ENV, disable_userns=self._version >= _DISABLE_USERNS_SINCE)
+        arguments = bwrap_arguments(
+            key, runtime, SANDBOX_ENV, disable_userns=self._version >= _DISABLE_USERNS_SINCE
+        )
         launch = Launch(
             argv=[
                 self._bwrap, "--args", str(ARGS_FD), "--info-fd", str(INFO_FD), "--",
                 *runtime.argv, *server_code(key, self._places, WORKDIR, runtime.path, shared=False),
             ],
-            env={"PATH": _ENV["PATH"], "LANG": "C.UTF-8"},
+            env={"PATH": SANDBOX_ENV["PATH"], "LANG": "C.UTF-8"},
             socket_path=folder / SOCKET_NAME,
             cgroups=cgroups,
             arguments=arguments,

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import pwd
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollyard_pipeline.sandboxes.apptainer import namespace_advice
+from rollyard_pipeline.sandboxes.apptainer_program import FUSE, find_program, fuse_problem, userns_problem
 from rollyard_pipeline.sandboxes.bubblewrap import probe_bwrap
 from rollyard_pipeline.sandboxes.cgroups import CgroupPlace, enforced, find_places
-from rollyard_pipeline.sandboxes.errors import BubblewrapMissing, RunDirUnusable, UserNamespacesForbidden
+from rollyard_pipeline.sandboxes.errors import (
+    ApptainerMissing,
+    BubblewrapMissing,
+    RunDirUnusable,
+    UserNamespacesForbidden,
+)
 from rollyard_pipeline.sandboxes.records import SandboxFolder
 
 _NPROC_PER_NAMESPACE = (5, 14)
@@ -42,6 +51,67 @@ async def sandbox_checks(
         _tmpfs(proc),
         _run_dir(run_dir),
     ]
+
+
+async def apptainer_checks(
+    program: str | None = None, *, fuse: Path = FUSE, etc: Path = Path("/etc")
+) -> list[Check]:
+    """What of Apptainer sandboxes works for this user on this node.
+
+    Args:
+        program: default: `apptainer`, else `singularity`, from PATH.
+        fuse: the device that mounts of SIF files need.
+        etc: where subuid and subgid are.
+    """
+    checks = []
+    try:
+        found = await find_program(program)
+    except ApptainerMissing as error:
+        checks.append(Check("apptainer", False, "no sandboxes from container images", str(error)))
+    else:
+        sized = (
+            "the writable layer of an image is sized by the job"
+            if found.takes_config
+            else "set-user-id installation: the writable layer has the administrator's `sessiondir max size`"
+        )
+        checks.append(Check("apptainer", True, f"{found.kind} {found.version} ({found.path}); {sized}"))
+    problem = await userns_problem()
+    if problem is None:
+        checks.append(Check("user namespaces", True, "this user may make them"))
+    else:
+        meaning = f"sandboxes cannot be started: {problem}"
+        checks.append(Check("user namespaces", False, meaning, "; ".join(namespace_advice())))
+    return [*checks, _fuse(fuse), _subordinate_ids(etc)]
+
+
+def _fuse(device: Path) -> Check:
+    problem = fuse_problem(device)
+    if problem is None:
+        return Check("fuse", True, f"SIF files are mounted through {device}")
+    remedy = (
+        f"ask for squashfuse, and for a {device} that all may open (`chmod 0666 {device}`, as udev sets it)"
+    )
+    # Not the end of it: sandboxes start all the same, later and from more disk.
+    return Check("fuse", True, f"{problem}: images are unpacked to folders in the image cache first", remedy)
+
+
+def _subordinate_ids(etc: Path) -> Check:
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    lacking = []
+    for name in ("subuid", "subgid"):
+        try:
+            lines = (etc / name).read_text().splitlines()
+        except OSError:
+            lines = []
+        if not any(line.split(":")[0] in (user, str(os.geteuid())) for line in lines):
+            lacking.append(f"{etc / name}")
+    if not lacking and shutil.which("newuidmap"):
+        return Check("subordinate ids", True, "--fakeroot gives images all of their users")
+    what = f"no line for {user} in {' and '.join(lacking)}" if lacking else "newuidmap is not on the PATH"
+    ask = f"`usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}`"
+    return Check(
+        "subordinate ids", True, f"{what}: with --fakeroot an image has its root user only", f"ask for {ask}"
+    )
 
 
 async def _bubblewrap(bwrap: str | None) -> list[Check]:

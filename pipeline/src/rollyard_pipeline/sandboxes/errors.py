@@ -23,7 +23,7 @@ class ImageNotUsable(SandboxError):
 
 
 class UserNamespacesForbidden(SandboxError):
-    """The kernel or a container's policy forbids the namespaces that bubblewrap needs."""
+    """The kernel or a container's policy forbids the namespaces that sandboxes need."""
 
     reason = "UserNamespacesForbidden"
     retryable = False
@@ -33,6 +33,13 @@ class BubblewrapMissing(SandboxError):
     """There is no usable `bwrap` program on this machine."""
 
     reason = "BubblewrapMissing"
+    retryable = False
+
+
+class ApptainerMissing(SandboxError):
+    """There is no usable `apptainer` or `singularity` program on this machine."""
+
+    reason = "ApptainerMissing"
     retryable = False
 
 

@@ -12,6 +12,7 @@ from rollyard_crds.claims import NODE, PROVIDER
 
 from rollyard_pipeline.control import ClaimCalls
 from rollyard_pipeline.sandboxes import cgroups
+from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions, ApptainerStarter
 from rollyard_pipeline.sandboxes.bubblewrap import BubblewrapStarter
 from rollyard_pipeline.sandboxes.claims import ClaimProvider
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
@@ -21,7 +22,7 @@ from rollyard_pipeline.sandboxes.records import SandboxFolder
 
 log = logging.getLogger(__name__)
 
-PROVIDERS: Final = ("bubblewrap", "process", PROVIDER)
+PROVIDERS: Final = ("bubblewrap", "apptainer", "process", PROVIDER)
 
 
 def open_provider(
@@ -33,6 +34,7 @@ def open_provider(
     bwrap: str | None = None,
     find_places: Callable[[], Sequence[cgroups.CgroupPlace]] = cgroups.find_places,
     claims: ClaimCalls | None = None,
+    apptainer: ApptainerOptions | None = None,
 ) -> SandboxProvider:
     """The provider `name`; await its `start()` before anything else.
 
@@ -43,6 +45,7 @@ def open_provider(
         bwrap: path of the bubblewrap program; default: from PATH.
         find_places: where control groups can be made.
         claims: the control plane's claims; `kubernetes` needs them.
+        apptainer: for `apptainer` sandboxes.
 
     Raises:
         ValueError: no provider has that name, or it lacks what it needs; the message names the option.
@@ -71,4 +74,7 @@ def open_provider(
     if name == "process":
         log.warning(WARNING, os.geteuid())
         return NodeProvider(folder, node, ProcessStarter(places), places, starts)
+    if name == "apptainer":
+        options = apptainer or ApptainerOptions()
+        return NodeProvider(folder, node, ApptainerStarter(folder, places, options), places, starts)
     return NodeProvider(folder, node, BubblewrapStarter(folder, places, bwrap), places, starts)

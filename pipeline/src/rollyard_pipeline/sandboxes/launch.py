@@ -24,7 +24,7 @@ from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxStartFailed
 from rollyard_pipeline.sandboxes.processes import ProcessRef, Reaper, kill_and_wait, process_ref
 from rollyard_pipeline.sandboxes.threads import in_thread
 
-LISTEN_FD, READY_FD, INFO_FD, ARGS_FD = 3, 4, 5, 6
+LISTEN_FD, READY_FD, INFO_FD, ARGS_FD, LOG_FD = 3, 4, 5, 6, 7
 LOG_BYTES = 64 << 10
 _SPARE = 64
 # Joins the groups first and then becomes the program, so that no instruction of it runs unlimited.
@@ -44,6 +44,8 @@ class Launch:
     """Given as bwrap's `--args ARGS_FD`: kept out of the command line that the sandbox can read."""
     info: bool = False
     """The program writes bwrap's `--info-fd` JSON on INFO_FD."""
+    log: bool = False
+    """The program's standard error is LOG_FD too: for one that gives what it starts another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +107,28 @@ def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO,
     wanted = {0: null, 1: log, 2: log, LISTEN_FD: listener.fileno(), READY_FD: ready.fileno()}
     if launch.info:
         wanted[INFO_FD] = info.fileno()
+    if launch.log:
+        wanted[LOG_FD] = log
     argv = list(launch.argv)
     if launch.arguments is not None:
         wanted[ARGS_FD] = _arguments_memfd(stack, launch.arguments)
     if launch.cgroups:
         joins = [str(path / "cgroup.procs") for path in launch.cgroups]
         argv = ["/bin/sh", "-c", _JOIN, "sh", str(len(joins)), *joins, *argv]
-    actions = []
-    for target, source in wanted.items():
-        # Out of the way first: a source must not be overwritten by an earlier target.
-        spare = _owned(stack, fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _SPARE))
-        actions.append((os.POSIX_SPAWN_DUP2, spare, target))
-    try:
-        return os.posix_spawn(
-            argv[0], argv, launch.env, file_actions=actions, setsid=True, setsigmask=[],
-            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD],
-        )  # fmt: skip
-    except OSError as error:
-        raise SandboxStartFailed(f"{argv[0]} cannot be started: {error}") from error
+    # The spares go at once: while one of a pipe's writing end is open here, its end is never seen.
+    with contextlib.ExitStack() as spares:
+        actions = []
+        for target, source in wanted.items():
+            # Out of the way first: a source must not be overwritten by an earlier target.
+            spare = _owned(spares, fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _SPARE))
+            actions.append((os.POSIX_SPAWN_DUP2, spare, target))
+        try:
+            return os.posix_spawn(
+                argv[0], argv, launch.env, file_actions=actions, setsid=True, setsigmask=[],
+                setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD],
+            )  # fmt: skip
+        except OSError as error:
+            raise SandboxStartFailed(f"{argv[0]} cannot be started: {error}") from error
 
 
 async def _kill(child: ProcessRef | None, inner: ProcessRef | None) -> None:

@@ -43,6 +43,9 @@ class ProcessStarter:
                 "image out, or use --sandbox bubblewrap"
             )
 
+    async def prepare(self, key: SandboxKey) -> None:
+        """There is nothing to prepare."""
+
     async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
         self.check(key)
         work = Path(self.workdir(folder))

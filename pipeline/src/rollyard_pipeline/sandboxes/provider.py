@@ -152,6 +152,7 @@ class NodeProvider:
 
     async def _start_warm(self, key: SandboxKey) -> WarmSandbox:
         """Starts a sandbox and connects to it; on any failure nothing of it is left."""
+        await self._starter.prepare(key)
         async with self._starts:
             sandbox_id = self._folder.new_id()
             groups = cgroups.group_paths(self._places, sandbox_id)
@@ -173,6 +174,7 @@ class NodeProvider:
                         "state": "warm",
                         "root": Process.of(started.root),
                         "monitor": Process.of(started.monitor) if started.monitor else None,
+                        "helpers": [Process.of(helper) for helper in started.helpers],
                     }
                 )
                 self._folder.save(record)

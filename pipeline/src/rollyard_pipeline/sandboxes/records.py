@@ -60,7 +60,9 @@ class SandboxRecord(BaseModel):
     root: Process | None = None
     """Killing this one kills everything inside."""
     monitor: Process | None = None
-    """bubblewrap's outer process, which ends by itself after `root`."""
+    """The process outside that keeps it (bubblewrap's, Apptainer's), which ends by itself after `root`."""
+    helpers: list[Process] = []
+    """Further processes outside, which end after `monitor`."""
     created: float
     """Unix time, seconds."""
     cgroups: list[str] = []

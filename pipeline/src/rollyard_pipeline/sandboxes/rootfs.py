@@ -29,7 +29,7 @@ _ETC = (
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _OWN = {"proc", "dev", "sys", "tmp", "run", "work", ".rollyard"}
 # Names of /proc that tell about the whole machine or act on it.
-_PROC_HIDDEN = (
+PROC_HIDDEN = (
     "acpi", "asound", "cmdline", "config.gz", "driver", "fs", "iomem", "ioports", "kallsyms", "kcore",
     "key-users", "keys", "kmsg", "latency_stats", "modules", "mtrr", "sched_debug", "scsi", "slabinfo",
     "timer_list", "vmallocinfo",
@@ -196,7 +196,7 @@ def _proc_masks() -> list[str]:
     for name in ("irq", "bus", "sysrq-trigger", "pressure"):
         if os.access(f"/proc/{name}", os.R_OK):
             arguments += ["--ro-bind", f"/proc/{name}", f"/proc/{name}"]
-    for name in _PROC_HIDDEN:
+    for name in PROC_HIDDEN:
         try:
             mode = os.stat(f"/proc/{name}").st_mode
         except OSError:

@@ -12,7 +12,19 @@ from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.launch import LISTEN_FD, READY_FD
 from rollyard_pipeline.sandboxes.processes import ProcessRef
 from rollyard_pipeline.sandboxes.records import SandboxRecord
+from rollyard_pipeline.sandboxes.rootfs import WORKDIR
 
+SANDBOX_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": WORKDIR,
+    "USER": "sandbox",
+    "LOGNAME": "sandbox",
+    "SHELL": "/bin/bash",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "TMPDIR": "/tmp",
+}
+"""The environment of programs inside; an image may have another PATH and add to it."""
 LEASE_SECONDS = 60.0
 """Life of a sandbox that nobody renews."""
 START_SECONDS = 30.0
@@ -24,6 +36,8 @@ class StartedSandbox:
 
     root: ProcessRef
     monitor: ProcessRef | None
+    helpers: tuple[ProcessRef, ...] = ()
+    """Processes outside that serve it, such as those of its file systems; they end after `monitor`."""
 
 
 class Starter(Protocol):
@@ -41,6 +55,10 @@ class Starter(Protocol):
 
     def check(self, key: SandboxKey) -> None:
         """Raises ImageNotUsable for a key that can never be started here."""
+        ...
+
+    async def prepare(self, key: SandboxKey) -> None:
+        """Gets ready what may take minutes and many starts share, such as an image; raises as `start`."""
         ...
 
     async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
@@ -62,19 +80,26 @@ def limits_of(key: SandboxKey) -> Limits:
 
 
 def server_code(
-    key: SandboxKey, places: Sequence[CgroupPlace], workdir: str, path: Sequence[str], *, shared: bool
+    key: SandboxKey,
+    places: Sequence[CgroupPlace],
+    workdir: str,
+    path: Sequence[str],
+    *,
+    shared: bool,
+    before: Sequence[str] = (),
 ) -> list[str]:
     """Python's arguments that run the exec server under resource limits, without `site` and argparse.
 
     Where control groups do not bind, resource limits do (getrlimit(2)): RLIMIT_NPROC is
     counted per user namespace since Linux 5.14, so it must be set inside; RLIMIT_DATA is per
     process. `path` goes at the end of sys.path. `shared`: the server lives among this
-    machine's other processes.
+    machine's other processes. `before`: lines that run first.
     """
     bound = enforced(places)
     lines = [
         "import resource as r, sys",
         f"sys.path += {list(path)!r}",
+        *before,
         "r.setrlimit(r.RLIMIT_CORE, (0, 0))",
     ]
     if "pids" not in bound and not shared:

@@ -1,0 +1,1 @@
+"""What `rollyard doctor` looks at, a module for each noun."""

@@ -1,0 +1,120 @@
+"""Slurm, seen from a login node or from within a job."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+
+from rollyard.checks.finding import Finding, Runner, run
+
+PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel")
+OLDEST = (20, 11)
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\S+)?")
+
+
+def is_slurm_machine(env: Mapping[str, str] = os.environ, runner: Runner = run) -> bool:
+    """Whether this is a node of a Slurm cluster, or one that submits to it."""
+    if "SLURM_JOB_ID" in env:
+        return True
+    return shutil.which("sbatch") is not None and not _unconfigured(runner)
+
+
+def _unconfigured(runner: Runner) -> bool:
+    """Slurm's commands are here as a package alone: they know no cluster, nor tell their version."""
+    code, text = runner("sbatch", "--version")
+    return code != 0 and "configuration source" in text
+
+
+def check_slurm(env: Mapping[str, str] = os.environ, runner: Runner = run) -> Finding:
+    """Slurm's commands and their version."""
+    if not is_slurm_machine(env, runner):
+        if shutil.which("sbatch") is not None:
+            return Finding(
+                "slurm", "optional", "commands are there, no cluster is configured",
+                "only needed to run on a Slurm cluster; SLURM_CONF names its slurm.conf",
+            )  # fmt: skip
+        return Finding("slurm", "optional", "not installed", "only needed to run on a Slurm cluster")
+    lacking = [name for name in PROGRAMS if shutil.which(name) is None]
+    where = (
+        f"inside job {env['SLURM_JOB_ID']} on {env.get('SLURMD_NODENAME', 'a node')}"
+        if "SLURM_JOB_ID" in env
+        else ""
+    )
+    if lacking and where:
+        return Finding(
+            "slurm", "ok", f"{where}; no {', '.join(lacking)} here, only the login node needs them"
+        )
+    if lacking:
+        return Finding(
+            "slurm",
+            "missing",
+            f"no {', '.join(lacking)} on PATH",
+            "try `module load slurm`, or another login node",
+        )
+    _, text = runner("sbatch", "--version")
+    match = _VERSION.search(text)
+    if match is None:
+        return Finding(
+            "slurm", "missing", f"sbatch --version answers {text!r}", "is this Slurm's own sbatch?"
+        )
+    if (int(match[1]), int(match[2])) < OLDEST:
+        return Finding("slurm", "missing", text, f"Slurm {OLDEST[0]}.{OLDEST[1]} or newer is needed")
+    return Finding("slurm", "ok", f"{text}; {where}" if where else text)
+
+
+def check_controller(runner: Runner = run) -> Finding:
+    """Whether slurmctld answers, and what it offers this user."""
+    name = "slurmctld"
+    code, text = runner("scontrol", "ping")
+    if code != 0 or "UP" not in text:
+        return Finding(
+            name, "missing", f"does not answer: {text[:200]}",
+            "jobs go on, nothing new starts; SLURM_CONF must name the site's slurm.conf; "
+            "else ask the administrator",
+        )  # fmt: skip
+    code, text = runner("sh", "-c", 'sinfo -h -o "%P" | tr "\\n" " "')
+    if code != 0 or not text.strip():
+        return Finding(name, "missing", "answers, but shows no partition", "ask for access to a partition")
+    return Finding(name, "ok", f"answers; partitions {', '.join(text.split())} (* is the default)")
+
+
+def check_tracking(runner: Runner = run) -> Finding:
+    """Whether Slurm ends everything that a job has started."""
+    name = "job cleanup"
+    code, text = runner("sh", "-c", "scontrol show config | grep -i '^ProctrackType'")
+    kind = text.partition("=")[2].strip()
+    if code != 0 or not kind:
+        return Finding(name, "optional", "scontrol does not tell how processes are tracked")
+    if kind == "proctrack/cgroup":
+        return Finding(name, "ok", "proctrack/cgroup: a cancelled job leaves no process")
+    return Finding(
+        name, "optional", f"{kind}: a cancelled job may leave container processes",
+        "workers sweep what earlier ones left; ask the administrator for ProctrackType=proctrack/cgroup",
+    )  # fmt: skip
+
+
+def check_limits(runner: Runner = run) -> Finding:
+    """Whether a job's memory limit binds, which is what keeps sandboxes within theirs."""
+    name = "job limits"
+    code, text = runner("sh", "-c", "scontrol show config | grep -i '^TaskPlugin '")
+    plugins = text.partition("=")[2].strip()
+    if code != 0 or not plugins:
+        return Finding(name, "optional", "scontrol does not tell how limits are kept")
+    if "task/cgroup" in plugins:
+        return Finding(name, "ok", f"{plugins}: CPUs and memory of a job can be enforced")
+    return Finding(
+        name, "optional", f"{plugins}: nothing keeps a job within its memory",
+        "a sandbox may take the node's memory; ask the administrator for TaskPlugin=task/cgroup",
+    )  # fmt: skip
+
+
+def examine() -> Iterator[Finding]:
+    """All of these; only the first where there is no Slurm."""
+    first = check_slurm()
+    yield first
+    if is_slurm_machine() and shutil.which("scontrol") is not None:
+        yield check_controller()
+        yield check_tracking()
+        yield check_limits()

@@ -1,0 +1,149 @@
+"""The folder that jobs on other nodes share: what file system it is, whether its locks and space hold."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard.checks.finding import TIMEOUT_SECONDS, Finding
+
+NETWORKED = {
+    "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "afs", "9p", "fuse.sshfs",
+    "fuse.glusterfs", "fuse.ceph-fuse", "panfs", "pvfs2", "orangefs", "wekafs", "vastfs", "daos",
+}  # fmt: skip
+LEAST_FREE = 1 << 30
+PROBE_BYTES = 1 << 20
+_TRY_LOCK = """
+import fcntl, sys
+with open(sys.argv[1], "r+b") as file:
+    try:
+        (fcntl.flock if sys.argv[2] == "flock" else fcntl.lockf)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(3)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """Where a path lies."""
+
+    point: str
+    kind: str
+    options: frozenset[str]
+
+
+def mount_of(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount:
+    """The mount that holds a path; the last one mounted where there are several."""
+    found = Mount("/", "unknown", frozenset())
+    real = str(path.resolve())
+    for line in mountinfo.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        fields, more = before.split(), after.split()
+        point = fields[4].encode().decode("unicode_escape")
+        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(found.point):
+            options = {*fields[5].split(","), *(more[2].split(",") if len(more) > 2 else [])}
+            found = Mount(point, more[0], frozenset(options))
+    return found
+
+
+def nearest(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def check_kind(path: Path, slurm: bool, mount: Mount | None = None) -> Finding:
+    """What file system a folder is on, and what to mind about it."""
+    name = "shared storage"
+    mount = mount or mount_of(path)
+    where = f"{path} is on {mount.kind} ({mount.point})"
+    if mount.kind == "lustre" and not mount.options & {"flock", "localflock"}:
+        return Finding(
+            name, "missing", f"{where}, mounted without locks",
+            "ask the administrator for the mount option flock; until then set ROLLYARD_HOME elsewhere",
+        )  # fmt: skip
+    if mount.kind in ("nfs", "nfs4") and mount.options & {"nolock", "local_lock=all", "local_lock=flock"}:
+        return Finding(
+            name, "optional", f"{where}, whose locks hold on one node only",
+            "builds of images on several nodes at once are not deduplicated; ask for NFSv4 with locks",
+        )  # fmt: skip
+    if mount.kind in NETWORKED:
+        return Finding(
+            name, "ok", where,
+            "the control plane's SQLite does not belong there: --home on a local disk, or PostgreSQL",
+        )  # fmt: skip
+    advice = "jobs on other nodes must see it: check with `srun -N2 ls`" if slurm else ""
+    return Finding(name, "ok", f"{where}, a local file system", advice)
+
+
+def check_locks(folder: Path) -> Finding:
+    """Whether a lock that this process holds keeps another process of this node out."""
+    import fcntl
+
+    name = "locks"
+    broken = []
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".rollyard-doctor-") as file:
+            for kind, lock in (("flock", fcntl.flock), ("fcntl", fcntl.lockf)):
+                try:
+                    lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    broken.append(f"{kind}: {error.strerror}")
+                    continue
+                command = [sys.executable, "-I", "-c", _TRY_LOCK, file.name, kind]
+                done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS)
+                if done.returncode != 3:
+                    broken.append(f"{kind}: two processes held it at once")
+                lock(file, fcntl.LOCK_UN)
+    except subprocess.TimeoutExpired:
+        return Finding(
+            name, "missing", f"a lock in {folder} hangs", "its lock service is away: tell the administrator"
+        )
+    except OSError as error:
+        return Finding(name, "missing", f"{folder} cannot be written: {error.strerror}", _space_advice(error))
+    if broken:
+        return Finding(
+            name, "missing", f"in {folder}: {'; '.join(broken)}",
+            "set ROLLYARD_HOME to a folder whose locks work (Lustre: mount option flock; NFS: rpc.statd)",
+        )  # fmt: skip
+    return Finding(name, "ok", f"flock and fcntl locks in {folder} keep others out")
+
+
+def check_space(folder: Path) -> Finding:
+    """Whether something can be written, quota included, and how much the file system has left."""
+    name = "space"
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".rollyard-doctor-") as file:
+            file.write(os.urandom(PROBE_BYTES))
+            file.flush()
+            # Network file systems tell of a quota that is used up only when data reaches the server.
+            os.fsync(file.fileno())
+        free = os.statvfs(folder)
+    except OSError as error:
+        return Finding(name, "missing", f"{folder}: {error.strerror}", _space_advice(error))
+    left = free.f_bavail * free.f_frsize
+    words = f"{left / (1 << 30):.1f} GiB free at {folder}"
+    if left < LEAST_FREE:
+        return Finding(name, "missing", words, "images and logs need some; set ROLLYARD_HOME elsewhere")
+    return Finding(name, "ok", words)
+
+
+def _space_advice(error: OSError) -> str:
+    if error.errno in (errno.EDQUOT, errno.ENOSPC):
+        return "free some space or ask for more quota, or set ROLLYARD_HOME to another file system"
+    return "set ROLLYARD_HOME to a folder that you can write to"
+
+
+def examine(folder: Path, slurm: bool) -> Iterator[Finding]:
+    """All of these, for the folder or the nearest one above it."""
+    there = nearest(folder)
+    yield check_kind(there, slurm)
+    yield check_locks(there)
+    yield check_space(there)

@@ -1,0 +1,308 @@
+"""Apptainer sandboxes: rootless instances of SIF files, of container images and of root folders.
+
+Apptainer gives the image, a writable layer and the closed network; inside, before the exec server
+starts, `rollyard_sandbox.confine` adds what an instance lacks: a user of its own, sizes for what can be
+written, and an exec server that nothing inside can see around or end.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rollyard_sandbox.confine import NOT_CONFINED
+
+from rollyard_pipeline.sandboxes import instances
+from rollyard_pipeline.sandboxes.apptainer_program import (
+    Program,
+    find_program,
+    fuse_problem,
+    program_env,
+    userns_problem,
+)
+from rollyard_pipeline.sandboxes.bubblewrap import userns_advice
+from rollyard_pipeline.sandboxes.cgroups import CgroupPlace
+from rollyard_pipeline.sandboxes.errors import (
+    ImageNotUsable,
+    SandboxStartFailed,
+    UserNamespacesForbidden,
+)
+from rollyard_pipeline.sandboxes.imagecache import ImageCache
+from rollyard_pipeline.sandboxes.images import Image, parse_image
+from rollyard_pipeline.sandboxes.interface import SandboxKey
+from rollyard_pipeline.sandboxes.launch import LOG_FD, READY_FD, Launch, start
+from rollyard_pipeline.sandboxes.processes import ProcessRef, Reaper
+from rollyard_pipeline.sandboxes.records import SOCKET_NAME, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.rootfs import PROC_HIDDEN, SHM_BYTES, WORKDIR, disk_sizes
+from rollyard_pipeline.sandboxes.runtime import INSIDE, SANDBOX_UID, Runtime, make_runtime
+from rollyard_pipeline.sandboxes.starters import SANDBOX_ENV, START_SECONDS, StartedSandbox, server_code
+from rollyard_pipeline.sandboxes.threads import in_thread
+
+log = logging.getLogger(__name__)
+
+NO_BASH: Final = "NoBash"
+_START_SECONDS: Final = 2 * START_SECONDS
+"""A cold image on a busy file server takes its time."""
+_LAYER_MB: Final = 16
+_BASHES: Final = ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash")
+# What programs of Apptainer add to the environment of those that they start.
+_ADDED: Final = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND")
+_LIBRARIES: Final = "/.singularity.d/libs"
+_OF_THE_IMAGE: Final = re.compile(
+    r"image format|opening image|image driver|not a SIF|squashfs|mount.*rootfs|no such file|exec format",
+    re.IGNORECASE,
+)
+_CONFIG: Final = """# Written by Rollyard: the memory of this size holds the writable layer of an image.
+sessiondir max size = {megabytes}
+config passwd = no
+config group = no
+config resolv_conf = no
+mount home = no
+mount tmp = yes
+user bind control = yes
+enable overlay = yes
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ApptainerOptions:
+    """What a worker may say of its Apptainer sandboxes."""
+
+    program: str | None = None
+    """Default: `apptainer`, else `singularity`, from PATH."""
+    default_image: str | None = None
+    """The image of jobs that name none."""
+    image_cache: Path | None = None
+    """Where built images are kept, best on storage that the nodes share; default: in the run folder."""
+    image_cache_bytes: int = 100 << 30
+    fakeroot: bool = False
+    """Programs inside are root of the image, and may change all of it."""
+
+
+class ApptainerStarter:
+    """Starts an instance whose start script is the exec server."""
+
+    name = "apptainer"
+
+    def __init__(
+        self, folder: SandboxFolder, places: Sequence[CgroupPlace], options: ApptainerOptions
+    ) -> None:
+        self._folder = folder
+        self._places = places
+        self._options = options
+        self._own = folder.run_dir / "apptainer"
+        self._cache = ImageCache(options.image_cache or self._own / "images", options.image_cache_bytes)
+        self._program: Program | None = None
+        self._runtime: Runtime | None = None
+        self._unpacked = False
+        self._reaper = Reaper()
+
+    def workdir(self, folder: Path) -> str:
+        return WORKDIR
+
+    async def probe(self) -> None:
+        """Finds the program and what this node lets it do.
+
+        Raises:
+            ApptainerMissing, UserNamespacesForbidden, RunDirUnusable, ImageNotUsable (the default image).
+        """
+        self._program = await find_program(self._options.program)
+        if (problem := await userns_problem()) is not None:
+            raise UserNamespacesForbidden(forbidden_text(problem))
+        if (problem := fuse_problem()) is not None:
+            self._unpacked = True
+            log.warning(
+                "%s: SIF files cannot be mounted here, and are unpacked to folders in %s first; ask the "
+                "administrator for squashfuse and a /dev/fuse that all may open (mode 0666, as udev sets it)",
+                problem,
+                self._cache.folder,
+            )
+        await in_thread(self._prepare)
+        if self._options.default_image is not None:
+            self._image(None)
+
+    def _prepare(self) -> None:
+        self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._cache.prepare()
+        self._runtime = make_runtime(self._folder.run_dir)
+        script = self._own / "start"
+        script.write_text('#!/bin/sh\nexec "$@"\n')
+        script.chmod(0o755)
+        # The runtime's mount points, so that none of them must be made in an image.
+        for source, target in self._runtime.binds:
+            point = self._own / "runtime" / Path(target).relative_to(INSIDE)
+            if Path(source).is_dir():
+                point.mkdir(parents=True, exist_ok=True)
+            else:
+                point.parent.mkdir(parents=True, exist_ok=True)
+                point.touch()
+
+    def check(self, key: SandboxKey) -> None:
+        self._image(key.image)
+
+    def _image(self, text: str | None) -> Image:
+        if text is None:
+            text = self._options.default_image
+            if text is None:
+                raise ImageNotUsable(
+                    "sandbox.image: not given, and this worker has no default image; name one (a SIF file, "
+                    "docker://NAME, …), or start the worker with --default-image"
+                )
+        return parse_image(text, private=[self._folder.run_dir])
+
+    async def prepare(self, key: SandboxKey) -> None:
+        await self._ready(key)
+
+    async def _ready(self, key: SandboxKey) -> Path:
+        if self._program is None:
+            raise SandboxStartFailed("the provider has not been started: await its start() first")
+        image = await in_thread(self._image, key.image)
+        return await self._cache.ready(image, self._program, unpacked=self._unpacked)
+
+    async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
+        image = await self._ready(key)
+        name = instances.instance_name(folder.name)
+        launch = Launch(
+            # An instance begins in the folder where it is started from, if the image has such a folder.
+            argv=["/bin/sh", "-c", 'cd / && exec "$@"', "sh", *self._command(key, image, name)],
+            env=program_env(self._own),
+            socket_path=folder / SOCKET_NAME,
+            cgroups=cgroups,
+            log=True,
+        )
+        try:
+            started = await start(launch, self._reaper, _START_SECONDS)
+            found = await self._filed(name, started.child)
+        except SandboxStartFailed as error:
+            await in_thread(self._clear, name)
+            raise self._explained(error, key) from error
+        except BaseException:
+            await in_thread(self._clear, name)
+            raise
+        return StartedSandbox(found.root, found.keeper, found.helpers)
+
+    async def _filed(self, name: str, starter: ProcessRef) -> instances.Instance:
+        """The instance's processes, once Apptainer has filed them and its own start has ended."""
+        await in_thread(instances.ends, starter, START_SECONDS)
+        found = await in_thread(instances.load, self._own, name)
+        if found is None:
+            raise SandboxStartFailed(f"no instance {name} is filed below {self._own}, though one has started")
+        return found
+
+    def _command(self, key: SandboxKey, image: Path, name: str) -> list[str]:
+        program, runtime = self._program, self._runtime
+        assert program is not None
+        assert runtime is not None
+        binds = [(str(self._own / "runtime"), INSIDE), *runtime.binds]
+        binds.append((str(self._own / "start"), "/.singularity.d/startscript"))
+        return [
+            program.path, "-s", *self._config(key), "instance", "start",
+            *(["--fakeroot"] if self._options.fakeroot else ["--userns"]),
+            "--containall", "--cleanenv", "--no-home", "--no-mount", "sys,bind-paths",
+            "--net", "--network", "none", "--writable-tmpfs", "--scratch", WORKDIR,
+            *(part for source, target in binds for part in ("--mount", _mount(source, target))),
+            str(image), name,
+            *runtime.argv,
+            *server_code(
+                key, self._places, WORKDIR, runtime.path, shared=False, before=self._confine(key)
+            ),
+        ]  # fmt: skip
+
+    def _config(self, key: SandboxKey) -> list[str]:
+        """A configuration of ours sizes the writable layer, where a user may bring one."""
+        if self._program is None or not self._program.takes_config:
+            return []
+        megabytes = max(_LAYER_MB, disk_sizes(key)[0] >> 20)
+        path = self._own / f"layer-{megabytes}.conf"
+        if not path.exists():
+            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.write_text(_CONFIG.format(megabytes=megabytes))
+            temporary.rename(path)
+        return ["--config", str(path)]
+
+    def _confine(self, key: SandboxKey) -> list[str]:
+        """Python's lines that run inside, before the exec server."""
+        work, tmp = disk_sizes(key)
+        sizes = {
+            WORKDIR: (work, 0o755),
+            "/tmp": (tmp, 0o1777),
+            "/dev/shm": (min(SHM_BYTES, key.memory_bytes // 8), 0o1777),
+        }
+        uid = None if self._options.fakeroot else SANDBOX_UID
+        fixed = {name: value for name, value in SANDBOX_ENV.items() if name != "PATH"}
+        if self._options.fakeroot:
+            fixed |= {"USER": "root", "LOGNAME": "root"}
+        return [
+            "import os",
+            f"os.dup2({LOG_FD}, 1); os.dup2({LOG_FD}, 2); os.closerange({READY_FD + 1}, 65536)",
+            "from rollyard_sandbox.confine import Confinement, clean_environment, confine",
+            f"confine(Confinement(uid={uid!r}, sizes={sizes!r}, aliases={{'/var/tmp': '/tmp'}}, "
+            f"hidden={PROC_HIDDEN!r}, read_only=('/dev', '/sys'), hostname='sandbox'))",
+            f"if not any(os.access(path, os.X_OK) for path in {_BASHES!r}): "
+            f"sys.exit('{NO_BASH}: looked for ' + ', '.join({_BASHES!r}))",
+            f"clean_environment({fixed!r}, {_ADDED!r}, {_LIBRARIES!r})",
+        ]
+
+    def kill(self, record: SandboxRecord, seconds: float) -> bool:
+        name = instances.instance_name(record.id)
+        if record.root is None:
+            gone = instances.end_by_name(name, seconds)
+        else:
+            keeper = record.monitor.ref() if record.monitor is not None else None
+            gone = instances.end(
+                record.root.ref(), keeper, [helper.ref() for helper in record.helpers], seconds
+            )
+        instances.forget(self._own, name)
+        return gone
+
+    def _clear(self, name: str) -> None:
+        found = instances.load(self._own, name)
+        if found is not None:
+            instances.end(found.root, found.keeper, found.helpers, 10.0)
+        instances.end_by_name(name, 10.0)
+        instances.forget(self._own, name)
+
+    def close(self) -> None:
+        self._reaper.close()
+
+    def _explained(self, error: SandboxStartFailed, key: SandboxKey) -> Exception:
+        text = str(error)
+        if NOT_CONFINED in text or re.search(r"user namespace|unshare.*not permitted", text, re.IGNORECASE):
+            return UserNamespacesForbidden(forbidden_text(text))
+        image = key.image if key.image is not None else self._options.default_image
+        if NO_BASH in text:
+            return ImageNotUsable(f"sandbox.image {image!r}: has no bash (looked for {', '.join(_BASHES)})")
+        if _OF_THE_IMAGE.search(text):
+            return ImageNotUsable(f"sandbox.image {image!r}: {text}")
+        return error
+
+
+def forbidden_text(answer: str) -> str:
+    """The message for refused namespaces: what was answered and what can be done."""
+    return (
+        f"Apptainer cannot make a sandbox here: no user namespaces ({answer.strip()[:300]}). What to do: "
+        f"{'; '.join(namespace_advice())}"
+    )
+
+
+def namespace_advice() -> list[str]:
+    """What forbids user namespaces here, as far as /proc tells, with what to ask for."""
+    return userns_advice() or [
+        "in a container: run it with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+        "--security-opt systempaths=unconfined`; inside a chroot the kernel refuses them always"
+    ]
+
+
+def _mount(source: str, target: str) -> str:
+    """A read-only bind for --mount, which is read as a line of CSV."""
+    line = io.StringIO()
+    fields = ["type=bind", f"source={source}", f"destination={target}", "ro"]
+    csv.writer(line, lineterminator="").writerow(fields)
+    return line.getvalue()

@@ -1,0 +1,152 @@
+"""Apptainer, or SingularityCE: found by what it answers, called without the worker's environment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from rollyard_pipeline.sandboxes.errors import ApptainerMissing
+
+INSTALL_HINT: Final = (
+    "ask the administrator for Apptainer 1.1 or newer (an unprivileged installation is enough: "
+    "https://apptainer.org/docs/admin/main/installation.html; many clusters have `module load apptainer`), "
+    "or name the program by --apptainer"
+)
+_ANSWER: Final = re.compile(
+    r"\b(apptainer|singularity-ce|singularity)(?:-pro)? version (\d+)\.(\d+)", re.IGNORECASE
+)
+_OLDEST: Final = {"apptainer": (1, 1), "singularity-ce": (3, 11)}
+_OUTPUT_BYTES: Final = 256 << 10
+FUSE: Final = Path("/dev/fuse")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program that starts containers without root."""
+
+    path: str
+    kind: Literal["apptainer", "singularity-ce"]
+    version: str
+    """As it answered, without the name."""
+    takes_config: bool
+    """An unprivileged installation, which lets its users give a configuration of their own."""
+
+
+async def find_program(wanted: str | None = None) -> Program:
+    """The program `wanted`, or the first on the PATH that answers as Apptainer or SingularityCE do.
+
+    Raises:
+        ApptainerMissing: none answers so; the message says what was found instead.
+    """
+    names = [wanted] if wanted else ["apptainer", "singularity"]
+    found = []
+    for name in names:
+        path = shutil.which(name)
+        if path is None:
+            found.append(f"{name}: not found")
+            continue
+        code, text = await run_program([path, "--version"], seconds=20, env=dict(os.environ))
+        match = _ANSWER.search(text)
+        if code != 0 or match is None:
+            found.append(f"{path} answers {text.strip()[:200]!r}")
+            continue
+        # The Singularity before the two parted has neither name.
+        kind, version = match[1].lower(), (int(match[2]), int(match[3]))
+        if kind not in _OLDEST or version < _OLDEST[kind]:
+            found.append(f"{path} is {match[0]}, which is too old")
+            continue
+        answered = text[match.start() :].split()[2]
+        takes = await _takes_config(path)
+        return Program(path, "apptainer" if kind == "apptainer" else "singularity-ce", answered, takes)
+    raise ApptainerMissing(f"no Apptainer and no SingularityCE ({'; '.join(found)}): {INSTALL_HINT}")
+
+
+async def _takes_config(path: str) -> bool:
+    """Whether there is no set-user-id part, with which only the administrator configures."""
+    code, text = await run_program([path, "buildcfg"], seconds=20, env=dict(os.environ))
+    values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    if code != 0 or not values:
+        return False
+    for prefix in ("APPTAINER", "SINGULARITY"):
+        if values.get(f"{prefix}_SUID_INSTALL") == "1":
+            folder = Path(values.get("LIBEXECDIR", "/nonexistent"))
+            return not any(folder.glob("*/bin/starter-suid"))
+    return True
+
+
+def fuse_problem(device: Path = FUSE) -> str | None:
+    """Why SIF images cannot be mounted by this user; None where they can."""
+    if not device.exists():
+        return f"there is no {device}"
+    if not os.access(device, os.R_OK | os.W_OK):
+        return f"{device} is closed to this user"
+    if not any(shutil.which(name) for name in ("squashfuse_ll", "squashfuse")):
+        return "squashfuse is not on the PATH"
+    return None
+
+
+async def userns_problem() -> str | None:
+    """Why this process may not make user namespaces; None where it may."""
+    code = "import ctypes, os, sys; l = ctypes.CDLL(None, use_errno=True)\n"
+    # User, mounts and processes: what the sandbox is made of.
+    code += "sys.exit(os.strerror(ctypes.get_errno()) if l.unshare(0x10000000 | 0x20000 | 0x20000000) else 0)"
+    status, text = await run_program([sys.executable, "-I", "-S", "-c", code], seconds=20, env={})
+    return None if status == 0 else text.strip() or f"exit status {status}"
+
+
+async def run_program(argv: Sequence[str], *, seconds: float, env: Mapping[str, str]) -> tuple[int, str]:
+    """Exit status and output, both streams together, of a program; at most `seconds`.
+
+    It runs in a session of its own; on timeout (status 124) and on cancellation all of that session's
+    group is killed.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        env=dict(env),
+        cwd="/",
+    )
+    assert process.stdout is not None
+    tail = b""
+    try:
+        async with asyncio.timeout(seconds):
+            while chunk := await process.stdout.read(1 << 16):
+                tail = (tail + chunk)[-_OUTPUT_BYTES:]
+            return await process.wait(), tail.decode(errors="replace")
+    except TimeoutError:
+        return 124, tail.decode(errors="replace") + f"\nno end within {seconds:g} s"
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                async with asyncio.timeout(2):
+                    await process.wait()
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+
+
+def program_env(folder: Path) -> dict[str, str]:
+    """The environment of a container's start: its state in `folder`, nothing of the worker's.
+
+    `folder` replaces ~/.apptainer: a full or missing home is no matter.
+    """
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "USER", "LOGNAME") if os.environ.get(name)}
+    env.setdefault("PATH", os.defpath)
+    for prefix in ("APPTAINER", "SINGULARITY"):
+        env[f"{prefix}_CONFIGDIR"] = str(folder)
+    return {**env, "LANG": "C.UTF-8"}

@@ -1,0 +1,146 @@
+"""Images of Apptainer sandboxes: which words of `sandbox.image` mean what, checked before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import tarfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from rollyard_pipeline.sandboxes.errors import ImageNotUsable
+from rollyard_pipeline.sandboxes.rootfs import check_image
+
+_REGISTRIES: Final = ("docker", "oras", "library", "shub")
+_ARCHIVES: Final = ("docker-archive", "oci-archive")
+_EXPECTED: Final = (
+    "name a SIF file or a root folder by its absolute path, or docker://NAME, oras://NAME, library://NAME, "
+    "docker-archive:/PATH.tar or oci-archive:/PATH.tar"
+)
+# The first bytes of a SIF: what starts it as a program, then the format's own name (SIF specification 1.0).
+_SIF_MAGIC: Final = b"SIF_MAGIC\0"
+_SIF_MAGIC_AT: Final = 32
+_SIF_SIZES_AT: Final = 112
+_SIF_HEADER_BYTES: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A `sandbox.image` that is understood."""
+
+    kind: Literal["sif", "folder", "archive", "registry"]
+    text: str
+    """As it was given."""
+    path: Path | None = None
+    """The file or folder; None of an image in a registry."""
+    scheme: str = ""
+
+    @property
+    def source(self) -> str:
+        """What `apptainer build` builds from."""
+        return f"{self.scheme}:{self.path}" if self.kind == "archive" else self.text
+
+    def key(self) -> str:
+        """Names the content, as far as it can be known without a registry: a tag stands for itself.
+
+        Raises:
+            ImageNotUsable: the archive cannot be read.
+        """
+        if self.kind == "registry":
+            return _hash(self.text)
+        assert self.path is not None
+        if self.kind == "archive":
+            return _hash(self.scheme, *_archive_digests(self.text, self.path))
+        status = self.path.stat()
+        return _hash(str(self.path.resolve()), str(status.st_size), str(status.st_mtime_ns))
+
+
+def parse_image(text: str, private: Iterable[Path] = ()) -> Image:
+    """What `text` names.
+
+    Raises:
+        ImageNotUsable: nothing that Apptainer starts, a file that is missing or broken, or a folder that
+            is no root folder or shows one of `private` (see `rootfs.check_image`).
+    """
+    scheme, colon, rest = text.partition(":")
+    if colon and scheme in _REGISTRIES:
+        name = rest.removeprefix("//")
+        if not rest.startswith("//") or not name or any(letter.isspace() for letter in name):
+            raise ImageNotUsable(f"sandbox.image {text!r}: {scheme}:// must be followed by the image's name")
+        return Image("registry", text, scheme=scheme)
+    if colon and scheme in _ARCHIVES:
+        path = Path(rest.removeprefix("//"))
+        _check_file(text, path)
+        return Image("archive", text, path, scheme)
+    if "://" in text:
+        raise ImageNotUsable(f"sandbox.image {text!r}: Apptainer sandboxes know no {scheme}://; {_EXPECTED}")
+    path = Path(text)
+    if not path.is_absolute():
+        raise ImageNotUsable(f"sandbox.image {text!r}: not an absolute path and no image's name; {_EXPECTED}")
+    if path.is_dir():
+        return Image("folder", text, check_image(text, private))
+    _check_file(text, path)
+    check_sif(text, path)
+    return Image("sif", text, path)
+
+
+def check_sif(text: str, path: Path) -> None:
+    """Whether the file has a SIF's head, and is as long as its head says.
+
+    Raises:
+        ImageNotUsable: it is another kind of file, or only a part of a SIF.
+    """
+    with path.open("rb") as file:
+        head = file.read(_SIF_HEADER_BYTES)
+    if head[_SIF_MAGIC_AT : _SIF_MAGIC_AT + len(_SIF_MAGIC)] != _SIF_MAGIC or len(head) < _SIF_HEADER_BYTES:
+        raise ImageNotUsable(
+            f"sandbox.image {text!r}: {path} is no SIF file (`apptainer build` makes one; archives are named "
+            "docker-archive:/PATH.tar or oci-archive:/PATH.tar)"
+        )
+    # Offset and length of the part that holds the data objects.
+    offset, length = struct.unpack_from("<qq", head, _SIF_SIZES_AT)
+    size = path.stat().st_size
+    if length <= 0 or offset <= 0 or offset + length > size:
+        raise ImageNotUsable(
+            f"sandbox.image {text!r}: {path} is cut off: {size} bytes where its head says {offset + length}; "
+            "copy or build it anew"
+        )
+
+
+def _check_file(text: str, path: Path) -> None:
+    if not path.is_absolute():
+        raise ImageNotUsable(f"sandbox.image {text!r}: {str(path)!r} is not an absolute path")
+    try:
+        if not path.is_file():
+            raise ImageNotUsable(f"sandbox.image {text!r}: no such file on this node: {path}")
+        path.open("rb").close()
+    except OSError as error:
+        raise ImageNotUsable(f"sandbox.image {text!r}: {path} cannot be read: {error.strerror}") from error
+
+
+def _archive_digests(text: str, path: Path) -> list[str]:
+    """What an archive's own index says of its content: digests, without reading the layers."""
+    try:
+        with tarfile.open(path) as archive:
+            for name in ("manifest.json", "index.json"):
+                try:
+                    member = archive.extractfile(name)
+                except KeyError:
+                    continue
+                if member is not None:
+                    document = json.loads(member.read(4 << 20))
+                    if name == "index.json":
+                        return [str(entry["digest"]) for entry in document["manifests"]]
+                    return [str(part) for entry in document for part in (entry["Config"], *entry["Layers"])]
+    except (tarfile.TarError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ImageNotUsable(f"sandbox.image {text!r}: {path} is no image archive: {error}") from error
+    raise ImageNotUsable(
+        f"sandbox.image {text!r}: {path} has neither manifest.json nor index.json: it is no image archive"
+    )
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

@@ -1,0 +1,123 @@
+"""Apptainer's instances of one run folder: their processes, and how each ends without leaving any.
+
+An instance is a process that keeps it (`Apptainer instance: USER [NAME]`, daemonized), its child `appinit`,
+which is process 1 inside, and helpers that serve its file systems. Killing process 1 ends all inside at once,
+and then the keeper, which ends the helpers. A keeper that is killed first leaves the helpers behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rollyard_pipeline.sandboxes.processes import (
+    ProcessRef,
+    descendants,
+    kill_and_wait,
+    process_ref,
+    wait_gone,
+)
+
+_PREFIX: Final = "ry-"
+_KEEPER_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """The processes of an instance, as this machine sees them."""
+
+    root: ProcessRef
+    keeper: ProcessRef
+    helpers: tuple[ProcessRef, ...]
+
+
+def instance_name(sandbox_id: str) -> str:
+    """The name under which `apptainer instance list` shows a sandbox."""
+    return f"{_PREFIX}{sandbox_id}"
+
+
+def load(config: Path, name: str) -> Instance | None:
+    """What Apptainer has filed below `config` of the instance; None where it is not there or not alive."""
+    for file in config.glob(f"instances/*/*/*/{name}/{name}.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            filed = json.loads(file.read_bytes())
+            root, keeper = process_ref(int(filed["pid"])), process_ref(int(filed["ppid"]))
+            if root is not None and keeper is not None:
+                return Instance(root, keeper, _helpers(root, keeper))
+    return None
+
+
+def _helpers(root: ProcessRef, keeper: ProcessRef) -> tuple[ProcessRef, ...]:
+    inside = {root.pid, *(ref.pid for ref in descendants(root.pid))}
+    return tuple(ref for ref in descendants(keeper.pid) if ref.pid not in inside)
+
+
+def search(name: str) -> list[ProcessRef]:
+    """The processes whose command line names the instance, and all below them; keepers come last."""
+    keepers = []
+    for pid in os.listdir("/proc"):
+        if not pid.isdigit() or int(pid) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            words = line.replace("\0", " ").split(" ")
+            if (f"[{name}]" in words or name in words) and (ref := process_ref(int(pid))) is not None:
+                keepers.append(ref)
+    below = [ref for keeper in keepers for ref in descendants(keeper.pid)]
+    return list(dict.fromkeys([*below, *keepers]))
+
+
+def end(
+    root: ProcessRef | None, keeper: ProcessRef | None, helpers: Sequence[ProcessRef], seconds: float
+) -> bool:
+    """Ends an instance in the order that leaves nothing. Blocking; returns whether all of it is gone."""
+    deadline = time.monotonic() + seconds
+    gone = root is None or kill_and_wait(root, deadline - time.monotonic())
+    if keeper is not None and not ends(keeper, min(_KEEPER_SECONDS, deadline - time.monotonic())):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(keeper.pid, signal.SIGTERM)
+        ends(keeper, min(1.0, deadline - time.monotonic()))
+    for ref in (*helpers, *([keeper] if keeper is not None else [])):
+        gone = kill_and_wait(ref, max(0.1, deadline - time.monotonic())) and gone
+    return gone
+
+
+def end_by_name(name: str, seconds: float) -> bool:
+    """Ends whatever runs of an instance whose processes nobody has noted. Blocking; whether all is gone."""
+    deadline = time.monotonic() + seconds
+    gone = True
+    # What is being started may start more before it has been killed.
+    while found := [ref for ref in search(name) if ref.alive()]:
+        for ref in found:
+            gone = kill_and_wait(ref, max(0.1, deadline - time.monotonic())) and gone
+        if time.monotonic() >= deadline:
+            return False
+    return gone
+
+
+def forget(config: Path, name: str) -> None:
+    """Removes what Apptainer files of an instance: its entry and its logs."""
+    for path in [*config.glob(f"instances/*/*/*/{name}/*"), *config.glob(f"instances/logs/*/*/{name}.*")]:
+        path.unlink(missing_ok=True)
+    for folder in config.glob(f"instances/*/*/*/{name}"):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def ends(ref: ProcessRef, seconds: float) -> bool:
+    """Whether it ends by itself within `seconds`."""
+    try:
+        pidfd = os.pidfd_open(ref.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return not ref.alive() or wait_gone(pidfd, seconds)
+    finally:
+        os.close(pidfd)

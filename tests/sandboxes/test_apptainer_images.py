@@ -1,0 +1,341 @@
+"""Images of Apptainer sandboxes: what is understood, what is refused and how, what is built once."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_pipeline.sandboxes import apptainer as apptainer_module
+from rollyard_pipeline.sandboxes.apptainer_program import Program, run_program
+from rollyard_pipeline.sandboxes.errors import (
+    DiskFull,
+    ImageNotUsable,
+    RunDirUnusable,
+    SandboxStartFailed,
+)
+from rollyard_pipeline.sandboxes.imagecache import ImageCache
+from rollyard_pipeline.sandboxes.images import parse_image
+from rollyard_pipeline.sandboxes.provider import NodeProvider
+
+CONFIG = {
+    "architecture": "amd64",
+    "os": "linux",
+    "config": {"Env": ["PATH=/opt/own:/usr/bin:/bin", "OF_THE_IMAGE=yes"], "Cmd": ["bash"]},
+}
+
+
+def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(data)
+    archive.addfile(entry, io.BytesIO(data))
+
+
+def layer_of(root: Path) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as layer:
+        layer.add(root, arcname=".")
+    return stream.getvalue()
+
+
+def docker_archive(path: Path, root: Path) -> Path:
+    """What `docker save` writes, made by hand."""
+    layer = layer_of(root)
+    digest = f"sha256:{hashlib.sha256(layer).hexdigest()}"
+    config = json.dumps({**CONFIG, "rootfs": {"type": "layers", "diff_ids": [digest]}}).encode()
+    name = hashlib.sha256(config).hexdigest()
+    with tarfile.open(path, "w") as archive:
+        add(archive, f"{name}.json", config)
+        add(archive, "layer.tar", layer)
+        manifest = [{"Config": f"{name}.json", "RepoTags": ["made:here"], "Layers": ["layer.tar"]}]
+        add(archive, "manifest.json", json.dumps(manifest).encode())
+    return path
+
+
+def oci_archive(path: Path, root: Path) -> Path:
+    """An OCI image layout in a tar file, made by hand."""
+    layer = layer_of(root)
+    packed = gzip.compress(layer, 1)
+    digest = f"sha256:{hashlib.sha256(layer).hexdigest()}"
+    config = json.dumps({**CONFIG, "rootfs": {"type": "layers", "diff_ids": [digest]}}).encode()
+    kinds = "application/vnd.oci.image"
+
+    def blob(data: bytes, kind: str) -> dict[str, Any]:
+        add(archive, f"blobs/sha256/{hashlib.sha256(data).hexdigest()}", data)
+        return {"mediaType": kind, "digest": f"sha256:{hashlib.sha256(data).hexdigest()}", "size": len(data)}
+
+    with tarfile.open(path, "w") as archive:
+        for name in ("blobs", "blobs/sha256"):
+            folder = tarfile.TarInfo(name)
+            folder.type, folder.mode = tarfile.DIRTYPE, 0o755
+            archive.addfile(folder)
+        add(archive, "oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
+        manifest = {
+            "schemaVersion": 2,
+            "mediaType": f"{kinds}.manifest.v1+json",
+            "config": blob(config, f"{kinds}.config.v1+json"),
+            "layers": [blob(packed, f"{kinds}.layer.v1.tar+gzip")],
+        }
+        entry = blob(json.dumps(manifest).encode(), f"{kinds}.manifest.v1+json")
+        add(archive, "index.json", json.dumps({"schemaVersion": 2, "manifests": [entry]}).encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("http://x/y.sif", r"know no http://.*docker://NAME"),
+        ("docker:x", r"docker:// must be followed by"),
+        ("docker://", r"docker:// must be followed by"),
+        ("docker://a b", r"docker:// must be followed by"),
+        ("images/x.sif", r"not an absolute path and no image's name"),
+        ("/does/not/exist.sif", r"no such file on this node"),
+        ("docker-archive:/does/not/exist.tar", r"no such file on this node"),
+        ("oci-archive:x.tar", r"'x\.tar' is not an absolute path"),
+        ("/", r"secrets"),
+    ],
+)
+def test_what_is_refused_at_once(text: str, message: str) -> None:
+    with pytest.raises(ImageNotUsable, match=rf"^sandbox\.image .*{message}"):
+        parse_image(text)
+
+
+def test_what_is_understood(tmp_path: Path) -> None:
+    tar = tmp_path / "a b.tar"
+    tar.touch()
+    assert parse_image("docker://python:3.12-slim").kind == "registry"
+    for text in (f"docker-archive:{tar}", f"docker-archive://{tar}"):
+        image = parse_image(text)
+        assert (image.kind, image.path, image.source) == ("archive", tar, f"docker-archive:{tar}")
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    other = tmp_path / "x.sif"
+    other.write_bytes(b"#!/bin/sh\necho no image\n" * 100)
+    with pytest.raises(ImageNotUsable, match=r"is no SIF file"):
+        parse_image(str(other))
+    other.write_bytes(b"")
+    with pytest.raises(ImageNotUsable, match=r"is no SIF file"):
+        parse_image(str(other))
+    with pytest.raises(ImageNotUsable, match=r"is no image archive"):
+        parse_image(f"docker-archive:{other}").key()
+    with tarfile.open(other, "w") as archive:
+        add(archive, "some/file", b"x")
+    with pytest.raises(ImageNotUsable, match=r"neither manifest\.json nor index\.json"):
+        parse_image(f"oci-archive:{other}").key()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_file_that_may_not_be_read(tmp_path: Path) -> None:
+    closed = tmp_path / "x.sif"
+    closed.touch(mode=0)
+    with pytest.raises(ImageNotUsable, match=r"cannot be read: Permission denied"):
+        parse_image(str(closed))
+
+
+def test_key_follows_the_content(kit: Any, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "etc").mkdir(parents=True)
+    (root / "etc/name").write_text("first")
+    first = parse_image(f"docker-archive:{docker_archive(tmp_path / 'a.tar', root)}").key()
+    shutil.copy(tmp_path / "a.tar", tmp_path / "b.tar")
+    assert parse_image(f"docker-archive:{tmp_path / 'b.tar'}").key() == first
+    (root / "etc/name").write_text("other")
+    # The layer is named by the archive, not by its content: the configuration tells them apart.
+    assert parse_image(f"docker-archive:{docker_archive(tmp_path / 'a.tar', root)}").key() != first
+
+
+@pytest.mark.real
+@pytest.mark.apptainer
+@pytest.mark.parametrize("make", [docker_archive, oci_archive])
+async def test_archives_are_built_once(
+    kit: Any, apptainer: NodeProvider, run_dir: Path, tmp_path: Path, make: Any
+) -> None:
+    root = kit.make_root(tmp_path / "root")
+    archive = make(tmp_path / "image.tar", root)
+    image = f"{make.__name__.replace('_', '-')}:{archive}"
+    async with await kit.acquire(apptainer, image=image, files={"a": "text"}) as sandbox:
+        script = "cat /etc/image-name a; echo; echo $OF_THE_IMAGE $PATH $HOME; python3 --version 2>/dev/null"
+        _, output = await kit.sh(sandbox, script)
+        first, second, words = output.splitlines()
+        assert (first, second) == ("made-by-test", "text")
+        # The image's variables, its PATH first in Apptainer's, and the sandbox's own home.
+        assert words.startswith("yes /opt/own:/usr/bin:/bin")
+        assert words.endswith(" /work")
+        # The injected Python runs though the image has none, nor its libraries.
+        script = "/.rollyard/venv/bin/python -c 'import ssl, zmq, ipykernel; print(6 * 7)'"
+        assert await kit.sh(sandbox, script) == (0, "42")
+    cache = run_dir / "apptainer" / "images"
+    (built,) = cache.glob("*.sif")
+    assert sorted(path.name for path in cache.iterdir()) == sorted([built.name, f"{built.stem}.json"])
+    identity = built.stat().st_ino
+    archive.rename(tmp_path / "moved.tar")
+    async with await kit.acquire(apptainer, image=image.replace("image.tar", "moved.tar")) as sandbox:
+        assert await kit.sh(sandbox, "echo $OF_THE_IMAGE") == (0, "yes")
+    assert [path.stat().st_ino for path in cache.glob("*.sif")] == [identity]
+
+
+@pytest.mark.real
+@pytest.mark.apptainer
+async def test_images_that_break_late(kit: Any, apptainer: NodeProvider, sif: Path, tmp_path: Path) -> None:
+    whole = sif.read_bytes()
+    cut = tmp_path / "cut.sif"
+    cut.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ImageNotUsable, match=r"sandbox\.image '.*cut\.sif': .* is cut off"):
+        await kit.acquire(apptainer, image=str(cut))
+    # Of the right length, with nothing in it.
+    empty = tmp_path / "empty.sif"
+    empty.write_bytes(whole[:40000] + bytes(len(whole) - 40000))
+    with pytest.raises(ImageNotUsable, match=r"sandbox\.image '.*empty\.sif'"):
+        await kit.acquire(apptainer, image=str(empty))
+    root = kit.make_root(tmp_path / "root")
+    (root / "usr/bin/bash").rename(root / "usr/bin/ash")
+    (root / "usr/bin/sh").unlink()
+    (root / "usr/bin/sh").symlink_to("ash")
+    archive = docker_archive(tmp_path / "nobash.tar", root)
+    with pytest.raises(ImageNotUsable, match=r"sandbox\.image 'docker-archive:.*nobash\.tar': has no bash"):
+        await kit.acquire(apptainer, image=f"docker-archive:{archive}")
+    broken = tmp_path / "broken.tar"
+    broken.write_bytes(archive.read_bytes()[:-200000])
+    with pytest.raises(ImageNotUsable, match=r"sandbox\.image 'docker-archive:.*broken\.tar'"):
+        await kit.acquire(apptainer, image=f"docker-archive:{broken}")
+    assert apptainer.claimed() == []
+
+
+@pytest.mark.real
+@pytest.mark.apptainer
+async def test_no_image_at_all(kit: Any, apptainer_works: None, run_dir: Path) -> None:
+    provider = kit.open("apptainer", run_dir)
+    await provider.start()
+    try:
+        with pytest.raises(ImageNotUsable, match=r"sandbox\.image: not given.*--default-image"):
+            await kit.acquire(provider)
+    finally:
+        await kit.clean(provider)
+    with pytest.raises(ImageNotUsable, match="no such file"):
+        await kit.open("apptainer", run_dir, "/no/such.sif").start()
+
+
+@pytest.mark.real
+@pytest.mark.apptainer
+async def test_without_fuse_images_are_unpacked(
+    kit: Any, sif: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(apptainer_module, "fuse_problem", lambda: "/dev/fuse is closed to this user")
+    provider = kit.open("apptainer", run_dir, str(sif))
+    await provider.start()
+    try:
+        assert "/dev/fuse is closed to this user" in caplog.text
+        assert "mode 0666" in caplog.text
+        async with await kit.acquire(provider) as sandbox:
+            assert await kit.sh(sandbox, "cat /etc/image-name") == (0, "made-by-test")
+            assert "fuse" not in (await kit.sh(sandbox, "head -1 /proc/self/mountinfo"))[1]
+        (unpacked,) = (run_dir / "apptainer" / "images").glob("*.dir")
+        assert (unpacked / "usr/bin/bash").is_file()
+    finally:
+        await kit.clean(provider)
+
+
+# The cache, with a program that builds in its own way
+
+
+def builder(folder: Path, script: str) -> Program:
+    """A program whose `build … TARGET SOURCE` runs `script` with $target and $source set."""
+    path = folder / "builder"
+    head = '#!/bin/bash\nn=$#; target=${@:n-1:1}; source=${@:n:1}; echo x >> "$0.calls"\n'
+    path.write_text(head + script + "\n")
+    path.chmod(0o755)
+    return Program(str(path), "apptainer", "1.4.5", True)
+
+
+def calls(program: Program) -> int:
+    return len(Path(f"{program.path}.calls").read_text().splitlines())
+
+
+async def test_one_build_for_all_who_wait(tmp_path: Path) -> None:
+    program = builder(tmp_path, 'sleep 0.3; echo "$source" > "$target"')
+    # A cache each, as two nodes have, over the same folder.
+    caches = [ImageCache(tmp_path / "cache") for _ in range(2)]
+    for cache in caches:
+        cache.prepare()
+    image = parse_image("docker://some/image:1")
+    paths = await asyncio.gather(
+        *(cache.ready(image, program, unpacked=False) for cache in caches for _ in range(3))
+    )
+    assert len(set(paths)) == 1
+    assert paths[0].read_text() == "docker://some/image:1\n"
+    assert calls(program) == 1
+    notes = json.loads(paths[0].with_suffix(".json").read_text())
+    assert notes["image"] == "docker://some/image:1"
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".json", ".sif"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "text"),
+    [
+        ("dial tcp: lookup registry: no such host", SandboxStartFailed, "could not be built this time"),
+        ("toomanyrequests: rate limit, HTTP 429", SandboxStartFailed, "could not be built this time"),
+        ("manifest unknown", ImageNotUsable, r"^sandbox\.image 'docker://some/image:1' cannot be built"),
+        ("write x: no space left on device", DiskFull, "no room left in the image cache"),
+        ("write x: disk quota exceeded", DiskFull, "no room left in the image cache"),
+    ],
+)
+async def test_failures_of_a_build(tmp_path: Path, words: str, error: type[Exception], text: str) -> None:
+    program = builder(tmp_path, f'mkdir -p "$target.part"; echo "FATAL: {words}" >&2; exit 255')
+    cache = ImageCache(tmp_path / "cache")
+    cache.prepare()
+    with pytest.raises(error, match=text) as caught:
+        await cache.ready(parse_image("docker://some/image:1"), program, unpacked=False)
+    assert words in str(caught.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+async def test_cancelled_build_leaves_nothing_and_no_lock(tmp_path: Path) -> None:
+    program = builder(tmp_path, 'touch "$0.began"; sleep 60; echo late > "$target"')
+    cache = ImageCache(tmp_path / "cache")
+    cache.prepare()
+    image = parse_image("docker://some/image:1")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            await cache.ready(image, program, unpacked=False)
+    assert list((tmp_path / "cache").iterdir()) == []
+    again = builder(tmp_path, 'echo now > "$target"')
+    path = await cache.ready(image, again, unpacked=False)
+    assert path.read_text() == "now\n"
+
+
+async def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
+    program = builder(tmp_path, 'head -c 1000000 /dev/zero > "$target"')
+    cache = ImageCache(tmp_path / "cache", max_bytes=2_500_000)
+    cache.prepare()
+    made = []
+    for n in range(3):
+        path = await cache.ready(parse_image(f"docker://image:{n}"), program, unpacked=False)
+        os.utime(path, (1_000_000_000 + n, 1_000_000_000 + n))
+        made.append(path)
+    # Used now: it stays, though it is the oldest.
+    assert await cache.ready(parse_image("docker://image:0"), program, unpacked=False) == made[0]
+    await cache.ready(parse_image("docker://image:3"), program, unpacked=False)
+    assert [path.exists() for path in made] == [True, False, True]
+    assert not made[1].with_suffix(".json").exists()
+
+
+def test_cache_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirUnusable, match=r"--image-cache .*file/cache cannot be used"):
+        ImageCache(tmp_path / "file" / "cache").prepare()
+
+
+async def test_programs_that_hang_are_ended(tmp_path: Path) -> None:
+    code, text = await run_program(["/bin/sh", "-c", "echo early; sleep 60"], seconds=0.3, env={})
+    assert code == 124
+    assert text.startswith("early\n")
+    assert "no end within 0.3 s" in text

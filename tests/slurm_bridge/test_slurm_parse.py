@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from rollyard_slurm import parse, reasons
 from rollyard_slurm.parse import JobDetails, QueuedJob
@@ -196,3 +198,38 @@ def test_successors_queue_in_time() -> None:
     assert not wants_successor(pending("Priority"), WANTED)
     assert ahead_seconds(600.0, WANTED) == 300.0, "at most half of the limit"
     assert ahead_seconds(36000.0, JobProfile(ahead_seconds=20, signal_seconds=90)) == 150.0
+
+
+# What a real Slurm 22.05 printed
+
+DATA = Path(__file__).resolve().parents[1] / "slurm" / "data"
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.job")), ids=lambda path: path.stem)
+def test_recorded_jobs_are_read(path: Path) -> None:
+    seen = parse.details(path.read_text())
+    assert seen.state in path.read_text()
+    assert seen.live == (seen.state in ("PENDING", "RUNNING", "COMPLETING"))
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "expected"),
+    [
+        ("cancelled", None, False),
+        ("completed", 0, False),
+        ("failed", 3, False),
+        ("timeout", None, True),
+        ("trapped", 143, False),
+    ],
+)
+def test_recorded_ends_are_judged(name: str, code: int | None, expected: bool) -> None:
+    end = ending(parse.details((DATA / f"{name}.job").read_text()), JobProfile())
+    assert (end.code, end.expected) == (code, expected)
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.refused")), ids=lambda path: path.stem)
+def test_recorded_refusals_are_told_apart(path: Path) -> None:
+    text = path.read_text()
+    assert reasons.is_away(text) == path.stem.startswith("away")
+    assert not reasons.is_limit(text)
+    assert reasons.shorter(text)

@@ -176,7 +176,7 @@ class Run:
         assert self.settled(lambda pod: label(pod, "rollyard.dev/job") == self.name) == []
 
     def victim(self, component: str, rng: random.Random) -> Pod | None:
-        """A ready pod of a component; of sandboxes one that a rollout has; none twice that ends for good.
+        """A ready pod of a component, or a sandbox that a rollout has; none twice that ends for good.
 
         None: all that the job has had so far ended before there was one.
         """
@@ -187,10 +187,13 @@ class Run:
         labels += f",{CLAIM}" if component == "sandbox" else ""
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
-            there = [pod for pod in self.reader.labelled(labels) if is_ready(pod)]
+            there = self.reader.labelled(labels)
             if component == "sandbox":
+                # It is in use before the kubelet has found it ready.
                 in_use = self.in_use()
-                there = [pod for pod in there if label(pod, CLAIM) in in_use]
+                there = [pod for pod in there if is_at_work(pod) and label(pod, CLAIM) in in_use]
+            else:
+                there = [pod for pod in there if is_ready(pod)]
             if component not in ("api", "operator"):
                 there = [pod for pod in there if pod["metadata"]["uid"] not in self.struck]
             if there:
@@ -208,11 +211,15 @@ class Run:
         meta = pod["metadata"]
         self.struck.add(meta["uid"])
         if how == "kill -9":
-            assert kill_processes(pod) > 0, f"no process of {meta['name']}"
+            killed = kill_processes(pod)
+            if component == "sandbox" and killed == 0:
+                return ""  # its rollout ended first
+            assert killed > 0, f"no process of {meta['name']}"
         else:
             self.release.cluster.kubectl(
-                "delete", "pod", meta["name"], "-n", meta["namespace"], "--now", "--wait=false"
-            )
+                "delete", "pod", meta["name"], "-n", meta["namespace"], "--now", "--wait=false",
+                "--ignore-not-found",
+            )  # fmt: skip
         return f"{how} {meta['name']}"
 
 

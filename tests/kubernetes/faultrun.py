@@ -22,6 +22,7 @@ from podwatch import (
     ClusterReader,
     Pod,
     PodWatch,
+    is_at_work,
     is_ready,
     kill_processes,
     label,

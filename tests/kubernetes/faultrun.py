@@ -48,7 +48,7 @@ class Run:
         self.ledger = Ledger()
         self.watch = PodWatch(reader, release.name)
         self.struck: set[str] = set()
-        """Uids of pods that were killed or deleted."""
+        """Pods, or containers that are started again, that were killed or deleted."""
         self.fed = 0
         """Tasks of the release's that the job has."""
 
@@ -177,7 +177,7 @@ class Run:
         assert self.settled(lambda pod: label(pod, "rollyard.dev/job") == self.name) == []
 
     def victim(self, component: str, rng: random.Random) -> Pod | None:
-        """A ready pod of a component, or a sandbox that a rollout has; none twice that ends for good.
+        """A ready pod of a component, or a sandbox that a rollout has; none twice.
 
         None: all that the job has had so far ended before there was one.
         """
@@ -195,8 +195,7 @@ class Run:
                 there = [pod for pod in there if is_at_work(pod) and label(pod, CLAIM) in in_use]
             else:
                 there = [pod for pod in there if is_ready(pod)]
-            if component not in ("api", "operator"):
-                there = [pod for pod in there if pod["metadata"]["uid"] not in self.struck]
+            there = [pod for pod in there if _which(pod, component) not in self.struck]
             if there:
                 return rng.choice(sorted(there, key=lambda pod: str(pod["metadata"]["name"])))
             if self.unfinished == 0:
@@ -210,7 +209,7 @@ class Run:
         if pod is None:
             return ""
         meta = pod["metadata"]
-        self.struck.add(meta["uid"])
+        self.struck.add(_which(pod, component))
         if how == "kill -9":
             killed = kill_processes(pod)
             if component == "sandbox" and killed == 0:
@@ -222,6 +221,16 @@ class Run:
                 "--ignore-not-found",
             )  # fmt: skip
         return f"{how} {meta['name']}"
+
+
+def _which(pod: Pod, component: str) -> str:
+    """Tells what may be hit once: a pod, or a container that its pod starts again when it ends.
+
+    The API server calls a killed container ready until the kubelet has noticed.
+    """
+    if component in ("api", "operator"):
+        return str(pod["status"]["containerStatuses"][0]["containerID"])
+    return str(pod["metadata"]["uid"])
 
 
 @contextlib.contextmanager

@@ -22,13 +22,14 @@ from podwatch import (
     ClusterReader,
     Pod,
     PodWatch,
+    is_at_work,
     is_ready,
     kill_processes,
     label,
     processes_of,
 )
 
-TASKS = 8
+TASKS = 12
 SAMPLES = 3
 END = 150.0  # seconds for a disturbed run to end; an undisturbed one takes about 20
 GONE = 30.0
@@ -47,8 +48,41 @@ class Run:
         self.ledger = Ledger()
         self.watch = PodWatch(reader, release.name)
         self.struck: set[str] = set()
-        """Uids of pods that were killed or deleted."""
-        self.expected = {(task["id"], sample) for task in release.tasks for sample in range(SAMPLES)}
+        """Pods, or containers that are started again, that were killed or deleted."""
+        self.fed = 0
+        """Tasks of the release's that the job has."""
+
+    @property
+    def expected(self) -> set[tuple[str, int]]:
+        """The rollouts of the job's tasks so far."""
+        return {(task["id"], sample) for task in self.release.tasks[: self.fed] for sample in range(SAMPLES)}
+
+    def feed(self, tasks: int | None = None) -> None:
+        """So many more tasks, or all that are left and no more: then the job may end."""
+        end = len(self.release.tasks) if tasks is None else self.fed + tasks
+        lines = [json.dumps(task) for task in self.release.tasks[self.fed : end]]
+        if lines:
+            self._post("tasks", "\n".join(lines), "application/x-ndjson")
+        self.fed = end
+        if tasks is None:
+            self._post("close", "{}", "application/json")
+
+    def _post(self, what: str, body: str, kind: str) -> None:
+        """To the job, once the control plane, which may have been killed, answers."""
+        deadline = time.monotonic() + END
+        while True:
+            try:
+                with self.release.http() as http:
+                    answer = http.post(
+                        f"/v1/rolloutjobs/{self.name}/{what}", content=body, headers={"Content-Type": kind}
+                    )
+                if answer.status_code not in (404, 502, 503):  # 404: its object is not registered yet
+                    answer.raise_for_status()
+                    return
+            except httpx.TransportError:
+                pass  # a repeat is harmless
+            assert time.monotonic() < deadline, self.release.words()
+            time.sleep(LOOK_SECONDS)
 
     @property
     def unfinished(self) -> int:
@@ -113,6 +147,12 @@ class Run:
                 return found
             time.sleep(LOOK_SECONDS)
 
+    def in_use(self) -> set[str]:
+        """Claims whose sandbox a rollout has."""
+        with self.release.http() as http:
+            found = http.get("/v1/claims").raise_for_status().json()["claims"]
+        return {claim["id"] for claim in found if claim["state"] == "Bound"}
+
     def settled(self, unwanted: Any) -> list[str]:
         """Unwanted pods, and processes that outlive theirs, once there are none or after a while."""
         deadline = time.monotonic() + GONE
@@ -137,9 +177,9 @@ class Run:
         assert self.settled(lambda pod: label(pod, "rollyard.dev/job") == self.name) == []
 
     def victim(self, component: str, rng: random.Random) -> Pod | None:
-        """A ready pod of a component; of sandboxes one that a rollout has; none twice that ends for good.
+        """A ready pod of a component, or a sandbox that a rollout has; none twice.
 
-        None: the job ended before there was one.
+        None: all that the job has had so far ended before there was one.
         """
         if component in ("api", "operator"):
             labels = f"app.kubernetes.io/instance={self.release.name},{COMPONENT}={component}"
@@ -148,9 +188,14 @@ class Run:
         labels += f",{CLAIM}" if component == "sandbox" else ""
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
-            there = [pod for pod in self.reader.labelled(labels) if is_ready(pod)]
-            if component not in ("api", "operator"):
-                there = [pod for pod in there if pod["metadata"]["uid"] not in self.struck]
+            there = self.reader.labelled(labels)
+            if component == "sandbox":
+                # It is in use before the kubelet has found it ready.
+                in_use = self.in_use()
+                there = [pod for pod in there if is_at_work(pod) and label(pod, CLAIM) in in_use]
+            else:
+                there = [pod for pod in there if is_ready(pod)]
+            there = [pod for pod in there if _which(pod, component) not in self.struck]
             if there:
                 return rng.choice(sorted(there, key=lambda pod: str(pod["metadata"]["name"])))
             if self.unfinished == 0:
@@ -159,24 +204,41 @@ class Run:
         raise AssertionError(f"no ready {component} within 30 s\n{self.release.words()}")
 
     def strike(self, component: str, how: str, rng: random.Random) -> str:
-        """Kills a pod's processes, or deletes the pod; tells which. Empty: the job had ended before."""
+        """Kills a pod's processes, or deletes the pod; tells which. Empty: nothing was left to hit."""
         pod = self.victim(component, rng)
         if pod is None:
             return ""
         meta = pod["metadata"]
-        self.struck.add(meta["uid"])
+        self.struck.add(_which(pod, component))
         if how == "kill -9":
-            assert kill_processes(pod) > 0, f"no process of {meta['name']}"
+            killed = kill_processes(pod)
+            if component == "sandbox" and killed == 0:
+                return ""  # its rollout ended first
+            assert killed > 0, f"no process of {meta['name']}"
         else:
             self.release.cluster.kubectl(
-                "delete", "pod", meta["name"], "-n", meta["namespace"], "--now", "--wait=false"
-            )
+                "delete", "pod", meta["name"], "-n", meta["namespace"], "--now", "--wait=false",
+                "--ignore-not-found",
+            )  # fmt: skip
         return f"{how} {meta['name']}"
+
+
+def _which(pod: Pod, component: str) -> str:
+    """Tells what may be hit once: a pod, or a container that its pod starts again when it ends.
+
+    The API server calls a killed container ready until the kubelet has noticed.
+    """
+    if component in ("api", "operator"):
+        return str(pod["status"]["containerStatuses"][0]["containerID"])
+    return str(pod["metadata"]["uid"])
 
 
 @contextlib.contextmanager
 def a_run(release: Release, name: str) -> Iterator[Run]:
-    """A job, applied; followed while the block runs; deleted at the end with nothing left."""
+    """A job, applied; followed while the block runs; deleted at the end with nothing left.
+
+    Its tasks are those that the block feeds it, so that it does not end before its last fault.
+    """
     with ClusterReader(release.cluster.kubeconfig) as reader:
         run = Run(release, reader, name)
         assert run.settled(lambda pod: label(pod, COMPONENT) != "backend") == [], "of an earlier test"
@@ -193,6 +255,7 @@ def a_run(release: Release, name: str) -> Iterator[Run]:
                     run.ledger.read(http, name)
 
         job = release.job(name, SAMPLES)
+        job["spec"]["tasks"] = {"stream": True}
         job["spec"]["sandbox"]["warm"] = 2
         release.apply(job)
         thread = threading.Thread(target=follow, name="follow")

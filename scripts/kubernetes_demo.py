@@ -159,6 +159,7 @@ class Demo:
             ("get", "rj,bp,pods", "-n", self.jobs, "-o", "wide"),
             ("describe", "rj,bp", "-n", self.jobs),
             ("get", "events", "-n", self.jobs, "--sort-by=.lastTimestamp"),
+            ("logs", "-n", self.jobs, "-l", "rollyard.dev/pool", "--prefix", "--tail=40"),
             ("get", "pods", "-n", self.home, "-o", "wide"),
             ("logs", "-n", self.home, "-l", "app.kubernetes.io/component=operator", "--tail=60"),
             ("logs", "-n", self.home, "-l", "app.kubernetes.io/component=api", "--tail=60"),

@@ -43,9 +43,7 @@ def job(
             "id": f"t{number}",
             "prompt": "say it",
             "test_script": f'[ "$(cat said)" = {number} ]',
-            "solution": [
-                {"name": "bash", "arguments": {"command": f"sleep {pause}; echo {number} > said"}}
-            ],
+            "solution": [{"name": "bash", "arguments": {"command": f"sleep {pause}; echo {number} > said"}}],
         }
         for number in range(tasks)
     ]

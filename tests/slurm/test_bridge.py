@@ -157,7 +157,9 @@ def test_a_lost_node_gives_every_rollout_one_result(slurm: Any, bridge: Bridge) 
         until(lambda: client.job("lost").status.counts.run.active > 0, 60, "a rollout in Run")
     slurm.kill_slurmd(node)
     until(lambda: bridge.jobs().get(first, {}).get("node") != node, 90, "Slurm's notice of the lost node")
-    assert [one for one in slurm.user_processes().values() if f"lost-{'x' * 0}" in one], "its processes run on"
+    assert [one for one in slurm.user_processes().values() if f"lost-{'x' * 0}" in one], (
+        "its processes run on"
+    )
     bridge.running()
     bridge.ended("lost", 200)
     accounted_for(bridge, wanted)
@@ -193,7 +195,9 @@ def test_a_partition_that_does_not_exist_is_told(slurm: Any, bridge: Bridge) -> 
     bridge.start()
     with bridge.client() as client:
         client.submit(job("nosuch"))
-        until(lambda: "invalid partition" in condition(client.job("nosuch"), "Running", "message").lower(), 60)
+        until(
+            lambda: "invalid partition" in condition(client.job("nosuch"), "Running", "message").lower(), 60
+        )
         assert condition(client.job("nosuch"), "Degraded", "reason") == "WorkersBlocked"
     assert bridge.stop() == 0
 

@@ -44,9 +44,9 @@ class Gate:
         try:
             headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
             if scope["path"] not in OPEN_PATHS:
-                role = self._plane().tokens.role_of(headers.get(b"authorization", b"").decode("latin-1"))
-                auth.authorize(role, scope["method"], scope["path"])
-                scope.setdefault("state", {})["role"] = role
+                caller = self._plane().tokens.caller(headers.get(b"authorization", b"").decode("latin-1"))
+                auth.authorize(caller, scope["method"], scope["path"])
+                scope.setdefault("state", {})["caller"] = caller
             if int(headers.get(b"content-length", b"0")) > self._max_body:
                 raise TooLarge(f"the body is longer than {self._max_body} bytes")
             await self.app(scope, self._bounded(receive), watched)

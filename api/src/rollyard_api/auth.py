@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from rollyard_crds.jobtoken import job_of
+
 from rollyard_api.problems import Forbidden, Unauthorized
 
 Role = Literal["admin", "worker", "driver"]
@@ -24,6 +26,15 @@ class TokenFileError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose token a request bears."""
+
+    role: Role
+    job: tuple[str, str] | None = None
+    """Namespace and name of the only job that it may work for; None: any."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """One secret per role."""
 
@@ -31,8 +42,8 @@ class Tokens:
     worker: str
     driver: str
 
-    def role_of(self, authorization: str) -> Role:
-        """The role behind an Authorization header.
+    def caller(self, authorization: str) -> Caller:
+        """Who is behind an Authorization header.
 
         Every token is compared, each in constant time, so that the answer's time tells nothing.
 
@@ -47,9 +58,12 @@ class Tokens:
             )
         presented = given.strip().encode()
         matches = [role for role in ROLES if hmac.compare_digest(getattr(self, role).encode(), presented)]
-        if not matches:
+        if matches:
+            return Caller(matches[0])
+        job = job_of(given.strip(), self.worker)
+        if job is None:
             raise Unauthorized("this bearer token is not known here", headers={"WWW-Authenticate": "Bearer"})
-        return matches[0]
+        return Caller("worker", job)
 
 
 def load_or_make(state_dir: Path) -> Tokens:
@@ -111,17 +125,21 @@ _JOBS = "/v1/rolloutjobs"
 _POOLS = "/v1/backendpools"
 
 
-def authorize(role: Role, method: str, path: str) -> None:
-    """May this role make this call?
+def authorize(caller: Caller, method: str, path: str) -> None:
+    """May this caller make this call?
 
     Admin may all. A worker leases, and files, reads and releases single claims. A driver reads
-    everything, fulfils claims, registers, reports, cancels and deletes jobs, and owns pools.
+    everything, fulfils claims, registers, reports, cancels and deletes jobs, and owns pools. With the token
+    of one job a worker leases, for that job only: the routes see to it.
 
     Raises:
         Forbidden: it may not.
     """
+    role = caller.role
     if role == "admin" or path.startswith(_LEASES):
         return
+    if caller.job is not None:
+        raise Forbidden(f"the token of the workers of one job may not {method} {path}")
     allowed = _worker_may(method, path) if role == "worker" else _driver_may(method, path)
     if not allowed:
         raise Forbidden(f"the role '{role}' may not {method} {path}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,24 @@ def find(conn: Connection, namespace: str, name: str) -> Any:
     if row is None:
         raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
     return row
+
+
+_LOOKED_UP = 500
+"""Names in one query; SQLite bounds its variables."""
+
+
+def any_of_other(
+    conn: Connection, job: tuple[str, str], rollouts_of: Collection[str], sandboxes: Collection[str]
+) -> bool:
+    """Whether one of these rollouts, or of those with these sandboxes, belongs to another job than `job`."""
+    other = sa.or_(jobs.c.namespace != job[0], jobs.c.name != job[1])
+    for column, given in ((rollouts.c.id, sorted(rollouts_of)), (rollouts.c.sandbox_id, sorted(sandboxes))):
+        for at in range(0, len(given), _LOOKED_UP):
+            some = sa.select(rollouts.c.id).join(jobs, jobs.c.id == rollouts.c.job_id)
+            some = some.where(column.in_(given[at : at + _LOOKED_UP]), other).limit(1)
+            if conn.execute(some).first() is not None:
+                return True
+    return False
 
 
 def find_locked(tx: Transaction, namespace: str, name: str) -> Any:

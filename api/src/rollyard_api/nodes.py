@@ -88,7 +88,8 @@ def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
     waited_for = sorted(tx.conn.scalars(_WAITED_FOR))
     if not waited_for:
         return 0
-    known = dict(tx.conn.execute(sa.select(nodes.c.name, nodes.c.heard_at)).tuples().all())
+    found = tx.conn.execute(sa.select(nodes.c.name, nodes.c.heard_at))
+    known = {row.name: row.heard_at for row in found}
     for node in waited_for:
         if node not in known:
             heard(tx, node)

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 
 import httpx
 from rollyard_crds import RolloutJob
+from rollyard_crds.jobtoken import job_token
 from rollyard_operator.driver import Driver, Store, replace_pool, unless_stopped
 from rollyard_operator.host.child import sweep
 from rollyard_operator.host.controlplane import ControlPlane, PlaneSettings
@@ -170,7 +171,7 @@ class Bridge:
         return site
 
     def _token_of(self, plane: ControlPlane) -> Callable[[Owner], str]:
-        return lambda owner: plane.token("worker")
+        return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name)
 
     async def _loop(self, driver: Driver, fleet: Fleet) -> None:
         pace, clock = Pace(), asyncio.get_running_loop().time

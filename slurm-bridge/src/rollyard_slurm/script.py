@@ -70,7 +70,7 @@ def _directives(workload: Workload, site: Site, identity: Identity, wanted: JobP
     options = [
         f"--job-name={TITLE}{workload.name}",
         f"--comment={identity.comment}",
-        f"--output={_directive(str(site.logs).replace('%', '%%'))}/{workload.name}-%j.log",
+        f"--output={_directive(str(site.logs).replace('%', '%%') + f'/{workload.name}-%j.log')}",
         "--open-mode=append",
         f"--signal=B:USR1@{seconds}",
         requeue,

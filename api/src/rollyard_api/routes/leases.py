@@ -28,7 +28,16 @@ from rollyard_api.codec import encode
 from rollyard_api.database import Transaction
 from rollyard_api.leasing import Ask
 from rollyard_api.problems import Conflict, NotFound
-from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of
+from rollyard_api.routes.common import (
+    Namespace,
+    Plane,
+    answer,
+    body_of,
+    body_schema,
+    plane_of,
+    refuse_other_job,
+    refuse_others,
+)
 
 log = logging.getLogger("rollyard.api")
 
@@ -55,6 +64,7 @@ async def lease(request: Request) -> Response:
     """Lease up to 64 rollouts; waits for the first up to `wait` seconds."""
     plane = plane_of(request)
     asked = wire.model(LeaseRequest, await body_of(request))
+    refuse_other_job(request, asked.namespace or "default", asked.job)
     ask = Ask(asked.worker, asked.node, dict(asked.capacity), asked.job, asked.namespace)
     op = partial(leasing.grant, ask=ask, lease_seconds=plane.settings.lease_seconds)
 
@@ -80,6 +90,7 @@ async def heartbeat(request: Request) -> Response:
     plane = plane_of(request)
     beat = wire.model(HeartbeatRequest, await body_of(request))
     held = [(ref.rollout, ref.token) for ref in beat.leases]
+    await refuse_others(request, [rollout for rollout, _ in held], beat.ending)
 
     def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float]:
         lost, cancelled = liveness.renew(tx, held, plane.settings.lease_seconds)
@@ -108,6 +119,7 @@ async def complete(request: Request) -> Response:
     """Hand in stage results; each is committed before it is answered."""
     plane = plane_of(request)
     results = wire.check_results(await body_of(request))
+    await refuse_others(request, [item["rollout"] for item in results])
     await plane.refuse_when_full()
     told = await plane.database.write(partial(staleness.complete, results=results))
     return _reply(request, {"outcomes": told})
@@ -122,6 +134,7 @@ async def fail(request: Request) -> Response:
     """Report infrastructure failures: retried while attempts are left."""
     plane = plane_of(request)
     failures = wire.check_failures(await body_of(request))
+    await refuse_others(request, [item["rollout"] for item in failures])
     await plane.refuse_when_full()
     told = await plane.database.write(partial(outcomes.fail, failures=failures))
     return _reply(request, {"outcomes": told})
@@ -136,6 +149,7 @@ async def route(request: Request) -> Response:
     """Another backend for a rollout whose own failed; none, while none has room, and when to ask again."""
     plane = plane_of(request)
     asked = wire.model(RouteRequest, await body_of(request))
+    await refuse_others(request, [asked.rollout])
     op = partial(
         routing.reroute,
         rollout=asked.rollout,
@@ -159,9 +173,10 @@ async def route(request: Request) -> Response:
 
 @router.get("/job")
 async def job_spec(
-    plane: Plane, name: str, namespace: Namespace = "default", uid: str | None = None
+    request: Request, plane: Plane, name: str, namespace: Namespace = "default", uid: str | None = None
 ) -> Response:
     """The spec of a job, for workers; `spec.tasks` holds no inline tasks."""
+    refuse_other_job(request, namespace, name)
     return answer(
         await plane.database.read(partial(jobviews.worker_spec, namespace=namespace, name=name, uid=uid))
     )

@@ -1,0 +1,189 @@
+"""Rollouts that wait for a node of which nobody speaks any more, and tokens for one job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from rollyard_api import nodes, schema
+from rollyard_api.database import Transaction
+from rollyard_crds.claims import NODE
+from rollyard_crds.jobtoken import job_of, job_token
+
+SILENT = 60.0
+
+
+@pytest.fixture
+async def worker(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+    manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}, {"id": "t1", "prompt": "p"}]})
+    answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
+    assert answer.status_code == 201, answer.text
+    return worker_of(served.worker)
+
+
+async def _silent(served: Any, seconds: float) -> int:
+    """Rollouts that go back to Init so long after the last word."""
+
+    def op(tx: Transaction) -> int:
+        tx.now += seconds
+        return nodes.give_up_silent(tx, SILENT)
+
+    count: int = await served.plane.database.write(op)
+    return count
+
+
+async def _queued(served: Any) -> dict[str, int]:
+    counts = (await served.admin.get("/v1/rolloutjobs/job")).json()["status"]["counts"]
+    return {stage: counts[stage]["queued"] for stage in ("init", "run", "eval") if counts[stage]["queued"]}
+
+
+async def test_what_waits_for_a_silent_node_begins_anew(served: Any, worker: Any, worker_of: Any) -> None:
+    first, second = await worker.lease(init=2)
+    await worker.complete(worker.result(first), worker.result(second))
+    (run,) = await worker.lease(run=1)
+    await worker.complete(worker.result(run))
+    assert await _queued(served) == {"run": 1, "eval": 1}
+    assert await worker_of(served.worker, name="b", node="other").lease(run=4, eval=4) == []
+    await worker.heartbeat()
+    assert await _silent(served, SILENT - 5) == 0
+    assert await _silent(served, SILENT + 10) == 2
+    assert await _queued(served) == {"init": 2}
+    again = await worker_of(served.worker, name="b", node="other").lease(init=4)
+    assert [one["attempt"] for one in again] == [0, 0], "no failure"
+    assert await worker.complete(worker.result(run)) == ["repeated"]
+
+
+async def test_a_node_that_speaks_keeps_what_waits_for_it(served: Any, worker: Any) -> None:
+    (lease, _) = await worker.lease(init=2)
+    await worker.complete(worker.result(lease))
+    assert await _silent(served, 0.0) == 0, "it counts as heard of when it is first waited for"
+    assert await _silent(served, SILENT / 2) == 0
+    await worker.heartbeat()
+    assert await _silent(served, SILENT / 2 + 10) == 0
+    assert await _queued(served) == {"run": 1}
+
+
+async def test_a_restart_gives_every_node_its_time(served: Any, worker: Any) -> None:
+    (lease, _) = await worker.lease(init=2)
+    await worker.complete(worker.result(lease))
+    await worker.heartbeat()
+
+    def late(tx: Transaction) -> int:
+        tx.now += 10 * SILENT
+        nodes.grace(tx)
+        return nodes.give_up_silent(tx, SILENT)
+
+    assert await served.plane.database.write(late) == 0
+
+
+async def test_pods_are_of_no_node(served: Any, worker: Any, worker_of: Any) -> None:
+    of_pods = worker_of(served.worker, name="p", node=NODE)
+    (lease, _) = await of_pods.lease(init=2)
+    await of_pods.complete(of_pods.result(lease))
+    await of_pods.heartbeat()
+    assert await _silent(served, 100 * SILENT) == 0
+    assert await _queued(served) == {"run": 1}
+
+
+async def test_sandboxes_that_end_with_their_worker(served: Any, worker: Any) -> None:
+    first, second = await worker.lease(init=2)
+    results = [worker.result(first), worker.result(second)]
+    await worker.complete(*results)
+    kept, ended = (result["sandbox"]["id"] for result in results)
+    body = {"worker": "w", "node": "n", "leases": [], "sandboxes": [kept, ended], "ending": [ended]}
+    told = (await served.worker.post("/v1/leases/heartbeat", json=body)).json()
+    assert told["orphans"] == [ended], "it may be removed"
+    assert await _queued(served) == {"init": 1, "run": 1}
+
+
+async def test_a_sandbox_that_another_worker_uses_is_not_removed(served: Any, worker: Any) -> None:
+    (lease, _) = await worker.lease(init=2)
+    result = worker.result(lease)
+    await worker.complete(result)
+    (run,) = await worker.lease(run=1)
+    mine = result["sandbox"]["id"]
+    body = {"worker": "v", "node": "n", "leases": [], "sandboxes": [mine], "ending": [mine]}
+    told = (await served.worker.post("/v1/leases/heartbeat", json=body)).json()
+    assert told["orphans"] == []
+    assert await worker.complete(worker.result(run)) == ["accepted"]
+
+
+async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any) -> None:
+    await worker.heartbeat()
+
+    def names(tx: Transaction) -> list[str]:
+        return [row.name for row in tx.conn.execute(sa.select(schema.nodes.c.name))]
+
+    def op(tx: Transaction) -> tuple[list[str], list[str]]:
+        before = names(tx)
+        tx.now += 100 * SILENT
+        nodes.forget(tx, SILENT)
+        return before, names(tx)
+
+    assert await served.plane.database.write(op) == (["n"], [])
+
+
+# Tokens for one job
+
+
+def test_only_the_holder_of_the_worker_token_makes_them() -> None:
+    token = job_token("secret", "default", "a")
+    assert job_of(token, "secret") == ("default", "a")
+    assert job_of(token, "other") is None
+    assert job_of(token.replace(".a.", ".b."), "secret") is None
+    for text in ("", "ry-job", "ry-job.a.b", "ry-job.a.b.c.d", "secret"):
+        assert job_of(text, "secret") is None
+
+
+@pytest.fixture
+async def bound(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+    """A worker with a token for the job `job`, beside another job."""
+    for name in ("job", "other"):
+        manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]})
+        manifest["metadata"]["name"] = name
+        answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
+        assert answer.status_code == 201, answer.text
+    token = job_token(served.plane.tokens.worker, "default", "job")
+    transport = httpx.ASGITransport(app=served.worker._transport.app, raise_app_exceptions=False)
+    headers = {"Authorization": f"Bearer {token}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http:
+        yield worker_of(http)
+
+
+async def test_a_bound_worker_works_for_its_job(bound: Any) -> None:
+    (lease,) = await bound.lease(init=4, job="job")
+    assert lease["job"] == "job"
+    await bound.heartbeat(lease)
+    assert await bound.complete(bound.result(lease)) == ["accepted"]
+    (run,) = await bound.lease(run=4, job="job")
+    assert await bound.fail(run) == "accepted"
+    assert (await bound.http.get("/v1/leases/job", params={"name": "job"})).status_code == 200
+
+
+async def test_a_bound_worker_reaches_no_other_job(served: Any, bound: Any, worker_of: Any) -> None:
+    other = worker_of(served.worker, name="o")
+    (lease,) = await other.lease(init=1, job="other")
+    ref = {"rollout": lease["rollout"], "token": lease["token"]}
+    ask = {"worker": "w", "node": "n", "capacity": {"init": 1}}
+    beat = {"worker": "w", "node": "n", "leases": []}
+    sandbox = other.result(lease)["sandbox"]["id"]
+    await other.complete(other.result(lease))
+    failure = {**ref, "stage": "init", "reason": "x"}
+    post = bound.http.post
+    refused = [
+        await post("/v1/leases", json=ask),
+        await post("/v1/leases", json=ask | {"job": "other"}),
+        await post("/v1/leases", json=ask | {"job": "job", "namespace": "elsewhere"}),
+        await post("/v1/leases/heartbeat", json=beat | {"leases": [ref]}),
+        await post("/v1/leases/heartbeat", json=beat | {"sandboxes": [sandbox], "ending": [sandbox]}),
+        await post("/v1/leases/complete", json={"worker": "w", "results": [other.result(lease)]}),
+        await post("/v1/leases/fail", json={"worker": "w", "failures": [failure]}),
+        await post("/v1/leases/route", json=ref | {"failed_url": "http://x"}),
+        await bound.http.get("/v1/leases/job", params={"name": "other"}),
+        await bound.http.get("/v1/rolloutjobs"),
+        await post("/v1/claims", json={}),
+    ]
+    assert [answer.status_code for answer in refused] == [403] * len(refused)
+    assert "default/job only" in refused[0].json()["detail"]

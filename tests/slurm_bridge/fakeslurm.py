@@ -1,0 +1,131 @@
+"""A Slurm in memory, and a control plane's store: what the bridge's driver is tested with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
+from rollyard_slurm import identity
+from rollyard_slurm.errors import SlurmAway, SubmitRefused
+from rollyard_slurm.parse import JobDetails, QueuedJob
+
+LIMIT = 3600.0
+
+
+@dataclass
+class FakeSlurm:
+    """Takes jobs, starts them when told, and forgets them when told."""
+
+    queued: dict[int, QueuedJob] = field(default_factory=dict)
+    ended: dict[int, JobDetails] = field(default_factory=dict)
+    refuse: str = ""
+    """sbatch's words; with `limit` it is a site's limit."""
+    limit: bool = False
+    away: str = ""
+    unsure: str = ""
+    """sbatch hands the job in (`taken`), or not (`lost`), and does not answer."""
+    scripts: dict[int, str] = field(default_factory=dict)
+    signals: list[tuple[int, str]] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    submissions: int = 0
+    last: int = 100
+
+    async def submit(self, script: str) -> int:
+        self.submissions += 1
+        if self.away:
+            raise SlurmAway(self.away)
+        if self.refuse:
+            raise SubmitRefused(self.refuse, self.limit)
+        if self.unsure == "lost":
+            raise SlurmAway("sbatch did not answer within 20 s", unsure=True)
+        self.last += 1
+        comment = re.search(r"^#SBATCH --comment=(\S+)$", script, re.MULTILINE)
+        assert comment is not None
+        name = identity.parse(comment[1])
+        assert name is not None
+        self.scripts[self.last] = script
+        self.queued[self.last] = QueuedJob(
+            self.last, "PENDING", "Priority", "", 0.0, LIMIT, LIMIT, f"rollyard-{name.workload}", comment[1]
+        )
+        if self.unsure == "taken":
+            raise SlurmAway("sbatch did not answer within 20 s", unsure=True)
+        return self.last
+
+    async def queue(self) -> list[QueuedJob]:
+        if self.away:
+            raise SlurmAway(self.away)
+        return list(self.queued.values())
+
+    async def details(self, job: int) -> JobDetails | None:
+        if self.away:
+            raise SlurmAway(self.away)
+        return self.ended.get(job)
+
+    async def signal(self, jobs: Sequence[int], name: str) -> None:
+        self.signals += [(job, name) for job in jobs]
+
+    async def cancel(self, jobs: Sequence[int]) -> None:
+        self.cancelled += jobs
+        for job in jobs:
+            if job in self.queued:
+                self.end(job, "CANCELLED")
+
+    # What happens in the cluster
+
+    def change(self, job: int, **changes: Any) -> None:
+        self.queued[job] = replace(self.queued[job], **changes)
+
+    def run(self, job: int, left: float = LIMIT) -> None:
+        """It runs, with so many seconds of its hour left."""
+        self.change(job, state="RUNNING", reason="None", nodes="cn1", used=LIMIT - left, left=left)
+
+    def run_all(self) -> None:
+        for job in self.queued:
+            self.run(job)
+
+    def end(self, job: int, state: str, status: int = 0, signal: int = 0) -> None:
+        gone = self.queued.pop(job)
+        self.ended[job] = JobDetails(job, state, "None", status, signal, gone.used, gone.limit)
+
+
+@dataclass
+class FakeStore:
+    """The jobs and pools that the driver has to do with."""
+
+    listed: list[RolloutJob] = field(default_factory=list)
+    pool_list: list[BackendPool] = field(default_factory=list)
+    backends: dict[str, list[BackendStatus]] = field(default_factory=dict)
+
+    async def jobs(self) -> Sequence[RolloutJob]:
+        return [job.model_copy() for job in self.listed]
+
+    async def pools(self) -> Sequence[BackendPool]:
+        return [pool.model_copy() for pool in self.pool_list]
+
+    async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> None:
+        for place, one in enumerate(self.listed):
+            if one.metadata.name == job.metadata.name:
+                self.listed[place] = one.model_copy(update={"status": status})
+
+    async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> None:
+        for place, one in enumerate(self.pool_list):
+            if one.metadata.name == pool.metadata.name:
+                self.pool_list[place] = one.model_copy(update={"status": status})
+
+    async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> None:
+        self.backends[pool.metadata.name] = list(backends)
+
+    async def cancel(self, job: RolloutJob) -> None:
+        """Nothing here cancels."""
+
+    async def create_pool(self, pool: BackendPool) -> None:
+        self.pool_list.append(pool)
+
+    async def delete_pool(self, namespace: str, name: str) -> None:
+        self.pool_list = [pool for pool in self.pool_list if pool.metadata.name != name]
+
+    async def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,350 @@
+"""The driver turn by turn, over a Slurm in memory: nothing is submitted twice, nothing is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fakeslurm import FakeSlurm, FakeStore
+from rollyard_crds import RolloutJob
+from rollyard_operator.driver import Driver
+from rollyard_operator.probe import Health
+from rollyard_slurm.fleet import UNSURE_SECONDS, Fleet
+from rollyard_slurm.options import reconcile_profile
+from rollyard_slurm.profile import SiteProfile
+from rollyard_slurm.script import Site
+
+
+def job(name: str = "qs", replicas: int = 1) -> RolloutJob:
+    stage = {"replicas": replicas}
+    return RolloutJob.model_validate(
+        {
+            "metadata": {"name": name, "uid": "12345678-aaaa"},
+            "spec": {
+                "tasks": {"stream": True},
+                "handler": "shell",
+                "agent": {"type": "oracle"},
+                "stages": {"init": stage, "run": stage, "eval": stage},
+            },
+        }
+    )
+
+
+class Bench:
+    """A bridge without its processes: fleet and driver over what is in memory."""
+
+    def __init__(self, home: Path, http: httpx.AsyncClient, *jobs: RolloutJob, **profile: Any) -> None:
+        self.slurm, self.store = FakeSlurm(), FakeStore(list(jobs))
+        self.site = Site(home, "abcd1234", "http://h:1", SiteProfile.model_validate(profile), python="py")
+        for folder in (self.site.logs, self.site.endpoints, self.site.tokens):
+            folder.mkdir(parents=True)
+        self.now = datetime.now(UTC)
+        self.said: list[str] = []
+        self._http = http
+        self.begin()
+
+    def begin(self) -> None:
+        """A bridge starts on the home, as after a kill."""
+        self.fleet = Fleet(
+            self.site, self.slurm, self._http, lambda owner: "secret", lambda: None, self.said.append
+        )
+        self.driver = Driver(self.store, self.fleet, reconcile_profile(self.site))
+
+    async def turns(self, count: int = 3, seconds: float = 1.0) -> None:
+        for _ in range(count):
+            self.now += timedelta(seconds=seconds)
+            self.fleet.find_endpoints()
+            await self.fleet.look(self.now)
+            if self.fleet.known:
+                await self.driver.turn(self.now)
+                await self.fleet.act(self.now)
+
+    def said_of(self, kind: str = "Running", part: str = "message") -> str:
+        (only,) = self.store.listed
+        return next((str(getattr(one, part)) for one in only.status.conditions if one.type == kind), "")
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+def bench(tmp_path: Path, http: httpx.AsyncClient) -> Bench:
+    return Bench(tmp_path / "h", http, job())
+
+
+async def test_one_worker_is_submitted_once_and_becomes_running(bench: Bench) -> None:
+    await bench.turns(4)
+    assert bench.slurm.submissions == 1
+    assert "Slurm job 101 is pending: jobs of higher priority are ahead (Priority)" in bench.said_of()
+    bench.slurm.run(101)
+    await bench.turns()
+    assert bench.said_of("Running", "status") == "True"
+    assert bench.slurm.submissions == 1
+    (file,) = bench.site.tokens.iterdir()
+    assert file.read_text() == "secret"
+
+
+async def test_nothing_is_done_before_slurm_has_answered_once(bench: Bench) -> None:
+    bench.slurm.away = "squeue did not answer within 20 s"
+    await bench.turns()
+    assert bench.slurm.submissions == 0
+    bench.slurm.away = ""
+    await bench.turns()
+    assert bench.slurm.submissions == 1
+
+
+async def test_a_new_bridge_goes_on_with_the_same_jobs(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.begin()
+    await bench.turns()
+    assert bench.slurm.submissions == 1
+    assert bench.said_of("Running", "status") == "True"
+    bench.slurm.end(101, "FAILED", status=3)
+    bench.begin()
+    await bench.turns(1)
+    assert "exited with 3" in bench.said_of("Degraded"), "it ended while no bridge ran"
+
+
+async def test_a_bridge_killed_between_sbatch_and_its_note_finds_the_job(bench: Bench) -> None:
+    bench.slurm.unsure = "taken"
+    await bench.turns(1)
+    bench.slurm.unsure = ""
+    bench.begin()
+    await bench.turns(5)
+    assert bench.slurm.submissions == 1
+    assert list(bench.slurm.queued) == [101]
+
+
+async def test_an_sbatch_that_hangs_is_not_repeated_while_its_job_may_come(bench: Bench) -> None:
+    bench.slurm.unsure = "lost"
+    await bench.turns(4)
+    assert bench.slurm.submissions == 1
+    bench.slurm.unsure = ""
+    await bench.turns(4, seconds=UNSURE_SECONDS / 2)
+    assert bench.slurm.submissions == 2
+    assert list(bench.slurm.queued) == [101]
+
+
+async def test_a_job_that_comes_too_late_is_cancelled(bench: Bench) -> None:
+    bench.slurm.unsure = "taken"
+    await bench.turns(1)
+    late = bench.slurm.queued.pop(101)
+    bench.slurm.unsure = ""
+    await bench.turns(4, seconds=UNSURE_SECONDS / 2)
+    assert list(bench.slurm.queued) == [102]
+    bench.slurm.queued[101] = late
+    await bench.turns()
+    assert bench.slurm.cancelled == [101]
+    assert list(bench.slurm.queued) == [102]
+
+
+async def test_a_sites_limit_is_waited_out(tmp_path: Path, http: httpx.AsyncClient) -> None:
+    bench = Bench(tmp_path / "h", http, job(replicas=8))
+    bench.slurm.refuse, bench.slurm.limit = "QOSMaxSubmitJobPerUserLimit", True
+    await bench.turns(10)
+    assert bench.slurm.submissions <= 4, "one try for all, and not in every turn"
+    assert "QOSMaxSubmitJobPerUserLimit" in bench.said_of()
+    assert bench.said_of("Degraded", "status") == "False", "a limit is no failure"
+    bench.slurm.refuse = ""
+    await bench.turns(40)
+    assert len(bench.slurm.queued) == 8
+    assert len({one.name for one in bench.slurm.queued.values()}) == 8
+
+
+async def test_an_impossible_request_is_told_and_tried_again_seldom(bench: Bench) -> None:
+    bench.slurm.refuse = "invalid partition specified: nosuch"
+    await bench.turns(10)
+    assert bench.slurm.submissions == 1
+    assert "sbatch: invalid partition specified: nosuch" in bench.said_of("Degraded")
+    assert bench.said_of("Degraded", "reason") == "WorkersBlocked"
+    bench.slurm.refuse = ""
+    await bench.turns(40)
+    assert list(bench.slurm.queued) == [101], "somebody has made the partition"
+
+
+async def test_a_pending_reason_that_time_does_not_mend(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.change(101, reason="PartitionConfig")
+    await bench.turns()
+    assert bench.said_of("Degraded", "reason") == "WorkersBlocked"
+    assert "no node of the partition can serve the request" in bench.said_of("Degraded")
+
+
+async def test_while_slurm_is_away_everything_counts_as_last_seen(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.slurm.away = "squeue: Unable to contact slurm controller (connect failure)"
+    bench.slurm.queued.clear()
+    await bench.turns(30)
+    assert bench.said_of("Running", "status") == "True"
+    assert bench.slurm.submissions == 1
+    assert len([line for line in bench.said if "does not answer" in line]) == 1, "told once"
+
+
+async def test_a_failure_is_restarted_with_growing_pauses(bench: Bench) -> None:
+    await bench.turns()
+    for number, pause in ((101, 2), (102, 4), (103, 8)):
+        bench.slurm.run(number)
+        await bench.turns(1)
+        bench.slurm.end(number, "FAILED", status=1)
+        await bench.turns(1)
+        before = bench.slurm.submissions
+        await bench.turns(pause - 1)
+        assert bench.slurm.submissions == before, "not yet"
+        await bench.turns(3)
+        assert bench.slurm.submissions == before + 1
+
+
+@pytest.mark.parametrize("state", ["TIMEOUT", "PREEMPTED"])
+async def test_a_time_limit_is_no_failure(bench: Bench, state: str) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.slurm.end(101, state, signal=15)
+    await bench.turns(2)
+    assert list(bench.slurm.queued) == [102], "at once"
+    assert "restarts=0" in bench.slurm.queued[102].comment
+    assert bench.said_of("Degraded", "status") == "False"
+
+
+async def test_scancel_counts_as_an_exit(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.slurm.end(101, "CANCELLED", signal=15)
+    await bench.turns(1)
+    assert "was cancelled" in bench.said_of("Degraded")
+    assert list(bench.slurm.queued) == []
+    await bench.turns(4)
+    assert "restarts=1" in bench.slurm.queued[102].comment
+
+
+async def test_a_job_that_slurm_forgot_is_started_again(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    del bench.slurm.queued[101]
+    await bench.turns(1)
+    assert "Slurm does not know any more how it ended" in bench.said_of("Degraded")
+    await bench.turns(5)
+    assert list(bench.slurm.queued) == [102]
+
+
+async def test_a_requeue_is_slurms_own_matter(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.slurm.change(101, state="PENDING", reason="BeginTime")
+    await bench.turns(10)
+    assert bench.slurm.submissions == 1
+    assert "Slurm starts it again in a moment" in bench.said_of()
+    assert bench.said_of("Degraded", "status") == "False"
+
+
+async def test_a_successor_queues_ahead_and_takes_over(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.slurm.run(101, left=500.0)
+    await bench.turns(5)
+    assert list(bench.slurm.queued) == [101, 102], "one successor, not one for each turn"
+    assert bench.said_of("Running", "status") == "True", "the first one works on"
+    assert bench.slurm.signals == []
+    bench.slurm.run(102)
+    await bench.turns(3)
+    assert bench.slurm.signals == [(101, "USR1")], "once the successor runs, the first winds up"
+    bench.begin()
+    await bench.turns(3)
+    assert bench.slurm.submissions == 2, "a new bridge knows who is whose successor"
+    bench.slurm.end(101, "COMPLETED")
+    await bench.turns(5)
+    assert list(bench.slurm.queued) == [102]
+    assert bench.said_of("Running", "status") == "True"
+    assert bench.said_of("Degraded", "status") == "False"
+
+
+async def test_a_predecessor_that_ends_first_hands_its_place_on(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.slurm.run(101, left=500.0)
+    await bench.turns(2)
+    bench.slurm.end(101, "TIMEOUT", signal=15)
+    await bench.turns(5)
+    assert list(bench.slurm.queued) == [102]
+    assert "Slurm job 102 is pending" in bench.said_of()
+
+
+async def test_a_finished_job_leaves_nothing(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.slurm.run(101, left=500.0)
+    await bench.turns(2)
+    bench.store.listed.clear()
+    await bench.turns(1)
+    assert bench.slurm.cancelled == [102], "a pending successor at once"
+    assert bench.slurm.signals == [(101, "USR1")]
+    await bench.turns(16)
+    assert (101, "USR2") in bench.slurm.signals, "then it hands over what it holds"
+    await bench.turns(10)
+    assert bench.slurm.cancelled[-1] == 101, "and at last it is cancelled"
+    await bench.turns(1)
+    assert bench.slurm.queued == {}
+    assert bench.fleet.owners() == set()
+    assert list((bench.site.home / "submissions").iterdir()) == []
+
+
+async def test_other_jobs_of_the_user_are_left_alone(bench: Bench) -> None:
+    await bench.turns()
+    mine = bench.slurm.queued[101]
+    other = mine.comment.replace("instance=abcd1234", "instance=ffffffff")
+    bench.slurm.queued[7] = type(mine)(7, "RUNNING", "None", "cn1", 1.0, 1.0, 1.0, "theirs", "")
+    bench.slurm.queued[8] = type(mine)(8, "RUNNING", "None", "cn1", 1.0, 1.0, 1.0, mine.name, other)
+    bench.store.listed.clear()
+    await bench.turns(5)
+    assert bench.slurm.cancelled == [101]
+    assert {7, 8} <= bench.slurm.queued.keys()
+
+
+async def test_a_changed_site_replaces_what_runs(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.site = Site(
+        bench.site.home, "abcd1234", "http://other:2", bench.site.profile, python=bench.site.python
+    )
+    bench.begin()
+    await bench.turns(2)
+    assert bench.slurm.signals == [(101, "USR1")]
+    bench.slurm.end(101, "COMPLETED")
+    await bench.turns(4)
+    assert "--url http://other:2" in bench.slurm.scripts[102]
+
+
+def test_health_survives_in_the_record(tmp_path: Path) -> None:
+    from rollyard_operator.plan import Owner, Workload
+    from rollyard_slurm.submissions import Records, fresh
+
+    records = Records(tmp_path / "r")
+    workload = Workload("p-backend-0", "backend", Owner("BackendPool", "default", "p", "u"), model="m")
+    one = fresh("aa", workload, 2, datetime.now(UTC))
+    one.job, one.url = 5, "http://n:1"
+    one.health = Health(url="http://n:1", ready=True, warmed_up=True, message="")
+    (tmp_path / "r").mkdir()
+    records.save(one)
+    (tmp_path / "r" / "bb.json").write_text("{}")
+    (again,) = records.load()
+    assert again.workload == workload
+    assert (again.job, again.restarts, again.url, again.health.ready) == (5, 2, "http://n:1", True)
+    assert (tmp_path / "r" / "bb.unreadable").exists()

@@ -1,0 +1,244 @@
+"""Batch scripts: what they ask for, and how bash carries signals and exit statuses through them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rollyard_operator.plan import Owner, Workload
+from rollyard_slurm import identity as identities
+from rollyard_slurm.errors import ProfileInvalid
+from rollyard_slurm.identity import identity
+from rollyard_slurm.node import command_for
+from rollyard_slurm.profile import SiteProfile, load
+from rollyard_slurm.script import Site, batch_script
+
+OWNER = Owner("RolloutJob", "default", "qs", "12345678-aaaa")
+WORKER = Workload(
+    name="qs-12345678-worker-0",
+    kind="stage-worker",
+    owner=OWNER,
+    stages=("init", "run", "eval"),
+    concurrency=(("init", 4), ("run", 8), ("eval", 2)),
+)
+BACKEND = Workload(
+    name="p-12345678-backend-1",
+    kind="backend",
+    owner=Owner("BackendPool", "default", "p", "12345678-bbbb"),
+    index=1,
+    engine="vllm",
+    model="/models/Qwen 3",
+    args=("--max-model-len=4096",),
+    env=(("HF_HOME", "/cache it's"),),
+    gpus=2,
+)
+
+
+def site(profile: SiteProfile | None = None, **changes: object) -> Site:
+    given = {
+        "home": Path("/shared/h"),
+        "instance": "abcd1234",
+        "url": "http://10.0.0.1:9000",
+        "profile": profile or SiteProfile(),
+        "python": "/env/bin/python",
+        **changes,
+    }
+    return Site(**given)  # type: ignore[arg-type]
+
+
+def script(workload: Workload, of: Site) -> str:
+    return batch_script(workload, of, identity(workload, of.instance, "ffff00000000", 3))
+
+
+def directives(text: str) -> dict[str, str]:
+    found = re.findall(r"^#SBATCH (--[\w-]+)(?:=(.*))?$", text, re.MULTILINE)
+    return dict(found)
+
+
+def test_a_worker_asks_for_what_the_profile_says() -> None:
+    profile = SiteProfile.model_validate(
+        {
+            "partition": "cpu",
+            "account": "proj",
+            "timeLimit": "4:00:00",
+            "sbatch": ["--licenses=x:1"],
+            "env": {"A": "1"},
+            "prolog": ["module load apptainer"],
+            "workers": {"cpus": 8, "memory": "16G", "constraint": "avx2&ib", "env": {"B": "it's"}},
+            "backends": {"partition": "gpu"},
+        }
+    )
+    text = script(WORKER, site(profile))
+    found = directives(text)
+    assert found["--partition"] == "cpu"
+    assert found["--account"] == "proj"
+    assert found["--time"] == "4:00:00"
+    assert (found["--cpus-per-task"], found["--mem"]) == ("8", "16G")
+    assert found["--constraint"] == '"avx2&ib"'
+    assert found["--signal"] == "B:USR1@90"
+    assert found["--licenses"] == "x:1"
+    assert "--requeue" in found
+    assert "--gres" not in found
+    assert "export A=1\nexport B='it'\"'\"'s'\nmodule load apptainer\n" in text
+    assert "--token-file /shared/h/tokens/default.qs.12345678" in text
+    assert "--stages init,run,eval --concurrency init=4,run=8,eval=2" in text
+    assert "--sandbox apptainer" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_a_backend_gets_gpus_and_its_image() -> None:
+    profile = SiteProfile.model_validate(
+        {"backends": {"partition": "gpu", "image": "/img/vllm.sif", "execOptions": ["--bind=/models"]}}
+    )
+    text = script(BACKEND, site(profile))
+    found = directives(text)
+    assert (found["--partition"], found["--gres"]) == ("gpu", "gpu:2")
+    assert "--mem" not in found, "a GPU's share of memory is the site's to say"
+    assert "apptainer exec --nv --bind=/models /img/vllm.sif vllm serve '/models/Qwen 3'" in text
+    assert "export VLLM_SERVER_DEV_MODE=1" in text
+    assert "--endpoint /shared/h/endpoints/ffff00000000.json --toward http://10.0.0.1:9000 --" in text
+    other = SiteProfile.model_validate({"backends": {"gres": "gpu:a100:{gpus},nvme"}})
+    assert directives(script(BACKEND, site(other)))["--gres"] == "gpu:a100:2,nvme"
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_strange_folders_are_quoted() -> None:
+    text = script(WORKER, site(home=Path('/shared/my "home" 100%')))
+    found = directives(text)
+    assert found["--chdir"] == '"/shared/my \\"home\\" 100%"'
+    assert "100%%/logs/qs-12345678-worker-0-%j.log" in found["--output"]
+    assert found["--output"].startswith('"')
+    assert found["--output"].endswith('"')
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_the_comment_says_whose_it_is() -> None:
+    who = identity(WORKER, "abcd1234", "ffff00000000", 3)
+    assert identities.parse(who.comment) == who
+    assert who.owner == "rolloutjob/default/qs"
+    assert not re.search(r"[\s\"']", who.comment)
+    for other in ("", "(null)", "rollyard", "rollyard,instance=x", who.comment.replace("ffff", "ff ff")):
+        assert identities.parse(other) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("partitions: x", r"partitions: unknown field; did you mean 'partition'\?"),
+        ("workers: {memory: lots}", "workers.memory: "),
+        ("timeLimit: soon", "timeLimit: must be MINUTES, HOURS:MINUTES:SECONDS or"),
+        ("sbatch: [--comment=x]", "sbatch: --comment is set by the bridge"),
+        ("sbatch: [gpu]", "sbatch: 'gpu' is no option"),
+        ("workers: {runDir: relative}", "workers.runDir: "),
+        ("[1, 2]", "must be a mapping"),
+        ("a: [", "no YAML"),
+        ("env: {'a b': x}", "env"),
+        ("partition: 'a b'", "partition: "),
+    ],
+)
+def test_a_wrong_profile_names_the_field(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "profile.yaml"
+    path.write_text(text)
+    with pytest.raises(ProfileInvalid, match=message):
+        load(path)
+
+
+def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ProfileInvalid, match="cannot be read: No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_the_command_line_counts_more_than_the_profile(tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    path.write_text("partition: a\naccount: x\nworkers: {partition: b}\nbackends: {qos: q}\n")
+    made = load(path, {"partition": "c", "account": None})
+    assert made.of("stage-worker").partition == made.of("backend").partition == "c"
+    assert made.of("stage-worker").account == "x"
+    assert made.of("backend").qos == "q"
+    assert load(path).of("stage-worker").partition == "b"
+
+
+def test_host_and_port_are_put_in_on_the_node() -> None:
+    assert command_for(["e", "--host", "@HOST@", "--port", "@PORT@"], "10.0.0.2", 7) == (
+        ["e", "--host", "10.0.0.2", "--port", "7"],
+        7,
+    )
+    assert command_for(["e", "--port=81", "x"], "h", 7)[1] == 81
+    assert command_for(["e", "--port", "82"], "h", 7)[1] == 82
+
+
+# How bash runs it
+
+CHILD = """\
+import signal, sys, time
+def end(number, frame):
+    print("told", flush=True)
+    global count
+    count += 1
+    if count >= {terms}:
+        sys.exit({code})
+count = 0
+signal.signal(signal.SIGTERM, end)
+print("up", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+class Ran:
+    """The tail of a batch script with another program in it."""
+
+    def __init__(self, tmp_path: Path, program: str) -> None:
+        (tmp_path / "child.py").write_text(program)
+        text = script(WORKER, site())
+        tail = text[text.index("# USR1") :]
+        body = f"program=({sys.executable} {tmp_path / 'child.py'})\n{tail}"
+        self.out = tmp_path / "out"
+        with self.out.open("w") as out:
+            self.process = subprocess.Popen(["bash", "-c", body], stdout=out)
+
+    def said(self, *lines: str) -> None:
+        deadline = time.monotonic() + 20
+        while self.out.read_text().split() != list(lines):
+            assert time.monotonic() < deadline, self.out.read_text()
+            time.sleep(0.01)
+
+    def end(self) -> int:
+        return self.process.wait(20)
+
+
+@pytest.mark.parametrize("code", [0, 3, 127])
+def test_the_programs_exit_status_is_the_jobs(tmp_path: Path, code: int) -> None:
+    assert Ran(tmp_path, f"raise SystemExit({code})").end() == code
+
+
+def test_a_killed_program_shows(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    assert ran.end() == 128 + 9
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_drains_and_the_status_is_kept(tmp_path: Path, number: signal.Signals) -> None:
+    ran = Ran(tmp_path, CHILD.format(terms=1, code=5))
+    ran.said("up")
+    os.kill(ran.process.pid, number)
+    assert ran.end() == 5
+
+
+def test_a_second_request_to_drain_changes_nothing_and_a_hurry_does(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, CHILD.format(terms=2, code=0))
+    ran.said("up")
+    os.kill(ran.process.pid, signal.SIGUSR1)
+    ran.said("up", "told")
+    os.kill(ran.process.pid, signal.SIGUSR1)
+    os.kill(ran.process.pid, signal.SIGUSR1)
+    # bash takes signals in their order of arrival: had one gone through, the child would say so first.
+    os.kill(ran.process.pid, signal.SIGUSR2)
+    assert ran.end() == 0
+    ran.said("up", "told", "told")

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -354,6 +355,8 @@ class Fleet:
         if one in self._all:
             self._all.remove(one)
         self._records.forget(one)
+        if all(other.workload.owner != one.workload.owner for other in self._all):
+            self._site.token_file(one.workload).unlink(missing_ok=True)
 
     async def act(self, now: datetime) -> None:
         """What time calls for: tries again, successors, signals. Few commands, each for many jobs."""
@@ -412,6 +415,10 @@ class Fleet:
             for one in insist:
                 one.insisted = True
         self.changed = self.changed or bool(cancel or drain or insist)
+
+    def logs(self) -> set[Path]:
+        """The logs of jobs that have not ended."""
+        return {self._site.log(one.workload, one.job) for one in self.jobs if one.job is not None}
 
     # The end
 

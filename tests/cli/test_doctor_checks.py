@@ -134,9 +134,9 @@ def test_the_mount_that_holds_a_folder(tmp_path: Path) -> None:
     ("kind", "options", "verdict", "words"),
     [
         ("lustre", {"rw"}, "missing", "mount option flock"),
-        ("lustre", {"rw", "flock"}, "ok", "PostgreSQL"),
+        ("lustre", {"rw", "flock"}, "ok", "a link to one"),
         ("nfs", {"nolock"}, "optional", "NFSv4 with locks"),
-        ("nfs4", {"rw"}, "ok", "SQLite does not belong there"),
+        ("nfs4", {"rw"}, "ok", "SQLite is safer on a local disk"),
         ("xfs", {"rw"}, "ok", "srun -N2 ls"),
     ],
 )

@@ -154,7 +154,7 @@ class Slurm:
         _lab("restart", "slurmctld")
 
     def job_processes(self) -> dict[int, str]:
-        """Command lines of the user's processes that Slurm's jobs began, by pid: those in their control groups."""
+        """Command lines of the user's processes in control groups of Slurm's jobs, by pid."""
         found = {}
         for pid, line in self.user_processes().items():
             try:

@@ -60,6 +60,15 @@ FIGURES: tuple[Figure, ...] = (
     Figure("sessions_16_one_sandbox", "sessions", "ms", _value("<=", 5, "≤ 5 ms"), "times the baseline"),
     Figure("sandbox_warm", "start", "ms", _value("<=", 10, "≤ 10 ms"), "times faster"),
     Figure("sandbox_cold", "start", "ms", _ratio("<=", 1.5, "≤ 1.5× bare"), "times the baseline"),
+    Figure(
+        "apptainer_cold",
+        "apptainer",
+        "ms",
+        _ratio("<=", 1.2, "≤ 1.2× bare instance + server"),
+        "times the baseline",
+    ),
+    Figure("apptainer_warm", "apptainer", "ms", _value("<=", 20, "≤ 20 ms"), "times faster"),
+    Figure("apptainer_echo_p50", "apptainer", "ms", _value("<=", 1.5, "≤ 1.5 ms"), "times the baseline"),
     Figure("lease_cycles", "leases", "/s", _value(">=", 1000, "≥ 1,000/s"), "times the baseline"),
     Figure("queued_10000_resident", "memory", "MB", _value("<=", 300, "≤ 300 MB"), "times the baseline"),
     Figure(

@@ -136,3 +136,29 @@ def test_a_controller_that_was_away_knows_its_jobs(slurm: Slurm) -> None:
     assert slurm.run_as_user(["squeue"], check=False).returncode != 0
     slurm.start_controller()
     slurm.wait_state(job, "RUNNING")
+
+
+def test_doctor_on_login_and_compute_node(slurm: Slurm, shared: Path) -> None:
+    doctor = [sys.executable, "-m", "rollyard", "doctor"]
+    env = {"ROLLYARD_HOME": str(shared / "yard"), "LANG": "C.UTF-8"}
+    login = slurm.run_as_user(doctor, env=env, check=False)
+    lines = {line[9:26].strip(): line for line in login.stdout.splitlines() if not line.startswith(" ")}
+    for name in (
+        "apptainer",
+        "user namespaces",
+        "fuse",
+        "slurm",
+        "slurmctld",
+        "job cleanup",
+        "locks",
+        "space",
+    ):
+        assert lines[name].startswith("ok"), lines.get(name, login.stdout)
+    assert "debug*" in lines["slurmctld"]
+    node = slurm.run_as_user(["srun", "-w", "cn3", *doctor], env=env, check=False)
+    assert "inside job" in node.stdout
+    assert "on cn3" in node.stdout
+    slurm.stop_controller()
+    away = slurm.run_as_user(doctor, env=env, check=False, timeout=120)
+    assert away.returncode == 1
+    assert "does not answer" in away.stdout

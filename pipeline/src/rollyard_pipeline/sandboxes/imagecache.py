@@ -4,6 +4,7 @@
     <cache>/<key>.json    what it was built from
     <cache>/<key>.lock    held by whoever builds it (see `sharedlock`)
     <cache>/.new-<…>      what is being built: renamed when it is whole
+    <cache>/.layers-<…>   what a build has downloaded that was not finished: the next one goes on from there
 
 A name in a registry that is no digest is looked up once: remove the file to have it looked up anew.
 """
@@ -114,7 +115,7 @@ class ImageCache:
             built = work / target.name
             code, text = 1, ""
             for options in ((),) if target.suffix == ".dir" else (_ZSTD, ()):
-                code, text = await self._run(image, program, built, work, options)
+                code, text = await self._run(image, program, built, target, options)
                 if code == 0 or not re.search(r"compress|zstd|mksquashfs", text, re.IGNORECASE):
                     break
             if code != 0 or not built.exists():
@@ -127,16 +128,23 @@ class ImageCache:
                     built.rename(target)
             else:
                 built.rename(target)
+            await in_thread(_remove, self._layers(target))
+        except ImageNotUsable:
+            await in_thread(_remove, self._layers(target))
+            raise
         finally:
             await asyncio.shield(asyncio.to_thread(_remove, work))
 
+    def _layers(self, target: Path) -> Path:
+        return self.folder / f".layers-{target.stem}"
+
     async def _run(
-        self, image: Image, program: Program, built: Path, work: Path, options: tuple[str, ...]
+        self, image: Image, program: Program, built: Path, target: Path, options: tuple[str, ...]
     ) -> tuple[int, str]:
         env = dict(os.environ)  # registries want proxies, certificates and credentials
         for prefix in ("APPTAINER", "SINGULARITY"):
-            env[f"{prefix}_TMPDIR"] = str(work)
-            env[f"{prefix}_CACHEDIR"] = str(work / "layers")
+            env[f"{prefix}_TMPDIR"] = str(built.parent)
+            env[f"{prefix}_CACHEDIR"] = str(self._layers(target))
         kind = ("--sandbox", "--fix-perms") if built.suffix == ".dir" else ()
         argv = [program.path, "build", "--force", *kind, *options, str(built), image.source]
         return await run_program(argv, seconds=BUILD_SECONDS, env=env)
@@ -144,7 +152,7 @@ class ImageCache:
     def _make_room(self, wanted: Path) -> None:
         """Removes what builders have left that died, and what has not been used for longest."""
         now = time.time()
-        for path in self.folder.glob(".new-*"):
+        for path in [*self.folder.glob(".new-*"), *self.folder.glob(".layers-*")]:
             with contextlib.suppress(OSError):
                 if now - path.stat().st_mtime > 2 * BUILD_SECONDS:
                     _remove(path)

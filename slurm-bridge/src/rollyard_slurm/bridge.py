@@ -151,6 +151,8 @@ class Bridge:
                 if not self._keep_jobs:
                     await self._end(fleet)
                 keeping.cancel()
+            if isinstance(self._commands, CommandLine):
+                self._say(str(self._commands.load))
         finally:
             if fleet is not None:
                 await fleet.close()

@@ -125,6 +125,7 @@ class ApptainerStarter:
                 self._cache.folder,
             )
         await in_thread(self._prepare)
+        await in_thread(self._end_strays)
         if self._options.default_image is not None:
             self._image(None)
 
@@ -143,6 +144,14 @@ class ApptainerStarter:
             else:
                 point.parent.mkdir(parents=True, exist_ok=True)
                 point.touch()
+
+    def _end_strays(self) -> None:
+        """Ends instances whose folders are gone: no sweep of the node's records finds them."""
+        known = set(self._folder.ids())
+        for sandbox_id in instances.filed(self._own):
+            if sandbox_id not in known:
+                log.warning("instance %s has no folder any more: ended", instances.instance_name(sandbox_id))
+                self._clear(instances.instance_name(sandbox_id))
 
     def check(self, key: SandboxKey) -> None:
         self._image(key.image)

@@ -43,6 +43,12 @@ def instance_name(sandbox_id: str) -> str:
     return f"{_PREFIX}{sandbox_id}"
 
 
+def filed(config: Path) -> list[str]:
+    """Ids of the sandboxes that Apptainer has filed below `config`, alive or not."""
+    names = {path.name for path in config.glob(f"instances/*/*/*/{_PREFIX}*") if path.is_dir()}
+    return sorted(name.removeprefix(_PREFIX) for name in names)
+
+
 def load(config: Path, name: str) -> Instance | None:
     """What Apptainer has filed below `config` of the instance; None where it is not there or not alive."""
     for file in config.glob(f"instances/*/*/*/{name}/{name}.json"):

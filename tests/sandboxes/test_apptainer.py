@@ -78,6 +78,22 @@ async def test_nothing_of_the_host_leaks(
         await kit.clean(provider)
 
 
+async def test_a_full_or_closed_home_is_no_matter(
+    kit: Any, sif: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    provider = kit.open("apptainer", run_dir, str(sif))
+    await provider.start()
+    try:
+        async with await kit.acquire(provider) as sandbox:
+            assert await kit.sh(sandbox, "echo $HOME; touch $HOME/x && ls") == (0, "/work\nx")
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        await kit.clean(provider)
+        tmp_path.chmod(0o700)
+
+
 async def test_changes_stay_in_a_layer_of_their_own(
     kit: Any, apptainer: NodeProvider, root_folder: Path
 ) -> None:

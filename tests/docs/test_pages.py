@@ -39,6 +39,8 @@ def test_there_are_pages() -> None:
         "docs/demo-vllm.md",
         "docs/weights.md",
         "docs/kubernetes.md",
+        "docs/slurm.md",
+        "docs/slurm-admins.md",
     } <= names
 
 

@@ -16,6 +16,11 @@ from rollyard_pipeline.__main__ import main
         (["--stages", ","], "--stages: nothing given"),
         (["--concurrency", "run=0"], "--concurrency: 'run=0'; expected for example init=16"),
         (["--concurrency", "walk=3"], "--concurrency: 'walk=3'"),
+        (
+            ["--default-image", "/x.sif"],
+            "--default-image goes with --sandbox apptainer (got --sandbox bubblewrap)",
+        ),
+        (["--fakeroot"], "--fakeroot goes with --sandbox apptainer"),
         (["--token-file", "/no/such/file"], "--token-file: /no/such/file cannot be read"),
     ],
 )

@@ -96,8 +96,7 @@ class Bridge:
         def ready() -> bool:
             assert self.process is not None
             assert self.process.poll() is None, self.log.read_text()
-            running = _read(self.home / "supervisor.json")
-            return running.get("pid") == mine and (self.home / "context.json").exists()
+            return _read(self.home / "bridge.json").get("pid") == mine
 
         until(ready, READY_SECONDS, "the bridge")
         return self

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -152,6 +153,18 @@ class Slurm:
         """Starts slurmctld again unless it runs; it knows its jobs from disk."""
         _lab("restart", "slurmctld")
 
+    def job_processes(self) -> dict[int, str]:
+        """Command lines of the user's processes in control groups of Slurm's jobs, by pid."""
+        found = {}
+        for pid, line in self.user_processes().items():
+            try:
+                groups = Path(f"/proc/{pid}/cgroup").read_text()
+            except OSError:
+                continue
+            if "slurm" in groups:
+                found[pid] = line
+        return found
+
     def user_processes(self) -> dict[int, str]:
         """Command lines of what runs as the ordinary user, by pid; what has ended is not counted."""
         found = {}
@@ -169,15 +182,19 @@ class Slurm:
             found[int(entry.name)] = line.strip()
         return found
 
+    def heal_nodes(self) -> None:
+        """Every slurmd and slurmctld runs, or has been started."""
+        _lab("restart", "slurmctld")
+        for node in self.nodes:
+            _lab("restart", node)
+
     def heal(self) -> None:
         """Everything runs, nothing is queued, all nodes are idle.
 
         Raises:
             AssertionError: not within a minute.
         """
-        _lab("restart", "slurmctld")
-        for node in self.nodes:
-            _lab("restart", node)
+        self.heal_nodes()
         deadline = time.monotonic() + HEAL_SECONDS
         while True:
             subprocess.run(["scancel", "--user", self.user], env=self.env, capture_output=True, timeout=30)
@@ -246,3 +263,33 @@ def shared(slurm_lab: Slurm, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 def _made(lab: Slurm, *argv: str) -> str:
     return lab.run_as_user(argv).stdout.strip()
+
+
+_PROGRAMS = (
+    "bash", "awk", "basename", "cat", "chmod", "cp", "cut", "date", "dirname", "env", "expr", "find", "grep",
+    "head", "id", "ls", "mkdir", "mv", "printf", "rm", "sed", "seq", "sleep", "sort", "tail", "tee", "touch",
+    "tr", "uniq", "wc", "xargs",
+)  # fmt: skip
+_BUILD_SECONDS = 180.0
+
+
+@pytest.fixture(scope="session")
+def sif(slurm_lab: Slurm) -> Iterator[Path]:
+    """An image for sandboxes: bash, some programs and the libraries they load, built by the user."""
+    folder = Path(_made(slurm_lab, "mktemp", "-d", str(slurm_lab.home / "image-XXXXXX")))
+    files = set()
+    for name in _PROGRAMS:
+        found = shutil.which(name, path="/usr/bin:/bin")
+        assert found is not None, f"no {name} on this machine"
+        files.add((f"usr/bin/{name}", str(Path(found).resolve())))
+        listing = subprocess.run(["ldd", found], capture_output=True, text=True, timeout=20, check=True)
+        files |= {(word.lstrip("/"), word) for word in listing.stdout.split() if word.startswith("/")}
+    lines = ["set -e", f"cd {folder}", "mkdir -p root/usr/bin root/etc root/tmp root/proc root/sys root/dev"]
+    lines += ["ln -s usr/bin root/bin", "mkdir -p root/home root/root root/var/tmp root/work"]
+    for target, source in sorted(files):
+        lines.append(f"mkdir -p root/{Path(target).parent} && cp -L {shlex.quote(source)} root/{target}")
+    lines += ["ln -s bash root/usr/bin/sh", "echo root:x:0:0::/root:/bin/bash > root/etc/passwd"]
+    lines += ["echo root:x:0: > root/etc/group", "apptainer -s build image.sif root", "rm -rf root"]
+    slurm_lab.run_as_user(["sh", "-c", "\n".join(lines)], timeout=_BUILD_SECONDS)
+    yield folder / "image.sif"
+    _made(slurm_lab, "rm", "-rf", "--", str(folder))

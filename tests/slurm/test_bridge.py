@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridgelab import Bridge, accounted_for, condition, job, until
+from bridgelab import ROLLYARD, Bridge, accounted_for, condition, job, until
+from rollyard_client import Client
 from rollyard_crds import BackendPool
 
 pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(400)]
@@ -27,7 +29,7 @@ def bridge(slurm: Any, shared: Path) -> Iterator[Bridge]:
 
 
 def test_a_job_over_nodes_from_submit_to_nothing_left(slurm: Any, bridge: Bridge, shared: Path) -> None:
-    wanted = job("nodes", tasks=6, samples=2, pause=1.0, workers=3)
+    wanted = job("nodes", tasks=6, samples=2, pause=15.0, workers=3)
     bridge.start()
     with bridge.client() as client:
         client.submit(wanted)
@@ -35,6 +37,9 @@ def test_a_job_over_nodes_from_submit_to_nothing_left(slurm: Any, bridge: Bridge
     seen = bridge.jobs()
     assert len({seen[number]["node"] for number in jobs}) == 3, "one worker for each node"
     assert {one["owner"] for one in seen.values()} == {"rolloutjob/default/nodes"}
+    (token,) = (bridge.home / "tokens").iterdir()
+    assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert token.read_text().startswith("ry-job.default.nodes."), "for this job only"
 
     second = slurm.run_as_user(bridge.command("up"), check=False)
     assert second.returncode == 1
@@ -47,10 +52,7 @@ def test_a_job_over_nodes_from_submit_to_nothing_left(slurm: Any, bridge: Bridge
     bridge.ended("nodes")
     accounted_for(bridge, wanted)
     until(lambda: not bridge.jobs(), 60, "the end of the workers")
-    token_files = list((bridge.home / "tokens").iterdir())
-    assert token_files
-    assert all(file.stat().st_mode & 0o777 == 0o600 for file in token_files)
-    assert (bridge.home / "tokens").stat().st_mode & 0o777 == 0o700
+    until(lambda: not list((bridge.home / "tokens").iterdir()), 30, "the end of the token")
     assert bridge.stop() == 0
     assert not (bridge.home / "context.json").exists()
     assert not list((bridge.home / "submissions").iterdir())
@@ -87,13 +89,13 @@ def test_a_killed_bridge_finds_its_jobs_again(slurm: Any, bridge: Bridge) -> Non
     with bridge.client() as client:
         client.submit(wanted)
     before = bridge.running()
-    url = (bridge.home / "bridge.json").read_text()
+    url = json.loads((bridge.home / "bridge.json").read_text())["url"]
     assert bridge.process is not None
     bridge.process.kill()
     bridge.process.wait(30)
     time.sleep(5)  # the workers go on meanwhile, and find nobody to tell
     bridge.start()
-    assert (bridge.home / "bridge.json").read_text() == url
+    assert json.loads((bridge.home / "bridge.json").read_text())["url"] == url
     assert bridge.running() == before, "the same Slurm job goes on"
     bridge.ended("again")
     accounted_for(bridge, wanted)
@@ -243,6 +245,32 @@ def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
     assert bridge.jobs() == {}
     queued = subprocess.run(["squeue", "-h"], env=slurm.env, capture_output=True, text=True, timeout=30)
     assert queued.stdout == ""
+
+
+def test_one_control_plane_for_two_drivers(slurm: Any, bridge: Bridge, shared: Path) -> None:
+    home = shared / "local"
+    words = [*ROLLYARD, "up", "--home", str(home), "--port", "0", "--sandbox", "process", "--replicas", "0"]
+    local = slurm.popen_as_user(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        context = home / "context.json"
+        until(context.exists, 90, "the local driver")
+        url = json.loads(context.read_text())["url"]
+        bridge.options = ["--join", url, "--token-file", str(home / "state" / "tokens.json")]
+        bridge.start()
+        here, there = job("here"), job("there", placement="slurm")
+        tokens = json.loads((home / "state" / "tokens.json").read_text())
+        with Client(url, tokens["admin"]) as client:
+            client.submit(here)
+            client.submit(there)
+            for name in ("here", "there"):
+                until(lambda name=name: condition(client.job(name), "Succeeded") == "True", 90, name)
+        logs = {path.name.partition("-")[0] for path in (bridge.home / "logs").glob("*-worker-*.log")}
+        assert logs == {"there"}
+        assert bridge.stop() == 0
+        assert bridge.jobs() == {}
+    finally:
+        local.terminate()
+        local.wait(60)
 
 
 def test_a_time_limit_hands_rollouts_over_to_the_successor(slurm: Any, bridge: Bridge, shared: Path) -> None:

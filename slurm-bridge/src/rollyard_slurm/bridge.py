@@ -16,17 +16,19 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 import httpx
 from rollyard_crds import RolloutJob
 from rollyard_crds.jobtoken import job_token
 from rollyard_operator.driver import Driver, Store, replace_pool, unless_stopped
 from rollyard_operator.host.child import sweep
-from rollyard_operator.host.controlplane import ControlPlane, PlaneSettings
+from rollyard_operator.host.controlplane import ControlPlane, JoinedPlane, Plane, PlaneSettings
 from rollyard_operator.host.errors import StartFailed
 from rollyard_operator.host.home import Home, read_json, write_json
 from rollyard_operator.plan import Owner
 
+from rollyard_slurm import logs
 from rollyard_slurm.cluster import checked_address, own_address
 from rollyard_slurm.commands import CommandLine, Commands, environment
 from rollyard_slurm.errors import SlurmError
@@ -54,9 +56,9 @@ class Ready:
     """Slurm jobs of an earlier run that go on."""
 
 
-def takes(job: RolloutJob) -> bool:
-    """Whether a job is for Slurm."""
-    return job.spec.placement in (None, "slurm")
+def takes(job: RolloutJob, alone: bool = True) -> bool:
+    """Whether a job is for Slurm; one that names no driver is so where this is the only one."""
+    return job.spec.placement == "slurm" or (alone and job.spec.placement is None)
 
 
 class Bridge:
@@ -112,32 +114,34 @@ class Bridge:
     async def _serve(self, http: httpx.AsyncClient) -> None:
         options, known = self._options, read_json(self._home.root / "bridge.json") or {}
         instance = str(known.get("instance") or secrets.token_hex(4))
-        if options.listen:
-            listen = checked_address(options.listen)
-        else:
-            listen = await asyncio.to_thread(own_address, options.timeout, self._env)
-        # Workers that run were told the port: it stays the home's.
-        port = options.port or int(known.get("port") or 0)
-        plane = ControlPlane(self._home, PlaneSettings(listen, port, options.lease_seconds), http)
+        plane, advertised = await self._plane(http, int(known.get("port") or 0))
         fleet: Fleet | None = None
         store: Store | None = None
         try:
             if not await unless_stopped(plane.start(), self._stop):
                 return
-            url = base_url(options.advertise or listen, plane.port)
-            write_json(
-                self._home.root / "bridge.json",
-                {"instance": instance, "url": url, "port": plane.port, "host": socket.gethostname()},
-            )
+            url = plane.url if not advertised else base_url(advertised, plane.port)
+            told = {"instance": instance, "url": url, "port": plane.port, "host": socket.gethostname()}
+            write_json(self._home.root / "bridge.json", told)
             site = self._site(instance, url)
             fleet = Fleet(site, self._commands, http, self._token_of(plane), self._wake.set, self._say)
-            store = self._make_store(plane.url, plane.token("admin"))
+            store = self._make_store(plane.url, plane.token("driver" if options.join else "admin"))
             for pool in options.pools:
                 await replace_pool(store, pool)
-            self._home.write_context(plane.url)
+            if not options.join:
+                self._home.write_context(plane.url)
+            write_json(self._home.root / "bridge.json", {**told, "pid": os.getpid()})
             self._on_ready(Ready(plane.url, self._home, len(fleet.jobs)))
             profile = reconcile_profile(site, options.max_jobs)
-            driver = Driver(store, fleet, profile, lambda trouble: self._say(f"trouble: {trouble}"), takes)
+            driver = Driver(
+                store,
+                fleet,
+                profile,
+                lambda trouble: self._say(f"trouble: {trouble}"),
+                takes=partial(takes, alone=not options.join),
+                # Elsewhere the other driver starts the pools.
+                serves=lambda pool: not options.join,
+            )
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
                 turning = group.create_task(self._loop(driver, fleet), name="reconcile")
@@ -147,12 +151,29 @@ class Bridge:
                 if not self._keep_jobs:
                     await self._end(fleet)
                 keeping.cancel()
+            if isinstance(self._commands, CommandLine):
+                self._say(str(self._commands.load))
         finally:
             if fleet is not None:
                 await fleet.close()
             await plane.stop(PLANE_GRACE_SECONDS)
             if store is not None:
                 await store.close()
+
+    async def _plane(self, http: httpx.AsyncClient, port: int) -> tuple[Plane, str]:
+        """The control plane, and the host that nodes are told if it is not the one of its URL."""
+        options = self._options
+        if options.join:
+            if options.tokens is None:
+                raise StartFailed("--join needs --token-file, with the tokens of driver and worker")
+            return JoinedPlane(options.join, options.tokens, http), ""
+        if options.listen:
+            listen = checked_address(options.listen)
+        else:
+            listen = await asyncio.to_thread(own_address, options.timeout, self._env)
+        # Workers that run were told the port: it stays the home's.
+        settings = PlaneSettings(listen, options.port or port, options.lease_seconds)
+        return ControlPlane(self._home, settings, http), options.advertise or listen
 
     def _site(self, instance: str, url: str) -> Site:
         site = Site(
@@ -170,11 +191,11 @@ class Bridge:
                 raise StartFailed(f"{folder} cannot be made: {error.strerror}") from error
         return site
 
-    def _token_of(self, plane: ControlPlane) -> Callable[[Owner], str]:
+    def _token_of(self, plane: Plane) -> Callable[[Owner], str]:
         return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name)
 
     async def _loop(self, driver: Driver, fleet: Fleet) -> None:
-        pace, clock = Pace(), asyncio.get_running_loop().time
+        pace, clock, pruned = Pace(), asyncio.get_running_loop().time, float("-inf")
         while True:
             self._wake.clear()
             now = datetime.now(UTC)
@@ -187,6 +208,9 @@ class Bridge:
                 if fleet.known:
                     await driver.turn(now)
                     await fleet.act(now)
+                if clock() - pruned > logs.EVERY_SECONDS:
+                    pruned = clock()
+                    await asyncio.to_thread(logs.prune, self._home.logs, fleet.logs())
             except OSError as error:
                 # A full disk, a quota, a file server that is away: what runs goes on.
                 self._say(f"trouble: {error.filename or 'the home'}: {error.strerror or error}")

@@ -57,9 +57,10 @@ class Load:
     seconds: float = 0.0
     since: float = field(default_factory=time.monotonic)
 
-    def per_minute(self, now: float) -> float:
-        """Commands per minute since the start."""
-        return sum(self.runs.values()) * 60.0 / max(1.0, now - self.since)
+    def __str__(self) -> str:
+        count, minutes = sum(self.runs.values()), max(1.0, time.monotonic() - self.since) / 60.0
+        each = ", ".join(f"{name} {number}" for name, number in sorted(self.runs.items()))
+        return f"Slurm was asked {count} times, {count / minutes:.1f} a minute ({each or 'nothing'})"
 
 
 def environment(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:

@@ -6,17 +6,15 @@ asked about one by one. While Slurm does not answer, everything counts as it was
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
-from rollyard_operator.host.home import read_json
 from rollyard_operator.host.logfile import telling_line
 from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop, Workload
-from rollyard_operator.probe import Health, watch_backend
 
 from rollyard_slurm import identity, walltime
 from rollyard_slurm.commands import Commands
@@ -25,6 +23,7 @@ from rollyard_slurm.parse import QueuedJob
 from rollyard_slurm.script import Site, batch_script
 from rollyard_slurm.submissions import Group, Records, Submission, fresh
 from rollyard_slurm.tokens import write_token
+from rollyard_slurm.watches import Watches
 
 UNSURE_SECONDS = 90.0
 """A job that sbatch may have handed in before it was cut off has shown itself by then."""
@@ -35,6 +34,8 @@ HAND_OVER_SECONDS = 6.0
 """After a second signal a stage worker hands over what it holds at once."""
 SUCCESSOR_AGAIN_SECONDS = 60.0
 """After a successor failed."""
+SUBMITTED_AT_ONCE = 32
+"""Jobs handed in in one turn; the others follow in the next ones."""
 ENDS_AT_ONCE = 16
 """Jobs that vanished and are asked about in one turn."""
 
@@ -58,7 +59,7 @@ class Fleet:
     ) -> None:
         self._site = site
         self._commands = commands
-        self._http = http
+        self._watches = Watches(site, http, self._health_changed)
         self._worker_token = worker_token
         self._wake = wake
         self._say = say
@@ -69,6 +70,7 @@ class Fleet:
         self._successor_after: dict[str, datetime] = {}
         self._signature: frozenset[tuple[object, ...]] = frozenset()
         self._strangers: set[int] = set()
+        self._handed_in = 0
         self.known = False
         """Slurm has been asked successfully since the start: nothing is launched before."""
         self.changed = True
@@ -157,8 +159,8 @@ class Fleet:
                 one.job, one.unsure_until = seen.id, None
                 running = seen.state == "RUNNING"
                 one.started_at = (one.started_at or now - timedelta(seconds=seen.used)) if running else None
-                if not running:
-                    self._stop_probe(one)
+                if not running and before is not None and before.state == "RUNNING":
+                    self._watches.end(one)
                 self._records.save(one)
 
     async def _ends(self, listed: set[int], now: datetime) -> None:
@@ -177,7 +179,7 @@ class Fleet:
             self._end(one, walltime.Ending(end.code, message, end.expected), now)
 
     def _end(self, one: Submission, end: walltime.Ending, now: datetime) -> None:
-        self._stop_probe(one)
+        self._watches.end(one)
         self.changed = True
         front = self._groups()[one.workload.name].front
         one.ending, one.ended_at = end, now
@@ -216,47 +218,13 @@ class Fleet:
     def find_endpoints(self) -> None:
         """Begins to watch backends that have said where they answer."""
         for one in self._all:
-            if one.workload.kind != "backend" or not one.living or one.stopping:
-                continue
-            if one.seen is None or one.seen.state != "RUNNING":
-                if one.job is not None and self._site.endpoint_file(one.launch).exists():
-                    self.changed = True  # it runs already: look now
-                continue
-            document = read_json(self._site.endpoint_file(one.launch)) or {}
-            url = document.get("url")
-            if isinstance(url, str) and document.get("job") == str(one.job):
-                self._watch(one, url)
+            if one.workload.kind == "backend" and one.living and not one.stopping:
+                self.changed = self._watches.find(one) or self.changed
 
-    def _watch(self, one: Submission, url: str) -> None:
-        if one.probe is not None and one.url == url:
-            return
-        if one.url != url:
-            one.health = Health(url=url)
-        self._cancel_probe(one)
-        one.url = url
-
-        def report(health: Health) -> None:
-            before, one.health = one.health, health
-            if before.ready != health.ready:
-                self._settle()
-                self._records.save(one)
-                self._wake()
-
-        began = one.health
-        one.probe = asyncio.create_task(
-            watch_backend(url, one.workload.model, self._http, report, began),
-            name=f"health of {one.workload.name}",
-        )
-
-    def _cancel_probe(self, one: Submission) -> None:
-        if one.probe is not None:
-            one.probe.cancel()
-            one.probe = None
-
-    def _stop_probe(self, one: Submission) -> None:
-        self._cancel_probe(one)
-        one.health, one.url = Health(), ""
-        self._site.endpoint_file(one.launch).unlink(missing_ok=True)
+    def _health_changed(self, one: Submission) -> None:
+        self._settle()
+        self._records.save(one)
+        self._wake()
 
     # What is done
 
@@ -279,8 +247,10 @@ class Fleet:
         for old in [one for one in self._all if one.workload.name == name]:
             if old.living and not old.retired:
                 return  # it came to be since the plan was made
-            if not old.living:
-                self._forget(old)
+        if self._handed_in >= SUBMITTED_AT_ONCE:
+            return  # the next plan says it again
+        for old in [one for one in self._all if one.workload.name == name and not one.living]:
+            self._forget(old)
         await self._submit(launch.workload, launch.restarts, now)
 
     async def _submit(self, workload: Workload, restarts: int, now: datetime) -> None:
@@ -296,6 +266,7 @@ class Fleet:
             one.retry_at = now + timedelta(seconds=RETRY_SECONDS if self._limit else 0.0)
             return
         workload = one.workload
+        self._handed_in += 1
         one.refused, one.retry_at, one.submitted_at = "", None, now
         one.unsure_until = now + timedelta(seconds=UNSURE_SECONDS)
         who = identity.identity(workload, self._site.instance, one.launch, one.restarts)
@@ -345,19 +316,21 @@ class Fleet:
             if not each.living or each.refused:
                 self._forget(each)
             elif each.stop_by is None:
-                self._cancel_probe(each)
+                self._watches.pause(each)
                 each.stop_by = now + timedelta(seconds=stop.grace_seconds)
                 self._records.save(each)
 
     def _forget(self, one: Submission) -> None:
-        self._stop_probe(one)
+        self._watches.end(one)
         if one in self._all:
             self._all.remove(one)
         self._records.forget(one)
+        if all(other.workload.owner != one.workload.owner for other in self._all):
+            self._site.token_file(one.workload).unlink(missing_ok=True)
 
     async def act(self, now: datetime) -> None:
         """What time calls for: tries again, successors, signals. Few commands, each for many jobs."""
-        self._limit = ""
+        self._limit, self._handed_in = "", 0
         try:
             await self._end_stopping(now)
         except SlurmError as trouble:
@@ -413,6 +386,10 @@ class Fleet:
                 one.insisted = True
         self.changed = self.changed or bool(cancel or drain or insist)
 
+    def logs(self) -> set[Path]:
+        """The logs of jobs that have not ended."""
+        return {self._site.log(one.workload, one.job) for one in self.jobs if one.job is not None}
+
     # The end
 
     def stop_kind(self, kind: str, grace_seconds: float, now: datetime) -> None:
@@ -433,10 +410,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Ends the health checks; jobs go on."""
-        probes = [one.probe for one in self._all if one.probe is not None]
-        for one in self._all:
-            self._cancel_probe(one)
-        await asyncio.gather(*probes, return_exceptions=True)
+        await self._watches.close(self._all)
 
 
 def _jobs(submissions: Iterable[Submission]) -> list[int]:

@@ -23,6 +23,10 @@ class BridgeOptions:
 
     home: Path
     """On storage that this host and the nodes share."""
+    join: str = ""
+    """URL of a control plane that runs; empty: one is started here."""
+    tokens: Path | None = None
+    """With `join`: JSON object with the tokens of driver and worker."""
     listen: str = ""
     """Address to listen on; empty: this host's in the cluster's network."""
     advertise: str = ""

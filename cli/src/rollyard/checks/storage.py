@@ -77,7 +77,7 @@ def check_kind(path: Path, slurm: bool, mount: Mount | None = None) -> Finding:
     if mount.kind in NETWORKED:
         return Finding(
             name, "ok", where,
-            "the control plane's SQLite does not belong there: --home on a local disk, or PostgreSQL",
+            "the control plane's SQLite is safer on a local disk: make `state` in the home a link to one",
         )  # fmt: skip
     advice = "jobs on other nodes must see it: check with `srun -N2 ls`" if slurm else ""
     return Finding(name, "ok", f"{where}, a local file system", advice)

@@ -14,10 +14,10 @@ GRACE_SECONDS = 25.0
 def command(home: Path | None) -> None:
     """Stop what `rollyard up` started on this machine. State and trajectories stay."""
     from rollyard_operator.host.child import sweep
-    from rollyard_operator.host.home import Home, default_home
+    from rollyard_operator.host.home import Home, default_home, read_json
     from rollyard_operator.host.processes import end
 
-    from rollyard.errors import CliError
+    from rollyard.errors import CliError, UsageProblem
 
     place = Home((home or default_home()).expanduser().resolve())
     running = place.supervisor()
@@ -27,6 +27,8 @@ def command(home: Path | None) -> None:
         told = f"; removed leftovers: {', '.join(left)}" if left else ""
         click.echo(f"nothing runs on {place.root}{told}")
         return
+    if (read_json(place.root / "bridge.json") or {}).get("pid") == running.pid:
+        raise UsageProblem(f"a Slurm bridge runs on {place.root}: end it with `rollyard slurm-bridge down`")
     if not end(running, GRACE_SECONDS):
         raise CliError(f"process {running.pid} does not end; see {place.logs}")
     sweep(place.pids)

@@ -46,6 +46,14 @@ def _home(given: Path | None) -> Home:
     "--profile", type=click.Path(path_type=Path, dir_okay=False), help="YAML file with what this site needs."
 )
 @click.option(
+    "--join", default="", metavar="URL", help="Use a control plane that runs, beside its other drivers."
+)
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="With --join: JSON with the tokens of driver and worker.",
+)
+@click.option(
     "--listen",
     default="",
     metavar="ADDRESS",
@@ -136,6 +144,14 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
     from rollyard.errors import UsageProblem
 
     home = _home(given["home"]).root
+    if bool(given["join"]) != (given["token_file"] is not None):
+        raise UsageProblem("--join and --token-file belong together")
+    if given["join"] and given["engine"] != "none":
+        raise UsageProblem(
+            "--engine is for a control plane of its own; with --join, pools are the others' to start"
+        )
+    if given["join"] and not given["join"].startswith(("http://", "https://")):
+        raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {given['join']!r})")
     names = ("partition", "account", "qos", "time_limit", "constraint")
     site = profiles.load(given["profile"], {name: given[name] for name in names})
     sandbox: list[str] = []
@@ -150,6 +166,8 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
         sandbox += ["--image-cache", str(home / "images")]
     return BridgeOptions(
         home=home,
+        join=given["join"],
+        tokens=given["token_file"],
         listen=given["listen"],
         advertise=given["advertise"],
         port=given["port"],
@@ -283,9 +301,9 @@ def _detach(ctx: click.Context, options: BridgeOptions) -> None:
         if process.poll() is not None:
             text = last_line(log).removeprefix("rollyard: ") or "`rollyard slurm-bridge up` ended"
             raise StartFailed(text if "(log: " in text else f"{text} (log: {log})")
-        context, supervisor = read_json(home.context_file), home.supervisor()
-        if context is not None and supervisor is not None and supervisor.pid == process.pid:
-            click.echo(f"Rollyard runs at {context['url']} (process {process.pid}, home {home.root})")
+        told = read_json(home.root / "bridge.json") or {}
+        if told.get("pid") == process.pid:
+            click.echo(f"Rollyard runs at {told['url']} (process {process.pid}, home {home.root})")
             click.echo(f"Stop it with `rollyard slurm-bridge down --home {home.root}`")
             return
         time.sleep(0.05)

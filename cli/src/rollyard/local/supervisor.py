@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import httpx
-from rollyard_crds import BackendPool
+from rollyard_crds import BackendPool, RolloutJob
 from rollyard_operator.driver import Driver, Store, replace_pool, unless_stopped
 from rollyard_operator.host.child import sweep
 from rollyard_operator.host.controlplane import ControlPlane, PlaneSettings
@@ -73,6 +73,11 @@ def plane_settings(options: Options) -> PlaneSettings:
     if not verify and "ROLLYARD_VERIFY_PYTHON" not in os.environ:
         verify = options.vllm_python
     return PlaneSettings(options.host, options.port, options.lease_seconds, verify)
+
+
+def takes(job: RolloutJob) -> bool:
+    """Whether a job is for this machine; those of other drivers are left to them."""
+    return job.spec.placement in (None, "local")
 
 
 class Supervisor:
@@ -134,7 +139,7 @@ class Supervisor:
             )
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
-                driver = Driver(store, fleet, PROFILE, self._on_trouble)
+                driver = Driver(store, fleet, PROFILE, self._on_trouble, takes)
                 turning = group.create_task(self._loop(driver), name="reconcile")
                 await self._stop.wait()
                 keeping.cancel()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import httpx
 
@@ -31,6 +33,71 @@ class PlaneSettings:
     lease_seconds: float
     verify_python: str = ""
     """A Python with torch and transformers; empty: what ROLLYARD_VERIFY_PYTHON names, if anything."""
+
+
+class Plane(Protocol):
+    """A control plane as a driver needs it."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    def token(self, role: str) -> str: ...
+    async def start(self) -> None: ...
+    async def keep(self, wake: Callable[[], None]) -> None: ...
+    async def stop(self, grace_seconds: float) -> None: ...
+
+
+class JoinedPlane:
+    """A control plane that somebody else runs, such as an installation on Kubernetes.
+
+    Args:
+        tokens: JSON object with the tokens of driver and worker.
+    """
+
+    def __init__(self, url: str, tokens: Path, http: httpx.AsyncClient) -> None:
+        self.url = url.rstrip("/")
+        self.port = 0
+        self._tokens = tokens
+        self._http = http
+
+    def token(self, role: str) -> str:
+        """The bearer token of a role.
+
+        Raises:
+            StartFailed: the file cannot be read.
+        """
+        return token_in(self._tokens, role)
+
+    async def start(self) -> None:
+        """Sees that it answers.
+
+        Raises:
+            StartFailed: it does not.
+        """
+        try:
+            answer = await self._http.get(f"{self.url}/readyz", timeout=10.0)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            raise StartFailed(f"the control plane at {self.url} is not ready: {error}") from error
+
+    async def keep(self, wake: Callable[[], None]) -> None:
+        """Nothing to keep."""
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Others stop it."""
+
+
+def token_in(path: Path, role: str) -> str:
+    """The token of a role in a file of tokens.
+
+    Raises:
+        StartFailed: it holds none.
+    """
+    token = (read_json(path) or {}).get(role)
+    if not isinstance(token, str):
+        raise StartFailed(f"{path} holds no token for the role {role!r}")
+    return token
 
 
 class ControlPlane:
@@ -62,11 +129,7 @@ class ControlPlane:
         Raises:
             StartFailed: tokens.json cannot be read.
         """
-        document = read_json(self._home.state / "tokens.json") or {}
-        token = document.get(role)
-        if not isinstance(token, str):
-            raise StartFailed(f"{self._home.state / 'tokens.json'} holds no token for the role {role!r}")
-        return token
+        return token_in(self._home.state / "tokens.json", role)
 
     async def start(self) -> None:
         """Starts it and waits until it is ready.

@@ -1,0 +1,78 @@
+"""Health of backends on the nodes: watched from where the bridge runs, once they said where they answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import httpx
+from rollyard_operator.host.home import read_json
+from rollyard_operator.probe import Health, watch_backend
+
+from rollyard_slurm.script import Site
+from rollyard_slurm.submissions import Submission
+
+
+class Watches:
+    """The health checks of one bridge.
+
+    Args:
+        changed: told of a backend that became ready, or is not any more.
+    """
+
+    def __init__(self, site: Site, http: httpx.AsyncClient, changed: Callable[[Submission], None]) -> None:
+        self._site = site
+        self._http = http
+        self._changed = changed
+
+    def find(self, one: Submission) -> bool:
+        """Begins to watch a backend that has said where it answers.
+
+        Returns:
+            Whether it has begun, and squeue has not said so yet: a reason to ask.
+        """
+        path = self._site.endpoint_file(one.launch)
+        if one.seen is None or one.seen.state != "RUNNING":
+            return one.job is not None and path.exists()
+        document = read_json(path) or {}
+        url = document.get("url")
+        if isinstance(url, str) and document.get("job") == str(one.job):
+            self._watch(one, url)
+        return False
+
+    def _watch(self, one: Submission, url: str) -> None:
+        if one.probe is not None and one.url == url:
+            return
+        if one.url != url:  # Slurm has started it anew, elsewhere
+            one.health = Health(url=url)
+        self.pause(one)
+        one.url = url
+
+        def report(health: Health) -> None:
+            before, one.health = one.health, health
+            if before.ready != health.ready:
+                self._changed(one)
+
+        one.probe = asyncio.create_task(
+            watch_backend(url, one.workload.model, self._http, report, one.health),
+            name=f"health of {one.workload.name}",
+        )
+
+    def pause(self, one: Submission) -> None:
+        """Looks no more; what is known stays."""
+        if one.probe is not None:
+            one.probe.cancel()
+            one.probe = None
+
+    def end(self, one: Submission) -> None:
+        """It does not run (any more): nothing is known of it."""
+        self.pause(one)
+        one.health, one.url = Health(), ""
+        self._site.endpoint_file(one.launch).unlink(missing_ok=True)
+
+    async def close(self, submissions: Iterable[Submission]) -> None:
+        """Ends all checks."""
+        probes = [one.probe for one in submissions if one.probe is not None]
+        for probe in probes:
+            probe.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)

@@ -1,0 +1,247 @@
+"""What `rollyard doctor` says of Slurm, shared storage and clocks, and of parts that are missing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard import doctor
+from rollyard.checks import clocks, slurm, storage
+from rollyard.checks.finding import Finding, run
+from rollyard_pipeline.sandboxes.doctor import Check
+
+Answers = dict[str, tuple[int, str]]
+
+
+def answering(answers: Answers) -> Callable[..., tuple[int, str]]:
+    """A runner that knows what some commands print."""
+
+    def runner(*command: str) -> tuple[int, str]:
+        return answers.get(" ".join(command), (127, f"{command[0]}: not found"))
+
+    return runner
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts programs of these names on an otherwise empty PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def make(*names: str) -> None:
+        for name in names:
+            (folder / name).write_text("#!/bin/sh\n")
+            (folder / name).chmod(0o755)
+
+    return make
+
+
+def told(finding: Finding) -> str:
+    return f"{finding.found} | {finding.advice}"
+
+
+def test_a_machine_without_slurm_misses_nothing(programs: Callable[..., None]) -> None:
+    found = slurm.check_slurm({}, answering({}))
+    assert found.verdict == "optional"
+    assert "not installed" in found.found
+
+
+def test_slurm_s_commands_without_a_cluster(programs: Callable[..., None]) -> None:
+    programs(*slurm.PROGRAMS)
+    runner = answering({"sbatch --version": (1, "sbatch: fatal: Could not establish a configuration source")})
+    found = slurm.check_slurm({}, runner)
+    assert found.verdict == "optional"
+    assert "SLURM_CONF" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "words"),
+    [
+        ("slurm-wlm 22.05.8", "ok", "22.05.8"),
+        ("slurm 19.05.5", "missing", "20.11 or newer"),
+        ("what?", "missing", "Slurm's own sbatch"),
+    ],
+)
+def test_versions_of_slurm(programs: Callable[..., None], answer: str, verdict: str, words: str) -> None:
+    programs(*slurm.PROGRAMS)
+    found = slurm.check_slurm({}, answering({"sbatch --version": (0, answer)}))
+    assert found.verdict == verdict
+    assert words in told(found)
+
+
+def test_a_login_node_with_half_of_slurm(programs: Callable[..., None]) -> None:
+    programs("sbatch", "squeue")
+    found = slurm.check_slurm({}, answering({"sbatch --version": (0, "slurm 23.02.1")}))
+    assert found.verdict == "missing"
+    assert "scontrol, scancel" in found.found
+
+
+def test_within_a_job_slurm_s_commands_are_not_needed(programs: Callable[..., None]) -> None:
+    found = slurm.check_slurm({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "cn3"}, answering({}))
+    assert found.verdict == "ok"
+    assert "job 7 on cn3" in found.found
+
+
+def test_a_controller_that_does_not_answer() -> None:
+    down = (1, "Slurmctld(primary) at login is DOWN")
+    found = slurm.check_controller(answering({"scontrol ping": down}))
+    assert found.verdict == "missing"
+    assert "DOWN" in found.found
+
+
+@pytest.mark.parametrize(
+    ("check", "setting", "good"),
+    [
+        (slurm.check_tracking, "ProctrackType           = proctrack/linuxproc", False),
+        (slurm.check_tracking, "ProctrackType           = proctrack/cgroup", True),
+        (slurm.check_limits, "TaskPlugin              = task/affinity", False),
+        (slurm.check_limits, "TaskPlugin              = task/cgroup,task/affinity", True),
+    ],
+)
+def test_what_the_site_has_set(check: Callable[..., Finding], setting: str, good: bool) -> None:
+    found = check(lambda *command: (0, setting))
+    assert found.verdict == ("ok" if good else "optional")
+    assert ("ask the administrator" in found.advice) != good
+
+
+def mountinfo(folder: Path, *mounts: str) -> Path:
+    lines = ["21 1 254:0 / / rw,relatime - ext4 /dev/vda rw", *mounts]
+    path = folder / "mountinfo"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_the_mount_that_holds_a_folder(tmp_path: Path) -> None:
+    listed = mountinfo(
+        tmp_path,
+        "30 21 0:40 / /home rw - nfs4 server:/home rw,vers=4.2",
+        "31 30 0:41 / /home/a\\040b rw - lustre mgs:/fs rw,flock",
+    )
+    assert storage.mount_of(Path("/home/x"), listed).kind == "nfs4"
+    assert storage.mount_of(Path("/homes"), listed).kind == "ext4"
+    inner = storage.mount_of(Path("/home/a b/c"), listed)
+    assert (inner.point, inner.kind, "flock" in inner.options) == ("/home/a b", "lustre", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "verdict", "words"),
+    [
+        ("lustre", {"rw"}, "missing", "mount option flock"),
+        ("lustre", {"rw", "flock"}, "ok", "a link to one"),
+        ("nfs", {"nolock"}, "optional", "NFSv4 with locks"),
+        ("nfs4", {"rw"}, "ok", "SQLite is safer on a local disk"),
+        ("xfs", {"rw"}, "ok", "srun -N2 ls"),
+    ],
+)
+def test_kinds_of_storage(kind: str, options: set[str], verdict: str, words: str) -> None:
+    mount = storage.Mount("/home", kind, frozenset(options))
+    found = storage.check_kind(Path("/home/u"), True, mount)
+    assert found.verdict == verdict
+    assert words in told(found)
+
+
+def test_locks_and_space_of_a_good_folder(tmp_path: Path) -> None:
+    folder = storage.nearest(tmp_path / "not" / "there")
+    assert folder == tmp_path
+    assert storage.check_locks(folder).verdict == "ok"
+    assert "GiB free" in storage.check_space(folder).found
+    assert list(tmp_path.iterdir()) == [], "nothing stays"
+
+
+def test_a_file_system_that_refuses_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*words: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    found = storage.check_locks(tmp_path)
+    assert found.verdict == "missing"
+    assert "flock: Function not implemented" in found.found
+
+
+def test_a_file_system_whose_locks_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "lockf", lambda *words: None)
+    found = storage.check_locks(tmp_path)
+    assert "fcntl: two processes held it at once" in found.found
+
+
+def test_a_quota_that_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", full)
+    found = storage.check_space(tmp_path)
+    assert found.verdict == "missing"
+    assert "quota exceeded" in found.found.lower()
+    assert "more quota" in found.advice
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*words: Any, **further: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", closed)
+    for found in (storage.check_locks(tmp_path), storage.check_space(tmp_path)):
+        assert found.verdict == "missing"
+        assert "Permission denied" in found.found
+
+
+@pytest.mark.parametrize(
+    ("offset", "kept", "verdict", "words"),
+    [
+        (240.0, True, "missing", "240 s behind the server"),
+        (-90.0, None, "missing", "90 s ahead of the server"),
+        (0.4, True, "ok", "kept right"),
+        (0.0, False, "optional", "NTP, chrony"),
+        (None, None, "optional", "does not tell"),
+    ],
+)
+def test_clocks(tmp_path: Path, offset: float | None, kept: bool | None, verdict: str, words: str) -> None:
+    found = clocks.check_clocks(tmp_path, lambda: kept, lambda folder: offset)
+    assert found.verdict == verdict
+    assert words in told(found)
+
+
+def test_this_machine_s_clock_agrees_with_its_own_disk(tmp_path: Path) -> None:
+    offset = clocks.storage_offset(tmp_path)
+    assert offset is not None
+    assert abs(offset) < clocks.FAR_SECONDS
+    assert clocks.storage_offset(tmp_path / "none") is None
+    assert clocks.is_synchronised() in (True, False)
+
+
+def checks(**broken: str) -> Callable[..., Any]:
+    async def all_of_them(*words: Any) -> list[Check]:
+        names = ("apptainer", "user namespaces", "fuse", "bubblewrap")
+        return [Check(name, name not in broken, broken.get(name, "works")) for name in names]
+
+    return all_of_them
+
+
+def test_a_cluster_needs_apptainer_and_not_bubblewrap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard_pipeline.sandboxes.doctor.apptainer_checks", checks())
+    monkeypatch.setattr("rollyard_pipeline.sandboxes.doctor.sandbox_checks", checks(bubblewrap="not there"))
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    found = [one for one in doctor.examine(tmp_path / "run") if one.name == "bubblewrap"]
+    assert found[0].verdict == "optional"
+    monkeypatch.setattr("rollyard_pipeline.sandboxes.doctor.apptainer_checks", checks(apptainer="not there"))
+    by_name = {one.name: one for one in doctor.check_containers(on_slurm=True)}
+    assert by_name["apptainer"].verdict == "missing"
+    assert {one.name: one.verdict for one in doctor.check_containers(on_slurm=False)}[
+        "apptainer"
+    ] == "optional"
+
+
+def test_a_program_that_hangs_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollyard.checks.finding.TIMEOUT_SECONDS", 0.2)
+    assert run("sleep", "60")[0] == 124
+    assert run("/no/such/program")[0] == 127
+    assert run("sh", "-c", "echo a; echo b")[1] == "b"

@@ -1,0 +1,286 @@
+"""Faults in the middle of a job on a real Slurm with real Apptainer sandboxes, at seeded random times.
+
+Whatever happens, the job ends with every rollout accounted for exactly once, and nothing is left of it on any
+node: judged by a ledger that reads the REST API, and by the kernel's listings of processes and files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import yaml
+from bridgelab import Bridge, until
+from ledger import Ledger
+
+if TYPE_CHECKING:
+    from conftest import Slurm
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.faults,
+    pytest.mark.real,
+    pytest.mark.timeout(420, func_only=True),
+    pytest.mark.usefixtures("even_scheduling"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED = os.environ.get("ROLLYARD_FAULT_SEED", "0")
+TASKS = 8
+SAMPLES = 5
+WORKERS = 2
+ENDED = 10
+"""Faults come before this many rollouts, of 40, have ended, and those that end meanwhile."""
+FURTHER = 1.0
+"""Seconds, at most, between that and the fault."""
+END = 240.0  # seconds for a disturbed run to end; an undisturbed one takes about 30
+GONE = 40.0
+"""Seconds for Slurm and the workers to end and remove what nobody wants."""
+OUTAGE_SECONDS = 30.0
+LOOK_SECONDS = 0.4
+PROFILE: dict[str, Any] = {
+    "workers": {"cpus": 3, "memory": "2000M", "drain_seconds": 5},
+    "backends": {"cpus": 1, "memory": "900M"},
+}
+
+
+class Run:
+    """The quickstart's first tasks, each with a pause in its setup, on one bridge; with a ledger."""
+
+    def __init__(self, slurm: Slurm, bridge: Bridge, name: str, samples: int) -> None:
+        lines = (ROOT / "examples/quickstart/tasks.jsonl").read_text().splitlines()[:TASKS]
+        tasks = [json.loads(line) for line in lines]
+        for task in tasks:
+            task.setdefault("sandbox", {})["setup"] = "sleep 2"
+        job: dict[str, Any] = yaml.safe_load((ROOT / "examples/quickstart/job.yaml").read_text())
+        job["metadata"] = {"name": name}
+        job["spec"]["tasks"] = {"inline": tasks}
+        job["spec"]["samplesPerTask"] = samples
+        job["spec"]["sandbox"]["warm"] = 1
+        for stage in job["spec"]["stages"].values():
+            stage |= {"replicas": WORKERS, "concurrency": 3}
+        self.slurm = slurm
+        self.bridge = bridge
+        self.name = name
+        self.job = job
+        self.expected = {(task["id"], sample) for task in tasks for sample in range(samples)}
+        self.ledger = Ledger()
+        self.nodes: set[str] = set()
+        """Nodes on which workers were seen."""
+        self.before = set(slurm.job_processes())
+
+    @property
+    def unfinished(self) -> int:
+        """Rollouts whose end was not yet seen."""
+        return len(self.expected) - len(self.ledger.seen)
+
+    def http(self) -> httpx.Client:
+        """A client of the control plane that runs now."""
+        context = json.loads((self.bridge.home / "context.json").read_text())
+        token = json.loads((self.bridge.home / "state" / "tokens.json").read_text())["admin"]
+        return httpx.Client(
+            base_url=context["url"],
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=20,
+            trust_env=False,
+        )
+
+    def reach(self, rng: random.Random) -> None:
+        """Waits until some rollouts have ended, and a moment more."""
+        ended = rng.randint(1, ENDED)
+        assert self.ledger.wait_for(ended, END), f"only {len(self.ledger.seen)} ended\n{self.words()}"
+        time.sleep(rng.uniform(0, FURTHER))
+        assert self.unfinished >= 8, "the job ended too soon"
+
+    def worker(self, rng: random.Random) -> tuple[int, str]:
+        """A running worker's Slurm job and node."""
+        jobs = self.bridge.jobs("stage-worker")
+        running = {number: one["node"] for number, one in jobs.items() if one["state"] == "RUNNING"}
+        assert running, self.words()
+        number = rng.choice(sorted(running))
+        return number, running[number]
+
+    def follow(self, done: threading.Event) -> None:
+        """Reads trajectories into the ledger, and looks where workers run, until it is done."""
+        while not done.wait(LOOK_SECONDS):
+            with contextlib.suppress(OSError, KeyError, ValueError, httpx.HTTPError), self.http() as http:
+                self.ledger.read(http, self.name)
+            with contextlib.suppress(OSError, ValueError, AssertionError):
+                jobs = self.bridge.jobs("stage-worker")
+                self.nodes |= {one["node"] for one in jobs.values() if one["state"] == "RUNNING"}
+
+    def wait_finished(self) -> dict[str, Any]:
+        """The job's status once it is finished."""
+
+        def finished() -> dict[str, Any] | None:
+            with contextlib.suppress(OSError, KeyError, ValueError, httpx.HTTPError), self.http() as http:
+                answer = http.get(f"/v1/rolloutjobs/{self.name}").raise_for_status().json()
+                status: dict[str, Any] = answer["status"]
+                ended = [one for one in status.get("conditions", []) if one["type"] == "Finished"]
+                return status if ended and ended[0]["status"] == "True" else None
+            return None
+
+        try:
+            return dict(until(finished, END, "the job's end"))
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.words()}") from None
+
+    def judge(self) -> None:
+        """Every rollout once: in the ledger, for whoever reads anew, in the counts; none failed."""
+        status = self.wait_finished()
+        whole = Ledger()
+        with self.http() as http:
+            whole.read(http, self.name)
+            self.ledger.read(http, self.name)
+        assert whole.judge(self.expected) == []
+        assert self.ledger.judge(self.expected) == []
+        assert self.ledger.seen == whole.seen
+        counts = status["counts"]
+        assert counts["total"] == counts["succeeded"] == len(self.expected), counts
+        assert len(self.nodes) >= WORKERS, f"workers on {self.nodes} only"
+
+    def again(self) -> int:
+        """Rollouts that were begun more than once."""
+        return sum(1 for record in self.ledger.seen.values() if record["attempt"])
+
+    def left(self) -> list[str]:
+        """Processes of the user, and files on the nodes, that were not there before."""
+        here = self.slurm.job_processes()
+        found = [f"process {pid} {line[:100]}" for pid, line in here.items() if pid not in self.before]
+        for node, tmp in self.slurm.node_tmp.items():
+            found += [f"{node} {path}" for path in tmp.glob(f"ry-*-{self.bridge.instance()}/*/sandboxes/*")]
+            found += [f"{node} {path}" for path in tmp.rglob("*.sock") if self.bridge.instance() in str(path)]
+        return found
+
+    def words(self) -> str:
+        """The end of every log."""
+        logs = [self.bridge.log, *sorted((self.bridge.home / "logs").glob("*.log"))]
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
+
+
+@contextlib.contextmanager
+def a_run(
+    slurm: Slurm, folder: Path, sif: Path, name: str, samples: int = SAMPLES, **workers: Any
+) -> Iterator[Run]:
+    """A bridge and a job on it, followed while the block runs; afterwards nothing may be left of them."""
+    profile = folder / "profile.yaml"
+    profile.write_text(yaml.safe_dump({**PROFILE, "workers": {**PROFILE["workers"], **workers}}))
+    options = ["--profile", str(profile), "--sandbox", "apptainer", "--default-image", str(sif)]
+    options += ["--engine", "embedded", "--lease-seconds", "5"]
+    bridge = Bridge(slurm, folder / "h", options)
+    run = Run(slurm, bridge, name, samples)
+    done = threading.Event()
+    thread = threading.Thread(target=run.follow, args=(done,), name="follow")
+    try:
+        bridge.start()
+        with run.http() as http:
+            http.post("/v1/rolloutjobs", json=run.job).raise_for_status()
+        thread.start()
+        yield run
+        # A listing that could not see these would prove nothing by being empty.
+        run.judge()
+        done.set()
+        thread.join(60)
+        slurm.heal_nodes()
+        assert bridge.stop() == 0, run.words()
+        until(lambda: not run.left(), GONE, f"the end of {run.left()}")
+    finally:
+        done.set()
+        if thread.ident is not None:
+            thread.join(60)
+        if bridge.process is not None and bridge.process.poll() is None:
+            bridge.process.kill()
+            bridge.process.wait(30)
+
+
+def test_a_node_whose_slurmd_dies_while_its_processes_run_on(slurm: Slurm, shared: Path, sif: Path) -> None:
+    rng = random.Random(f"slurmd-{SEED}")
+    with a_run(slurm, shared, sif, "kill-slurmd", samples=20) as run:
+        run.reach(rng)
+        number, node = run.worker(rng)
+        there = " ".join(slurm.job_processes().values())
+        assert "Apptainer instance" in there
+        slurm.kill_slurmd(node)
+        # Slurm gives the job up, and its own requeue or the bridge begins it elsewhere.
+        until(lambda: run.bridge.jobs().get(number, {}).get("node") != node, 90, "Slurm's notice")
+        assert run.unfinished >= 8, "the job ended before Slurm's notice"
+        old = [line for line in slurm.job_processes().values() if f"-{number} " in f"{line} "]
+        assert old, "its processes do not run on"
+        print(f"slurmd of {node} killed, noticed with {run.unfinished} to go")
+    print(f"{run.again()} rollouts were begun again")
+
+
+def test_a_worker_that_is_cancelled(slurm: Slurm, shared: Path, sif: Path) -> None:
+    rng = random.Random(f"scancel-{SEED}")
+    with a_run(slurm, shared, sif, "scancel") as run:
+        run.reach(rng)
+        number, node = run.worker(rng)
+        slurm.run_as_user(["scancel", str(number)])
+        print(f"job {number} on {node} cancelled with {run.unfinished} to go")
+        until(lambda: number not in run.bridge.jobs("stage-worker"), 60, "the end of the cancelled job")
+
+
+def test_a_worker_that_is_killed_at_once(slurm: Slurm, shared: Path, sif: Path) -> None:
+    rng = random.Random(f"kill-{SEED}")
+    with a_run(slurm, shared, sif, "kill") as run:
+        run.reach(rng)
+        number, node = run.worker(rng)
+        slurm.run_as_user(["scancel", "--full", "--signal=KILL", str(number)])
+        print(f"job {number} on {node} killed with {run.unfinished} to go")
+        until(lambda: number not in run.bridge.jobs("stage-worker"), 60, "the end of the killed job")
+
+
+def test_time_limits_in_the_middle_of_rollouts(slurm: Slurm, shared: Path, sif: Path) -> None:
+    with a_run(slurm, shared, sif, "limit", samples=24, time_limit="1", signal_seconds=15) as run:
+        first = set(run.bridge.running(count=WORKERS))
+        until(lambda: not first & set(run.bridge.jobs("stage-worker")), 150, "the end of the first workers")
+        assert run.unfinished >= 8, "the job ended before a time limit"
+        print(f"all first workers at their limit with {run.unfinished} to go")
+
+
+def test_a_worker_that_slurm_begins_anew(slurm: Slurm, shared: Path, sif: Path) -> None:
+    rng = random.Random(f"requeue-{SEED}")
+    with a_run(slurm, shared, sif, "requeue") as run:
+        run.reach(rng)
+        number, node = run.worker(rng)
+        slurm.run_as_user(["scontrol", "requeue", str(number)])
+        print(f"job {number} on {node} requeued with {run.unfinished} to go")
+        until(lambda: run.bridge.jobs().get(number, {}).get("state") != "RUNNING", 60, "the requeue")
+
+
+def test_a_controller_that_is_away_for_half_a_minute(slurm: Slurm, shared: Path, sif: Path) -> None:
+    rng = random.Random(f"slurmctld-{SEED}")
+    with a_run(slurm, shared, sif, "controller") as run:
+        run.reach(rng)
+        slurm.stop_controller()
+        try:
+            assert slurm.node_states() == {}
+            before = run.unfinished
+            time.sleep(OUTAGE_SECONDS)
+            assert run.unfinished < before, "what runs goes on without it"
+        finally:
+            slurm.start_controller()
+    assert run.again() == 0, "it takes no work along"
+
+
+def test_a_bridge_that_is_killed_and_started_again(slurm: Slurm, shared: Path, sif: Path) -> None:
+    rng = random.Random(f"bridge-{SEED}")
+    with a_run(slurm, shared, sif, "bridge") as run:
+        run.reach(rng)
+        jobs = set(run.bridge.jobs())
+        assert run.bridge.process is not None
+        run.bridge.process.kill()
+        run.bridge.process.wait(30)
+        print(f"bridge killed with {run.unfinished} to go")
+        run.bridge.start()
+        assert jobs & set(run.bridge.jobs()) == jobs, "its jobs are found again"
+    assert run.again() == 0, "it takes no work along"

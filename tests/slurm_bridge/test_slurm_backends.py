@@ -1,0 +1,126 @@
+"""Backends as Slurm jobs: found by the file that their node writes, watched, replaced without a gap."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollyard_crds import BackendPool
+from rollyard_slurm import identity
+from test_slurm_fleet import Bench
+
+ANSWER = {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-0.5]}}]}
+
+
+class Servers:
+    """Backends that answer by URL."""
+
+    def __init__(self) -> None:
+        self.up: set[str] = set()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if f"{request.url.scheme}://{request.url.netloc.decode()}" not in self.up:
+            raise httpx.ConnectError("refused", request=request)
+        if request.url.path == "/weight_info":
+            return httpx.Response(404)
+        return httpx.Response(200, json=ANSWER if request.method == "POST" else {})
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[tuple[Bench, Servers]]:
+    servers = Servers()
+    async with httpx.AsyncClient(transport=httpx.MockTransport(servers)) as http:
+        bench = Bench(tmp_path / "h", http)
+        spec = {"model": "m", "engine": {"type": "embedded"}}
+        meta = {"name": "p", "uid": "87654321-bbbb"}
+        bench.store.pool_list.append(BackendPool.model_validate({"metadata": meta, "spec": spec}))
+        yield bench, servers
+        await bench.fleet.close()
+
+
+def announce(bench: Bench, number: int, url: str) -> None:
+    """What the node writes when the job begins there."""
+    who = identity.parse(bench.slurm.queued[number].comment)
+    assert who is not None
+    bench.site.endpoint_file(who.launch).write_text(json.dumps({"url": url, "job": str(number)}))
+
+
+async def settled(bench: Bench, wanted: Any) -> None:
+    """Turns until the store was told of these ready backends."""
+    for _ in range(100):
+        await bench.turns(1, seconds=0.1)
+        ready = {one.url for one in bench.store.backends.get("p", []) if one.ready and not one.draining}
+        if ready == wanted:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{bench.store.backends} and not {wanted}")
+
+
+async def test_a_backend_is_ready_once_it_answers(world: tuple[Bench, Servers]) -> None:
+    bench, servers = world
+    await bench.turns()
+    assert list(bench.slurm.queued) == [101]
+    bench.slurm.run(101)
+    await bench.turns(3)
+    assert bench.store.backends.get("p", []) == [], "nobody knows yet where it is"
+    announce(bench, 101, "http://cn1:1")
+    servers.up.add("http://cn1:1")
+    await settled(bench, {"http://cn1:1"})
+
+
+async def test_a_backend_that_slurm_starts_anew_elsewhere(world: tuple[Bench, Servers]) -> None:
+    bench, servers = world
+    await bench.turns()
+    bench.slurm.run(101)
+    announce(bench, 101, "http://cn1:1")
+    servers.up.add("http://cn1:1")
+    await settled(bench, {"http://cn1:1"})
+    bench.slurm.change(101, state="PENDING", reason="BeginTime")
+    await settled(bench, set())
+    bench.slurm.run(101)
+    announce(bench, 101, "http://cn2:2")
+    servers.up = {"http://cn2:2"}
+    await settled(bench, {"http://cn2:2"})
+    assert bench.slurm.submissions == 1
+
+
+async def test_a_successor_takes_over_when_it_is_ready(world: tuple[Bench, Servers]) -> None:
+    bench, servers = world
+    await bench.turns()
+    bench.slurm.run(101)
+    announce(bench, 101, "http://cn1:1")
+    servers.up.add("http://cn1:1")
+    await settled(bench, {"http://cn1:1"})
+    bench.slurm.run(101, left=300.0)
+    await bench.turns(2)
+    assert list(bench.slurm.queued) == [101, 102]
+    bench.slurm.run(102)
+    announce(bench, 102, "http://cn2:2")
+    await settled(bench, {"http://cn1:1"})
+    servers.up.add("http://cn2:2")
+    await settled(bench, {"http://cn2:2"})
+    told = {one.url: one.draining for one in bench.store.backends["p"]}
+    assert told == {"http://cn1:1": True, "http://cn2:2": False}, "the old one takes no new rollouts"
+    await bench.turns(60)
+    assert (101, "USR1") in bench.slurm.signals
+    assert (102, "USR1") not in bench.slurm.signals
+    assert 101 in bench.slurm.cancelled
+
+
+async def test_a_new_bridge_does_not_forget_that_a_backend_serves(world: tuple[Bench, Servers]) -> None:
+    bench, servers = world
+    await bench.turns()
+    bench.slurm.run(101)
+    announce(bench, 101, "http://cn1:1")
+    servers.up.add("http://cn1:1")
+    await settled(bench, {"http://cn1:1"})
+    await bench.fleet.close()
+    bench.begin()
+    bench.store.backends.clear()
+    await bench.turns(1)
+    assert [(one.url, one.ready) for one in bench.store.backends["p"]] == [("http://cn1:1", True)]

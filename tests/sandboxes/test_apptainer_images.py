@@ -253,7 +253,7 @@ def builder(folder: Path, script: str) -> Program:
     head = '#!/bin/bash\nn=$#; target=${@:n-1:1}; source=${@:n:1}; echo x >> "$0.calls"\n'
     path.write_text(head + script + "\n")
     path.chmod(0o755)
-    return Program(str(path), "apptainer", "1.4.5", True)
+    return Program(str(path), "apptainer", "1.4.5", (), True)
 
 
 def calls(program: Program) -> int:

@@ -217,7 +217,7 @@ class ApptainerStarter:
         return [
             program.path, "-s", *self._config(key), "instance", "start",
             *(["--fakeroot"] if self._options.fakeroot else ["--userns"]),
-            "--containall", "--cleanenv", "--no-home", "--no-mount", "sys,bind-paths",
+            *program.options, "--containall", "--cleanenv", "--no-home", "--no-mount", "sys,bind-paths",
             "--net", "--network", "none", "--writable-tmpfs", "--scratch", WORKDIR,
             *(part for source, target in binds for part in ("--mount", _mount(source, target))),
             str(image), name,

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from rollyard_api import cancelling
 from rollyard_api.schema import jobs, pools, weight_updates
 from rollyard_crds.claims import ClaimList
+from rollyard_crds.unfinished import UnfinishedJobs
 
 UID = "rollyard.dev/object-uid"
 TASKS = [{"id": "a", "prompt": "p"}, {"id": "b", "prompt": "p"}]
@@ -321,6 +322,34 @@ async def test_only_unfinished_jobs(served: Any, make_manifest: Any, worker_of: 
     assert await names(finished=False) == ["one", "three"]
     assert await names(finished=True) == ["two"]
     assert await names() == ["one", "two", "three"]
+
+
+async def test_unfinished_jobs_are_waited_on(served: Any, make_manifest: Any, worker_of: Any) -> None:
+    async def look(revision: int | None = None, wait: float = 0.0) -> UnfinishedJobs:
+        params = {"wait": wait} if revision is None else {"wait": wait, "revision": revision}
+        answer = await served.driver.get("/v1/unfinished", params=params)
+        assert answer.status_code == 200, answer.text
+        return UnfinishedJobs.model_validate_json(answer.content)
+
+    async def after(change: Any) -> UnfinishedJobs:
+        before = await look()
+        waiting = asyncio.create_task(look(before.revision, 30))
+        await asyncio.sleep(0.05)
+        assert (await change).status_code < 300
+        return await asyncio.wait_for(waiting, 10)
+
+    (one,) = (await after(_put(served, _object(make_manifest("one"))))).jobs
+    assert (one.namespace, one.name, one.generation, one.cancel_reason) == ("default", "one", 1, "")
+    two = (await after(_put(served, _object(make_manifest("two"))))).jobs[1]
+    assert (two.name, two.uid) == ("two", (await _job(served, "two"))["metadata"]["uid"])
+    changed = await after(served.admin.patch("/v1/rolloutjobs/one", json={"suspend": True}))
+    assert [job.generation for job in changed.jobs] == [2, 1]
+    ended = await after(served.admin.post("/v1/rolloutjobs/one/cancel", json={}))
+    assert "one" not in {job.name for job in ended.jobs if not job.cancel_reason}
+    unchanged = await look()
+    assert await look(unchanged.revision, 0.05) == unchanged
+    refused = await served.worker.get("/v1/unfinished")
+    assert refused.status_code == 403
 
 
 async def test_warm_sandboxes(served: Any, make_manifest: Any, worker_of: Any) -> None:

@@ -123,6 +123,30 @@ def test_the_command_line_reaches_it_through_the_kubeconfig(release: Release) ->
     assert done.returncode == 0, done.stderr
 
 
+def test_a_task_file_of_this_machine_goes_along(release: Release, tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a", "prompt": "?"}\n{"id": "b", "prompt": "?"}\n')
+    spec = {"tasks": {"url": "tasks.jsonl"}, "handler": "math", "agent": {"type": "oracle"}, "suspend": True}
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(
+        yaml.safe_dump(
+            {
+                "apiVersion": "rollyard.dev/v1alpha1",
+                "kind": "RolloutJob",
+                "metadata": {"name": "carried"},
+                "spec": spec,
+            }
+        )
+    )
+    words = ("submit", f"--kubernetes={release.home}", "-n", release.jobs, "-f", str(manifest))
+    for _ in range(2):
+        done = release.rollyard(*words)
+        assert done.returncode == 0, done.stderr
+        assert "carried submitted (2 rollouts)" in done.stdout
+        assert f"does not see {tmp_path / 'tasks.jsonl'}" in done.stderr
+    release.cluster.kubectl("wait", "--for=create", "rj/carried", "-n", release.jobs, "--timeout=60s")
+    release.cluster.kubectl("delete", "rj", "carried", "-n", release.jobs, "--timeout=60s")
+
+
 def account(release: Release, name: str, rules: list[dict[str, Any]], folder: Path) -> Release:
     """The same release, as a service account with these rights in its namespace."""
     cluster = release.cluster

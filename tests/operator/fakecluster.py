@@ -20,6 +20,7 @@ from rollyard_crds import (
     RolloutJobStatus,
     Task,
 )
+from rollyard_crds.unfinished import UnfinishedJob, UnfinishedJobs
 from rollyard_operator.kube import KubeConflict, KubeError
 from rollyard_operator.plane import OBJECT_UID, object_uid, thing_key
 from rollyard_operator.turn import CANCEL_REASON, CLOSED
@@ -267,6 +268,24 @@ class FakeControlPlane:
 
     async def unfinished_jobs(self) -> list[RolloutJob]:
         return [job for job in await self.jobs() if job.status.completion_time is None]
+
+    async def unfinished(self, revision: int | None = None, wait: float = 0.0) -> UnfinishedJobs:
+        deadline = asyncio.get_running_loop().time() + wait
+        while True:
+            found = [
+                UnfinishedJob(
+                    namespace=job.metadata.namespace,
+                    name=job.metadata.name,
+                    uid=job.metadata.uid or "",
+                    generation=job.metadata.generation or 0,
+                    cancel_reason=job.metadata.annotations.get(CANCEL_REASON, ""),
+                )
+                for job in await self.unfinished_jobs()
+            ]
+            answer = UnfinishedJobs(revision=hash(repr(found)) & (2**53 - 1), jobs=found)
+            if answer.revision != revision or asyncio.get_running_loop().time() >= deadline:
+                return answer
+            await asyncio.sleep(0.005)
 
     async def job(self, namespace: str, name: str) -> RolloutJob:
         await self._enter()

@@ -210,6 +210,18 @@ async def test_a_job_of_rest_whose_namespace_is_missing_says_so(lab: Lab) -> Non
     await until(lambda: 'namespaces "team" not found' in lab.control.all_jobs[KEY].status.message)
 
 
+async def test_a_job_of_rest_in_a_namespace_that_nobody_serves_says_so(tmp_path: Path, quick: None) -> None:
+    lab = Lab(settings_in(tmp_path, namespaces=["other"]), FakeKube(), FakeControlPlane())
+    lab.control.post_job(RolloutJob.model_validate(job()))
+    async with running(lab):
+        await until(
+            lambda: "does not serve 'team'; it serves other" in lab.control.all_jobs[KEY].status.message
+        )
+        (admitted,) = [c for c in lab.control.all_jobs[KEY].status.conditions if c.type == "Admitted"]
+        assert (admitted.status, admitted.reason) == ("False", "NamespaceNotServed")
+        assert ("RolloutJob", *KEY) not in lab.kube.objects
+
+
 async def test_only_so_many_jobs_run_at_once_and_priority_decides_who_is_next(lab: Lab) -> None:
     for name in ("one", "two"):
         lab.kube.put(job(name))

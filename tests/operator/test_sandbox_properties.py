@@ -9,7 +9,8 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollyard_operator.rate import Bucket
-from rollyard_operator.sandboxes import (
+from rollyard_operator.sandboxes import reconcile_sandboxes
+from rollyard_operator.sandboxplan import (
     DeleteSandbox,
     Limits,
     ObservedSandbox,
@@ -19,7 +20,6 @@ from rollyard_operator.sandboxes import (
     Trouble,
     WantedSandbox,
     WarmNeed,
-    reconcile_sandboxes,
 )
 from rollyard_operator.warmnames import WarmNumbers
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -188,15 +190,48 @@ async def test_an_interrupt_reaches_jobs_that_are_just_starting(client: ExecClie
     for number, command in enumerate(
         ("sleep 100", "sleep 100 | sleep 100", "(sleep 100)", "env sleep 100") * 6
     ):
-        # A session each: an interrupt of the command before may still reach a bash that begins with the next.
-        mark, session = tmp_path / f"begun-{number}", f"s{number}"
-        running = await client.start(f"echo > {mark}; {command}", timeout=20, session=session)
+        mark = tmp_path / f"begun-{number}"
+        running = await client.start(f"echo > {mark}; {command}", timeout=20)
         ended = asyncio.ensure_future(running.result())
         await there(mark, ended)
         await running.interrupt()
         result = await ended
         assert (result.exit_code, result.timed_out, result.killed) == (130, False, False), command
-        await client.close_session(session)
+
+
+async def test_a_command_after_an_interrupt_is_not_lost(client: ExecClient) -> None:
+    """Bash may act on a SIGINT only when it has read what it is to do next."""
+    rng = random.Random(0)
+
+    async def rounds(session: str) -> int:
+        interrupts = 0
+        await client.bash("true", session=session)
+        for number in range(40):
+            running = await client.start(
+                "for i in 1 2 3 4 5; do /bin/true; done", timeout=20, session=session
+            )
+            ended = asyncio.ensure_future(running.result())
+            await asyncio.sleep(rng.uniform(0.0, 0.01))
+            with contextlib.suppress(NoCommandRunning):
+                await running.interrupt()
+                interrupts += 1
+            await ended
+            result = await client.bash(f"echo {number}", timeout=20, session=session)
+            assert (result.exit_code, result.timed_out) == (0, False)
+            assert result.text().removeprefix("\n") == f"{number}\n", (
+                "bash prints a line's end at an interrupt"
+            )
+        return interrupts
+
+    assert sum(await asyncio.gather(*(rounds(f"s{i}") for i in range(8)))) > 0
+
+
+async def test_an_interrupt_before_the_shell_is_ready(client: ExecClient) -> None:
+    running = await client.start("echo begun", timeout=20, session="new")
+    await running.interrupt()
+    result = await running.result()
+    assert (result.text().strip(), result.exit_code) in (("", 130), ("begun", 0), ("begun", 130))
+    assert (await client.bash("echo next", session="new")).text() == "next\n"
 
 
 async def test_a_program_gets_one_interrupt(client: ExecClient, tmp_path: Path) -> None:

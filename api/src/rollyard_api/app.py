@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard_api import auth
 from rollyard_api.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
-from rollyard_api.routes import claims, jobs, leases, pools, probes, results, weights
+from rollyard_api.routes import claims, jobs, leases, pools, probes, results, unfinished, weights
 from rollyard_api.service import ControlPlane, running
 from rollyard_api.settings import Settings
 
@@ -139,7 +139,7 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
             Exception: _unexpected,
         },
     )
-    for routes in (leases, claims, results, jobs, pools, weights, probes):
+    for routes in (leases, claims, results, jobs, unfinished, pools, weights, probes):
         app.include_router(routes.router)
     app.add_middleware(Gate, plane=lambda: app.state.plane, max_body=settings.max_body_bytes)
     return app

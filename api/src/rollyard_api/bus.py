@@ -13,6 +13,8 @@ QUEUE = "queue"
 """Something can be leased that could not before."""
 CLAIMS = "claims"
 """A claim, or what drivers are to keep warm, has changed."""
+UNFINISHED = "unfinished"
+"""A job that drivers have to do with has come, ended, or changed otherwise than by its rollouts."""
 
 
 def job_topic(job_id: int) -> str:

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api import states
-from rollyard_api.bus import CLAIMS, QUEUE, job_topic
+from rollyard_api.bus import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.codec import loads
 from rollyard_api.database import Transaction
 from rollyard_api.ending import Ending, end, finish
@@ -70,7 +70,7 @@ def cancel_job(tx: Transaction, namespace: str, name: str, reason: str) -> int:
         tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(cancel_reason=reason, closed=True))
         if job.ended == job.total:
             finish(tx, job.id)
-        for topic in (job_topic(job.id), QUEUE, CLAIMS):
+        for topic in (job_topic(job.id), QUEUE, CLAIMS, UNFINISHED):
             tx.wake(topic)
     return int(job.id)
 

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from rollyard_api import states
-from rollyard_api.bus import CLAIMS, QUEUE, job_topic
+from rollyard_api.bus import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.codec import loads
 from rollyard_api.database import Transaction
 from rollyard_api.schema import groups, jobs, rollouts
@@ -190,5 +190,5 @@ def _end_group(tx: Transaction, job_id: int, no: int, min_group: int) -> None:
 def finish(tx: Transaction, job_id: int) -> None:
     """Every rollout of a closed job has ended."""
     tx.conn.execute(_FINISH, {"b_job": job_id, "b_now": tx.now})
-    for topic in (job_topic(job_id), QUEUE, CLAIMS):
+    for topic in (job_topic(job_id), QUEUE, CLAIMS, UNFINISHED):
         tx.wake(topic)

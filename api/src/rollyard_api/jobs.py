@@ -15,7 +15,7 @@ from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from sqlalchemy.engine import Connection
 
 from rollyard_api import states
-from rollyard_api.bus import CLAIMS, QUEUE, job_topic
+from rollyard_api.bus import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.codec import dumps, loads
 from rollyard_api.database import Transaction
 from rollyard_api.ending import finish
@@ -141,6 +141,7 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
     if new.tasks:
         row = tx.conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()
         _enqueue(tx, row, new.tasks, max_queued)
+    tx.wake(UNFINISHED)
     return True
 
 
@@ -292,7 +293,7 @@ def patch(tx: Transaction, namespace: str, name: str, *, suspend: bool | None, p
     if values:
         values |= {"spec": orjson.dumps(spec, option=orjson.OPT_SORT_KEYS), "generation": job.generation + 1}
         tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(**values))
-        for topic in (job_topic(job.id), QUEUE, CLAIMS):
+        for topic in (job_topic(job.id), QUEUE, CLAIMS, UNFINISHED):
             tx.wake(topic)
 
 

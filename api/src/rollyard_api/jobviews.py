@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from datetime import UTC, datetime
 from typing import Any
 
@@ -105,6 +106,34 @@ def document(conn: Connection, job: Any, *, bare: bool = False) -> dict[str, Any
     }
 
 
+def _drivers_concern() -> sa.ColumnElement[bool]:
+    """Not ended; and a job whose object is to be deleted is not off its driver's hands either."""
+    leaving = sa.and_(jobs.c.object_uid.is_not(None), jobs.c.cancel_reason == DELETED)
+    return sa.or_(jobs.c.finished_at.is_(None), leaving)
+
+
+def unfinished(conn: Connection) -> dict[str, Any]:
+    """UnfinishedJobs: those that drivers have to do with.
+
+    The revision is a digest of what the list says, so that every replica gives the same list the same one.
+    """
+    columns = (jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.generation, jobs.c.cancel_reason)
+    query = sa.select(*columns).where(jobs.c.deleted_at.is_(None), _drivers_concern()).order_by(jobs.c.id)
+    told = [
+        {
+            "namespace": row.namespace,
+            "name": row.name,
+            "uid": row.uid,
+            "generation": row.generation,
+            "cancel_reason": row.cancel_reason or "",
+        }
+        for row in conn.execute(query)
+    ]
+    digest = hashlib.blake2b(orjson.dumps(told), digest_size=8).digest()
+    # 53 bits: exact in every reader of JSON.
+    return {"revision": int.from_bytes(digest) >> 11, "jobs": told}
+
+
 def listed(
     conn: Connection, namespace: str | None, limit: int, after: int, *, bare: bool, finished: bool | None
 ) -> tuple[list[dict[str, Any]], int | None]:
@@ -113,11 +142,7 @@ def listed(
     if namespace is not None:
         query = query.where(jobs.c.namespace == namespace)
     if finished is not None:
-        # A job whose object is to be deleted is not off its driver's hands.
-        leaving = sa.and_(jobs.c.object_uid.is_not(None), jobs.c.cancel_reason == DELETED)
-        query = query.where(
-            jobs.c.finished_at.is_not(None) if finished else sa.or_(jobs.c.finished_at.is_(None), leaving)
-        )
+        query = query.where(jobs.c.finished_at.is_not(None) if finished else _drivers_concern())
     rows = list(conn.execute(query.limit(limit + 1)))
     more = rows[limit - 1].id if len(rows) > limit else None
     return [document(conn, row, bare=bare) for row in rows[:limit]], more

@@ -16,7 +16,7 @@ from rollyard_crds.base import ObjectMeta
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
 from rollyard_api import cancelling, jobs, pools
-from rollyard_api.bus import CLAIMS, QUEUE, job_topic
+from rollyard_api.bus import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.codec import dumps, loads
 from rollyard_api.database import Transaction
 from rollyard_api.jobs import NewJob
@@ -113,7 +113,7 @@ def _update_job(tx: Transaction, row: Any, new: NewJob) -> None:
         values["warm"] = warm
     if values:
         tx.conn.execute(sa.update(job_table).where(job_table.c.id == row.id).values(**values))
-        for topic in (job_topic(row.id), QUEUE, CLAIMS):
+        for topic in (job_topic(row.id), QUEUE, CLAIMS, UNFINISHED):
             tx.wake(topic)
 
 
@@ -201,7 +201,8 @@ def delete_job(tx: Transaction, namespace: str, name: str) -> int:
     if job.cancel_reason != DELETED:
         # Over another reason, and of a job that has ended, which `cancel_job` leaves alone.
         tx.conn.execute(sa.update(job_table).where(job_table.c.id == job.id).values(cancel_reason=DELETED))
-        tx.wake(job_topic(job.id))
+        for topic in (job_topic(job.id), UNFINISHED):
+            tx.wake(topic)
     return int(job.id)
 
 

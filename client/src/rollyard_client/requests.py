@@ -14,6 +14,7 @@ from rollyard_crds.claims import Claim, ClaimList, ClaimRequest, ClaimStatus
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec, RolloutJobStatus
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.unfinished import UnfinishedJobs
 from rollyard_crds.weights import WeightUpdate, WeightUpdateRequest
 
 from rollyard_client.call import Call, as_json, encode, nothing, segment
@@ -357,6 +358,13 @@ def claims(namespace: str | None, revision: int | None, wait: float) -> Call[Cla
 
     query = {"namespace": namespace, "revision": revision, "wait": wait}
     return Call("GET", CLAIMS, parse, query=query, wait=wait)
+
+
+def unfinished(revision: int | None, wait: float) -> Call[UnfinishedJobs]:
+    def parse(answer: httpx.Response) -> UnfinishedJobs:
+        return UnfinishedJobs.model_validate_json(answer.content)
+
+    return Call("GET", "/v1/unfinished", parse, query={"revision": revision, "wait": wait}, wait=wait)
 
 
 def put_claim_status(name: str, status: ClaimStatus) -> Call[Claim | None]:

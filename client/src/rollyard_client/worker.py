@@ -22,6 +22,7 @@ from rollyard_crds.lease import (
 )
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec, RolloutJobStatus
 from rollyard_crds.task import Task
+from rollyard_crds.unfinished import UnfinishedJobs
 
 from rollyard_client import requests
 from rollyard_client.call import Call
@@ -133,6 +134,15 @@ class DriverClient(_Connected):
     async def unfinished_jobs(self) -> list[RolloutJob]:
         """The jobs of all namespaces that have not ended, without inline tasks."""
         return await self._jobs(False)
+
+    async def unfinished(self, revision: int | None = None, wait: float = 0.0) -> UnfinishedJobs:
+        """Which jobs have not ended; with `revision`: once there is another answer, or after `wait`.
+
+        Args:
+            revision: of the last answer; None: answer at once.
+            wait: seconds, at most 60.
+        """
+        return await self._transport.send(requests.unfinished(revision, wait))
 
     async def _jobs(self, finished: bool | None) -> list[RolloutJob]:
         pages: Listing[RolloutJob] = Listing(

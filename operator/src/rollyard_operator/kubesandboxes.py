@@ -27,7 +27,8 @@ from rollyard_operator.podstatus import observed_sandbox, starting_address
 from rollyard_operator.portprobes import Address, PortProbes
 from rollyard_operator.rate import Bucket
 from rollyard_operator.refusals import Refusals
-from rollyard_operator.sandboxes import (
+from rollyard_operator.sandboxes import reconcile_sandboxes
+from rollyard_operator.sandboxplan import (
     BindSandbox,
     DeleteSandbox,
     FailSandbox,
@@ -40,7 +41,6 @@ from rollyard_operator.sandboxes import (
     Trouble,
     WantedSandbox,
     WarmNeed,
-    reconcile_sandboxes,
 )
 from rollyard_operator.sandboxpods import (
     SandboxOwner,

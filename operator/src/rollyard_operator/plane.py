@@ -1,10 +1,13 @@
-"""What the control plane knows of jobs and pools: looked at once a second, for all loops."""
+"""What the control plane knows of jobs and pools: looked at once a second, for all loops.
+
+A job that has come, ended or changed otherwise than by its rollouts is seen at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from rollyard_client import NotFound, RollyardError
@@ -16,10 +19,14 @@ from rollyard_crds import (
     RolloutJobStatus,
     Task,
 )
+from rollyard_crds.unfinished import UnfinishedJob, UnfinishedJobs
 
 from rollyard_operator.objectcache import Key
+from rollyard_operator.turn import CANCEL_REASON
 
 POLL_SECONDS = 1.0
+SOONEST_SECONDS = 0.25
+"""Between two looks at all jobs, whatever the news."""
 OBJECT_UID = "rollyard.dev/object-uid"
 """Annotation of what is registered: the uid of its Kubernetes object."""
 ThingT = TypeVar("ThingT", RolloutJob, BackendPool)
@@ -31,6 +38,7 @@ class ControlPlane(Protocol):
 
     async def jobs(self) -> list[RolloutJob]: ...
     async def unfinished_jobs(self) -> list[RolloutJob]: ...
+    async def unfinished(self, revision: int | None = None, wait: float = 0.0) -> UnfinishedJobs: ...
     async def job(self, namespace: str, name: str) -> RolloutJob: ...
     async def register_job(self, job: RolloutJob, tasks: Sequence[Task] | None = None) -> RolloutJob: ...
     async def delete_job(self, namespace: str, name: str) -> None: ...
@@ -96,6 +104,20 @@ class Views(Generic[ThingT]):
             self._changed(key)
         self._learnt = {key: at for key, at in self._learnt.items() if at > begun}
 
+    def keep(self, there: Container[Key]) -> None:
+        """All but these went a moment ago; tells those that did.
+
+        One that was learnt in that moment comes back with the next look; whoever misses it meanwhile
+        asks for it by name.
+        """
+        for key in [key for key in self._views if key not in there]:
+            del self._views[key]
+            self._changed(key)
+
+    def view(self, key: Key) -> ThingT | None:
+        """The view of this name, whatever object it is registered for."""
+        return self._views.get(key)
+
 
 class Plane:
     """The control plane, polled.
@@ -119,6 +141,7 @@ class Plane:
         self.seen = asyncio.Event()
         """Set once it has answered."""
         self._trouble = ""
+        self._revision: int | None = None
 
     async def look(self) -> bool:
         """One poll; whether the control plane answered."""
@@ -137,6 +160,33 @@ class Plane:
         self.pools.replace(pools, begun)
         self.seen.set()
         return True
+
+    async def until_news(self, seconds: float) -> None:
+        """Returns after `seconds`, or sooner where a look at all jobs will show something new.
+
+        Those that have ended are told at once, without a look at all.
+        """
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        while (left := begin + seconds - loop.time()) > 0:
+            try:
+                found = await self.client.unfinished(self._revision, left)
+            except RollyardError:
+                await asyncio.sleep(left)  # the look that follows tells what is wrong
+                return
+            self._revision = found.revision
+            self.unfinished.keep({(job.namespace, job.name) for job in found.jobs})
+            if not all(self._knows(job) for job in found.jobs):
+                await asyncio.sleep(max(0.0, begin + SOONEST_SECONDS - loop.time()))
+                return
+
+    def _knows(self, job: UnfinishedJob) -> bool:
+        view = self.unfinished.view((job.namespace, job.name))
+        return view is not None and (job.uid, job.generation, job.cancel_reason) == (
+            view.metadata.uid,
+            view.metadata.generation,
+            view.metadata.annotations.get(CANCEL_REASON, ""),
+        )
 
     async def find_job(self, key: Key, uid: str) -> RolloutJob | None:
         """The job registered for this object, finished or not; None where there is none.

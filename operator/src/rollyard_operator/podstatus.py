@@ -15,7 +15,7 @@ from rollyard_crds.claims import EXEC_PORT
 from rollyard_operator import labels
 from rollyard_operator.lastwords import last_line, points_elsewhere, telling
 from rollyard_operator.plan import ObservedWorkload, WorkloadState
-from rollyard_operator.sandboxes import Hope, ObservedSandbox, SandboxState, Trouble
+from rollyard_operator.sandboxplan import Hope, ObservedSandbox, SandboxState, Trouble
 
 BACKEND_PORT = 8000
 MESSAGE_LIMIT = 512

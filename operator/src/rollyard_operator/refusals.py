@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from rollyard_operator.kube import KubeError
-from rollyard_operator.sandboxes import Refusal, Trouble
+from rollyard_operator.sandboxplan import Refusal, Trouble
 
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0

@@ -52,6 +52,9 @@ class Sync:
         here = {(thing.kind, thing_key(thing)) for thing in things}
         self._refused = {where: one for where, one in self._refused.items() if where in here}
         await asyncio.gather(*(self._one(thing) for thing in things if self._ours(thing)))
+        for job in plane.unfinished.all():
+            if self._nobodys(job):
+                await self._tell_unserved(job)
 
     async def sweep(self) -> None:
         """What happened while nobody looked: objects that went, of finished jobs too; pods without owners."""
@@ -65,6 +68,25 @@ class Sync:
     def _ours(self, thing: RolloutJob | BackendPool) -> bool:
         placed = thing.spec.placement if isinstance(thing, RolloutJob) else None
         return placed in (None, "kubernetes") and self._yard.settings.looks_after(thing.metadata.namespace)
+
+    def _nobodys(self, job: RolloutJob) -> bool:
+        """A job of REST, in a namespace that this operator does not serve, of which no driver has spoken."""
+        elsewhere = not self._yard.settings.looks_after(job.metadata.namespace)
+        unspoken = not job.status.conditions and not object_uid(job)
+        return elsewhere and unspoken and job.spec.placement in (None, "kubernetes")
+
+    async def _tell_unserved(self, job: RolloutJob) -> None:
+        served = ", ".join(self._yard.settings.namespaces)
+        text = (
+            f"metadata.namespace: this operator does not serve {job.metadata.namespace!r}; it serves {served}"
+        )
+        told = turn.refused(
+            job.status, job.metadata.generation or 0, "NamespaceNotServed", text, self._yard.now()
+        )
+        try:
+            self._yard.plane.unfinished.learn(await self._yard.plane.client.put_job_status(job, told))
+        except RollyardError as error:
+            _log.warning("RolloutJob %s: %s", "/".join(thing_key(job)), error)
 
     def _cache(self, thing: RolloutJob | BackendPool) -> ObjectCache:
         return self._yard.jobs if isinstance(thing, RolloutJob) else self._yard.pools

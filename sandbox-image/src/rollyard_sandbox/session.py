@@ -10,7 +10,9 @@ from rollyard_sandbox.capture import Capture
 from rollyard_sandbox.commands import Command, Outcome
 from rollyard_sandbox.errors import LaunchError, NoCommandRunning, SandboxError, SessionBusy
 from rollyard_sandbox.eventloop import READ, WRITE
-from rollyard_sandbox.processes import copies_of, send_signal, session_members, with_descendants
+from rollyard_sandbox.interrupts import Interrupt, signal_foreground
+from rollyard_sandbox.processes import send_signal, session_members
+from rollyard_sandbox.settling import AT_INTERRUPT, Settling
 from rollyard_sandbox.shell import Report, Shell, parse_report
 
 TYPE_CHECKING = False
@@ -23,9 +25,7 @@ START_LIMIT = 10.0  # seconds for bash to report for the first time
 INTERRUPT_GRACE = 1.0  # seconds between SIGINT and SIGKILL
 KILL_GRACE = 0.5  # seconds between killing the foreground and killing the shell
 REAP_GRACE = 2.0  # seconds for a killed shell to end
-_REPEATS = 2
-_MOST_REPEATS = 20  # more, while no program has got it
-_REPEAT_AFTER = 0.1  # seconds
+_INTERRUPTED = 128 + signal.SIGINT
 IDLE_OUTPUT = 64 * 1024  # bytes kept of what background jobs print between commands
 _INPUT_BACKLOG = 1024 * 1024  # bytes of unread input
 _READ = 65536
@@ -48,6 +48,9 @@ class BashSession:
         self._environment = environment
         self._shell: Shell | None = None
         self._ready = False
+        self._signalled = False
+        self._settling: Settling | None = None
+        self._withdrawn = False  # the running command was interrupted before the shell took it
         self._command: Command | None = None
         self._count = 0
         self._queued: Command | None = None
@@ -97,6 +100,8 @@ class BashSession:
         if self._shell is None:
             self._start_shell()
         self._command = running
+        if self._shell is not None and self._ready and self._signalled:
+            self._settle(self._shell)
         if self._ready:
             self._dispatch(running)
         else:
@@ -132,7 +137,10 @@ class BashSession:
         """
         if self._command is None or self._shell is None:
             raise NoCommandRunning(f"session {self.name!r} runs no command")
-        self._interrupt_foreground(self._command, _REPEATS)
+        if not self._ready:
+            self._finish(_INTERRUPTED)  # the shell is not listening yet: the command does not begin at all
+            return
+        self._interrupt(self._command)
 
     def cancel(self, command: Command) -> None:
         """Ends `command` as a timeout would, at once; does nothing where it has ended."""
@@ -165,6 +173,8 @@ class BashSession:
         shell = Shell.spawn(self._cwd, self._environment)
         self._shell = shell
         self._ready = False
+        self._signalled = False
+        self._settling = None
         self._farewell = None
         self._loop.watch(shell.channel.fileno(), self._channel_ready)
         self._loop.watch(shell.master, self._terminal_ready)
@@ -198,7 +208,7 @@ class BashSession:
         self._drain()
         if self._farewell is not None and self._farewell.cwd:
             self._cwd = self._farewell.cwd
-        if not self._ready and self._command is not None:
+        if not self._ready and self._settling is None and self._command is not None:
             self._fail(LaunchError(f"bash ended before it was ready: {self._idle_text()}"))
         self._discard_shell(status)
 
@@ -241,11 +251,22 @@ class BashSession:
 
     # Running a command
 
+    def _settle(self, shell: Shell) -> None:
+        self._ready = False
+        self._signalled = False
+        try:
+            self._settling = Settling(shell, self._next_number)
+        except OSError:
+            self._discard_shell()
+
+    def _next_number(self) -> str:
+        self._count += 1
+        return f"{self._count:08d}"[-8:]
+
     def _dispatch(self, running: Command) -> None:
         shell = self._shell
         assert shell is not None
-        self._count += 1
-        running.number = f"{self._count:08d}"[-8:]
+        running.number = self._next_number()
         idle, _ = self._idle_output.finish()
         if idle:
             self._idle_output = Capture(IDLE_OUTPUT)
@@ -279,17 +300,33 @@ class BashSession:
                 self._read_farewell(shell)
                 return
             if not self._ready:
-                self._became_ready()
+                if self._is_settled(report.number):
+                    self._became_ready()
             elif self._command is not None and report.number == self._command.number:
                 self._drain()
                 self._finish(report.status)
+            elif self._command is not None and self._signalled:
+                # The interrupt came before the shell took the command, and the number may be lost with it.
+                self._withdrawn = True
+                self._settle(shell)
+
+    def _is_settled(self, number: str) -> bool:
+        try:
+            return self._settling is None or self._settling.is_over(number)
+        except OSError:
+            self._discard_shell()
+            return False
 
     def _became_ready(self) -> None:
         self._ready = True
         self._drain()
-        self._idle_output = Capture(IDLE_OUTPUT)  # bash's words at start
+        if self._settling is None or self._idle_output.finish()[0] == AT_INTERRUPT:
+            self._idle_output = Capture(IDLE_OUTPUT)  # bash's own words
+        self._settling = None
         running = self._command
-        if running is not None:
+        if running is not None and self._withdrawn:
+            self._finish(_INTERRUPTED)
+        elif running is not None:
             self._dispatch(running)
 
     def _terminal_ready(self, events: int) -> None:
@@ -343,6 +380,8 @@ class BashSession:
         running = self._command
         assert running is not None
         self._command = None
+        self._signalled |= self._withdrawn  # it was signalled again while the shell settled
+        self._withdrawn = False
         if running.timer is not None:
             running.timer.cancel()
         if self._input and self._shell is not None:
@@ -382,7 +421,7 @@ class BashSession:
         running = self._command
         if running is None:
             return
-        if not self._ready:
+        if not self._ready and not self._withdrawn:
             self._fail(LaunchError(f"bash was not ready in time: {self._idle_text()}"))
             self._discard_shell()
             return
@@ -397,53 +436,15 @@ class BashSession:
         if not self._ready:
             self._discard_shell()
             return
-        self._interrupt_foreground(running, _REPEATS)
+        self._interrupt(running)
         running.timer = self._loop.call_later(INTERRUPT_GRACE, self._kill_foreground)
 
-    def _interrupt_foreground(
-        self, running: Command, repeats: int, signalled: int = 0, begun: frozenset[int] = frozenset()
-    ) -> None:
-        """SIGINT, again where the foreground changes: bash forgets one that comes while it starts a job.
-
-        So does the job itself until it has become its program: until then it has bash's handlers.
-
-        Args:
-            running: the command that is meant.
-            repeats: further looks, each `_REPEAT_AFTER` seconds after the last.
-            signalled: the process group that got the last one.
-            begun: its processes that were still copies of the shell then.
-        """
-        shell = self._shell
-        if shell is None or self._command is not running:
-            return
-        group = shell.foreground()
-        copies = copies_of(shell.pid, group) if group not in (0, shell.pid) else frozenset()
-        if group != signalled:
-            self._signal_foreground(signal.SIGINT)
-            if group not in (0, shell.pid):
-                begun = copies | copies_of(shell.pid, group)  # it may still be forking
-        else:
-            # What they have started since has not got it either.
-            send_signal(with_descendants(begun - copies), signal.SIGINT)
-            begun &= copies
-        # One that only the shell got may be forgotten until the job is there.
-        unsettled = begun or group in (0, shell.pid)
-        if repeats > 0 or (unsettled and repeats > -_MOST_REPEATS):
-            self._loop.call_later(
-                _REPEAT_AFTER, lambda: self._interrupt_foreground(running, repeats - 1, group, begun)
-            )
-
-    def _signal_foreground(self, number: int) -> None:
+    def _interrupt(self, running: Command) -> None:
         shell = self._shell
         if shell is None:
             return
-        try:
-            shell.unstick()
-            group = shell.foreground()
-            if group:
-                os.killpg(group, number)
-        except OSError:
-            return  # it ended meanwhile; its end is about to be reaped
+        self._signalled = True
+        Interrupt(self._loop, shell, lambda: self._shell is shell and self._command is running).send()
 
     def _kill_foreground(self) -> None:
         running, shell = self._command, self._shell
@@ -452,7 +453,7 @@ class BashSession:
         running.outcome.killed = True
         group = shell.foreground()
         if group and group != shell.pid:
-            self._signal_foreground(signal.SIGKILL)
+            signal_foreground(shell, signal.SIGKILL)
             running.timer = self._loop.call_later(KILL_GRACE, self._kill_shell)
         else:
             self._kill_shell()

@@ -184,8 +184,7 @@ class Shell:
 
     def run(self, command: bytes, number: str) -> None:
         """Makes the idle shell run `command`; its report will carry `number` (8 characters)."""
-        self.reset_terminal()
-        termios.tcflush(self.slave, termios.TCIFLUSH)
+        self.forget_input()
         line = typed_line(command)
         if line is None:
             os.ftruncate(self._memory, 0)
@@ -195,6 +194,16 @@ class Shell:
             line = b'\\builtin eval -- "$(</proc/self/fd/%d)"\n' % _MEMORY
         os.write(self.master, line)
         self.channel.send(number.encode())
+
+    def probe(self, number: str) -> None:
+        """Makes the idle shell read an empty line and report with `number` (8 characters); `$?` stays."""
+        os.write(self.master, b"\n")
+        self.channel.send(number.encode())
+
+    def forget_input(self) -> None:
+        """Drops what a program left unread, before the idle shell takes it for a command."""
+        self.reset_terminal()
+        termios.tcflush(self.slave, termios.TCIFLUSH)
 
     def receive(self) -> bytes | None:
         """The next message of the shell itself; None when there is none now, b"" when the channel is closed.

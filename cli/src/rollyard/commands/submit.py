@@ -24,6 +24,7 @@ def command(
 
     from rollyard.errors import InvalidInput, UsageProblem
     from rollyard.manifests import entry_point_problems, read_manifests
+    from rollyard.submission import submit
     from rollyard.watching import leaving, require_success, watch
 
     manifests = read_manifests(path)
@@ -40,8 +41,10 @@ def command(
                 client.create_pool(manifest)
                 click.echo(f"backendpool/{manifest.metadata.name} submitted")
             else:
-                job = client.submit(manifest)
+                job, carried = submit(client, manifest)
                 click.echo(f"rolloutjob/{job.metadata.name} submitted ({job.status.counts.total} rollouts)")
+                if carried is not None:
+                    click.echo(f"rollyard: its tasks went along: the server does not see {carried}", err=True)
                 # Only worth a word where the control plane, perhaps on another machine, has them.
                 for problem in entry_point_problems(manifest):
                     click.echo(f"rollyard: not installed on this machine: {problem}", err=True)

@@ -1,0 +1,38 @@
+"""What a driver waits on between two looks at all jobs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from rollyard_crds.unfinished import UnfinishedJobs
+from starlette.responses import Response
+
+from rollyard_api import jobviews
+from rollyard_api.bus import UNFINISHED
+from rollyard_api.routes.common import Plane, Wait, answer
+
+router = APIRouter(prefix="/v1/unfinished", tags=["rolloutjobs"])
+
+
+@router.get("", responses={200: {"model": UnfinishedJobs}})
+async def unfinished(
+    request: Request,
+    plane: Plane,
+    revision: Annotated[int | None, Query(ge=0)] = None,
+    wait: Wait = 0.0,
+) -> Response:
+    """The jobs that drivers have to do with, of all namespaces, by name, generation and cancel reason.
+
+    With the `revision` of the last answer: waits up to `wait` seconds until one has come, ended or changed.
+    """
+    return answer(
+        await plane.bus.until(
+            UNFINISHED,
+            partial(plane.database.read, jobviews.unfinished),
+            lambda found: revision is None or found["revision"] != revision,
+            wait,
+            request.is_disconnected,
+        )
+    )

@@ -1,0 +1,112 @@
+"""The client's end of a connection to the exec server: frames out, answers matched to requests."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, cast
+
+from rollyard_sandbox.errors import ConnectionLost, ProtocolError, SandboxError, from_wire
+from rollyard_sandbox.frames import FrameReader, encode
+
+ANSWER_LIMIT = 30.0  # seconds for a request that has no time limit of its own
+
+
+class Wire(asyncio.Protocol):
+    """Frames of one connection: matches answers to requests by id."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._reader = FrameReader()
+        self._next_id = 0
+        self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        self._listeners: dict[int, Callable[[bytes], None]] = {}
+        self._transport: asyncio.Transport | None = None
+        self.lost: SandboxError | None = None
+        self.closed = loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Not checked at run time: uvloop's transports do not derive from asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for header, body in self._reader.feed(data):
+                self._frame(header, body)
+        except ProtocolError as error:
+            self.fail(error)
+
+    def _frame(self, header: dict[str, Any], body: bytes) -> None:
+        request = header.get("id", 0)
+        if "event" in header:
+            listener = self._listeners.get(request)
+            if listener is not None:
+                listener(body)
+            return
+        future = self._waiting.pop(request, None)
+        self._listeners.pop(request, None)
+        if "error" in header:
+            error = from_wire(header["error"], header.get("message", ""))
+            if future is None:
+                self.fail(error)  # about the connection itself
+            elif not future.done():
+                future.set_exception(error)
+        elif future is not None and not future.done():
+            future.set_result((header, body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.fail(ConnectionLost(f"the connection to the sandbox was lost: {exc or 'closed by the server'}"))
+
+    def fail(self, error: SandboxError) -> None:
+        """Ends the connection: whatever waits gets `error`."""
+        if self.lost is None:
+            self.lost = error
+        if self._transport is not None:
+            self._transport.abort()
+        waiting, self._waiting = self._waiting, {}
+        self._listeners.clear()
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(self.lost)
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    async def request(
+        self,
+        header: dict[str, Any],
+        body: bytes = b"",
+        *,
+        limit: float = ANSWER_LIMIT,
+        listener: Callable[[bytes], None] | None = None,
+    ) -> tuple[dict[str, Any], bytes]:
+        """Sends a request and waits for its answer; cancelling the wait cancels the request."""
+        if self.lost is not None or self._transport is None:
+            raise self.lost or ConnectionLost("not connected")
+        self._next_id += 1
+        request = header["id"] = self._next_id
+        frame = encode(header, body)
+        future: asyncio.Future[tuple[dict[str, Any], bytes]] = self._loop.create_future()
+        self._waiting[request] = future
+        if listener is not None:
+            self._listeners[request] = listener
+        self._transport.write(frame)
+        expiry = self._loop.call_later(limit, self._expire, request, limit)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # The answer still comes; nobody waits for it, and its id is not used again.
+            if request in self._waiting and self.lost is None:
+                self._transport.write(encode({"op": "cancel", "id": request}))
+            raise
+        finally:
+            expiry.cancel()
+
+    def _expire(self, request: int, limit: float) -> None:
+        future = self._waiting.get(request)
+        if future is not None and not future.done():
+            future.set_exception(ConnectionLost(f"the sandbox did not answer within {limit:.0f} s"))
+            self._waiting.pop(request)

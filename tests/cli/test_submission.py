@@ -1,0 +1,60 @@
+"""Submitting to a control plane that does not see this machine's task file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rollyard.errors import InvalidInput
+from rollyard.submission import submit
+from rollyard_client import Client, Conflict, Invalid
+from rollyard_crds import RolloutJob
+from rollyard_crds.rolloutjob import MAX_INLINE_TASKS
+
+
+class Elsewhere:
+    """A control plane on another machine: it reads no file of this one. What it took, by name."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, dict[str, Any]] = {}
+
+    def submit(self, job: RolloutJob) -> RolloutJob:
+        spec = job.spec.to_json()
+        if self.taken.setdefault(job.metadata.name, spec) != spec:
+            raise Conflict("exists with another spec", reason="AlreadyExists", status=409)
+        if job.spec.tasks.url is not None:
+            del self.taken[job.metadata.name]
+            text = f"spec.tasks.url: {job.spec.tasks.url} cannot be read: no such file"
+            raise Invalid(text, reason="InvalidTasks", status=422, errors=[text])
+        return job
+
+
+def job_of(path: Path, handler: str = "math") -> RolloutJob:
+    spec = {"tasks": {"url": path.as_uri()}, "handler": handler, "agent": {"type": "oracle"}}
+    return RolloutJob.model_validate({"metadata": {"name": "job"}, "spec": spec})
+
+
+def task_file(folder: Path, count: int) -> Path:
+    path = folder / "tasks.jsonl"
+    path.write_text("".join(json.dumps({"id": f"t{i}", "prompt": "?"}) + "\n" for i in range(count)))
+    return path
+
+
+def test_the_tasks_go_along_and_a_repeat_is_the_same(tmp_path: Path) -> None:
+    server, path = Elsewhere(), task_file(tmp_path, 3)
+    for _ in range(2):
+        job, carried = submit(cast(Client, server), job_of(path))
+        assert carried == path
+        assert [task.id for task in job.spec.tasks.inline or ()] == ["t0", "t1", "t2"]
+    with pytest.raises(Conflict, match="another spec"):
+        submit(cast(Client, server), job_of(path, handler="shell"))
+
+
+def test_what_cannot_go_along_is_refused(tmp_path: Path) -> None:
+    server = cast(Client, Elsewhere())
+    with pytest.raises(Invalid, match="cannot be read"):
+        submit(server, job_of(tmp_path / "neither-here.jsonl"))
+    with pytest.raises(InvalidInput, match="4097 tasks are more than the 4096"):
+        submit(server, job_of(task_file(tmp_path, MAX_INLINE_TASKS + 1)))

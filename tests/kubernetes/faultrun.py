@@ -148,7 +148,7 @@ class Run:
             time.sleep(LOOK_SECONDS)
 
     def in_use(self) -> set[str]:
-        """Claims whose sandbox a rollout has."""
+        """Claims whose sandbox a rollout has, as the control plane says."""
         with self.release.http() as http:
             found = http.get("/v1/claims").raise_for_status().json()["claims"]
         return {claim["id"] for claim in found if claim["state"] == "Bound"}

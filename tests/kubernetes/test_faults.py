@@ -85,8 +85,6 @@ def test_a_killed_pod_costs_no_rollout(release: Release, component: str, hits: i
             assert again == set(), "it takes no work along"
         if component in ("stage-worker", "backend"):
             assert len(run.watch.of(component)) >= WANTED[component] + len(unfinished), "each replaced"
-        if component == "sandbox":
-            assert again != set(), "no sandbox was in use when it was killed"
 
 
 def test_a_cluster_without_api_server_for_a_while(release: Release) -> None:

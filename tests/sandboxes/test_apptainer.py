@@ -78,6 +78,22 @@ async def test_nothing_of_the_host_leaks(
         await kit.clean(provider)
 
 
+async def test_a_full_or_closed_home_is_no_matter(
+    kit: Any, sif: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    provider = kit.open("apptainer", run_dir, str(sif))
+    await provider.start()
+    try:
+        async with await kit.acquire(provider) as sandbox:
+            assert await kit.sh(sandbox, "echo $HOME; touch $HOME/x && ls") == (0, "/work\nx")
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        await kit.clean(provider)
+        tmp_path.chmod(0o700)
+
+
 async def test_changes_stay_in_a_layer_of_their_own(
     kit: Any, apptainer: NodeProvider, root_folder: Path
 ) -> None:
@@ -197,6 +213,40 @@ async def test_sweep_ends_a_start_whose_worker_died(kit: Any, sif: Path, run_dir
         assert kit.processes_naming(name) == []
         assert listed(run_dir) == []
         assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
+    finally:
+        await kit.clean(provider)
+
+
+async def test_instances_without_a_folder_are_ended(kit: Any, sif: Path, run_dir: Path) -> None:
+    first = kit.open("apptainer", run_dir, str(sif))
+    await first.start()
+    async with await kit.acquire(first) as sandbox:
+        name = instances.instance_name(sandbox.handle.id)
+        record = SandboxFolder(run_dir).load(sandbox.handle.id)
+    assert record is not None
+    shutil.rmtree(run_dir / "sandboxes" / sandbox.handle.id)
+    await first.aclose()
+    assert listed(run_dir) == [name]
+    second = kit.open("apptainer", run_dir, str(sif))
+    await second.start()
+    try:
+        assert listed(run_dir) == []
+        everybody = [record.monitor, record.root, *record.helpers]
+        assert [process for process in everybody if process and process.ref().alive()] == []
+    finally:
+        await kit.clean(second)
+
+
+async def test_paths_with_commas_and_spaces(kit: Any, sif: Path, run_dir: Path) -> None:
+    odd = run_dir / 'a, "b" c'
+    odd.mkdir()
+    image = odd / "x, y.sif"
+    image.symlink_to(sif)
+    provider = kit.open("apptainer", odd, str(image))
+    await provider.start()
+    try:
+        async with await kit.acquire(provider) as sandbox:
+            assert await kit.sh(sandbox, "cat /etc/image-name") == (0, "made-by-test")
     finally:
         await kit.clean(provider)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rollyard_pipeline.sandboxes import apptainer as apptainer_module
@@ -11,7 +12,13 @@ from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
 from rollyard_pipeline.sandboxes.apptainer_program import find_program, fuse_problem, userns_problem
 from rollyard_pipeline.sandboxes.doctor import apptainer_checks
-from rollyard_pipeline.sandboxes.errors import ApptainerMissing, UserNamespacesForbidden
+from rollyard_pipeline.sandboxes.errors import (
+    ApptainerMissing,
+    DiskFull,
+    ImageNotUsable,
+    SandboxStartFailed,
+    UserNamespacesForbidden,
+)
 
 
 def answering(folder: Path, name: str, version: str, buildcfg: str = "") -> Path:
@@ -105,6 +112,40 @@ async def test_no_user_namespaces(run_dir: Path, tmp_path: Path, monkeypatch: py
     )
     with pytest.raises(UserNamespacesForbidden, match=r"Operation not permitted.*What to do"):
         await provider.start()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("FATAL: could not open image /x: image format not recognized", ImageNotUsable),
+        ("FATAL: exec /.singularity.d/startscript failed: no such file or directory", ImageNotUsable),
+        ("FATAL: could not write instance file: no space left on device", DiskFull),
+        ("FATAL: while writing: disk quota exceeded", DiskFull),
+        ("ERROR: Failed to create user namespace: user namespace not supported", UserNamespacesForbidden),
+        ("NotConfined: unshare(): No space left on device", UserNamespacesForbidden),
+        ("FATAL: something else", SandboxStartFailed),
+    ],
+)
+async def test_failed_starts_by_their_cause(
+    kit: Any, run_dir: Path, tmp_path: Path, words: str, error: type[Exception]
+) -> None:
+    program = answering(tmp_path, "a", "apptainer version 1.4.5")
+    program.write_text(program.read_text().replace("esac", f'*) echo "{words}" >&2; exit 255;; esac'))
+    root = kit.make_root(tmp_path / "root")
+    provider = open_provider(
+        "apptainer", run_dir=run_dir, node="n",
+        apptainer=ApptainerOptions(program=str(program), default_image=str(root)),
+    )  # fmt: skip
+    await provider.start()
+    try:
+        with pytest.raises(error) as caught:
+            await kit.acquire(provider)
+        assert words in str(caught.value)
+        if error is ImageNotUsable:
+            assert str(caught.value).startswith(f"sandbox.image '{root}'")
+        assert kit.left_behind(run_dir)["folders"] == []
+    finally:
+        await provider.aclose()
 
 
 async def test_doctor_names_what_is_missing(tmp_path: Path) -> None:

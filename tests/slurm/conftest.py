@@ -153,6 +153,18 @@ class Slurm:
         """Starts slurmctld again unless it runs; it knows its jobs from disk."""
         _lab("restart", "slurmctld")
 
+    def job_processes(self) -> dict[int, str]:
+        """Command lines of the user's processes in control groups of Slurm's jobs, by pid."""
+        found = {}
+        for pid, line in self.user_processes().items():
+            try:
+                groups = Path(f"/proc/{pid}/cgroup").read_text()
+            except OSError:
+                continue
+            if "slurm" in groups:
+                found[pid] = line
+        return found
+
     def user_processes(self) -> dict[int, str]:
         """Command lines of what runs as the ordinary user, by pid; what has ended is not counted."""
         found = {}

@@ -76,7 +76,7 @@ class Run:
         self.ledger = Ledger()
         self.nodes: set[str] = set()
         """Nodes on which workers were seen."""
-        self.before = set(slurm.user_processes())
+        self.before = set(slurm.job_processes())
 
     @property
     def unfinished(self) -> int:
@@ -154,7 +154,7 @@ class Run:
 
     def left(self) -> list[str]:
         """Processes of the user, and files on the nodes, that were not there before."""
-        here = self.slurm.user_processes()
+        here = self.slurm.job_processes()
         found = [f"process {pid} {line[:100]}" for pid, line in here.items() if pid not in self.before]
         for node, tmp in self.slurm.node_tmp.items():
             found += [f"{node} {path}" for path in tmp.glob(f"ry-*-{self.bridge.instance()}/*/sandboxes/*")]
@@ -204,18 +204,18 @@ def a_run(
 
 def test_a_node_whose_slurmd_dies_while_its_processes_run_on(slurm: Slurm, shared: Path, sif: Path) -> None:
     rng = random.Random(f"slurmd-{SEED}")
-    with a_run(slurm, shared, sif, "kill-slurmd") as run:
+    with a_run(slurm, shared, sif, "kill-slurmd", samples=20) as run:
         run.reach(rng)
         number, node = run.worker(rng)
-        there = " ".join(slurm.user_processes().values())
+        there = " ".join(slurm.job_processes().values())
         assert "Apptainer instance" in there
         slurm.kill_slurmd(node)
         # Slurm gives the job up, and its own requeue or the bridge begins it elsewhere.
         until(lambda: run.bridge.jobs().get(number, {}).get("node") != node, 90, "Slurm's notice")
-        assert any(
-            f"--name {run.name}" in line or run.name in line for line in slurm.user_processes().values()
-        )
-        print(f"slurmd of {node} killed with {run.unfinished} to go")
+        assert run.unfinished >= 8, "the job ended before Slurm's notice"
+        old = [line for line in slurm.job_processes().values() if f"-{number} " in f"{line} "]
+        assert old, "its processes do not run on"
+        print(f"slurmd of {node} killed, noticed with {run.unfinished} to go")
     print(f"{run.again()} rollouts were begun again")
 
 

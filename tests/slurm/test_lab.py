@@ -107,26 +107,26 @@ sleep 600 & wait
     job = slurm.sbatch(script, "-o", f"{shared}/out")
     assert wait(lambda: "ready" in (shared / "out").read_text() if (shared / "out").exists() else False)
     assert (shared / "out").read_text().split() == [str(slurm.uid), "ready"]
-    there = " ".join(slurm.user_processes().values())
+    there = " ".join(slurm.job_processes().values())
     assert "Apptainer instance" in there
     assert ("squashfuse" in there) == (kind == "sif")
     assert files_on_nodes(slurm) - before != set()
     slurm.run_as_user(["scancel", "--signal=TERM", "--batch", str(job)])
     slurm.wait_state(job, "COMPLETED")
-    assert wait(lambda: slurm.user_processes() == {}, 10)
+    assert wait(lambda: slurm.job_processes() == {}, 10)
     assert files_on_nodes(slurm) <= before
 
 
 def test_a_killed_slurmd_leaves_its_job_s_processes_running(slurm: Slurm) -> None:
     job = slurm.sbatch(SLEEPER, "-w", "cn2", "--no-requeue", "-o", "/dev/null")
     slurm.wait_state(job, "RUNNING")
-    assert wait(lambda: any("sleep 600" in line for line in slurm.user_processes().values()))
+    assert wait(lambda: any("sleep 600" in line for line in slurm.job_processes().values()))
     slurm.kill_slurmd("cn2")
     assert slurm.wait_state(job, "NODE_FAIL", seconds=60) == "NODE_FAIL"
-    assert any("sleep 600" in line for line in slurm.user_processes().values()), "a double execution"
+    assert any("sleep 600" in line for line in slurm.job_processes().values()), "a double execution"
     slurm.start_slurmd("cn2")
     # A slurmd that comes back is told what should not run any more.
-    assert wait(lambda: slurm.user_processes() == {}, 60)
+    assert wait(lambda: slurm.job_processes() == {}, 60)
 
 
 def test_a_controller_that_was_away_knows_its_jobs(slurm: Slurm) -> None:

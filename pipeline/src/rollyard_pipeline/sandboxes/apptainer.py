@@ -30,11 +30,13 @@ from rollyard_pipeline.sandboxes.apptainer_program import (
 from rollyard_pipeline.sandboxes.bubblewrap import userns_advice
 from rollyard_pipeline.sandboxes.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.errors import (
+    DiskFull,
     ImageNotUsable,
+    RunDirUnusable,
     SandboxStartFailed,
     UserNamespacesForbidden,
 )
-from rollyard_pipeline.sandboxes.imagecache import ImageCache
+from rollyard_pipeline.sandboxes.imagecache import NO_ROOM, ImageCache
 from rollyard_pipeline.sandboxes.images import Image, parse_image
 from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.launch import LOG_FD, READY_FD, Launch, start
@@ -124,7 +126,11 @@ class ApptainerStarter:
                 problem,
                 self._cache.folder,
             )
-        await in_thread(self._prepare)
+        try:
+            await in_thread(self._prepare)
+        except OSError as error:
+            raise RunDirUnusable(f"run dir {self._folder.run_dir} cannot be used: {error}") from error
+        await in_thread(self._end_strays)
         if self._options.default_image is not None:
             self._image(None)
 
@@ -132,9 +138,7 @@ class ApptainerStarter:
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._cache.prepare()
         self._runtime = make_runtime(self._folder.run_dir)
-        script = self._own / "start"
-        script.write_text('#!/bin/sh\nexec "$@"\n')
-        script.chmod(0o755)
+        self._write("start", '#!/bin/sh\nexec "$@"\n', 0o755)
         # The runtime's mount points, so that none of them must be made in an image.
         for source, target in self._runtime.binds:
             point = self._own / "runtime" / Path(target).relative_to(INSIDE)
@@ -143,6 +147,14 @@ class ApptainerStarter:
             else:
                 point.parent.mkdir(parents=True, exist_ok=True)
                 point.touch()
+
+    def _end_strays(self) -> None:
+        """Ends instances whose folders are gone: no sweep of the node's records finds them."""
+        known = set(self._folder.ids())
+        for sandbox_id in instances.filed(self._own):
+            if sandbox_id not in known:
+                log.warning("instance %s has no folder any more: ended", instances.instance_name(sandbox_id))
+                self._clear(instances.instance_name(sandbox_id))
 
     def check(self, key: SandboxKey) -> None:
         self._image(key.image)
@@ -220,12 +232,18 @@ class ApptainerStarter:
         if self._program is None or not self._program.takes_config:
             return []
         megabytes = max(_LAYER_MB, disk_sizes(key)[0] >> 20)
-        path = self._own / f"layer-{megabytes}.conf"
+        text = _CONFIG.format(megabytes=megabytes)
+        return ["--config", str(self._write(f"layer-{megabytes}.conf", text, 0o600))]
+
+    def _write(self, name: str, text: str, mode: int) -> Path:
+        """A file of ours, which other workers may be using already: it is there whole or not at all."""
+        path = self._own / name
         if not path.exists():
-            temporary = path.with_suffix(f".{os.getpid()}")
-            temporary.write_text(_CONFIG.format(megabytes=megabytes))
+            temporary = self._own / f".{name}.{os.getpid()}"
+            temporary.write_text(text)
+            temporary.chmod(mode)
             temporary.rename(path)
-        return ["--config", str(path)]
+        return path
 
     def _confine(self, key: SandboxKey) -> list[str]:
         """Python's lines that run inside, before the exec server."""
@@ -276,6 +294,8 @@ class ApptainerStarter:
         text = str(error)
         if NOT_CONFINED in text or re.search(r"user namespace|unshare.*not permitted", text, re.IGNORECASE):
             return UserNamespacesForbidden(forbidden_text(text))
+        if NO_ROOM.search(text):
+            return DiskFull(f"no room left for a sandbox in {self._folder.run_dir}: {text}")
         image = key.image if key.image is not None else self._options.default_image
         if NO_BASH in text:
             return ImageNotUsable(f"sandbox.image {image!r}: has no bash (looked for {', '.join(_BASHES)})")

@@ -39,7 +39,7 @@ BUILD_SECONDS: Final = 3600.0
 """The most that a build may take; usually the Init stage's own limit is reached before."""
 _IN_USE_SECONDS: Final = 3600.0
 _ZSTD: Final = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
-_NO_ROOM: Final = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
+NO_ROOM: Final = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
 _PASSING: Final = re.compile(
     r"timeout|timed out|no such host|connection re(fused|set)|network is unreachable|i/o|temporar|"
     r"too ?many ?requests|\b(429|500|502|503|504)\b|unexpected EOF|TLS handshake",
@@ -175,7 +175,7 @@ class ImageCache:
         try:
             yield
         except OSError as error:
-            if _NO_ROOM.search(os.strerror(error.errno or 0)):
+            if NO_ROOM.search(os.strerror(error.errno or 0)):
                 raise DiskFull(f"no room left in the image cache {self.folder}; free some") from error
             raise
 
@@ -183,7 +183,7 @@ class ImageCache:
 def _failure(image: Image, code: int, text: str) -> Exception:
     lines = [line for line in text.strip().splitlines() if "INFO:" not in line]
     words = " | ".join(lines[-6:])[-1500:] or f"exit status {code}"
-    if _NO_ROOM.search(text):
+    if NO_ROOM.search(text):
         return DiskFull(f"no room left in the image cache to build {image.text!r}: {words}")
     if code == 124 or (image.kind == "registry" and _PASSING.search(text)):
         return SandboxStartFailed(f"sandbox.image {image.text!r} could not be built this time: {words}")

@@ -43,6 +43,12 @@ def instance_name(sandbox_id: str) -> str:
     return f"{_PREFIX}{sandbox_id}"
 
 
+def filed(config: Path) -> list[str]:
+    """Ids of the sandboxes that Apptainer has filed below `config`, alive or not."""
+    names = {path.name for path in config.glob(f"instances/*/*/*/{_PREFIX}*") if path.is_dir()}
+    return sorted(name.removeprefix(_PREFIX) for name in names)
+
+
 def load(config: Path, name: str) -> Instance | None:
     """What Apptainer has filed below `config` of the instance; None where it is not there or not alive."""
     for file in config.glob(f"instances/*/*/*/{name}/{name}.json"):
@@ -60,12 +66,16 @@ def _helpers(root: ProcessRef, keeper: ProcessRef) -> tuple[ProcessRef, ...]:
 
 
 def search(name: str) -> list[ProcessRef]:
-    """The processes whose command line names the instance, and all below them; keepers come last."""
+    """This user's processes whose command line names the instance, and all below them; keepers come last."""
+    own = f"Uid:\t{os.geteuid()}\t"
     keepers = []
     for pid in os.listdir("/proc"):
         if not pid.isdigit() or int(pid) == os.getpid():
             continue
         with contextlib.suppress(OSError):
+            # Its owner by the status: the folder itself is root's where a process may not be traced.
+            if own not in Path(f"/proc/{pid}/status").read_text(errors="replace"):
+                continue
             line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
             words = line.replace("\0", " ").split(" ")
             if (f"[{name}]" in words or name in words) and (ref := process_ref(int(pid))) is not None:

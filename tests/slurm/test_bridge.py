@@ -190,6 +190,36 @@ def test_a_controller_away_is_waited_out(slurm: Any, bridge: Bridge) -> None:
     assert bridge.stop() == 0
 
 
+def test_a_command_that_hangs_changes_nothing(slurm: Any, bridge: Bridge, shared: Path) -> None:
+    programs, hang = shared / "bin", shared / "hang"
+    programs.mkdir(mode=0o755)
+    for name in ("squeue", "sbatch"):
+        path = programs / name
+        path.write_text(f'#!/bin/bash\n[ ! -e {hang} ] || sleep 600\nexec /usr/bin/{name} "$@"\n')
+        path.chmod(0o755)
+    bridge.options = ["--command-timeout", "2"]
+    bridge.env = {"PATH": f"{programs}:{slurm.env['PATH']}"}
+    first, second = job("hangs", tasks=6, samples=2, pause=10.0), job("later", tasks=2, samples=1)
+    bridge.start()
+    with bridge.client() as client:
+        client.submit(first)
+        until(lambda: condition(client.job("hangs"), "Running") == "True", 60, "a running job")
+        (number,) = bridge.running()
+        hang.touch()
+        client.submit(second)
+        until(lambda: "did not answer within 2 s" in bridge.log.read_text(), 60, "its being told")
+        assert condition(client.job("hangs"), "Running") == "True"
+        hang.unlink()
+        until(lambda: "Slurm answers again" in bridge.log.read_text(), 60, "its being told")
+        bridge.ended("later", 150)
+        bridge.ended("hangs")
+    accounted_for(bridge, first)
+    accounted_for(bridge, second)
+    assert slurm.state(number) in ("COMPLETED", "COMPLETING"), "the same worker to the end"
+    assert bridge.stop() == 0
+    assert not [one for one in slurm.user_processes().values() if "sleep 600" in one]
+
+
 def test_a_partition_that_does_not_exist_is_told(slurm: Any, bridge: Bridge) -> None:
     bridge.options = ["--partition", "nosuch"]
     bridge.start()

@@ -59,7 +59,7 @@ class Bench:
             self.now += timedelta(seconds=seconds)
             self.fleet.find_endpoints()
             await self.fleet.look(self.now)
-            if self.fleet.known:
+            if self.fleet.ready:
                 await self.driver.turn(self.now)
                 await self.fleet.act(self.now)
 
@@ -95,6 +95,7 @@ async def test_nothing_is_done_before_slurm_has_answered_once(bench: Bench) -> N
     bench.slurm.away = "squeue did not answer within 20 s"
     await bench.turns()
     assert bench.slurm.submissions == 0
+    assert "not submitted yet: squeue did not answer within 20 s" in bench.said_of()
     bench.slurm.away = ""
     await bench.turns()
     assert bench.slurm.submissions == 1
@@ -112,6 +113,19 @@ async def test_a_new_bridge_goes_on_with_the_same_jobs(bench: Bench) -> None:
     bench.begin()
     await bench.turns(1)
     assert "exited with 3" in bench.said_of("Degraded"), "it ended while no bridge ran"
+
+
+async def test_a_new_bridge_says_nothing_of_its_jobs_before_slurm_has(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.begin()
+    bench.slurm.away = "squeue did not answer within 20 s"
+    await bench.turns()
+    assert bench.said_of("Running", "status") == "True", "as it was"
+    bench.slurm.away = ""
+    await bench.turns()
+    assert bench.slurm.submissions == 1
 
 
 async def test_a_bridge_killed_between_sbatch_and_its_note_finds_the_job(bench: Bench) -> None:

@@ -136,6 +136,10 @@ def test_the_comment_says_whose_it_is() -> None:
         ("sbatch: [--comment=x]", "sbatch: --comment is set by the bridge"),
         ("sbatch: [gpu]", "sbatch: 'gpu' is no option"),
         ("workers: {runDir: relative}", "workers.runDir: "),
+        (
+            "workers: {drainSeconds: 120}",
+            r"workers.drainSeconds \(120\) must be less than signalSeconds \(90\)",
+        ),
         ("[1, 2]", "must be a mapping"),
         ("a: [", "no YAML"),
         ("env: {'a b': x}", "env"),

@@ -196,6 +196,7 @@ class Bridge:
 
     async def _loop(self, driver: Driver, fleet: Fleet) -> None:
         pace, clock, pruned = Pace(), asyncio.get_running_loop().time, float("-inf")
+        trouble = ""
         while True:
             self._wake.clear()
             now = datetime.now(UTC)
@@ -205,7 +206,7 @@ class Bridge:
                     fleet.changed = False
                     await fleet.look(now)
                     pace.looked(clock(), fleet.changed, idle=not fleet.jobs, away=bool(fleet.away))
-                if fleet.known:
+                if fleet.ready:
                     await driver.turn(now)
                     await fleet.act(now)
                 if clock() - pruned > logs.EVERY_SECONDS:
@@ -213,7 +214,11 @@ class Bridge:
                     await asyncio.to_thread(logs.prune, self._home.logs, fleet.logs())
             except OSError as error:
                 # A full disk, a quota, a file server that is away: what runs goes on.
-                self._say(f"trouble: {error.filename or 'the home'}: {error.strerror or error}")
+                if str(error) != trouble:
+                    trouble = str(error)
+                    self._say(f"trouble: {error.filename or 'the home'}: {error.strerror or error}")
+            else:
+                trouble = ""
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TURN_SECONDS):
                     await self._wake.wait()

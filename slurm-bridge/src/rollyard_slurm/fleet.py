@@ -72,7 +72,7 @@ class Fleet:
         self._strangers: set[int] = set()
         self._handed_in = 0
         self.known = False
-        """Slurm has been asked successfully since the start: nothing is launched before."""
+        """Slurm has been asked successfully since the start: nothing is handed in before."""
         self.changed = True
         """Something was done, or seen, that makes another look worth while soon."""
 
@@ -82,6 +82,11 @@ class Fleet:
     def away(self) -> str:
         """Why Slurm does not answer; empty: it does."""
         return self._away
+
+    @property
+    def ready(self) -> bool:
+        """Whether plans may be made: what was found on disk has been looked at, or there was nothing."""
+        return self.known or all(one.refused for one in self._all)
 
     @property
     def jobs(self) -> list[Submission]:
@@ -203,8 +208,8 @@ class Fleet:
                 strangers.append(job.id)
         if strangers:
             self._say(f"cancelled Slurm jobs of this home that nothing wants: {strangers}")
-            self._strangers.update(strangers)
             await self._commands.cancel(strangers)
+            self._strangers.update(strangers)
 
     def _settle(self) -> None:
         """Whose place a successor has taken; where backends answer."""

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from rollyard_crds.base import Model
 from rollyard_crds.manifest import describe
 
 from rollyard_slurm.errors import ProfileInvalid
 from rollyard_slurm.parse import seconds
 
+SIGNAL_SECONDS = 90
+"""Before the time limit; a drain, a hand-over and the end of the sandboxes fit in."""
 Word = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\s]+$")]
 Line = Annotated[str, Field(max_length=4096, pattern=r"^[^\n]*$")]
 Words = Annotated[list[Word], Field(max_length=64)]
@@ -116,6 +118,16 @@ class SiteProfile(JobProfile):
     backends: BackendsProfile = Field(default_factory=BackendsProfile)
     pass_env: Words = Field(default_factory=list)
     """Names of variables that Slurm's commands and the jobs inherit of the bridge's environment."""
+
+    @model_validator(mode="after")
+    def _drains_in_time(self) -> SiteProfile:
+        seconds = self.workers.signal_seconds or self.signal_seconds or SIGNAL_SECONDS
+        if self.workers.drain_seconds >= seconds:
+            raise ValueError(
+                f"workers.drainSeconds ({self.workers.drain_seconds}) must be less than signalSeconds "
+                f"({seconds}): what a worker holds is handed over before the time limit"
+            )
+        return self
 
     def of(self, kind: str) -> JobProfile:
         """The profile of one kind of job: its own fields before the common ones."""

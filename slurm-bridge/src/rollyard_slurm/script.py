@@ -12,10 +12,8 @@ from rollyard_operator.vllmargs import SERVER_ENV, vllm_command
 
 from rollyard_slurm.identity import Identity
 from rollyard_slurm.node import HOST, PORT
-from rollyard_slurm.profile import JobProfile, SiteProfile, quoted
+from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile, SiteProfile, quoted
 
-SIGNAL_SECONDS = 90
-"""Before the time limit; a drain, a hand-over and the end of the sandboxes fit in."""
 TITLE = "rollyard-"
 DEFAULT_MEMORY = "2G"
 """Of stage workers and embedded engines: many sites' own default, per CPU, is too little for sandboxes."""

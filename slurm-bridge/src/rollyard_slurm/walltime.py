@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollyard_slurm.parse import JobDetails, QueuedJob
-from rollyard_slurm.profile import JobProfile
-from rollyard_slurm.script import SIGNAL_SECONDS
+from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile
 
 AHEAD_SECONDS = 600
 EARLY_SECONDS = 60

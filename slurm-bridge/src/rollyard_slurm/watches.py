@@ -10,7 +10,7 @@ from rollyard_operator.host.home import read_json
 from rollyard_operator.probe import Health, watch_backend
 
 from rollyard_slurm.script import Site
-from rollyard_slurm.submissions import Submission
+from rollyard_slurm.submissions import PENDING_STATES, Submission
 
 
 class Watches:
@@ -32,8 +32,10 @@ class Watches:
             Whether it has begun, and squeue has not said so yet: a reason to ask.
         """
         path = self._site.endpoint_file(one.launch)
-        if one.seen is None or one.seen.state != "RUNNING":
+        if one.seen is None or one.seen.state in PENDING_STATES:
             return one.job is not None and path.exists()
+        if not one.running:
+            return False
         document = read_json(path) or {}
         url = document.get("url")
         if isinstance(url, str) and document.get("job") == str(one.job):

@@ -244,6 +244,25 @@ async def test_without_fuse_images_are_unpacked(
         await kit.clean(provider)
 
 
+@pytest.mark.real
+@pytest.mark.apptainer
+async def test_without_fuse_on_an_old_kernel_images_are_read_only(
+    kit: Any, root_folder: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, apptainer_works: None
+) -> None:
+    monkeypatch.setattr(apptainer_module, "fuse_problem", lambda: "/dev/fuse is closed to this user")
+    monkeypatch.setattr(apptainer_module.platform, "release", lambda: "4.18.0-553.el8_10.x86_64")
+    provider = kit.open("apptainer", run_dir, str(root_folder))
+    await provider.start()
+    try:
+        async with await kit.acquire(provider, files={"a": "text"}) as sandbox:
+            code, output = await kit.sh(sandbox, "cat a; touch /tmp/x /usr/x")
+            assert code != 0
+            assert "/usr/x" in output
+            assert "Read-only file system" in output
+    finally:
+        await kit.clean(provider)
+
+
 # The cache, with a program that builds in its own way
 
 
@@ -253,7 +272,7 @@ def builder(folder: Path, script: str) -> Program:
     head = '#!/bin/bash\nn=$#; target=${@:n-1:1}; source=${@:n:1}; echo x >> "$0.calls"\n'
     path.write_text(head + script + "\n")
     path.chmod(0o755)
-    return Program(str(path), "apptainer", "1.4.5", True)
+    return Program(str(path), "apptainer", "1.4.5", (), True)
 
 
 def calls(program: Program) -> int:

@@ -73,13 +73,18 @@ async def test_others_are_named(
 
 
 async def test_set_user_id_installations_take_no_configuration(tmp_path: Path) -> None:
-    (tmp_path / "apptainer/bin").mkdir(parents=True)
-    config = f"LIBEXECDIR={tmp_path}\\nAPPTAINER_SUID_INSTALL=1\\n"
-    path = answering(tmp_path, "a", "apptainer version 1.4.5", config)
-    # Built with it, but that part was not installed.
-    assert (await find_program(str(path))).takes_config
-    (tmp_path / "apptainer/bin/starter-suid").touch()
-    assert not (await find_program(str(path))).takes_config
+    for name, number, takes in (("APPTAINER", 0, True), ("APPTAINER", 1, False), ("SINGULARITY", 1, False)):
+        config = f"PREFIX=/usr\\n{name}_SUID_INSTALL={number}\\n"
+        path = answering(tmp_path, "a", "apptainer version 1.4.5", config)
+        assert (await find_program(str(path))).takes_config is takes
+    # No answer at all: nothing is assumed.
+    assert not (await find_program(str(answering(tmp_path, "a", "apptainer version 1.4.5")))).takes_config
+
+
+async def test_oci_mode_has_no_instances(tmp_path: Path) -> None:
+    for version, options in (("3.11.4", ()), ("4.1.5", ("--no-oci",))):
+        path = answering(tmp_path, "s", f"singularity-ce version {version}")
+        assert (await find_program(str(path))).options == options
 
 
 def test_devices_that_do_not_let_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,10 +166,7 @@ async def test_doctor_names_what_is_missing(tmp_path: Path) -> None:
 
 
 async def test_doctor_of_a_set_user_id_installation(tmp_path: Path) -> None:
-    (tmp_path / "x/bin").mkdir(parents=True)
-    (tmp_path / "x/bin/starter-suid").touch()
-    config = f"LIBEXECDIR={tmp_path}\\nSINGULARITY_SUID_INSTALL=1\\n"
-    path = answering(tmp_path, "s", "singularity-ce version 4.1.5", config)
+    path = answering(tmp_path, "s", "singularity-ce version 4.1.5", "SINGULARITY_SUID_INSTALL=1\\n")
     (check,) = [check for check in await apptainer_checks(str(path)) if check.name == "apptainer"]
     assert check.ok
     assert "sessiondir max size" in check.meaning

@@ -11,6 +11,7 @@ import csv
 import io
 import logging
 import os
+import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 NO_BASH: Final = "NoBash"
 _START_SECONDS: Final = 2 * START_SECONDS
 """A cold image on a busy file server takes its time."""
+_USERS_OVERLAY_SINCE: Final = (5, 11)
 _LAYER_MB: Final = 16
 _BASHES: Final = ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash")
 # What programs of Apptainer add to the environment of those that they start.
@@ -104,6 +106,7 @@ class ApptainerStarter:
         self._program: Program | None = None
         self._runtime: Runtime | None = None
         self._unpacked = False
+        self._layered = True
         self._reaper = Reaper()
 
     def workdir(self, folder: Path) -> str:
@@ -126,6 +129,10 @@ class ApptainerStarter:
                 problem,
                 self._cache.folder,
             )
+            # Without FUSE the writable layer is the kernel's own, which users may mount since then.
+            self._layered = _kernel(platform.release()) >= _USERS_OVERLAY_SINCE
+            if not self._layered:
+                log.warning("Linux %s lets users mount no overlay: images are read-only", platform.release())
         try:
             await in_thread(self._prepare)
         except OSError as error:
@@ -217,8 +224,9 @@ class ApptainerStarter:
         return [
             program.path, "-s", *self._config(key), "instance", "start",
             *(["--fakeroot"] if self._options.fakeroot else ["--userns"]),
-            "--containall", "--cleanenv", "--no-home", "--no-mount", "sys,bind-paths",
-            "--net", "--network", "none", "--writable-tmpfs", "--scratch", WORKDIR,
+            *program.options, "--containall", "--cleanenv", "--no-home", "--no-mount", "sys,bind-paths",
+            "--net", "--network", "none", "--scratch", WORKDIR,
+            *(["--writable-tmpfs"] if self._layered else []),
             *(part for source, target in binds for part in ("--mount", _mount(source, target))),
             str(image), name,
             *runtime.argv,
@@ -318,6 +326,10 @@ def namespace_advice() -> list[str]:
         "in a container: run it with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
         "--security-opt systempaths=unconfined`; inside a chroot the kernel refuses them always"
     ]
+
+
+def _kernel(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", release)[:2])
 
 
 def _mount(source: str, target: str) -> str:

@@ -25,6 +25,7 @@ _ANSWER: Final = re.compile(
     r"\b(apptainer|singularity-ce|singularity)(?:-pro)? version (\d+)\.(\d+)", re.IGNORECASE
 )
 _OLDEST: Final = {"apptainer": (1, 1), "singularity-ce": (3, 11)}
+_OCI_SINCE: Final = (4, 0)
 _OUTPUT_BYTES: Final = 256 << 10
 FUSE: Final = Path("/dev/fuse")
 
@@ -37,6 +38,8 @@ class Program:
     kind: Literal["apptainer", "singularity-ce"]
     version: str
     """As it answered, without the name."""
+    options: tuple[str, ...]
+    """What every start needs: where a site has made OCI mode the default, there are no instances."""
     takes_config: bool
     """An unprivileged installation, which lets its users give a configuration of their own."""
 
@@ -66,7 +69,10 @@ async def find_program(wanted: str | None = None) -> Program:
             continue
         answered = text[match.start() :].split()[2]
         takes = await _takes_config(path)
-        return Program(path, "apptainer" if kind == "apptainer" else "singularity-ce", answered, takes)
+        if kind == "apptainer":
+            return Program(path, "apptainer", answered, (), takes)
+        options = ("--no-oci",) if version >= _OCI_SINCE else ()
+        return Program(path, "singularity-ce", answered, options, takes)
     raise ApptainerMissing(f"no Apptainer and no SingularityCE ({'; '.join(found)}): {INSTALL_HINT}")
 
 
@@ -76,11 +82,7 @@ async def _takes_config(path: str) -> bool:
     values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     if code != 0 or not values:
         return False
-    for prefix in ("APPTAINER", "SINGULARITY"):
-        if values.get(f"{prefix}_SUID_INSTALL") == "1":
-            folder = Path(values.get("LIBEXECDIR", "/nonexistent"))
-            return not any(folder.glob("*/bin/starter-suid"))
-    return True
+    return "1" not in (values.get(f"{prefix}_SUID_INSTALL") for prefix in ("APPTAINER", "SINGULARITY"))
 
 
 def fuse_problem(device: Path = FUSE) -> str | None:

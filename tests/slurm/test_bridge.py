@@ -193,6 +193,7 @@ def test_a_controller_away_is_waited_out(slurm: Any, bridge: Bridge) -> None:
 def test_a_command_that_hangs_changes_nothing(slurm: Any, bridge: Bridge, shared: Path) -> None:
     programs, hang = shared / "bin", shared / "hang"
     programs.mkdir(mode=0o755)
+    os.chown(programs, slurm.uid, slurm.gid)  # who else could remove what is in it
     for name in ("squeue", "sbatch"):
         path = programs / name
         path.write_text(f'#!/bin/bash\n[ ! -e {hang} ] || sleep 600\nexec /usr/bin/{name} "$@"\n')

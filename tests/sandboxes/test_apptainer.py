@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import getpass
 import json
 import os
@@ -41,6 +42,19 @@ def alive(run_dir: Path, sandbox_id: str) -> list[int]:
     assert record is not None
     known = [record.root, record.monitor, *record.helpers]
     return [process.pid for process in known if process is not None and process.ref().alive()]
+
+
+def orphaned_helpers() -> set[int]:
+    """Processes that serve a file system of Apptainer's and have lost the one that started them."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                line, stat = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
+                parent = int(stat[stat.rindex(")") + 2 :].split()[1])
+                if parent == 1 and b"fuse" in line and b"mnt/session" in line:
+                    found.add(int(entry.name))
+    return found
 
 
 async def test_it_is_an_instance(kit: Any, apptainer: NodeProvider, run_dir: Path) -> None:
@@ -215,6 +229,33 @@ async def test_sweep_ends_a_start_whose_worker_died(kit: Any, sif: Path, run_dir
         assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
     finally:
         await kit.clean(provider)
+
+
+async def test_start_cancelled_at_any_moment_leaves_nothing(
+    kit: Any, apptainer: NodeProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids: list[str] = []
+    new_id = SandboxFolder.new_id
+
+    def noted() -> str:
+        ids.append(new_id())
+        return ids[-1]
+
+    monkeypatch.setattr(SandboxFolder, "new_id", staticmethod(noted))
+    before = orphaned_helpers()
+    for step in range(14):
+        start = asyncio.create_task(kit.acquire(apptainer))
+        await asyncio.sleep(0.02 * step)
+        start.cancel()
+        (result,) = await asyncio.gather(start, return_exceptions=True)
+        if not isinstance(result, asyncio.CancelledError):
+            await result.close()
+            await apptainer.release(result.handle)
+        # Helpers bear no name of the sandbox. Those of other instances on this machine have a parent.
+        await kit.until(lambda: orphaned_helpers() <= before)
+        assert listed(run_dir) == []
+        assert [instances.search(instances.instance_name(made)) for made in ids] == [[]] * len(ids)
+    assert len(ids) > 10
 
 
 async def test_instances_without_a_folder_are_ended(kit: Any, sif: Path, run_dir: Path) -> None:

@@ -195,6 +195,7 @@ class ApptainerStarter:
             socket_path=folder / SOCKET_NAME,
             cgroups=cgroups,
             log=True,
+            end=lambda child: self._clear(name, [child.pid]),
         )
         try:
             started = await start(launch, self._reaper, _START_SECONDS)
@@ -288,11 +289,11 @@ class ApptainerStarter:
         instances.forget(self._own, name)
         return gone
 
-    def _clear(self, name: str) -> None:
+    def _clear(self, name: str, sessions: Sequence[int] = ()) -> None:
         found = instances.load(self._own, name)
         if found is not None:
             instances.end(found.root, found.keeper, found.helpers, 10.0)
-        instances.end_by_name(name, 10.0)
+        instances.end_by_name(name, 10.0, sessions)
         instances.forget(self._own, name)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -65,23 +65,31 @@ def _helpers(root: ProcessRef, keeper: ProcessRef) -> tuple[ProcessRef, ...]:
     return tuple(ref for ref in descendants(keeper.pid) if ref.pid not in inside)
 
 
-def search(name: str) -> list[ProcessRef]:
-    """This user's processes whose command line names the instance, and all below them; keepers come last."""
+def search(name: str, sessions: Iterable[int] = ()) -> list[ProcessRef]:
+    """This user's processes whose command line names the instance, and all that belongs to them.
+
+    That is what is below them and what is in their sessions, or in `sessions`; keepers come last.
+    """
     own = f"Uid:\t{os.geteuid()}\t"
-    keepers = []
-    for pid in os.listdir("/proc"):
-        if not pid.isdigit() or int(pid) == os.getpid():
-            continue
+    keepers, others, theirs = [], dict[ProcessRef, int](), set(sessions)
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
             # Its owner by the status: the folder itself is root's where a process may not be traced.
-            if own not in Path(f"/proc/{pid}/status").read_text(errors="replace"):
+            if pid == os.getpid() or own not in Path(f"/proc/{pid}/status").read_text(errors="replace"):
                 continue
             line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            words = line.replace("\0", " ").split(" ")
-            if (f"[{name}]" in words or name in words) and (ref := process_ref(int(pid))) is not None:
-                keepers.append(ref)
+            session, ref = os.getsid(pid), process_ref(pid)
+            if ref is None:
+                continue
+            if not {f"[{name}]", name} & set(line.replace("\0", " ").split(" ")):
+                others[ref] = session
+                continue
+            keepers.append(ref)
+            if session != os.getsid(0):
+                theirs.add(session)
     below = [ref for keeper in keepers for ref in descendants(keeper.pid)]
-    return list(dict.fromkeys([*below, *keepers]))
+    beside = [ref for ref, session in others.items() if session in theirs]
+    return [ref for ref in dict.fromkeys([*below, *beside]) if ref not in keepers] + keepers
 
 
 def end(
@@ -99,16 +107,27 @@ def end(
     return gone
 
 
-def end_by_name(name: str, seconds: float) -> bool:
-    """Ends whatever runs of an instance whose processes nobody has noted. Blocking; whether all is gone."""
+def end_by_name(name: str, seconds: float, sessions: Iterable[int] = ()) -> bool:
+    """Ends whatever runs of an instance whose processes nobody has noted. Blocking; whether all is gone.
+
+    Args:
+        sessions: in which processes of it are known to be, beside those that it is found by.
+    """
     deadline = time.monotonic() + seconds
-    gone = True
-    # What is being started may start more before it has been killed.
-    while found := [ref for ref in search(name) if ref.alive()]:
-        for ref in found:
-            gone = kill_and_wait(ref, max(0.1, deadline - time.monotonic())) and gone
+    # Stopped first, until there is nothing new: what is being started starts more, and a helper whose
+    # keeper is dead has nothing by which it could be found.
+    stopped: dict[ProcessRef, None] = {}
+    while fresh := [ref for ref in search(name, sessions) if ref not in stopped and ref.alive()]:
+        for ref in reversed(fresh):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ref.pid, signal.SIGSTOP)
+        stopped |= dict.fromkeys(fresh)
         if time.monotonic() >= deadline:
-            return False
+            break
+    last = [ref for ref in search(name, sessions) if ref in stopped]
+    gone = True
+    for ref in dict.fromkeys([*last, *stopped]):
+        gone = kill_and_wait(ref, max(0.1, deadline - time.monotonic())) and gone
     return gone
 
 

@@ -46,6 +46,8 @@ class Launch:
     """The program writes bwrap's `--info-fd` JSON on INFO_FD."""
     log: bool = False
     """The program's standard error is LOG_FD too: for one that gives what it starts another."""
+    end: Callable[[ProcessRef], object] | None = None
+    """Ends the program and all it has started, blocking; for one whose death leaves others behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,10 @@ async def start(launch: Launch, reaper: Reaper, seconds: float) -> Started:
         except TimeoutError:
             failure = f"was not ready within {seconds:g} s"
         except BaseException:
-            await _kill(child, inner)
+            await _kill(launch, child, inner)
             raise
         if not ready or child is None or (launch.info and inner is None):
-            await _kill(child, inner)
+            await _kill(launch, child, inner)
             raise SandboxStartFailed(f"the exec server {failure}: {_log_text(log) or 'it wrote nothing'}")
         return Started(child, inner)
 
@@ -131,7 +133,9 @@ def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO,
             raise SandboxStartFailed(f"{argv[0]} cannot be started: {error}") from error
 
 
-async def _kill(child: ProcessRef | None, inner: ProcessRef | None) -> None:
+async def _kill(launch: Launch, child: ProcessRef | None, inner: ProcessRef | None) -> None:
+    if launch.end is not None and child is not None:
+        await in_thread(launch.end, child)
     for ref in (inner, child):
         if ref is not None:
             await in_thread(kill_and_wait, ref, 10.0)

@@ -15,25 +15,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from vllm_cpu_build import CPU_ARGUMENTS, CPU_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 MANIFEST = ROOT / "examples" / "kubernetes" / "vllm.yaml"
 LIBRARIES = "/opt/vllm-libraries"
 ANSWER_SECONDS = 60.0
-CPU_ARGUMENTS = (
-    "--enforce-eager",
-    "--dtype=float32",
-    "--block-size=32",
-    # vLLM 0.32's CPU build dies of a prompt that is read in parts while its request has a seed.
-    "--no-enable-chunked-prefill",
-)
-CPU_ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "$(BACKEND_INDEX)",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 CPU_RESOURCES = {"requests": {"cpu": "200m", "memory": "2Gi"}, "limits": {"memory": "6Gi"}}
 _CLOSED = Path("/root")
 """The folder that images keep closed to other users: mounts below it need one of their own in its place."""

@@ -1,0 +1,219 @@
+"""One run of Rollyard on Slurm, as demo-slurm does it: the bridge, a job, trajectories, and away again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[1]
+LAB = ROOT / "scripts" / "slurm-lab"
+QUICKSTART = ROOT / "examples" / "quickstart"
+MODEL = ROOT / "engine" / "src" / "rollyard_engine" / "models" / "tiny-policy"
+ROLLYARD = Path(sys.executable).with_name("rollyard")
+GONE_SECONDS = 60
+LAB_PROFILE: dict[str, Any] = {
+    # One worker on each node of four CPUs, and room for a backend beside it.
+    "time_limit": "30",
+    "workers": {"cpus": 3, "memory": "3000M"},
+    "backends": {"cpus": 1, "memory": "900M"},
+}
+
+
+class DemoFailed(Exception):
+    """A step did not do what it should; its words."""
+
+
+@dataclass
+class Site:
+    """The cluster, and how commands get there."""
+
+    before: tuple[str, ...] = ()
+    """Words that run a command as the one who uses the cluster."""
+    shared: Path = field(default_factory=Path)
+    """A folder on storage that the nodes share, of that user."""
+    info: dict[str, Any] | None = None
+    """Of scripts/slurm-lab, where the cluster is its."""
+
+
+class Demo:
+    """One run; every command is printed as it is run."""
+
+    job_name = "quickstart"
+    lab_profile = LAB_PROFILE
+    tokenizer = MODEL
+    workers: int
+    """Jobs of stage workers."""
+
+    def __init__(self, options: argparse.Namespace, site: Site, console: Console) -> None:
+        self.options = options
+        self.site = site
+        self.console = console
+        self.home = site.shared / "rollyard"
+        self.workers = options.workers
+        self.nodes: dict[str, set[str]] = {}
+        """Nodes on which workers and backends were seen, by kind."""
+
+    def told(self, *command: str, quiet: bool = False, check: bool = True, live: bool = False) -> str:
+        """What a command prints; it must succeed, if `check`. `live`: it prints to the terminal itself."""
+        shown = [os.path.relpath(word, ROOT) if word == str(ROLLYARD) else word for word in command]
+        if not quiet:
+            self.console.print(f"[bold]$ {shlex.join(shown)}[/bold]", soft_wrap=True, highlight=False)
+        done = subprocess.run(
+            [*self.site.before, *command], text=True, stdin=subprocess.DEVNULL, cwd=ROOT,
+            stdout=None if live else subprocess.PIPE, stderr=None if live else subprocess.PIPE,
+        )  # fmt: skip
+        if check and done.returncode != 0:
+            raise DemoFailed(f"{shlex.join(shown)}: {(done.stderr or done.stdout or '').strip()}")
+        if not quiet and not live and done.stdout.strip():
+            self.console.print(done.stdout.rstrip(), markup=False, highlight=False, soft_wrap=True)
+        return done.stdout or ""
+
+    def rollyard(self, *words: str, **further: bool) -> str:
+        """The command line, as the user of the cluster."""
+        return self.told(str(ROLLYARD), *words, **further)
+
+    def write(self) -> None:
+        """Tasks, job and profile, into the shared folder."""
+        options = self.options
+        lines = [line for line in (QUICKSTART / "tasks.jsonl").read_text().splitlines(True) if line.strip()]
+        if len(lines) < options.tasks:
+            raise DemoFailed(f"--tasks {options.tasks}: tasks.jsonl holds {len(lines)}")
+        self.put("tasks.jsonl", "".join(lines[: options.tasks]))
+        self.put("job.yaml", yaml.safe_dump(self.job(), sort_keys=False))
+        if options.profile is None and self.site.info is not None:
+            self.put("profile.yaml", yaml.safe_dump(self.lab_profile, sort_keys=False))
+
+    def put(self, name: str, text: str) -> None:
+        """A file for the user of the cluster, and a copy of it among the results."""
+        (self.site.shared / name).write_text(text)
+        (self.options.out / name).write_text(text)
+
+    def job(self) -> dict[str, Any]:
+        """The quickstart's job, as this run has it."""
+        job: dict[str, Any] = yaml.safe_load((QUICKSTART / "job.yaml").read_text())
+        job["spec"]["samplesPerTask"] = self.options.samples
+        for stage in job["spec"]["stages"].values():
+            # The bridge runs all three stages in each worker, a worker to a job of Slurm's.
+            stage["replicas"] = self.workers
+        job["spec"]["sandbox"]["warm"] = 2
+        return job
+
+    def engine(self) -> list[str]:
+        """Options of the bridge for the pool that it makes."""
+        return ["--engine", "embedded", "--replicas", str(self.options.backends)]
+
+    def bridge(self) -> None:
+        """The scripts that it would submit, then the bridge itself."""
+        options, shared = self.options, self.site.shared
+        common = ["--home", str(self.home), *self.engine()]
+        common += ["--default-image", options.image, "--lease-seconds", "15"]
+        profile = options.profile or (shared / "profile.yaml" if self.site.info is not None else None)
+        common += ["--profile", str(profile)] if profile is not None else []
+        common += ["--partition", options.partition] if options.partition else []
+        scripts = self.rollyard(
+            "slurm-bridge", "up", *common, "--dry-run", "-f", str(shared / "job.yaml"), quiet=True
+        )
+        (options.out / "scripts.txt").write_text(scripts)
+        self.console.print(f"The scripts that it submits: {options.out / 'scripts.txt'}")
+        self.rollyard("slurm-bridge", "up", *common, "--detach")
+
+    def run(self) -> None:
+        """The job, to its end; Slurm's queue is watched meanwhile."""
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(1.0):
+                self.look()
+
+        thread = threading.Thread(target=watch, name="squeue")
+        thread.start()
+        try:
+            self.work()
+            self.look()
+        finally:
+            done.set()
+            thread.join(30)
+        self.rollyard("slurm-bridge", "status", "--home", str(self.home))
+        self.told("squeue", "--me", "-o", "%.8i %.10T %.9M %.6N %k")
+
+    def work(self) -> None:
+        """Submits the job and follows it to its end."""
+        job = str(self.site.shared / "job.yaml")
+        self.rollyard("submit", "-f", job, "--home", str(self.home), "--wait", live=True)
+
+    def look(self) -> None:
+        """Remembers on which nodes jobs of the bridge run."""
+        text = self.told("squeue", "--me", "-h", "-t", "RUNNING", "-o", "%N|%j", quiet=True, check=False)
+        for line in text.splitlines():
+            node, _, name = line.partition("|")
+            if name.startswith("rollyard-"):
+                kind = "backend" if "-backend-" in name else "worker"
+                self.nodes.setdefault(kind, set()).add(node)
+
+    def fetch(self) -> Path:
+        """Trajectories, and where the work was done."""
+        for suffix in ("parquet", "jsonl"):
+            path = self.site.shared / f"trajectories.{suffix}"
+            self.rollyard("trajectories", self.job_name, "--home", str(self.home), "-o", str(path))
+            shutil.copyfile(path, self.options.out / path.name)
+        (self.options.out / "tokenizer.txt").write_text(f"{self.tokenizer}\n")
+        nodes = {kind: sorted(names) for kind, names in self.nodes.items()}
+        (self.options.out / "nodes.json").write_text(json.dumps(nodes, indent=2) + "\n")
+        self.console.print(f"Nodes: {nodes}", markup=False)
+        return self.options.out / "trajectories.jsonl"
+
+    def explain(self) -> None:
+        """What there is to see where it failed."""
+        for words in (
+            ("squeue", "--me"),
+            ("sh", "-c", f"tail -n 30 {shlex.quote(str(self.home))}/logs/*.log"),
+        ):
+            done = subprocess.run([*self.site.before, *words], capture_output=True, text=True)
+            print(f"$ {shlex.join(words)}\n{done.stdout}{done.stderr}", file=sys.stderr)
+
+    def remove(self) -> None:
+        """The bridge and its jobs; nothing of them may be left."""
+        self.rollyard("slurm-bridge", "down", "--home", str(self.home))
+        deadline = time.monotonic() + GONE_SECONDS
+        while left := self.left():
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"left behind: {'; '.join(left)}")
+            time.sleep(0.5)
+        where = "in the queue" if self.site.info is None else "in the queue, and on any node"
+        self.console.print(f"nothing left {where}")
+
+    def left(self) -> list[str]:
+        """Jobs of the bridge; in the lab also processes of its user, and files on the nodes."""
+        names = self.told("squeue", "--me", "-h", "-o", "%i %j", quiet=True).splitlines()
+        found = [f"job {line}" for line in names if " rollyard-" in line]
+        if self.site.info is not None:
+            for entry in os.scandir("/proc"):
+                try:
+                    if not entry.name.isdigit() or entry.stat().st_uid != self.site.info["uid"]:
+                        continue
+                    line = Path(entry.path, "cmdline").read_bytes().replace(b"\0", b" ")
+                    groups = Path(entry.path, "cgroup").read_text()
+                except OSError:
+                    continue  # it has ended meanwhile
+                # The control plane's, and whatever Slurm's jobs have begun.
+                if line and (os.fsencode(self.home) in line or "/slurm" in groups):
+                    found.append(f"process {entry.name} {line[:80].decode(errors='replace')}")
+            instance = json.loads((self.home / "bridge.json").read_text())["instance"]
+            for node, tmp in self.site.info["node_tmp"].items():
+                found += [
+                    f"{node}: /tmp/{path.relative_to(tmp)}" for path in Path(tmp).glob(f"ry-*-{instance}")
+                ]
+        return found

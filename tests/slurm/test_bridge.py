@@ -149,24 +149,6 @@ def test_a_requeued_worker_counts_as_no_failure(slurm: Any, bridge: Bridge) -> N
     assert bridge.stop() == 0
 
 
-def test_a_lost_node_gives_every_rollout_one_result(slurm: Any, bridge: Bridge) -> None:
-    wanted = job("lost", tasks=8, samples=2, pause=10.0)
-    bridge.start()
-    with bridge.client() as client:
-        client.submit(wanted)
-        (first,) = bridge.running()
-        node = bridge.jobs()[first]["node"]
-        until(lambda: client.job("lost").status.counts.run.active > 0, 60, "a rollout in Run")
-    slurm.kill_slurmd(node)
-    until(lambda: bridge.jobs()[first]["node"] != node, 90, "Slurm's notice of the lost node")
-    assert [one for one in slurm.user_processes().values() if "lost-" in one], "its processes run on"
-    bridge.running()
-    bridge.ended("lost", 200)
-    accounted_for(bridge, wanted)
-    slurm.start_slurmd(node)
-    assert bridge.stop() == 0
-
-
 def test_a_controller_away_is_waited_out(slurm: Any, bridge: Bridge) -> None:
     first, second = job("before", tasks=8, samples=2, pause=12.0), job("during", tasks=2, samples=1)
     bridge.start()

@@ -130,8 +130,8 @@ class Demo:
         self.console.print(f"The scripts that it submits: {options.out / 'scripts.txt'}")
         self.rollyard("slurm-bridge", "up", *common, "--detach")
 
-    def run(self) -> None:
-        """The job, to its end; Slurm's queue is watched meanwhile."""
+    def run(self) -> float:
+        """The job, to its end; Slurm's queue is watched meanwhile. Returns the seconds that it took."""
         done = threading.Event()
 
         def watch() -> None:
@@ -141,18 +141,21 @@ class Demo:
         thread = threading.Thread(target=watch, name="squeue")
         thread.start()
         try:
-            self.work()
+            seconds = self.work()
             self.look()
         finally:
             done.set()
             thread.join(30)
         self.rollyard("slurm-bridge", "status", "--home", str(self.home))
         self.told("squeue", "--me", "-o", "%.8i %.10T %.9M %.6N %k")
+        return seconds
 
-    def work(self) -> None:
-        """Submits the job and follows it to its end."""
+    def work(self) -> float:
+        """Submits the job and follows it to its end; the seconds in between."""
+        began = time.monotonic()
         job = str(self.site.shared / "job.yaml")
         self.rollyard("submit", "-f", job, "--home", str(self.home), "--wait", live=True)
+        return time.monotonic() - began
 
     def look(self) -> None:
         """Remembers on which nodes jobs of the bridge run."""

@@ -85,7 +85,7 @@ class VllmHalf(Demo):
             "spec": {"model": str(HF_MODEL), "replicas": 1, "engine": engine},
         }
 
-    def work(self) -> None:
+    def work(self) -> float:
         home = ("--home", str(self.home))
         self.put("pool.yaml", yaml.safe_dump(self.pool(), sort_keys=False))
         self.rollyard("submit", "-f", str(self.site.shared / "pool.yaml"), *home)
@@ -93,6 +93,7 @@ class VllmHalf(Demo):
             self._until(lambda: self._ready(client), f"{self.POOL} is not ready")
             self.rollyard("get", "bp", *home)
             first = self._backend(client)
+            began = time.monotonic()
             self.rollyard("submit", "-f", str(self.site.shared / "job.yaml"), *home)
             ended = self._a_third(client)
             self.console.print(f"{ended} rollouts have ended.")
@@ -104,12 +105,14 @@ class VllmHalf(Demo):
             away = time.monotonic() - cancelled
             second = self._backend(client)
         self.rollyard("watch", self.job_name, *home, live=True)
+        seconds = time.monotonic() - began
         self.rollyard("describe", "bp", self.POOL, *home)
         self._told = {
-            "cancelled": {"slurm_job": first["slurm_job"], "rollouts_ended": ended},
+            "scancel": {"slurm_job": first["slurm_job"], "rollouts_ended": ended},
             "seconds_without_backend": round(away, 3),
             "backends": [first, second],
         }
+        return seconds
 
     def _until(self, met: Callable[[], bool], wrong: str) -> None:
         deadline = time.monotonic() + self.options.timeout

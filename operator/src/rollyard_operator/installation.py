@@ -195,7 +195,7 @@ class Operator:
             if await self.yard.plane.look():
                 await self._sync.after_poll()
             self._polled_at = asyncio.get_running_loop().time()
-            await self.yard.plane.until_news(POLL_SECONDS)
+            await self.yard.plane.watch_ends(POLL_SECONDS)
 
     async def _resync(self) -> None:
         await self.yard.plane.seen.wait()

@@ -1,6 +1,6 @@
 """What the control plane knows of jobs and pools: looked at once a second, for all loops.
 
-A job that has come, ended or changed otherwise than by its rollouts is seen at once.
+A job that has ended is seen at once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from rollyard_crds import (
     RolloutJobStatus,
     Task,
 )
-from rollyard_crds.unfinished import UnfinishedJob, UnfinishedJobs
+from rollyard_crds.unfinished import UnfinishedJobs
 
 from rollyard_operator.objectcache import Key
-from rollyard_operator.turn import CANCEL_REASON
 
 POLL_SECONDS = 1.0
-SOONEST_SECONDS = 0.25
-"""Between two looks at all jobs, whatever the news."""
 OBJECT_UID = "rollyard.dev/object-uid"
 """Annotation of what is registered: the uid of its Kubernetes object."""
 ThingT = TypeVar("ThingT", RolloutJob, BackendPool)
@@ -114,10 +111,6 @@ class Views(Generic[ThingT]):
             del self._views[key]
             self._changed(key)
 
-    def view(self, key: Key) -> ThingT | None:
-        """The view of this name, whatever object it is registered for."""
-        return self._views.get(key)
-
 
 class Plane:
     """The control plane, polled.
@@ -161,14 +154,14 @@ class Plane:
         self.seen.set()
         return True
 
-    async def until_news(self, seconds: float) -> None:
-        """Returns after `seconds`, or sooner where a look at all jobs will show something new.
+    async def watch_ends(self, seconds: float) -> None:
+        """Waits so long; jobs that end meanwhile are told at once.
 
-        Those that have ended are told at once, without a look at all.
+        What has come or changed waits for the next look: all jobs are too many to list for each.
         """
         loop = asyncio.get_running_loop()
-        begin = loop.time()
-        while (left := begin + seconds - loop.time()) > 0:
+        end = loop.time() + seconds
+        while (left := end - loop.time()) > 0:
             try:
                 found = await self.client.unfinished(self._revision, left)
             except RollyardError:
@@ -176,17 +169,6 @@ class Plane:
                 return
             self._revision = found.revision
             self.unfinished.keep({(job.namespace, job.name) for job in found.jobs})
-            if not all(self._knows(job) for job in found.jobs):
-                await asyncio.sleep(max(0.0, begin + SOONEST_SECONDS - loop.time()))
-                return
-
-    def _knows(self, job: UnfinishedJob) -> bool:
-        view = self.unfinished.view((job.namespace, job.name))
-        return view is not None and (job.uid, job.generation, job.cancel_reason) == (
-            view.metadata.uid,
-            view.metadata.generation,
-            view.metadata.annotations.get(CANCEL_REASON, ""),
-        )
 
     async def find_job(self, key: Key, uid: str) -> RolloutJob | None:
         """The job registered for this object, finished or not; None where there is none.

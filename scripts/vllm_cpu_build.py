@@ -1,16 +1,6 @@
-"""How the demos run vLLM's CPU build."""
+"""How the demos on clusters run vLLM's CPU build: as the quickstart does, and without asking the network."""
 
-CPU_ARGUMENTS = (
-    "--enforce-eager",
-    "--dtype=float32",
-    "--block-size=32",
-    # vLLM 0.32's CPU build dies of a prompt that is read in parts while its request has a seed.
-    "--no-enable-chunked-prefill",
-)
-CPU_ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "$(BACKEND_INDEX)",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+from rollyard import vllm_servers
+
+CPU_ARGUMENTS = vllm_servers.CPU_ARGUMENTS
+CPU_ENVIRONMENT = {**vllm_servers.CPU_ENVIRONMENT, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

@@ -31,14 +31,14 @@ REFERENCE_SECONDS = 180.0
 NEW_VERSION = "step-1"
 NOISE = 0.02
 """Of each matrix's standard deviation: log-probabilities change by some hundredths, habits do not."""
-_CPU_ARGUMENTS = (
+CPU_ARGUMENTS = (
     "--enforce-eager",
     "--dtype=float32",
     "--block-size=32",
     # vLLM 0.32's CPU build dies of a prompt that is read in parts while its request has a seed.
     "--no-enable-chunked-prefill",
 )
-_CPU_ENVIRONMENT = {
+CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "$(BACKEND_INDEX)",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
@@ -95,8 +95,8 @@ def up_arguments(options: VllmOptions, gpu_count: int) -> list[str]:
     arguments = ["--engine", "vllm", "--replicas", str(options.replicas)]
     arguments += ["--vllm-python", os.path.abspath(options.python), "--model", str(options.model.resolve())]
     if gpu_count == 0:
-        arguments += [f"--engine-arg={argument}" for argument in _CPU_ARGUMENTS]
-        arguments += [f"--engine-env={name}={value}" for name, value in _CPU_ENVIRONMENT.items()]
+        arguments += [f"--engine-arg={argument}" for argument in CPU_ARGUMENTS]
+        arguments += [f"--engine-env={name}={value}" for name, value in CPU_ENVIRONMENT.items()]
     elif gpu_count >= options.replicas:
         arguments += ["--gpus", "1"]
     else:

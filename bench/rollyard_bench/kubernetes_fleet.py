@@ -55,12 +55,12 @@ class Watched:
     """What the watches told, and when."""
 
     pods: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Names of the pods that each job has now."""
+    """Names of the pods that each job has now and that nobody has told to end."""
     all_pods: int = 0
     most_pods: int = 0
     there: int = 0
     times: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Of the first sight of (job, `pod`), (job, `ten pods`), (job, `finished`), (job, `gone`)."""
+    """Of the first sight of (job, `pod`), (job, `ten pods`), (job, `finished`), (job, `pods told to end`)."""
     news: dict[tuple[str, str], asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
 
     def pod(self, at: float, kind: str, pod: Object) -> None:
@@ -68,15 +68,15 @@ class Watched:
         meta = pod["metadata"]
         job = meta["labels"][JOB]
         held = self.pods[job]
-        if kind == "DELETED":
+        self.there += {"ADDED": 1, "DELETED": -1}.get(kind, 0)
+        if kind == "DELETED" or meta.get("deletionTimestamp"):
+            # How long a pod then takes to end is the fake kubelet's affair.
             held.discard(meta["name"])
-            self.there -= 1
             if not held:
-                self._note(job, "gone", at)
+                self._note(job, "pods told to end", at)
         elif kind == "ADDED":
             held.add(meta["name"])
             self.all_pods += 1
-            self.there += 1
             self.most_pods = max(self.most_pods, self.there)
             self._note(job, "pod", at)
             if len(held) == sum(WORKERS.values()) + MORE_RUN - WORKERS["run"]:
@@ -216,7 +216,10 @@ async def _play(name: str, place: Installation, watched: Watched, workers: Worke
     async with asyncio.timeout(LONGEST_SECONDS):
         await workers.done[name].wait()
     lags.add("last result to Succeeded", await watched.since(workers.ended[name], name, "finished"))
-    await watched.since(workers.ended[name], name, "gone")
+    lags.add(
+        "last result to all pods told to end",
+        await watched.since(workers.ended[name], name, "pods told to end"),
+    )
     await place.cluster.delete(path)
 
 

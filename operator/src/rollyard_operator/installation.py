@@ -21,6 +21,7 @@ from rollyard_operator.objectcache import Key, ObjectCache, PodCache, key_of, ui
 from rollyard_operator.plan import Profile
 from rollyard_operator.plane import POLL_SECONDS, ControlPlane, Plane
 from rollyard_operator.poolloop import PoolLoop
+from rollyard_operator.recorder import EventRecorder
 from rollyard_operator.resource import Reader, fingerprint
 from rollyard_operator.settings import OperatorSettings
 from rollyard_operator.sync import Sync
@@ -28,7 +29,8 @@ from rollyard_operator.turn import is_active
 from rollyard_operator.workertoken import WorkerToken
 from rollyard_operator.yard import Yard
 
-TURNS_AT_ONCE = 16
+TURNS_AT_ONCE = 64
+"""A turn mostly waits for the API server: fewer would let others wait behind it while that one is slow."""
 RESYNC_SECONDS = 120.0
 """Between two comparisons of the caches with the cluster: a watch that breaks may miss a deletion."""
 SETTLED_SECONDS = 15.0
@@ -65,6 +67,7 @@ class Operator:
             settings=settings,
             profile=profile,
             kube=kube,
+            recorder=EventRecorder(kube),
             plane=Plane(client, self._wake_job, self._wake_pool),
             http=http,
             pods=PodCache(self._pod_changed),
@@ -166,6 +169,7 @@ class Operator:
             for cache in (self.yard.pools, self.yard.jobs):
                 for obj in cache:
                     self._wake((obj["kind"], key_of(obj)), start=True)
+            group.create_task(self.yard.recorder.run(), name="events")
             group.create_task(self._poll(), name="poll of the control plane")
             group.create_task(self._resync(), name="resync")
             for one in beside:

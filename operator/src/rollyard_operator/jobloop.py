@@ -235,7 +235,7 @@ class JobLoop(ObjectLoop):
             if left > 0:
                 return left
         self._life.counts_written = now
-        await write_status(self._yard.kube, self._yard.jobs, obj, before, after)
+        await write_status(self._yard.kube, self._yard.recorder, self._yard.jobs, obj, before, after)
         return None
 
     async def _report(self, view: RolloutJob, status: RolloutJobStatus) -> None:
@@ -276,7 +276,7 @@ class JobLoop(ObjectLoop):
     async def _refuse(self, obj: Object, before: RolloutJobStatus, refused: Refused) -> float:
         after = turn.refused(before, generation_of(obj), refused.reason, str(refused), self._yard.now())
         if turn.in_words(before.conditions) != turn.in_words(after.conditions):
-            await write_status(self._yard.kube, self._yard.jobs, obj, before, after)
+            await write_status(self._yard.kube, self._yard.recorder, self._yard.jobs, obj, before, after)
         return REFUSED_SECONDS
 
     async def _leave(self, obj: Object | None) -> float | None:

@@ -185,7 +185,7 @@ class PoolLoop(ObjectLoop):
             if left > 0:
                 return left
         self._life.counts_written = now
-        await write_status(self._yard.kube, self._yard.pools, obj, before, after)
+        await write_status(self._yard.kube, self._yard.recorder, self._yard.pools, obj, before, after)
         return None
 
     async def _report(self, view: BackendPool, status: BackendPoolStatus) -> None:
@@ -209,7 +209,7 @@ class PoolLoop(ObjectLoop):
         conditions = updated(before.conditions, claims, generation_of(obj), self._yard.now())
         after = before.model_copy(update={"conditions": conditions})
         if turn.in_words(before.conditions) != turn.in_words(conditions):
-            await write_status(self._yard.kube, self._yard.pools, obj, before, after)
+            await write_status(self._yard.kube, self._yard.recorder, self._yard.pools, obj, before, after)
             self._tell_jobs(after)
         return REFUSED_SECONDS
 

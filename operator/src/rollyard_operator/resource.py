@@ -10,10 +10,11 @@ from rollyard_crds.base import ObjectMeta
 from rollyard_crds.manifest import ManifestError, describe
 
 from rollyard_operator import notes
-from rollyard_operator.kube import Kube, KubeError
+from rollyard_operator.kube import Kube
 from rollyard_operator.labels import Object
 from rollyard_operator.objectcache import ObjectCache, key_of, uid_of
 from rollyard_operator.plane import OBJECT_UID
+from rollyard_operator.recorder import EventRecorder
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 ORIGIN = "rollyard.dev/origin"
@@ -103,12 +104,19 @@ def registration(thing: ThingT) -> ThingT:
     return thing.model_copy(update={"metadata": kept})
 
 
-async def write_status(kube: Kube, cache: ObjectCache, obj: Object, before: StatusT, after: StatusT) -> None:
-    """Write a status, and tell the transitions as events.
+async def write_status(
+    kube: Kube,
+    recorder: EventRecorder,
+    cache: ObjectCache,
+    obj: Object,
+    before: StatusT,
+    after: StatusT,
+) -> None:
+    """Write a status, and have the transitions told as events.
 
     Raises:
         KubeConflict: `obj` is not the newest any more, so that it may be another one: look again.
-        KubeError: the status was refused. An event that is refused is let be.
+        KubeError: the status was refused.
     """
     namespace, name = key_of(obj)
     body = after.to_json()
@@ -122,12 +130,4 @@ async def write_status(kube: Kube, cache: ObjectCache, obj: Object, before: Stat
         return
     cache.put(fresh)
     for note in notes.notes(before.conditions, after.conditions):
-        await tell(kube, obj, note)
-
-
-async def tell(kube: Kube, obj: Object, note: notes.Note) -> None:
-    """One event. A namespace that goes takes no more of them: nothing hangs on it."""
-    try:
-        await kube.event(obj, note.type, note.reason, note.message)
-    except KubeError:
-        return
+        recorder.tell(obj, note)

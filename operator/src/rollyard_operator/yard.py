@@ -13,6 +13,7 @@ from rollyard_operator.kube import Kube
 from rollyard_operator.objectcache import Key, ObjectCache, PodCache
 from rollyard_operator.plan import PoolState, Profile
 from rollyard_operator.plane import Plane
+from rollyard_operator.recorder import EventRecorder
 from rollyard_operator.settings import OperatorSettings
 from rollyard_operator.workertoken import WorkerToken
 
@@ -29,6 +30,7 @@ class Yard:
     settings: OperatorSettings
     profile: Profile
     kube: Kube
+    recorder: EventRecorder
     plane: Plane
     http: httpx.AsyncClient
     """For the health of backends."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -270,13 +269,10 @@ def _arguments(ctx: click.Context) -> list[str]:
 
 
 def _detach(ctx: click.Context, options: BridgeOptions) -> None:
-    import subprocess
-    import time
-
     from rollyard_operator.host.home import read_json
-    from rollyard_operator.host.logfile import last_line
 
-    from rollyard.errors import HomeInUse, StartFailed
+    from rollyard import detached
+    from rollyard.errors import HomeInUse
 
     home = _home(options.home)
     running = home.supervisor()
@@ -286,29 +282,18 @@ def _detach(ctx: click.Context, options: BridgeOptions) -> None:
             "stop it with `rollyard slurm-bridge down`"
         )
     home.make()
-    log = home.logs / "bridge.log"
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rollyard", "slurm-bridge", "up", *_arguments(ctx)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=dict(os.environ),
-        )
-    deadline = time.monotonic() + DETACH_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            text = last_line(log).removeprefix("rollyard: ") or "`rollyard slurm-bridge up` ended"
-            raise StartFailed(text if "(log: " in text else f"{text} (log: {log})")
+
+    def ready(pid: int) -> str:
         told = read_json(home.root / "bridge.json") or {}
-        if told.get("pid") == process.pid:
-            click.echo(f"Rollyard runs at {told['url']} (process {process.pid}, home {home.root})")
-            click.echo(f"Stop it with `rollyard slurm-bridge down --home {home.root}`")
-            return
-        time.sleep(0.05)
-    process.terminate()
-    raise StartFailed(f"the bridge was not ready within {DETACH_SECONDS:.0f} s (log: {log})")
+        return (
+            f"Rollyard runs at {told['url']} (process {pid}, home {home.root})"
+            if told.get("pid") == pid
+            else ""
+        )
+
+    arguments = ["slurm-bridge", "up", *_arguments(ctx)]
+    click.echo(detached.start(arguments, home.logs / "bridge.log", ready, DETACH_SECONDS))
+    click.echo(f"Stop it with `rollyard slurm-bridge down --home {home.root}`")
 
 
 @command.command()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -193,13 +191,10 @@ def _foreground(options: Options) -> None:
 
 
 def _detach(home: Home, options: Options) -> None:
-    import subprocess
-    import time
-
     from rollyard_operator.host.home import read_json
-    from rollyard_operator.host.logfile import last_line
 
-    from rollyard.errors import HomeInUse, StartFailed
+    from rollyard import detached
+    from rollyard.errors import HomeInUse
 
     running = home.supervisor()
     if running is not None:
@@ -208,6 +203,7 @@ def _detach(home: Home, options: Options) -> None:
         )
     home.make()
     log = home.logs / "up.log"
+    log.unlink(missing_ok=True)
     arguments = ["--home", str(home.root), "--host", options.host, "--port", str(options.port)]
     arguments += [*options.sandbox_arguments(), "--lease-seconds", f"{options.lease_seconds:g}"]
     for name, value in (
@@ -228,29 +224,15 @@ def _detach(home: Home, options: Options) -> None:
     ]
     arguments += [f"--engine-arg={argument}" for argument in options.engine_args]
     arguments += [f"--engine-env={name}={value}" for name, value in options.engine_env]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rollyard", "up", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=dict(os.environ),
-        )
-    deadline = time.monotonic() + DETACH_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            text = last_line(log).removeprefix("rollyard: ") or "`rollyard up` ended"
-            raise StartFailed(text if "(log: " in text else f"{text} (log: {log})")
-        context = read_json(home.context_file)
-        supervisor = home.supervisor()
-        if context is not None and supervisor is not None and supervisor.pid == process.pid:
-            click.echo(f"Rollyard runs at {context['url']} (process {process.pid}, home {home.root})")
-            click.echo(f"Stop it with `rollyard down{_home_flag(home)}`")
-            return
-        time.sleep(0.05)
-    process.terminate()
-    raise StartFailed(f"`rollyard up` was not ready within {DETACH_SECONDS:.0f} s (log: {log})")
+
+    def ready(pid: int) -> str:
+        context, supervisor = read_json(home.context_file), home.supervisor()
+        if context is None or supervisor is None or supervisor.pid != pid:
+            return ""
+        return f"Rollyard runs at {context['url']} (process {pid}, home {home.root})"
+
+    click.echo(detached.start(["up", *arguments], log, ready, DETACH_SECONDS))
+    click.echo(f"Stop it with `rollyard down{_home_flag(home)}`")
 
 
 def _home_flag(home: Home) -> str:

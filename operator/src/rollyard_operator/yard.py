@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Final
 
 import httpx
 
@@ -15,6 +16,9 @@ from rollyard_operator.plan import PoolState, Profile
 from rollyard_operator.plane import Plane
 from rollyard_operator.settings import OperatorSettings
 from rollyard_operator.workertoken import WorkerToken
+
+DRIVER: Final = "kubernetes"
+"""What `spec.placement` calls the operator."""
 
 
 def utc_now() -> datetime:

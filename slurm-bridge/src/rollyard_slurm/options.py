@@ -27,6 +27,8 @@ class BridgeOptions:
     """URL of a control plane that runs; empty: one is started here."""
     tokens: Path | None = None
     """With `join`: JSON object with the tokens of driver and worker."""
+    ca_file: Path | None = None
+    """With `join`: whom to trust for `https:` (PEM), where its authority is not a public one."""
     listen: str = ""
     """Address to listen on; empty: this host's in the cluster's network."""
     advertise: str = ""
@@ -47,7 +49,8 @@ class BridgeOptions:
 
 def reconcile_profile(site: Site, max_jobs: int = 16) -> Profile:
     """How jobs and pools are reconciled: what runs with other settings of the site is replaced."""
-    parts = (site.url, site.sandbox, site.sandbox_options, site.python, site.profile.model_dump_json())
+    parts: tuple[object, ...] = (site.url, site.sandbox, site.sandbox_options, site.python)
+    parts += (site.profile.model_dump_json(), *([] if site.ca_file is None else [str(site.ca_file)]))
     return Profile(
         node_workers=True,
         max_active_jobs=max_jobs,

@@ -54,6 +54,12 @@ def _home(given: Path | None) -> Home:
     help="With --join: JSON with the tokens of driver and worker.",
 )
 @click.option(
+    "--ca-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar="ROLLYARD_CA_FILE",
+    help="With --join https://…: the authority of a private certificate (PEM).",
+)
+@click.option(
     "--listen",
     default="",
     metavar="ADDRESS",
@@ -148,7 +154,8 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
         raise UsageProblem("--join and --token-file belong together")
     if given["join"] and given["engine"] != "none":
         raise UsageProblem(
-            "--engine is for a control plane of its own; with --join, pools are the others' to start"
+            "--engine is for a control plane of its own; with --join, submit a BackendPool that says "
+            "`placement: slurm`"
         )
     if given["join"] and not given["join"].startswith(("http://", "https://")):
         raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {given['join']!r})")
@@ -168,6 +175,7 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
         home=home,
         join=given["join"],
         tokens=given["token_file"],
+        ca_file=given["ca_file"] if given["join"].startswith("https://") else None,
         listen=given["listen"],
         advertise=given["advertise"],
         port=given["port"],

@@ -12,7 +12,7 @@ import yaml
 from rollyard_crds import ManifestError, parse, schema
 
 if TYPE_CHECKING:
-    from conftest import Cluster
+    from kubelab import Cluster
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)]
 

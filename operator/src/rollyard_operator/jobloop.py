@@ -270,7 +270,12 @@ class JobLoop(ObjectLoop):
 
     async def _mirror(self, obj: Object, job: RolloutJob, view: RolloutJob) -> float | None:
         """Another driver runs it: the object shows what that one says."""
-        return await self._write(obj, job.status, mirrored(obj, view, job.status))
+        after = mirrored(obj, view, job.status)
+        wait = await self._write(obj, job.status, after)
+        if view.status.completion_time is not None and not holds(after.conditions, "Finished"):
+            # All rollouts have ended: the polls leave it out, and its driver has a last word to say.
+            return POLL_SECONDS
+        return wait
 
     # What goes wrong, and how it ends
 

@@ -80,14 +80,12 @@ class Sync:
         now, plane = self._yard.now(), self._yard.plane
         elsewhere = not placement.is_for(thing, DRIVER) and placement.is_unspoken(thing, now)
         try:
+            # The next look sees what was told, and wakes the loop of its object, where it has one.
             if isinstance(thing, BackendPool):
                 if elsewhere:
-                    told = placement.unserved_pool(thing, now)
-                    plane.pools.learn(await plane.client.put_pool_status(thing, told))
+                    await plane.client.put_pool_status(thing, placement.unserved_pool(thing, now))
             elif elsewhere:
-                plane.unfinished.learn(
-                    await plane.client.put_job_status(thing, placement.unserved_job(thing, now))
-                )
+                await plane.client.put_job_status(thing, placement.unserved_job(thing, now))
             elif self._nobodys(thing):
                 plane.unfinished.learn(await plane.client.put_job_status(thing, self._not_served(thing)))
         except RollyardError as error:

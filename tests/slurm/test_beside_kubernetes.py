@@ -217,7 +217,7 @@ def test_a_job_on_each_at_the_same_time(installation: Shared, bridge: Bridge) ->
         for name in names:
             on.delete(kind, name)
     with on.client() as client:
-        client.delete_job("rest")
+        client.delete("rest")
         until(lambda: not client.jobs() and not client.pools(), 60, "an empty control plane")
     until(lambda: not bridge.jobs(), 60, "the end of every Slurm job")
     on.until(lambda: not on.pods(), "the end of every pod")
@@ -234,7 +234,7 @@ def test_it_is_deleted_and_cancelled_from_either_side(installation: Shared, brid
 
     on.delete("rj", "first")
     with on.client() as client:
-        client.delete_job("second")
+        client.delete("second")
         on.until(lambda: on.get("rj", "second") is None, "the end of the object")
         client.cancel("third")
         on.wait("rj", "third", "Failed")

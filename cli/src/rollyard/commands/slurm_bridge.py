@@ -238,6 +238,13 @@ def _dry_run(options: BridgeOptions, files: tuple[Path, ...]) -> None:
         click.echo(text)
 
 
+_SUBMIT = "Submit with `rollyard submit -f job.yaml`"
+
+
+def _how(options: BridgeOptions) -> str:
+    return "The bridge has joined" if options.join else "Rollyard runs at"
+
+
 def _foreground(options: BridgeOptions) -> None:
     import asyncio
 
@@ -245,12 +252,13 @@ def _foreground(options: BridgeOptions) -> None:
     from rollyard_slurm.bridge import Bridge, Ready, install_signals
 
     def ready(what: Ready) -> None:
-        click.echo(f"Rollyard runs at {what.url}  (API: {what.url}/docs)")
+        click.echo(f"{_how(options)} {what.url}  (API: {what.url}/docs)")
         click.echo(f"  sandbox  {options.sandbox}")
         click.echo(f"  home     {what.home.root}  (logs in {what.home.logs})")
         if what.found:
             click.echo(f"  {what.found} Slurm jobs of an earlier run go on")
-        click.echo("Submit with `rollyard submit -f job.yaml`; Ctrl-C ends bridge and Slurm jobs.")
+        what_for = "Jobs and pools with `placement: slurm` run here" if options.join else _SUBMIT
+        click.echo(f"{what_for}; Ctrl-C ends bridge and Slurm jobs.")
         sys.stdout.flush()
 
     async def run() -> None:
@@ -311,7 +319,7 @@ def _detach(ctx: click.Context, options: BridgeOptions) -> None:
             raise StartFailed(text if "(log: " in text else f"{text} (log: {log})")
         told = read_json(home.root / "bridge.json") or {}
         if told.get("pid") == process.pid:
-            click.echo(f"Rollyard runs at {told['url']} (process {process.pid}, home {home.root})")
+            click.echo(f"{_how(options)} {told['url']} (process {process.pid}, home {home.root})")
             click.echo(f"Stop it with `rollyard slurm-bridge down --home {home.root}`")
             return
         time.sleep(0.05)

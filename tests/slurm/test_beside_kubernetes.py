@@ -6,6 +6,7 @@ cluster's node, with the certificate of the chart's own authority.
 
 from __future__ import annotations
 
+import json
 import os
 import ssl
 from collections import Counter
@@ -104,7 +105,7 @@ def bridge(slurm: Slurm, shared: Path, installation: Shared, sif: Path) -> Itera
     tokens, authority = shared / "tokens.json", shared / "ca.crt"
     both = {role: installation.tokens[role] for role in ("driver", "worker")}
     for path, text in (
-        (tokens, yaml.safe_dump(both, default_flow_style=True)),
+        (tokens, json.dumps(both)),
         (authority, installation.certificate),
     ):
         path.write_text(text)
@@ -157,7 +158,7 @@ def model_job(name: str, pool: str, **spec: Any) -> dict[str, Any]:
 def waiting_job(name: str) -> dict[str, Any]:
     """A job for Slurm that would last for minutes."""
     document = oracle_job(name, tasks=1, samples=1, pause=300.0, placement="slurm").to_json()
-    return {part: document[part] for part in ("apiVersion", "kind", "metadata", "spec")}
+    return {**{part: document[part] for part in ("apiVersion", "kind", "spec")}, "metadata": {"name": name}}
 
 
 def owners(bridge: Bridge, kind: str) -> set[str]:

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 import httpx
+from rollyard_client.unixsocket import LONGEST_PATH
 from rollyard_crds.jobtoken import job_token
 from rollyard_operator.driver import Driver, Store, replace_pool, unless_stopped
 from rollyard_operator.host.child import sweep
@@ -35,7 +36,7 @@ from rollyard_slurm.commands import CommandLine, Commands, environment
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.fleet import Fleet
 from rollyard_slurm.node import base_url
-from rollyard_slurm.options import COMMAND, BridgeOptions, reconcile_profile
+from rollyard_slurm.options import COMMAND, UNIX, BridgeOptions, reconcile_profile
 from rollyard_slurm.pace import Pace
 from rollyard_slurm.script import Site
 from rollyard_slurm.tokens import write_private
@@ -47,6 +48,8 @@ END_SECONDS = 60.0
 """For Slurm to end what was cancelled."""
 PLANE_GRACE_SECONDS = 3.0
 CA_NAME = "ca.crt"
+SOCKET_NAME = "api.sock"
+"""In the state folder, which is this user's alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,14 @@ class Bridge:
             if options.tokens is None:
                 raise StartFailed("--join needs --token-file, with the tokens of driver and worker")
             return JoinedPlane(options.join, options.tokens, http), ""
+        if options.listen == UNIX:
+            path = str(self._home.state / SOCKET_NAME)
+            if len(os.fsencode(path)) > LONGEST_PATH:
+                raise StartFailed(
+                    f"--listen unix: a socket's path may have {LONGEST_PATH} bytes, and {path} has more; "
+                    "choose a shorter --home"
+                )
+            return ControlPlane(self._home, PlaneSettings(path, 0, options.lease_seconds), http), ""
         if options.listen:
             listen = checked_address(options.listen)
         else:

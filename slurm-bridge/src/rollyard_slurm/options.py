@@ -13,6 +13,7 @@ from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.script import Site
 
 COMMAND = "rollyard slurm-bridge up"
+UNIX = "unix"
 DEFAULT_LEASE_SECONDS = 30.0
 DEFAULT_TIMEOUT = 20.0
 
@@ -30,7 +31,7 @@ class BridgeOptions:
     ca_file: Path | None = None
     """With `join`: whom to trust for `https:` (PEM), where its authority is not a public one."""
     listen: str = ""
-    """Address to listen on; empty: this host's in the cluster's network."""
+    """Address to listen on; empty: this host's in the cluster's network; UNIX: a socket in the home."""
     advertise: str = ""
     """Host that the nodes are told; empty: `listen`."""
     port: int = 0

@@ -63,7 +63,7 @@ def _home(given: Path | None) -> Home:
     "--listen",
     default="",
     metavar="ADDRESS",
-    help="Address to listen on [that of this host's in the cluster].",
+    help="Address to listen on [that of this host's in the cluster]; `unix`: a socket, for one node.",
 )
 @click.option("--advertise", default="", metavar="HOST", help="Host that the nodes are told [--listen].")
 @click.option(
@@ -159,6 +159,8 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
         )
     if given["join"] and not given["join"].startswith(("http://", "https://")):
         raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {given['join']!r})")
+    if given["listen"] == "unix" and (given["advertise"] or given["port"]):
+        raise UsageProblem("--advertise and --port have no meaning with --listen unix")
     names = ("partition", "account", "qos", "time_limit", "constraint")
     site = profiles.load(given["profile"], {name: given[name] for name in names})
     sandbox: list[str] = []
@@ -252,7 +254,8 @@ def _foreground(options: BridgeOptions) -> None:
     from rollyard_slurm.bridge import Bridge, Ready, install_signals
 
     def ready(what: Ready) -> None:
-        click.echo(f"{_how(options)} {what.url}  (API: {what.url}/docs)")
+        docs = "" if options.listen == "unix" else f"  (API: {what.url}/docs)"
+        click.echo(f"{_how(options)} {what.url}{docs}")
         click.echo(f"  sandbox  {options.sandbox}")
         click.echo(f"  home     {what.home.root}  (logs in {what.home.logs})")
         if what.found:

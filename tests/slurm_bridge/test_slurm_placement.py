@@ -14,8 +14,8 @@ from rollyard_operator.driver import Driver
 from rollyard_operator.host.errors import StartFailed
 from rollyard_operator.placement import is_for
 from rollyard_slurm import identity
-from rollyard_slurm.bridge import CA_NAME, Bridge
-from rollyard_slurm.options import BridgeOptions, reconcile_profile
+from rollyard_slurm.bridge import Bridge
+from rollyard_slurm.options import CA_NAME, BridgeOptions, reconcile_profile
 from test_slurm_fleet import Bench, job
 
 

@@ -36,7 +36,14 @@ from rollyard_slurm.commands import CommandLine, Commands, environment
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.fleet import Fleet
 from rollyard_slurm.node import base_url
-from rollyard_slurm.options import COMMAND, UNIX, BridgeOptions, reconcile_profile
+from rollyard_slurm.options import (
+    CA_NAME,
+    COMMAND,
+    SOCKET_NAME,
+    UNIX,
+    BridgeOptions,
+    reconcile_profile,
+)
 from rollyard_slurm.pace import Pace
 from rollyard_slurm.script import Site
 from rollyard_slurm.tokens import write_private
@@ -47,9 +54,6 @@ BACKEND_GRACE_SECONDS = 5.0
 END_SECONDS = 60.0
 """For Slurm to end what was cancelled."""
 PLANE_GRACE_SECONDS = 3.0
-CA_NAME = "ca.crt"
-SOCKET_NAME = "api.sock"
-"""In the state folder, which is this user's alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,10 @@ from rollyard_slurm.script import Site
 
 COMMAND = "rollyard slurm-bridge up"
 UNIX = "unix"
+SOCKET_NAME = "api.sock"
+"""In the state folder, which is this user's alone."""
+CA_NAME = "ca.crt"
+"""In the home."""
 DEFAULT_LEASE_SECONDS = 30.0
 DEFAULT_TIMEOUT = 20.0
 

@@ -379,6 +379,7 @@ async def test_patch(served: Any) -> None:
         ({"model": "other"}, "spec.model"),
         ({"tokenizer": "/elsewhere"}, "spec.tokenizer"),
         ({"engine": {"type": "vllm"}}, "spec.engine.type"),
+        ({"placement": "slurm"}, "spec.placement"),
         ({"replicas": -1}, "spec.replicas"),
         ({"replicaz": 1}, "spec.replicaz"),
         ({"engine": {"external": {"urls": ["http://a"]}}}, "spec.engine"),

@@ -312,3 +312,25 @@ def test_certificates_that_are_no_use(tmp_path: Path, certificate: tuple[Path, P
     assert told.startswith("--tls-key")
     assert "cannot be read: No such file" in told
     assert "no PEM certificate and key" in _refused(tmp_path, "--tls-cert", key, "--tls-key", chain)
+
+
+async def test_a_unix_socket_of_this_user_alone(tmp_path: Path, start_api: Any) -> None:
+    from rollyard_client import Client, DriverClient, Retry, ServerUnavailable
+    from rollyard_client.unixsocket import socket_url
+
+    path = tmp_path / "a folder" / "api.sock"
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as left:  # as a killed one leaves it
+        left.bind(str(path))
+    url = socket_url(str(path))
+    with start_api(tmp_path, "--host", str(path)) as process:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        async with DriverClient(url, process.tokens["driver"]) as driver:
+            assert await driver.unfinished_jobs() == []
+        with Client(url, process.tokens["admin"]) as client:
+            client.ready()
+        other = tmp_path / "other"
+        assert "in use" in _refused(other, "--host", str(path))
+    async with DriverClient(url, process.tokens["driver"], retry=Retry(attempts=1)) as driver:
+        with pytest.raises(ServerUnavailable, match="http\\+unix"):
+            await driver.jobs()

@@ -162,6 +162,40 @@ def test_up_refuses_what_it_cannot_use(
     assert "does not answer as a vLLM-compatible server" in capsys.readouterr().err
 
 
+BRIDGE = ["slurm-bridge", "up"]
+JOINED = ["--join", "https://head:8765", "--token-file", "t.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--join", "https://head:8765"], "--join and --token-file belong together"),
+        (["--join", "head:8765", "--token-file", "t.json"], "must be a URL such as http://head:8765"),
+        ([*JOINED, "--engine", "embedded"], "submit a BackendPool that says `placement: slurm`"),
+        (["--listen", "unix", "--port", "80"], "no meaning with --listen unix"),
+    ],
+)
+def test_a_bridge_refuses_what_it_cannot_use(
+    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*BRIDGE, "--home", str(tmp_path / "h"), *options]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "h").exists()
+
+
+def test_a_dry_run_shows_how_workers_reach_the_control_plane(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "h"
+    common = [*BRIDGE, "--home", str(home), "--sandbox", "process", "--dry-run"]
+    assert main([*common, *JOINED, "--ca-file", "authority.crt"]) == 0
+    shown = capsys.readouterr().out
+    assert "--url https://head:8765 " in shown
+    assert f"export ROLLYARD_CA_FILE={home}/ca.crt" in shown
+    assert main([*common, "--listen", "unix"]) == 0
+    assert "--url http+unix://%2F" in capsys.readouterr().out
+
+
 def test_down_with_nothing_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["down", "--home", str(tmp_path / "h")]) == 0
     assert "nothing runs on" in capsys.readouterr().out

@@ -21,7 +21,7 @@ import yaml
 from podwatch import ClusterReader
 
 if TYPE_CHECKING:
-    from conftest import Cluster
+    from kubelab import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "rollyard"

@@ -16,7 +16,7 @@ from rollyard_client.worker import DriverClient
 from rollyard_crds.claims import Claim
 
 if TYPE_CHECKING:
-    from conftest import Cluster
+    from kubelab import Cluster
 
 LOOK_SECONDS = 0.2
 SOLVED = {"name": "submit", "arguments": {"answer": "yes"}}

@@ -12,7 +12,7 @@ import yaml
 from rollyard_operator.settings import parse_settings
 
 if TYPE_CHECKING:
-    from conftest import Cluster
+    from kubelab import Cluster
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "claim": {"api": {"persistence": {"storageClass": "fast", "size": "1Ti", "keep": True}}},
     "postgres": {"api": POSTGRES},
     "replicas": {"api": {"replicas": 3, **POSTGRES}},
-    "tls-made": {"tls": {"enabled": True, "dnsNames": ["rollyard.example.com"]}},
+    "tls-made": {"tls": {"enabled": True, "dnsNames": ["hpc.example.com"], "ipAddresses": ["192.0.2.7"]}},
     "tls-given": {"tls": {"enabled": True, "existingSecret": "mine", "hasCA": False}},
     "tokens-given": {"tokens": {"existingSecret": "mine"}},
     "registry": {

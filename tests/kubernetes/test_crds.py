@@ -12,7 +12,7 @@ import yaml
 from rollyard_crds import ManifestError, parse, schema
 
 if TYPE_CHECKING:
-    from conftest import Cluster
+    from kubelab import Cluster
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -171,7 +171,7 @@ def test_names_and_columns(cluster: Cluster, job: tuple[str, dict[str, Any]]) ->
     cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(pool))
     for words, header in (
         (["rj"], "NAME FINISHED PHASE REASON SUCCEEDED FAILED TOTAL REWARD AGE"),
-        (["rolloutjob", "-o", "wide"], "HANDLER POOL INIT RUN EVAL MESSAGE"),
+        (["rolloutjob", "-o", "wide"], "HANDLER POOL PLACEMENT INIT RUN EVAL MESSAGE"),
         (["bp"], "NAME READY REASON BACKENDS WANTED AGE"),
         (["backendpools", "-o", "wide"], "ENGINE MODEL"),
     ):

@@ -23,7 +23,7 @@ from operatorprocess import OperatorProcess
 from podwatch import CLAIM, label
 
 if TYPE_CHECKING:
-    from conftest import Cluster
+    from kubelab import Cluster
 
 pytestmark = [
     pytest.mark.kubernetes,

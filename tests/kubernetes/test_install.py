@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 if TYPE_CHECKING:
-    from conftest import Cluster
+    from kubelab import Cluster
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(1800)]
 

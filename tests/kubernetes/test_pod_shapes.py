@@ -10,7 +10,7 @@ import pytest
 from podcases import objects
 
 if TYPE_CHECKING:
-    from conftest import Cluster
+    from kubelab import Cluster
 
 pytestmark = [pytest.mark.real, pytest.mark.kubernetes, pytest.mark.timeout(300)]
 

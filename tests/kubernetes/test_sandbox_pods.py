@@ -22,7 +22,7 @@ from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError
 
 if TYPE_CHECKING:
-    from conftest import Cluster
+    from kubelab import Cluster
 
 pytestmark = [pytest.mark.real, pytest.mark.kubernetes, pytest.mark.timeout(300)]
 SMALL = SHAPE.model_copy(update={"image": "", "cpu": 0.1, "memory_bytes": 256 << 20, "disk_bytes": 256 << 20})

@@ -209,6 +209,11 @@ def _told(thing: Any, status: Any, *names: str) -> Any:
     return thing.model_copy(update={"status": thing.status.model_copy(update=told)})
 
 
+def _new() -> dict[str, Any]:
+    """Metadata of what was made just now."""
+    return {"generation": 1, "creation_timestamp": datetime.now(UTC)}
+
+
 class FakeControlPlane:
     """Jobs and pools as the control plane keeps them; rollouts only as counts."""
 
@@ -324,7 +329,7 @@ class FakeControlPlane:
         if not job.spec.tasks.stream:
             annotations[CLOSED] = "true"
         meta = job.metadata.model_copy(
-            update={"annotations": annotations, "uid": f"plane-{next(self._uids)}", "generation": 1}
+            update={"annotations": annotations, "uid": f"plane-{next(self._uids)}", **_new()}
         )
         status = RolloutJobStatus.model_validate(
             {"counts": {"total": total, "init": {"queued": total}}, "startTime": datetime.now(UTC)}
@@ -381,7 +386,7 @@ class FakeControlPlane:
         return self.all_pools[key].model_copy(deep=True)
 
     def _insert_pool(self, pool: BackendPool) -> BackendPool:
-        meta = pool.metadata.model_copy(update={"uid": f"plane-{next(self._uids)}", "generation": 1})
+        meta = pool.metadata.model_copy(update={"uid": f"plane-{next(self._uids)}", **_new()})
         made = pool.model_copy(update={"metadata": meta, "status": BackendPoolStatus()}, deep=True)
         self.all_pools[thing_key(pool)] = made
         return made

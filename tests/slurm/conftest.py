@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from kubelab import cluster, images
 
+__all__ = ["cluster", "images"]
 ROOT = Path(__file__).resolve().parents[2]
 LAB = ROOT / "scripts" / "slurm-lab"
 IN_USE = Path("/tmp/rollyard-slurm-lab.use")

@@ -286,6 +286,25 @@ def test_one_control_plane_for_two_drivers(slurm: Any, bridge: Bridge, shared: P
         local.wait(60)
 
 
+def test_a_bridge_on_a_socket_of_its_node(slurm: Any, bridge: Bridge, shared: Path) -> None:
+    bridge.options = ["--listen", "unix", "--engine", "embedded"]
+    bridge.start()
+    assert (bridge.home / "state" / "api.sock").stat().st_mode & 0o777 == 0o600
+    wanted = job("local", backendRef={"name": "default"})
+    with bridge.client() as client:
+        client.submit(wanted)
+    bridge.ended("local")
+    accounted_for(bridge, wanted)
+    told = slurm.run_as_user([*ROLLYARD, "get", "--home", str(bridge.home)]).stdout
+    assert "local" in told
+    ports = slurm.run_as_user(["cat", "/proc/net/tcp", "/proc/net/tcp6"]).stdout.splitlines()
+    listening = [line.split() for line in ports if " 0A " in line]
+    mine = [words[1] for words in listening if words[7] == str(slurm.uid)]
+    assert len(mine) <= 1, "but the backend nobody listens on a port"
+    assert bridge.stop() == 0
+    assert bridge.jobs() == {}
+
+
 def test_a_time_limit_hands_rollouts_over_to_the_successor(slurm: Any, bridge: Bridge, shared: Path) -> None:
     profile = shared / "profile.yaml"
     profile.write_text("timeLimit: '1'\nsignalSeconds: 5\naheadSeconds: 30\nworkers: {drainSeconds: 3}\n")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,13 @@ def test_a_backend_gets_gpus_and_its_image() -> None:
     other = SiteProfile.model_validate({"backends": {"gres": "gpu:a100:{gpus},nvme"}})
     assert directives(script(BACKEND, site(other)))["--gres"] == "gpu:a100:2,nvme"
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_workers_are_told_whom_to_trust() -> None:
+    given = replace(site(), ca_file=Path("/shared/h/ca.crt"))
+    assert "export ROLLYARD_CA_FILE=/shared/h/ca.crt" in script(WORKER, given)
+    assert "ROLLYARD_CA_FILE" not in script(BACKEND, given), "it calls nobody"
+    assert "ROLLYARD_CA_FILE" not in script(WORKER, site())
 
 
 def test_strange_folders_are_quoted() -> None:

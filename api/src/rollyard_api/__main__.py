@@ -83,7 +83,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve HTTPS")
     made.add_argument("--tls-key", type=Path, metavar="FILE", help="its PEM private key, without a password")
-    made.add_argument("--host", default="127.0.0.1")
+    made.add_argument(
+        "--host", default="127.0.0.1", help="address, or the absolute path of a Unix socket (--port 0)"
+    )
     made.add_argument("--port", type=int, default=8765, help="0: any free port, see --port-file")
     made.add_argument("--port-file", type=Path, help="written with the port once requests are answered")
     made.add_argument("--lease-seconds", type=float, default=30.0)
@@ -111,11 +113,37 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the address cannot be had.
     """
+    if host.startswith("/"):
+        return listen_on(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
+        made.listen(1024)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def listen_on(path: str) -> socket.socket:
+    """A listening Unix socket, of this user alone. One that nobody listens on any more makes way.
+
+    Raises:
+        OSError: the path cannot be had.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            Path(path).unlink(missing_ok=True)
+        else:
+            raise OSError(errno.EADDRINUSE, "somebody listens there")
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.bind(path)
+        os.chmod(path, 0o600)
         made.listen(1024)
     except OSError:
         made.close()
@@ -146,7 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             why = "is in use: stop what listens there, or choose another with --port (0: any free one)"
         else:
             why = f"cannot be listened on: {error.strerror}"
-        print(f"port {given.port} on {given.host} {why}", file=sys.stderr)
+        where = given.host if given.host.startswith("/") else f"port {given.port} on {given.host}"
+        print(f"{where} {why}", file=sys.stderr)
         return EXIT_USAGE
     settings = Settings(
         state_dir=given.state_dir,

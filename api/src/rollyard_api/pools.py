@@ -214,6 +214,7 @@ def fixed(before: BackendPoolSpec, after: BackendPoolSpec) -> list[str]:
             ("model", before.model, after.model),
             ("tokenizer", before.tokenizer or before.model, after.tokenizer or after.model),
             ("engine.type", before.engine.type, after.engine.type),
+            ("placement", before.placement, after.placement),
         )
         if old != new
     ]

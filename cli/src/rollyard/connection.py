@@ -68,7 +68,7 @@ def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Clie
     if url is None and home is None and not env.get("ROLLYARD_URL") and env.get("ROLLYARD_KUBERNETES"):
         url = KUBERNETES + env["ROLLYARD_KUBERNETES"]
     address = url or env.get("ROLLYARD_URL") or ""
-    if url is not None and not url.startswith(("http://", "https://", KUBERNETES)):
+    if url is not None and not url.startswith(("http://", "https://", "http+unix://", KUBERNETES)):
         raise UsageProblem(f"--url must be a URL such as http://127.0.0.1:8765 (got {url!r})")
     try:
         with contextlib.ExitStack() as stack:

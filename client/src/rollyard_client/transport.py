@@ -17,6 +17,7 @@ import httpx
 from rollyard_client.call import Call, check
 from rollyard_client.context import Context
 from rollyard_client.errors import ContextError, RollyardError, ServerUnavailable, TooMany, unreachable
+from rollyard_client.unixsocket import base_of, socket_of
 
 T = TypeVar("T")
 
@@ -98,12 +99,14 @@ class SyncTransport:
         self.url = context.url
         self._retry = retry
         self._timeout = timeout
+        socket = socket_of(context.url)
         self.client = httpx.Client(
-            base_url=context.url,
+            base_url=base_of(context.url),
             headers=_headers(context.token),
             timeout=timeout,
             trust_env=False,
             verify=_verify(context),
+            transport=None if socket is None else httpx.HTTPTransport(uds=socket),
         )
 
     def send(self, call: Call[T]) -> T:
@@ -147,13 +150,16 @@ class AsyncTransport:
         self.url = context.url
         self._retry = retry
         self._timeout = timeout
+        socket = socket_of(context.url)
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self.client = httpx.AsyncClient(
-            base_url=context.url,
+            base_url=base_of(context.url),
             headers=_headers(context.token),
             timeout=timeout,
             trust_env=False,
             verify=_verify(context),
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            limits=limits,
+            transport=None if socket is None else httpx.AsyncHTTPTransport(uds=socket, limits=limits),
         )
 
     async def send(self, call: Call[T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -52,9 +53,17 @@ def _lease_call(
 class _Connected:
     """A transport with the lifetime of an `async with`."""
 
-    def __init__(self, url: str, token: str, *, timeout: float = 30.0, retry: Retry | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        timeout: float = 30.0,
+        retry: Retry | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._transport = AsyncTransport(
-            Context(url.rstrip("/"), token), retry=retry or Retry(), timeout=timeout
+            Context(url.rstrip("/"), token, tls), retry=retry or Retry(), timeout=timeout
         )
 
     async def __aenter__(self) -> Self:

@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from rollyard_crds.base import API_VERSION, LIST_MAP_BY_TYPE, Condition, Model, ObjectMeta, Path, cel
+from rollyard_crds.base import (
+    API_VERSION,
+    LIST_MAP_BY_TYPE,
+    Condition,
+    Model,
+    ObjectMeta,
+    Path,
+    PlacementName,
+    cel,
+)
 from rollyard_crds.podtemplate import PodTemplate
 
 BackendUrl = Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=2048)]
@@ -74,8 +83,19 @@ class EngineSpec(Model):
         return self
 
 
+_PLACED = "'placement' has no effect on external servers; remove it"
+_IMMUTABLE = "'placement' is immutable: delete the pool and make it anew"
+
+
 class BackendPoolSpec(Model):
     """Which model, how many backends, and the engine that serves."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            ("!has(self.placement) || self.engine.type != 'external'", _PLACED),
+            ("has(self.placement) == has(oldSelf.placement)", _IMMUTABLE),
+        )
+    )
 
     model: Path
     """A model folder, or the name that external servers serve it under."""
@@ -90,6 +110,17 @@ class BackendPoolSpec(Model):
     for GPUs."""
     max_active_rollouts: Annotated[int, Field(ge=1, le=100_000)] = 256
     """Per backend; more wait in the Run queue."""
+    placement: (
+        Annotated[PlacementName, Field(json_schema_extra=cel(("self == oldSelf", _IMMUTABLE)))] | None
+    ) = None
+    """The driver that starts the backends, where the control plane has several; default: the one it came
+    with it. Stage workers must reach them."""
+
+    @model_validator(mode="after")
+    def _started_by_a_driver(self) -> BackendPoolSpec:
+        if self.placement is not None and self.engine.type == "external":
+            raise ValueError(_PLACED)
+        return self
 
 
 BackendWeights = Literal["Current", "Updating", "Stale", "Failed"]

@@ -22,6 +22,8 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN, min_length=1, max_length=63)]
 
 ShortText = Annotated[str, Field(max_length=256)]
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
+PlacementName = Literal["kubernetes", "slurm", "local"]
+"""The drivers."""
 
 
 def cel(*rules: tuple[str, str]) -> dict[str, Any]:

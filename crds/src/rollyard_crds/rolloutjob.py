@@ -15,6 +15,7 @@ from rollyard_crds.base import (
     Model,
     Name,
     ObjectMeta,
+    PlacementName,
     ShortText,
     cel,
 )
@@ -24,7 +25,6 @@ from rollyard_crds.task import Task
 
 EntryPointName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]*$", max_length=63)]
 Seconds = Annotated[int, Field(ge=1, le=604_800)]
-PlacementName = Literal["kubernetes", "slurm", "local"]
 StageName = Literal["init", "run", "eval"]
 STAGES: tuple[StageName, ...] = ("init", "run", "eval")
 
@@ -273,7 +273,7 @@ class RolloutJobSpec(Model):
     stale_rollouts: Literal["Restart", "Cancel"] = "Restart"
     """What happens to a rollout beyond `maxPolicyLag`: it begins anew, or ends as Cancelled."""
     placement: Annotated[PlacementName, Field(json_schema_extra=IMMUTABLE)] | None = None
-    """The driver that runs the job, where the control plane has several; default: its only one."""
+    """The driver that runs the job, where the control plane has several; default: the one it came with."""
     backoff_limit: Annotated[int, Field(ge=0, le=10_000)] | None = None
     """Restarts of one stage worker in a row after which the job fails; default: restarted for ever."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0

@@ -176,6 +176,7 @@ RESOURCES: tuple[Resource, ...] = (
             Column("Reward", ".status.rewardMean", "Mean reward", "number"),
             Column("Handler", ".spec.handler", "Prepares and evaluates the tasks", wide=True),
             Column("Pool", ".spec.backendRef.name", "BackendPool that samples", wide=True),
+            Column("Placement", ".spec.placement", "Driver that runs it", wide=True),
             Column("Init", ".status.counts.init.active", "Rollouts in Init", "integer", wide=True),
             Column("Run", ".status.counts.run.active", "Rollouts in Run", "integer", wide=True),
             Column("Eval", ".status.counts.eval.active", "Rollouts in Eval", "integer", wide=True),
@@ -196,6 +197,7 @@ RESOURCES: tuple[Resource, ...] = (
             Column("Wanted", ".spec.replicas", "Backends that are wanted", "integer"),
             Column("Engine", ".spec.engine.type", "What serves", wide=True),
             Column("Model", ".spec.model", "Model folder or name", wide=True),
+            Column("Placement", ".spec.placement", "Driver that starts the backends", wide=True),
             _AGE,
         ),
         scale={

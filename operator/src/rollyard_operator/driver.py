@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
 
-from rollyard_operator import turn
+from rollyard_operator import placement, turn
 from rollyard_operator.conditions import holds
 from rollyard_operator.host.errors import HostError
 from rollyard_operator.naming import owner_of
@@ -58,6 +58,7 @@ class Driver:
     Args:
         takes: which jobs are this driver's; those of other drivers are left alone.
         serves: which pools are this driver's to start.
+        alone: whether this driver came with the control plane: it says so of what waits for another one.
         on_trouble: told each time that the control plane's trouble changes.
     """
 
@@ -69,12 +70,14 @@ class Driver:
         on_trouble: Callable[[str], None] = lambda trouble: None,
         takes: Callable[[RolloutJob], bool] = lambda job: True,
         serves: Callable[[BackendPool], bool] = lambda pool: True,
+        alone: bool = True,
     ) -> None:
         self._store = store
         self._workloads = workloads
         self._profile = profile
         self._takes = takes
         self._serves = serves
+        self._alone = alone
         self._on_trouble = on_trouble
         self._trouble = ""
         self._told: dict[Owner, list[tuple[object, ...]]] = {}
@@ -96,7 +99,8 @@ class Driver:
                 self._on_trouble(self._trouble)
 
     async def _turn(self, now: datetime) -> None:
-        jobs = [job for job in await self._store.jobs() if self._takes(job)]
+        known = await self._store.jobs()
+        jobs = [job for job in known if self._takes(job)]
         pools = await self._store.pools()
         served = [pool for pool in pools if self._serves(pool)]
         here = {owner_of(job) for job in jobs} | {owner_of(pool) for pool in served}
@@ -114,6 +118,9 @@ class Driver:
         for job in sorted(jobs, key=turn.rank):
             with self._tolerant():
                 await self._job_turn(job, ready, active, now)
+        if self._alone:
+            with self._tolerant():
+                await self._tell_unserved(known, pools, now)
 
     async def _pool_turn(self, pool: BackendPool, now: datetime) -> None:
         owner = owner_of(pool)
@@ -129,6 +136,17 @@ class Driver:
         if turn.pool_news(plan.status) != turn.pool_news(pool.status):
             await self._store.put_pool_status(pool, plan.status)
         pool.status = plan.status
+
+    async def _tell_unserved(
+        self, jobs: Sequence[RolloutJob], pools: Sequence[BackendPool], now: datetime
+    ) -> None:
+        """Says of what is placed elsewhere that no driver has spoken of it."""
+        for pool in pools:
+            if not self._serves(pool) and placement.is_unspoken(pool, now):
+                await self._store.put_pool_status(pool, placement.unserved_pool(pool, now))
+        for job in jobs:
+            if not self._takes(job) and placement.is_unspoken(job, now):
+                await self._store.put_job_status(job, placement.unserved_job(job, now))
 
     async def _report(self, owner: Owner, pool: BackendPool, backends: Sequence[BackendStatus]) -> None:
         # The control plane has its own say about versions and messages: what was told last counts,

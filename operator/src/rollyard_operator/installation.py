@@ -27,7 +27,7 @@ from rollyard_operator.settings import OperatorSettings
 from rollyard_operator.sync import Sync
 from rollyard_operator.turn import is_active
 from rollyard_operator.workertoken import WorkerToken
-from rollyard_operator.yard import Yard
+from rollyard_operator.yard import DRIVER, Yard
 
 TURNS_AT_ONCE = 64
 """A turn mostly waits for the API server: fewer would let others wait behind it while that one is slow."""
@@ -190,7 +190,8 @@ class Operator:
                 await asyncio.sleep(PATIENCE_SECONDS)
         reader = Reader(RolloutJob)
         for obj in self.yard.jobs:
-            if is_active(reader.status(obj)):
+            placed = obj["spec"].get("placement", DRIVER)
+            if placed == DRIVER and is_active(reader.status(obj)):
                 self.yard.admissions.restore(key_of(obj))
         self._polled_at = asyncio.get_running_loop().time()
 

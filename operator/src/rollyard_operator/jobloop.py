@@ -20,12 +20,20 @@ from rollyard_operator.fleet import earliest
 from rollyard_operator.labels import Object
 from rollyard_operator.loops import ObjectLoop
 from rollyard_operator.objectcache import Key, uid_of
+from rollyard_operator.placement import is_for
 from rollyard_operator.plan import Plan, PoolState
 from rollyard_operator.plane import POLL_SECONDS, thing_key
 from rollyard_operator.pods import worker_pod
 from rollyard_operator.reconcile import reconcile_job
-from rollyard_operator.resource import Reader, generation_of, is_leaving, registration, write_status
-from rollyard_operator.yard import Yard
+from rollyard_operator.resource import (
+    Reader,
+    generation_of,
+    is_leaving,
+    mirrored,
+    registration,
+    write_status,
+)
+from rollyard_operator.yard import DRIVER, Yard
 
 COMPONENT = "stage-worker"
 REFUSED_SECONDS = 15.0
@@ -92,7 +100,7 @@ class JobLoop(ObjectLoop):
             return await self._refuse(obj, job.status, refused)
         if view is None:
             return 0.0  # the object was changed after the control plane
-        if job.spec.placement not in (None, "kubernetes"):
+        if not is_for(job, DRIVER):
             return await self._mirror(obj, job, view)
         return await self._reconcile(obj, job, view)
 
@@ -262,14 +270,12 @@ class JobLoop(ObjectLoop):
 
     async def _mirror(self, obj: Object, job: RolloutJob, view: RolloutJob) -> float | None:
         """Another driver runs it: the object shows what that one says."""
-        conditions = [
-            one.model_copy(update={"observed_generation": generation_of(obj)})
-            for one in view.status.conditions
-        ]
-        after = view.status.model_copy(
-            update={"conditions": conditions, "observed_generation": generation_of(obj)}
-        )
-        return await self._write(obj, job.status, after)
+        after = mirrored(obj, view, job.status)
+        wait = await self._write(obj, job.status, after)
+        if view.status.completion_time is not None and not holds(after.conditions, "Finished"):
+            # All rollouts have ended: the polls leave it out, and its driver has a last word to say.
+            return POLL_SECONDS
+        return wait
 
     # What goes wrong, and how it ends
 

@@ -20,13 +20,21 @@ from rollyard_operator.fleet import earliest
 from rollyard_operator.labels import Object
 from rollyard_operator.loops import ObjectLoop
 from rollyard_operator.objectcache import Key, uid_of
+from rollyard_operator.placement import is_for
 from rollyard_operator.plan import ObservedPool
 from rollyard_operator.plane import POLL_SECONDS, object_uid
 from rollyard_operator.pods import backend_pod, pool_service
 from rollyard_operator.pools import reconcile_pool
 from rollyard_operator.probes import Probes
-from rollyard_operator.resource import Reader, generation_of, is_leaving, registration, write_status
-from rollyard_operator.yard import Yard
+from rollyard_operator.resource import (
+    Reader,
+    generation_of,
+    is_leaving,
+    mirrored,
+    registration,
+    write_status,
+)
+from rollyard_operator.yard import DRIVER, Yard
 
 COMPONENT = "backend"
 REFUSED_SECONDS = 15.0
@@ -90,6 +98,8 @@ class PoolLoop(ObjectLoop):
             return await self._refuse(obj, pool.status, error.reason, lines)
         if view is None:
             return 0.0  # the object was changed after the control plane
+        if not is_for(pool, DRIVER):
+            return await self._mirror(obj, pool, view)
         return await self._reconcile(obj, pool, view)
 
     def _new_children(self) -> Children:
@@ -148,6 +158,13 @@ class PoolLoop(ObjectLoop):
         await self._report(view, plan.status)
         self._tell_jobs(plan.status)
         return earliest((plan.requeue_after, wait))
+
+    async def _mirror(self, obj: Object, pool: BackendPool, view: BackendPool) -> float | None:
+        """Another driver starts its backends: the object shows what that one says."""
+        after = mirrored(obj, view, pool.status)
+        wait = await self._write(obj, pool.status, after)
+        self._tell_jobs(after)
+        return wait
 
     def _observed(self, pods: Sequence[Object], pool: BackendPool, external: bool) -> ObservedPool:
         seen = self._children.observed(pods)

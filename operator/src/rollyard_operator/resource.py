@@ -104,6 +104,27 @@ def registration(thing: ThingT) -> ThingT:
     return thing.model_copy(update={"metadata": kept})
 
 
+def mirrored(obj: Object, view: RolloutJob | BackendPool, before: StatusT) -> StatusT:
+    """The status that another driver has told the control plane, in the generations of the object.
+
+    Args:
+        view: the control plane's view, of which the object's spec is known to be the source.
+        before: the object's status; what the driver has not looked at yet keeps its generation.
+    """
+    newest = view.metadata.generation or 0
+
+    def of_object(observed: int | None) -> int:
+        return generation_of(obj) if (observed or 0) >= newest else before.observed_generation
+
+    conditions = [
+        one.model_copy(update={"observed_generation": of_object(one.observed_generation)})
+        for one in view.status.conditions
+    ]
+    changes = {"conditions": conditions, "observed_generation": of_object(view.status.observed_generation)}
+    status: StatusT = view.status.model_copy(update=changes)  # type: ignore[assignment]
+    return status
+
+
 async def write_status(
     kube: Kube,
     recorder: EventRecorder,

@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rollyard_client import NotFound, RollyardError
-from rollyard_crds import BackendPool, RolloutJob
+from rollyard_crds import BackendPool, RolloutJob, RolloutJobStatus
 
-from rollyard_operator import labels, turn
+from rollyard_operator import labels, placement, turn
 from rollyard_operator.conditions import Claim, updated
 from rollyard_operator.kube import KubeConflict, KubeError
 from rollyard_operator.labels import Object
@@ -21,7 +21,7 @@ from rollyard_operator.loops import backoff
 from rollyard_operator.objectcache import Key, ObjectCache, key_of, uid_of
 from rollyard_operator.plane import object_uid, thing_key
 from rollyard_operator.resource import ORIGIN, is_leaving
-from rollyard_operator.yard import Yard
+from rollyard_operator.yard import DRIVER, Yard
 
 AT_ONCE = 8
 """Objects that are made at the same time."""
@@ -52,9 +52,8 @@ class Sync:
         here = {(thing.kind, thing_key(thing)) for thing in things}
         self._refused = {where: one for where, one in self._refused.items() if where in here}
         await asyncio.gather(*(self._one(thing) for thing in things if self._ours(thing)))
-        for job in plane.unfinished.all():
-            if self._nobodys(job):
-                await self._tell_unserved(job)
+        for thing in things:
+            await self._tell_unserved(thing)
 
     async def sweep(self) -> None:
         """What happened while nobody looked: objects that went, of finished jobs too; pods without owners."""
@@ -66,27 +65,40 @@ class Sync:
         await self._sweep_pods()
 
     def _ours(self, thing: RolloutJob | BackendPool) -> bool:
-        placed = thing.spec.placement if isinstance(thing, RolloutJob) else None
-        return placed in (None, "kubernetes") and self._yard.settings.looks_after(thing.metadata.namespace)
+        # What has an object goes with it, whoever runs it.
+        ours = bool(object_uid(thing)) or placement.is_for(thing, DRIVER)
+        return ours and self._yard.settings.looks_after(thing.metadata.namespace)
 
     def _nobodys(self, job: RolloutJob) -> bool:
         """A job of REST, in a namespace that this operator does not serve, of which no driver has spoken."""
         elsewhere = not self._yard.settings.looks_after(job.metadata.namespace)
         unspoken = not job.status.conditions and not object_uid(job)
-        return elsewhere and unspoken and job.spec.placement in (None, "kubernetes")
+        return elsewhere and unspoken and placement.is_for(job, DRIVER)
 
-    async def _tell_unserved(self, job: RolloutJob) -> None:
+    async def _tell_unserved(self, thing: RolloutJob | BackendPool) -> None:
+        """Where nobody else would: why nothing comes of it."""
+        now, plane = self._yard.now(), self._yard.plane
+        elsewhere = not placement.is_for(thing, DRIVER) and placement.is_unspoken(thing, now)
+        try:
+            # The next look sees what was told, and wakes the loop of its object, where it has one.
+            if isinstance(thing, BackendPool):
+                if elsewhere:
+                    await plane.client.put_pool_status(thing, placement.unserved_pool(thing, now))
+            elif elsewhere:
+                await plane.client.put_job_status(thing, placement.unserved_job(thing, now))
+            elif self._nobodys(thing):
+                plane.unfinished.learn(await plane.client.put_job_status(thing, self._not_served(thing)))
+        except RollyardError as error:
+            _log.warning("%s %s: %s", thing.kind, "/".join(thing_key(thing)), error)
+
+    def _not_served(self, job: RolloutJob) -> RolloutJobStatus:
         served = ", ".join(self._yard.settings.namespaces)
         text = (
             f"metadata.namespace: this operator does not serve {job.metadata.namespace!r}; it serves {served}"
         )
-        told = turn.refused(
+        return turn.refused(
             job.status, job.metadata.generation or 0, "NamespaceNotServed", text, self._yard.now()
         )
-        try:
-            self._yard.plane.unfinished.learn(await self._yard.plane.client.put_job_status(job, told))
-        except RollyardError as error:
-            _log.warning("RolloutJob %s: %s", "/".join(thing_key(job)), error)
 
     def _cache(self, thing: RolloutJob | BackendPool) -> ObjectCache:
         return self._yard.jobs if isinstance(thing, RolloutJob) else self._yard.pools

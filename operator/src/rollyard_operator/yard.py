@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Final
 
 import httpx
 
@@ -16,6 +17,9 @@ from rollyard_operator.plane import Plane
 from rollyard_operator.recorder import EventRecorder
 from rollyard_operator.settings import OperatorSettings
 from rollyard_operator.workertoken import WorkerToken
+
+DRIVER: Final = "kubernetes"
+"""What `spec.placement` calls the operator."""
 
 
 def utc_now() -> datetime:

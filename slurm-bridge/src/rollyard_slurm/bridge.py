@@ -13,19 +13,21 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
 import httpx
-from rollyard_crds import RolloutJob
+from rollyard_client.unixsocket import LONGEST_PATH
 from rollyard_crds.jobtoken import job_token
 from rollyard_operator.driver import Driver, Store, replace_pool, unless_stopped
 from rollyard_operator.host.child import sweep
 from rollyard_operator.host.controlplane import ControlPlane, JoinedPlane, Plane, PlaneSettings
 from rollyard_operator.host.errors import StartFailed
 from rollyard_operator.host.home import Home, read_json, write_json
+from rollyard_operator.placement import is_for
 from rollyard_operator.plan import Owner
 
 from rollyard_slurm import logs
@@ -34,9 +36,17 @@ from rollyard_slurm.commands import CommandLine, Commands, environment
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.fleet import Fleet
 from rollyard_slurm.node import base_url
-from rollyard_slurm.options import COMMAND, BridgeOptions, reconcile_profile
+from rollyard_slurm.options import (
+    CA_NAME,
+    COMMAND,
+    SOCKET_NAME,
+    UNIX,
+    BridgeOptions,
+    reconcile_profile,
+)
 from rollyard_slurm.pace import Pace
 from rollyard_slurm.script import Site
+from rollyard_slurm.tokens import write_private
 
 TURN_SECONDS = 0.5
 WORKER_GRACE_SECONDS = 20.0
@@ -56,11 +66,6 @@ class Ready:
     """Slurm jobs of an earlier run that go on."""
 
 
-def takes(job: RolloutJob, alone: bool = True) -> bool:
-    """Whether a job is for Slurm; one that names no driver is so where this is the only one."""
-    return job.spec.placement == "slurm" or (alone and job.spec.placement is None)
-
-
 class Bridge:
     """Runs one home until it is told to stop.
 
@@ -71,7 +76,7 @@ class Bridge:
     def __init__(
         self,
         options: BridgeOptions,
-        make_store: Callable[[str, str], Store],
+        make_store: Callable[[str, str, ssl.SSLContext | None], Store],
         on_ready: Callable[[Ready], None] = lambda ready: None,
         say: Callable[[str], None] = lambda line: None,
         commands: Commands | None = None,
@@ -105,13 +110,31 @@ class Bridge:
             self._home.remove_context()
             self._home.write_supervisor(os.getpid())
             try:
-                async with httpx.AsyncClient(trust_env=False) as http:
-                    await self._serve(http)
+                trusted = self._trusted()
+                async with httpx.AsyncClient(trust_env=False, verify=trusted or True) as http:
+                    await self._serve(http, trusted)
             finally:
                 self._home.remove_context()
                 self._home.supervisor_file.unlink(missing_ok=True)
 
-    async def _serve(self, http: httpx.AsyncClient) -> None:
+    def _trusted(self) -> ssl.SSLContext | None:
+        """Whom `https:` is to be trusted for; the workers get a copy, since nodes may not see what was given.
+
+        Raises:
+            StartFailed: the file cannot be read, holds no certificate, or cannot be copied.
+        """
+        given = self._options.ca_file
+        if given is None:
+            return None
+        try:
+            trusted = ssl.create_default_context(cafile=given)
+            write_private(self._home.root / CA_NAME, given.read_text())
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
+            words = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise StartFailed(f"--ca-file {given}: cannot be used: {words}") from error
+        return trusted
+
+    async def _serve(self, http: httpx.AsyncClient, trusted: ssl.SSLContext | None) -> None:
         options, known = self._options, read_json(self._home.root / "bridge.json") or {}
         instance = str(known.get("instance") or secrets.token_hex(4))
         plane, advertised = await self._plane(http, int(known.get("port") or 0))
@@ -125,7 +148,8 @@ class Bridge:
             write_json(self._home.root / "bridge.json", told)
             site = self._site(instance, url)
             fleet = Fleet(site, self._commands, http, self._token_of(plane), self._wake.set, self._say)
-            store = self._make_store(plane.url, plane.token("driver" if options.join else "admin"))
+            token = plane.token("driver" if options.join else "admin")
+            store = self._make_store(plane.url, token, trusted)
             for pool in options.pools:
                 await replace_pool(store, pool)
             if not options.join:
@@ -138,9 +162,9 @@ class Bridge:
                 fleet,
                 profile,
                 lambda trouble: self._say(f"trouble: {trouble}"),
-                takes=partial(takes, alone=not options.join),
-                # Elsewhere the other driver starts the pools.
-                serves=lambda pool: not options.join,
+                takes=partial(is_for, driver="slurm", default=not options.join),
+                serves=partial(is_for, driver="slurm", default=not options.join),
+                alone=not options.join,
             )
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
@@ -167,6 +191,14 @@ class Bridge:
             if options.tokens is None:
                 raise StartFailed("--join needs --token-file, with the tokens of driver and worker")
             return JoinedPlane(options.join, options.tokens, http), ""
+        if options.listen == UNIX:
+            path = str(self._home.state / SOCKET_NAME)
+            if len(os.fsencode(path)) > LONGEST_PATH:
+                raise StartFailed(
+                    f"--listen unix: a socket's path may have {LONGEST_PATH} bytes, and {path} has more; "
+                    "choose a shorter --home"
+                )
+            return ControlPlane(self._home, PlaneSettings(path, 0, options.lease_seconds), http), ""
         if options.listen:
             listen = checked_address(options.listen)
         else:
@@ -183,6 +215,7 @@ class Bridge:
             profile=self._options.profile,
             sandbox=self._options.sandbox,
             sandbox_options=self._options.sandbox_options,
+            ca_file=self._home.root / CA_NAME if self._options.ca_file is not None else None,
         )
         for folder in (site.logs, site.endpoints, site.tokens):
             try:

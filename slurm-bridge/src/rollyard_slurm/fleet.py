@@ -22,7 +22,7 @@ from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
 from rollyard_slurm.parse import QueuedJob
 from rollyard_slurm.script import Site, batch_script
 from rollyard_slurm.submissions import Group, Records, Submission, fresh
-from rollyard_slurm.tokens import write_token
+from rollyard_slurm.tokens import write_private
 from rollyard_slurm.watches import Watches
 
 UNSURE_SECONDS = 90.0
@@ -277,7 +277,7 @@ class Fleet:
         who = identity.identity(workload, self._site.instance, one.launch, one.restarts)
         try:
             if workload.kind == "stage-worker":
-                write_token(self._site.token_file(workload), self._worker_token(workload.owner))
+                write_private(self._site.token_file(workload), self._worker_token(workload.owner))
             # Before sbatch: whatever happens to this process, the job is found again.
             self._records.save(one)
             one.job = await self._commands.submit(batch_script(workload, self._site, who))

@@ -66,7 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     toward = urlsplit(given.toward)
     try:
-        host = source_address(toward.hostname or "", toward.port or 80)
+        # A control plane on a Unix socket: everything is on this node.
+        local = toward.scheme == "http+unix"
+        host = "127.0.0.1" if local else source_address(toward.hostname or "", toward.port or 80)
         command, port = command_for(given.command, host, free_port(host))
         document = {
             "url": base_url(host, port),

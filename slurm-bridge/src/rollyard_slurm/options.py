@@ -13,6 +13,11 @@ from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.script import Site
 
 COMMAND = "rollyard slurm-bridge up"
+UNIX = "unix"
+SOCKET_NAME = "api.sock"
+"""In the state folder, which is this user's alone."""
+CA_NAME = "ca.crt"
+"""In the home."""
 DEFAULT_LEASE_SECONDS = 30.0
 DEFAULT_TIMEOUT = 20.0
 
@@ -27,8 +32,10 @@ class BridgeOptions:
     """URL of a control plane that runs; empty: one is started here."""
     tokens: Path | None = None
     """With `join`: JSON object with the tokens of driver and worker."""
+    ca_file: Path | None = None
+    """With `join`: whom to trust for `https:` (PEM), where its authority is not a public one."""
     listen: str = ""
-    """Address to listen on; empty: this host's in the cluster's network."""
+    """Address to listen on; empty: this host's in the cluster's network; UNIX: a socket in the home."""
     advertise: str = ""
     """Host that the nodes are told; empty: `listen`."""
     port: int = 0
@@ -47,7 +54,8 @@ class BridgeOptions:
 
 def reconcile_profile(site: Site, max_jobs: int = 16) -> Profile:
     """How jobs and pools are reconciled: what runs with other settings of the site is replaced."""
-    parts = (site.url, site.sandbox, site.sandbox_options, site.python, site.profile.model_dump_json())
+    parts: tuple[object, ...] = (site.url, site.sandbox, site.sandbox_options, site.python)
+    parts += (site.profile.model_dump_json(), *([] if site.ca_file is None else [str(site.ca_file)]))
     return Profile(
         node_workers=True,
         max_active_jobs=max_jobs,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rollyard_client.unixsocket import socket_url
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_operator.pools import pool_workloads
 from rollyard_operator.reconcile import job_workloads
 
 from rollyard_slurm.identity import identity
 from rollyard_slurm.node import base_url
-from rollyard_slurm.options import BridgeOptions, reconcile_profile
+from rollyard_slurm.options import CA_NAME, SOCKET_NAME, UNIX, BridgeOptions, reconcile_profile
 from rollyard_slurm.script import Site, batch_script
 
 
@@ -20,16 +21,24 @@ def sample_job() -> RolloutJob:
     return RolloutJob.model_validate({"metadata": {"name": "sample"}, "spec": spec})
 
 
+def _url(options: BridgeOptions) -> str:
+    if options.join:
+        return options.join.rstrip("/")
+    if options.listen == UNIX:
+        return socket_url(str(options.home / "state" / SOCKET_NAME))
+    return base_url(options.advertise or options.listen or "BRIDGE-ADDRESS", options.port or 8765)
+
+
 def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[str]:
     """The script of each worker and backend. Address, port and numbers that are not known yet are samples."""
-    host = options.advertise or options.listen or "BRIDGE-ADDRESS"
     site = Site(
         home=options.home,
         instance="00000000",
-        url=base_url(host, options.port or 8765),
+        url=_url(options),
         profile=options.profile,
         sandbox=options.sandbox,
         sandbox_options=options.sandbox_options,
+        ca_file=options.home / CA_NAME if options.ca_file is not None else None,
     )
     profile = reconcile_profile(site, options.max_jobs)
     made = []

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollyard_client.transport import CA_FILE
 from rollyard_operator.plan import Workload
 from rollyard_operator.vllmargs import SERVER_ENV, vllm_command
 
@@ -33,6 +34,8 @@ class Site:
     sandbox_options: tuple[str, ...] = ()
     """Further arguments of the workers, such as `--default-image`."""
     python: str = field(default_factory=lambda: sys.executable)
+    ca_file: Path | None = None
+    """Whom the workers are to trust for `https:`."""
 
     @property
     def logs(self) -> Path:
@@ -123,7 +126,8 @@ def batch_script(workload: Workload, site: Site, identity: Identity) -> str:
     wanted = site.profile.of(workload.kind)
     owner = workload.owner
     program = _backend(workload, site, identity) if workload.kind == "backend" else _worker(workload, site)
-    env = {**wanted.env, **_engine_env(workload)}
+    trust = {CA_FILE: str(site.ca_file)} if site.ca_file and workload.kind == "stage-worker" else {}
+    env = {**trust, **wanted.env, **_engine_env(workload)}
     lines = [
         "#!/bin/bash",
         *_directives(workload, site, identity, wanted),

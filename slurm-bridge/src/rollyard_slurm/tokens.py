@@ -1,4 +1,4 @@
-"""The file with the token of one job's workers, on storage that the nodes share."""
+"""Files on storage that the nodes share and only the user reads, such as the token of one job's workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def write_token(path: Path, token: str) -> None:
+def write_private(path: Path, text: str) -> None:
     """Writes it whole or not at all, mode 0600 in a folder of mode 0700; nothing if it stands there.
 
     Raises:
@@ -14,7 +14,7 @@ def write_token(path: Path, token: str) -> None:
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        if path.read_text() == token:
+        if path.read_text() == text:
             return
     except OSError:
         pass
@@ -22,7 +22,7 @@ def write_token(path: Path, token: str) -> None:
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(descriptor, 0o600)
-        file.write(token)
+        file.write(text)
         file.flush()
         os.fsync(descriptor)
     scratch.replace(path)

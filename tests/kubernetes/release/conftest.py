@@ -13,7 +13,7 @@ import yaml
 from installedchart import Installation
 
 if TYPE_CHECKING:
-    from conftest import Cluster
+    from kubelab import Cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 GONE_SECONDS = 60.0

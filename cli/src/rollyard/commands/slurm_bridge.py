@@ -53,10 +53,16 @@ def _home(given: Path | None) -> Home:
     help="With --join: JSON with the tokens of driver and worker.",
 )
 @click.option(
+    "--ca-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar="ROLLYARD_CA_FILE",
+    help="With --join https://…: the authority of a private certificate (PEM).",
+)
+@click.option(
     "--listen",
     default="",
     metavar="ADDRESS",
-    help="Address to listen on [that of this host's in the cluster].",
+    help="Address to listen on [that of this host's in the cluster]; `unix`: a socket, for one node.",
 )
 @click.option("--advertise", default="", metavar="HOST", help="Host that the nodes are told [--listen].")
 @click.option(
@@ -147,10 +153,13 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
         raise UsageProblem("--join and --token-file belong together")
     if given["join"] and given["engine"] != "none":
         raise UsageProblem(
-            "--engine is for a control plane of its own; with --join, pools are the others' to start"
+            "--engine is for a control plane of its own; with --join, submit a BackendPool that says "
+            "`placement: slurm`"
         )
     if given["join"] and not given["join"].startswith(("http://", "https://")):
         raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {given['join']!r})")
+    if given["listen"] == "unix" and (given["advertise"] or given["port"]):
+        raise UsageProblem("--advertise and --port have no meaning with --listen unix")
     names = ("partition", "account", "qos", "time_limit", "constraint")
     site = profiles.load(given["profile"], {name: given[name] for name in names})
     sandbox: list[str] = []
@@ -167,6 +176,7 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
         home=home,
         join=given["join"],
         tokens=given["token_file"],
+        ca_file=given["ca_file"] if given["join"].startswith("https://") else None,
         listen=given["listen"],
         advertise=given["advertise"],
         port=given["port"],
@@ -229,6 +239,13 @@ def _dry_run(options: BridgeOptions, files: tuple[Path, ...]) -> None:
         click.echo(text)
 
 
+_SUBMIT = "Submit with `rollyard submit -f job.yaml`"
+
+
+def _how(options: BridgeOptions) -> str:
+    return "The bridge has joined" if options.join else "Rollyard runs at"
+
+
 def _foreground(options: BridgeOptions) -> None:
     import asyncio
 
@@ -236,12 +253,14 @@ def _foreground(options: BridgeOptions) -> None:
     from rollyard_slurm.bridge import Bridge, Ready, install_signals
 
     def ready(what: Ready) -> None:
-        click.echo(f"Rollyard runs at {what.url}  (API: {what.url}/docs)")
+        docs = "" if options.listen == "unix" else f"  (API: {what.url}/docs)"
+        click.echo(f"{_how(options)} {what.url}{docs}")
         click.echo(f"  sandbox  {options.sandbox}")
         click.echo(f"  home     {what.home.root}  (logs in {what.home.logs})")
         if what.found:
             click.echo(f"  {what.found} Slurm jobs of an earlier run go on")
-        click.echo("Submit with `rollyard submit -f job.yaml`; Ctrl-C ends bridge and Slurm jobs.")
+        what_for = "Jobs and pools with `placement: slurm` run here" if options.join else _SUBMIT
+        click.echo(f"{what_for}; Ctrl-C ends bridge and Slurm jobs.")
         sys.stdout.flush()
 
     async def run() -> None:
@@ -285,11 +304,9 @@ def _detach(ctx: click.Context, options: BridgeOptions) -> None:
 
     def ready(pid: int) -> str:
         told = read_json(home.root / "bridge.json") or {}
-        return (
-            f"Rollyard runs at {told['url']} (process {pid}, home {home.root})"
-            if told.get("pid") == pid
-            else ""
-        )
+        if told.get("pid") != pid:
+            return ""
+        return f"{_how(options)} {told['url']} (process {pid}, home {home.root})"
 
     arguments = ["slurm-bridge", "up", *_arguments(ctx)]
     click.echo(detached.start(arguments, home.logs / "bridge.log", ready, DETACH_SECONDS))

@@ -13,14 +13,16 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import httpx
-from rollyard_crds import BackendPool, RolloutJob
+from rollyard_crds import BackendPool
 from rollyard_operator.driver import Driver, Store, replace_pool, unless_stopped
 from rollyard_operator.host.child import sweep
 from rollyard_operator.host.controlplane import ControlPlane, PlaneSettings
 from rollyard_operator.host.home import Home
+from rollyard_operator.placement import is_for
 from rollyard_operator.plan import Profile
 
 from rollyard.local.fleet import Fleet
@@ -73,11 +75,6 @@ def plane_settings(options: Options) -> PlaneSettings:
     if not verify and "ROLLYARD_VERIFY_PYTHON" not in os.environ:
         verify = options.vllm_python
     return PlaneSettings(options.host, options.port, options.lease_seconds, verify)
-
-
-def takes(job: RolloutJob) -> bool:
-    """Whether a job is for this machine; those of other drivers are left to them."""
-    return job.spec.placement in (None, "local")
 
 
 class Supervisor:
@@ -139,7 +136,8 @@ class Supervisor:
             )
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
-                driver = Driver(store, fleet, PROFILE, self._on_trouble, takes)
+                mine = partial(is_for, driver="local")
+                driver = Driver(store, fleet, PROFILE, self._on_trouble, takes=mine, serves=mine)
                 turning = group.create_task(self._loop(driver), name="reconcile")
                 await self._stop.wait()
                 keeping.cancel()

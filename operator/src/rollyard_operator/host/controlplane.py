@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import httpx
+from rollyard_client.unixsocket import base_of, socket_of, socket_url
 
 from rollyard_operator.host.child import Child, Folders
 from rollyard_operator.host.errors import StartFailed
@@ -27,7 +28,7 @@ class PlaneSettings:
     """How a control plane is started."""
 
     host: str
-    """Address that it listens on, and is reached at from this machine."""
+    """Address that it listens on, and is reached at from this machine; or the path of a Unix socket."""
     port: int
     """0: a free one."""
     lease_seconds: float
@@ -116,6 +117,8 @@ class ControlPlane:
     def url(self) -> str:
         """Base URL, once started."""
         host = self._settings.host
+        if host.startswith("/"):
+            return socket_url(host)
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     @property
@@ -178,10 +181,17 @@ class ControlPlane:
             return False
         self._port = int(port)
         try:
-            answer = await self._http.get(f"{self.url}/readyz", timeout=2.0)
+            answer = await self._ask("/readyz")
         except httpx.HTTPError:
             return False
         return answer.is_success
+
+    async def _ask(self, path: str) -> httpx.Response:
+        socket = socket_of(self.url)
+        if socket is None:
+            return await self._http.get(f"{self.url}{path}", timeout=2.0)
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=socket)) as http:
+            return await http.get(f"{base_of(self.url)}{path}", timeout=2.0)
 
     async def keep(self, wake: Callable[[], None]) -> None:
         """Restarts it whenever it dies, with bounded backoff, until cancelled."""

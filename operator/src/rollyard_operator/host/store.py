@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
@@ -20,11 +21,15 @@ T = TypeVar("T")
 
 
 class RestStore:
-    """The Store of a driver, over REST."""
+    """The Store of a driver, over REST.
 
-    def __init__(self, url: str, token: str) -> None:
+    Args:
+        tls: whom to trust for `https:`; default: ROLLYARD_CA_FILE, else the usual authorities.
+    """
+
+    def __init__(self, url: str, token: str, tls: ssl.SSLContext | None = None) -> None:
         # The next turn is the retry: a turn that waits long would see children's ends late.
-        self._client = DriverClient(url, token, timeout=10.0, retry=Retry(attempts=2))
+        self._client = DriverClient(url, token, timeout=10.0, retry=Retry(attempts=2), tls=tls)
 
     async def _ask(self, call: Awaitable[T]) -> T:
         try:

@@ -1,0 +1,166 @@
+"""A real cluster for the tests: kube-lab's, started once and left running; fresh namespaces for each test.
+
+`ROLLYARD_SHARED` names the folder whose `kit/kube-lab` makes the cluster. It is one for all processes of a
+machine: whoever comes first starts it, nobody here stops it (`scripts/test` does, at its end).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CRDS = ROOT / "crds" / "yaml"
+CHART = ROOT / "helm" / "rollyard"
+LOCK = "/tmp/kube-lab.lock"
+START_SECONDS = 240
+COMMAND_SECONDS = 240
+IMAGES_SECONDS = 1500
+
+
+class CommandFailed(AssertionError):
+    """A command ended with another status than 0; its words."""
+
+    def __init__(self, command: list[str], done: subprocess.CompletedProcess[str]) -> None:
+        super().__init__(f"{shlex.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
+        self.output = done.stdout + done.stderr
+
+
+@dataclass
+class Cluster:
+    """A cluster of which everything is allowed."""
+
+    kubeconfig: Path
+    env: dict[str, str] = field(repr=False)
+    """For subprocesses: KUBECONFIG, and a PATH with kubectl and helm."""
+    made: list[str] = field(default_factory=list, repr=False)
+    """Namespaces that end with the session."""
+
+    @property
+    def server(self) -> tuple[str, str]:
+        """The API server's address, and the file of the authority that its certificate is from."""
+        known = yaml.safe_load(self.kubeconfig.read_text())["clusters"][0]["cluster"]
+        return str(known["server"]), str(known["certificate-authority"])
+
+    def run(
+        self, *command: str, input: str | None = None, timeout: float = COMMAND_SECONDS
+    ) -> subprocess.CompletedProcess[str]:
+        """A command in this cluster's environment, whatever its end."""
+        return subprocess.run(
+            command, input=input, env=self.env, capture_output=True, text=True, timeout=timeout, check=False
+        )
+
+    def _told(self, *command: str, input: str | None) -> str:
+        done = self.run(*command, input=input)
+        if done.returncode != 0:
+            raise CommandFailed(list(command), done)
+        return done.stdout
+
+    def kubectl(self, *args: str, input: str | None = None) -> str:
+        """What kubectl prints.
+
+        Raises:
+            CommandFailed: its exit status is not 0.
+        """
+        return self._told("kubectl", *args, input=input)
+
+    def helm(self, *args: str, input: str | None = None) -> str:
+        """What helm prints.
+
+        Raises:
+            CommandFailed: its exit status is not 0.
+        """
+        return self._told("helm", *args, input=input)
+
+    def get(self, kind: str, name: str, namespace: str) -> dict[str, Any]:
+        """One object."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", kind, name, "-n", namespace, "-o", "json"))
+        return found
+
+    def items(self, kind: str, namespace: str, selector: str = "") -> list[dict[str, Any]]:
+        """Objects of a namespace."""
+        command = ["get", kind, "-n", namespace, "-o", "json", *(["-l", selector] if selector else [])]
+        found: list[dict[str, Any]] = json.loads(self.kubectl(*command))["items"]
+        return found
+
+    def namespace(self, restricted: bool = False) -> str:
+        """A fresh namespace; `restricted`: its pod security admission refuses all that is not."""
+        prefix = os.environ.get("ROLLYARD_TEST_NAMESPACES", "test")
+        name = f"{prefix}-{secrets.token_hex(4)}"
+        self.kubectl("create", "namespace", name)
+        self.made.append(name)
+        if restricted:
+            self.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+        return name
+
+    def with_rights(self, kubeconfig: Path) -> Cluster:
+        """The same cluster, as somebody else."""
+        env = {**self.env, "KUBECONFIG": str(kubeconfig)}
+        return dataclasses.replace(self, kubeconfig=kubeconfig, env=env)
+
+
+def _lab(missing: Callable[[str], NoReturn]) -> Path:
+    shared = os.environ.get("ROLLYARD_SHARED")
+    if not shared:
+        missing("no cluster: set ROLLYARD_SHARED to the folder that holds kit/kube-lab")
+    lab = Path(shared) / "kit" / "kube-lab"
+    if not os.access(lab, os.X_OK):
+        missing(f"no cluster: {lab} is not there")
+    if os.geteuid() != 0:
+        missing("no cluster: kube-lab needs root")
+    return lab
+
+
+@pytest.fixture(scope="session")
+def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
+    """kube-lab's cluster with the CRDs of this checkout."""
+    lab = _lab(missing)
+    # --close: the cluster's processes must not inherit the lock; --wait: who holds it is starting them.
+    command = ["flock", "--close", "--wait", "120", LOCK, str(lab), "start"]
+    started = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+    )
+    if started.returncode != 0:
+        missing(f"no cluster: kube-lab does not start: {started.stdout}")
+    lines = subprocess.run([str(lab), "env"], capture_output=True, text=True, check=True).stdout
+    given = subprocess.run(
+        ["bash", "-c", f"{lines}\nenv -0"], capture_output=True, text=True, check=True
+    ).stdout
+    env = dict(pair.split("=", 1) for pair in given.split("\0") if "=" in pair)
+    made = Cluster(Path(env["KUBECONFIG"]), env)
+    made.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
+    made.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), "--timeout=60s")
+    yield made
+    if made.made:
+        # Nobody waits for their end: the next session has namespaces of its own.
+        made.kubectl("delete", "namespace", "--ignore-not-found", "--wait=false", *made.made)
+
+
+@pytest.fixture(scope="session")
+def images(cluster: Cluster) -> str:
+    """Tag of this checkout's images, `registry.local/rollyard-…`, built and loaded.
+
+    ROLLYARD_TEST_TAG names one that is loaded already.
+    """
+    given = os.environ.get("ROLLYARD_TEST_TAG")
+    if given:
+        return given
+    lab = Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab"
+    env = {**cluster.env, "IMAGE_LOAD": f"{lab} load", "PYTHON": sys.executable}
+    command = [str(ROOT / "scripts" / "images"), "--tag", "test", "--load"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=IMAGES_SECONDS)
+    if done.returncode != 0:
+        raise CommandFailed(command, done)
+    return "test"

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 from rollyard_operator.host.logfile import telling_line
-from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop, Workload
+from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop
 
 from rollyard_slurm import identity, walltime
 from rollyard_slurm.commands import Commands
@@ -256,10 +256,10 @@ class Fleet:
             return  # the next plan says it again
         for old in [one for one in self._all if one.workload.name == name and not one.living]:
             self._forget(old)
-        await self._submit(launch.workload, launch.restarts, now)
+        await self._submit(launch, now)
 
-    async def _submit(self, workload: Workload, restarts: int, now: datetime) -> None:
-        one = fresh(secrets.token_hex(6), workload, restarts, now)
+    async def _submit(self, launch: Launch, now: datetime) -> None:
+        one = fresh(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
         self._all.append(one)
         await self._try(one, now)
 
@@ -349,7 +349,7 @@ class Fleet:
             if self._wants_successor(name, group, now):
                 front = group.front
                 self._say(f"{name}: the time limit of Slurm job {front.job} is near; its successor queues")
-                await self._submit(front.workload, front.restarts, now)
+                await self._submit(Launch(front.workload, front.restarts, front.last_end), now)
 
     def _wants_successor(self, name: str, group: Group, now: datetime) -> bool:
         front = group.front

@@ -243,6 +243,49 @@ async def test_scancel_counts_as_an_exit(bench: Bench) -> None:
     assert "restarts=1" in bench.slurm.queued[102].comment
 
 
+async def test_how_the_one_before_ended_is_told_after_a_restart_of_the_bridge_too(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.slurm.end(101, "OUT_OF_MEMORY", signal=9)
+    await bench.turns(6)
+    bench.slurm.run(102)
+    await bench.turns()
+    told = "was restarted once; the one before was killed by signal 9 (Slurm job 101 ran out of memory"
+    assert told in bench.said_of("Degraded")
+    bench.begin()
+    await bench.turns()
+    assert told in bench.said_of("Degraded")
+    bench.slurm.run(102, left=500.0)
+    await bench.turns(2)
+    bench.slurm.run(103)
+    await bench.turns(2)
+    assert told in bench.said_of("Degraded"), "a successor goes on with it"
+
+
+async def test_what_a_worker_that_runs_says_of_its_node(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    (worker,) = {one.workload.name for one in bench.fleet.jobs}
+    bench.site.troubles.mkdir()
+    (bench.site.troubles / f"{worker}-101").write_text(
+        "node cn1 starts no sandboxes: No space left on device"
+    )
+    await bench.turns()
+    assert bench.said_of("Degraded", "reason") == "WorkersImpaired"
+    assert bench.said_of("Degraded") == f"{worker}: node cn1 starts no sandboxes: No space left on device"
+    assert bench.said_of("Running", "status") == "True", "what it holds goes on"
+    (bench.site.troubles / f"{worker}-101").unlink()
+    await bench.turns()
+    assert bench.said_of("Degraded", "status") == "False"
+    (bench.site.troubles / f"{worker}-101").write_text("killed before it could remove it")
+    bench.slurm.end(101, "TIMEOUT", signal=15)
+    await bench.turns(2)
+    assert list(bench.site.troubles.iterdir()) == []
+    assert bench.said_of("Degraded", "status") == "False"
+
+
 async def test_a_job_that_slurm_forgot_is_started_again(bench: Bench) -> None:
     await bench.turns()
     bench.slurm.run(101)

@@ -90,6 +90,7 @@ async def _serve(
                         namespace=options.namespace if options.job is not None else None,
                         max_sandboxes=options.max_sandboxes,
                         sandboxes_end=options.sandboxes_end,
+                        trouble_file=options.trouble_file,
                         drain_seconds=options.drain_seconds,
                         backend_budget=options.backend_budget,
                     ),
@@ -259,6 +260,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sandboxes-end", action="store_true",
         help="sandboxes end with the worker that started them, as in a batch job",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trouble-file", type=Path, metavar="FILE",
+        help="says why this worker takes no Init work; gone while nothing is wrong",
     )  # fmt: skip
     parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
     parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")

@@ -184,7 +184,7 @@ class Bridge:
             sandbox=self._options.sandbox,
             sandbox_options=self._options.sandbox_options,
         )
-        for folder in (site.logs, site.endpoints, site.tokens):
+        for folder in (site.logs, site.endpoints, site.tokens, site.troubles):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:

@@ -136,6 +136,7 @@ class Fleet:
         signature = frozenset((job.id, job.state, job.reason) for job in listed)
         self.changed = self.changed or signature != self._signature
         self._signature = signature
+        self._read_troubles()
         self._settle()
 
     def _slurm_away(self, why: str) -> None:
@@ -210,6 +211,16 @@ class Fleet:
             self._say(f"cancelled Slurm jobs of this home that nothing wants: {strangers}")
             await self._commands.cancel(strangers)
             self._strangers.update(strangers)
+
+    def _read_troubles(self) -> None:
+        """What workers that run say of their nodes."""
+        for one in self._all:
+            if one.workload.kind == "stage-worker" and one.job is not None:
+                file = self._site.trouble_file(one.workload, one.job)
+                try:
+                    one.trouble = file.read_text()[:500] if one.running else ""
+                except FileNotFoundError:
+                    one.trouble = ""
 
     def _settle(self) -> None:
         """Whose place a successor has taken; where backends answer."""
@@ -327,6 +338,8 @@ class Fleet:
 
     def _forget(self, one: Submission) -> None:
         self._watches.end(one)
+        if one.job is not None:
+            self._site.trouble_file(one.workload, one.job).unlink(missing_ok=True)
         if one in self._all:
             self._all.remove(one)
         self._records.forget(one)

@@ -57,6 +57,15 @@ class Site:
         """Where the backend of one submission says that it answers."""
         return self.endpoints / f"{launch}.json"
 
+    @property
+    def troubles(self) -> Path:
+        """One file for each worker that runs and takes no Init work: why not."""
+        return self.home / "troubles"
+
+    def trouble_file(self, workload: Workload, job: int | str) -> Path:
+        """What keeps a worker from starting sandboxes; none while nothing is wrong."""
+        return self.troubles / f"{workload.name}-{job}"
+
     def log(self, workload: Workload, job: int) -> Path:
         """What the job printed."""
         return self.logs / f"{workload.name}-{job}.log"
@@ -177,12 +186,14 @@ def _worker(workload: Workload, site: Site) -> list[str]:
         *_RUN_FOLDER,
         # Two jobs on one node reach each other's sandboxes only if they see the same folder: sites may give
         # each job a /tmp of its own. So the folder, and not the host, has the name.
-        '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$"; '
-        'ln "$run/.name.$$" "$run/name" 2>/dev/null; rm -f "$run/.name.$$"; }',
-        'node=$(cat "$run/name") || exit 73',
+        '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$" &&'
+        ' ln "$run/.name.$$" "$run/name" 2>/dev/null; rm -f "$run/.name.$$"; }',
+        '[ -s "$run/name" ] && node=$(cat "$run/name") ||'
+        ' { echo "error: $run cannot be written: is the disk of $node full?" >&2; exit 73; }',
         # Slurm's own restart of a job begins a worker of another name: the old one may live on.
         f'name={quoted(workload.name)}"-$SLURM_JOB_ID${{SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}}"',
-        f'program=({_words(arguments)} --node "$node" --run-dir "$run" --name "$name")',
+        f'program=({_words(arguments)} --node "$node" --run-dir "$run" --name "$name"'
+        f' --trouble-file {quoted(str(site.trouble_file(workload, "")))}"$SLURM_JOB_ID")',
     ]
 
 

@@ -60,6 +60,8 @@ class Submission:
     url: str = ""
     """Backends: where the probe looks."""
     probe: asyncio.Task[None] | None = None
+    trouble: str = ""
+    """Workers: why it runs and takes no Init work, in its own words."""
 
     @property
     def living(self) -> bool:
@@ -98,6 +100,7 @@ class Submission:
             url=self.url if seen is not None and seen.state == "RUNNING" else "",
             policy_version=health.policy_version,
             message=message,
+            trouble=self.trouble if state == "running" else "",
             blocked=blocked,
             pending=pending,
             draining_since=self.draining_since,

@@ -84,6 +84,16 @@ class SandboxFileRefused(SandboxError):
 
 
 class DiskFull(SandboxError):
-    """The disk of the run folder, or the sandbox's own disk limit, is used up."""
+    """The image cache, or the sandbox's own disk limit, is used up."""
 
     reason = "DiskFull"
+
+
+class NodeDiskFull(DiskFull):
+    """The disk of the run folder is used up: the rollout goes to another node, or waits for room.
+
+    It counts as no attempt. The provider takes no more work meanwhile (see `SandboxProvider.trouble`).
+    """
+
+    reason = "NodeDiskFull"
+    counts = False

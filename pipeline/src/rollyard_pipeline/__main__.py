@@ -25,6 +25,8 @@ from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
 from rollyard_pipeline.worker import Worker, WorkerOptions
 
 _DEFAULT_HOME: Final = "~/.local/state/rollyard"
+NODE_UNUSABLE: Final = 73
+"""Exit status (EX_CANTCREAT of sysexits.h): this node lacks what sandboxes need; another one may have it."""
 
 
 class OptionError(PipelineError):
@@ -34,7 +36,7 @@ class OptionError(PipelineError):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a worker; 0 when drained or when its job is over, 2 for unusable options."""
+    """Run a worker; 0 when drained or when its job is over, 2 for unusable options, 73 for a node."""
     options = _parser().parse_args(argv)
     if options.node is None:
         options.node = NODE if options.sandbox == PROVIDER else socket.gethostname()
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             return runner.run(_run(options))
     except PipelineError as error:
         print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
-        return 2
+        return NODE_UNUSABLE if error.of_node else 2
 
 
 async def _run(options: argparse.Namespace) -> int:

@@ -20,6 +20,8 @@ class PipelineError(Exception):
     return_to: ClassVar[StageName | None] = None
     counts: ClassVar[bool] = True
     """False: nothing that this rollout's attempts should pay for; whoever raises it bounds how often."""
+    of_node: ClassVar[bool] = False
+    """At a worker's start: another node may well do."""
 
 
 class ExtensionError(PipelineError):

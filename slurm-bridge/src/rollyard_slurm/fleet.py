@@ -17,10 +17,11 @@ from rollyard_operator.host.logfile import telling_line
 from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop
 
 from rollyard_slurm import identity, walltime
+from rollyard_slurm.avoided import Avoided
 from rollyard_slurm.commands import Commands
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
 from rollyard_slurm.parse import QueuedJob
-from rollyard_slurm.script import Site, batch_script
+from rollyard_slurm.script import NODE_UNUSABLE, Site, batch_script
 from rollyard_slurm.submissions import Group, Records, Submission, fresh
 from rollyard_slurm.tokens import write_token
 from rollyard_slurm.watches import Watches
@@ -68,6 +69,7 @@ class Fleet:
         self._away = ""
         self._limit = ""
         self._successor_after: dict[str, datetime] = {}
+        self._avoided = Avoided()
         self._signature: frozenset[tuple[object, ...]] = frozenset()
         self._strangers: set[int] = set()
         self._handed_in = 0
@@ -136,6 +138,7 @@ class Fleet:
         signature = frozenset((job.id, job.state, job.reason) for job in listed)
         self.changed = self.changed or signature != self._signature
         self._signature = signature
+        self._avoided.pass_time(now)
         self._read_troubles()
         self._settle()
 
@@ -182,6 +185,8 @@ class Fleet:
             message = end.message
             if not message and end.code:
                 message = telling_line(self._site.log(one.workload, one.job))
+            if end.code == NODE_UNUSABLE and one.seen is not None:
+                self._avoided.note(one.seen.nodes, now)
             self._end(one, walltime.Ending(end.code, message, end.expected), now)
 
     def _end(self, one: Submission, end: walltime.Ending, now: datetime) -> None:
@@ -291,10 +296,16 @@ class Fleet:
                 write_token(self._site.token_file(workload), self._worker_token(workload.owner))
             # Before sbatch: whatever happens to this process, the job is found again.
             self._records.save(one)
-            one.job = await self._commands.submit(batch_script(workload, self._site, who))
+            if workload.kind == "stage-worker":
+                one.avoided = self._avoided.nodes
+            one.job = await self._commands.submit(batch_script(workload, self._site, who, one.avoided))
         except SubmitRefused as refusal:
             self._records.forget(one)
             one.unsure_until = None
+            if one.avoided and not refusal.limit:
+                self._avoided.clear()
+                one.refused, one.retry_at = f"sbatch: {refusal}", now
+                return
             one.refused = f"sbatch: {refusal}"
             if refusal.limit:
                 self._limit = one.refused

@@ -15,6 +15,8 @@ from rollyard_slurm.node import HOST, PORT
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile, SiteProfile, quoted
 
 TITLE = "rollyard-"
+NODE_UNUSABLE = 73
+"""Exit status of a worker whose node lacks what sandboxes need, as the stage worker's own."""
 DEFAULT_MEMORY = "2G"
 """Of stage workers and embedded engines: many sites' own default, per CPU, is too little for sandboxes."""
 
@@ -71,7 +73,9 @@ class Site:
         return self.logs / f"{workload.name}-{job}.log"
 
 
-def _directives(workload: Workload, site: Site, identity: Identity, wanted: JobProfile) -> list[str]:
+def _directives(
+    workload: Workload, site: Site, identity: Identity, wanted: JobProfile, avoided: Sequence[str]
+) -> list[str]:
     requeue = "--requeue" if wanted.requeue is not False else "--no-requeue"
     seconds = wanted.signal_seconds or SIGNAL_SECONDS
     options = [
@@ -92,7 +96,7 @@ def _directives(workload: Workload, site: Site, identity: Identity, wanted: JobP
         ("reservation", wanted.reservation),
         ("wckey", wanted.wckey),
         ("constraint", wanted.constraint),
-        ("exclude", wanted.exclude),
+        ("exclude", ",".join([*([wanted.exclude] if wanted.exclude else []), *avoided]) or None),
         ("time", wanted.time_limit),
         ("cpus-per-task", wanted.cpus),
         ("mem", _memory(workload, wanted)),
@@ -127,15 +131,19 @@ def _directive(value: str) -> str:
     return f'"{escaped}"'
 
 
-def batch_script(workload: Workload, site: Site, identity: Identity) -> str:
-    """The script that sbatch gets: what an administrator sees, and what runs on the node."""
+def batch_script(workload: Workload, site: Site, identity: Identity, avoided: Sequence[str] = ()) -> str:
+    """The script that sbatch gets: what an administrator sees, and what runs on the node.
+
+    Args:
+        avoided: nodes that could not be used lately.
+    """
     wanted = site.profile.of(workload.kind)
     owner = workload.owner
     program = _backend(workload, site, identity) if workload.kind == "backend" else _worker(workload, site)
     env = {**wanted.env, **_engine_env(workload)}
     lines = [
         "#!/bin/bash",
-        *_directives(workload, site, identity, wanted),
+        *_directives(workload, site, identity, wanted, avoided),
         f"# {owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (slurm-bridge)",
         "umask 077",
         *(f"export {name}={quoted(value)}" for name, value in env.items()),

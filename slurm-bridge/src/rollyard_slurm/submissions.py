@@ -33,6 +33,8 @@ class Submission:
     submitted_at: datetime
     last_end: str = ""
     """How the one before ended, as the launch said."""
+    avoided: tuple[str, ...] = ()
+    """Nodes that it asked Slurm to leave out, because workers could not use them."""
     job: int | None = None
     """None: refused, or sbatch has not said."""
     unsure_until: datetime | None = None

@@ -27,6 +27,7 @@ class UserNamespacesForbidden(SandboxError):
 
     reason = "UserNamespacesForbidden"
     retryable = False
+    of_node = True
 
 
 class BubblewrapMissing(SandboxError):
@@ -34,6 +35,7 @@ class BubblewrapMissing(SandboxError):
 
     reason = "BubblewrapMissing"
     retryable = False
+    of_node = True
 
 
 class ApptainerMissing(SandboxError):
@@ -41,6 +43,7 @@ class ApptainerMissing(SandboxError):
 
     reason = "ApptainerMissing"
     retryable = False
+    of_node = True
 
 
 class RunDirUnusable(SandboxError):
@@ -48,6 +51,7 @@ class RunDirUnusable(SandboxError):
 
     reason = "RunDirUnusable"
     retryable = False
+    of_node = True
 
 
 class SandboxLost(SandboxError):
@@ -97,3 +101,4 @@ class NodeDiskFull(DiskFull):
 
     reason = "NodeDiskFull"
     counts = False
+    of_node = True

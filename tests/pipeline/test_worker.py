@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -34,6 +35,7 @@ from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control import ControlPlaneUnavailable
 from rollyard_pipeline.errors import ControlPlaneError
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
+from rollyard_pipeline.sandboxes.errors import NodeDiskFull
 from rollyard_pipeline.worker import Worker, WorkerOptions
 
 Outcome = StageResult | StageFailure
@@ -130,6 +132,10 @@ class Provider:
         self.released: list[str] = []
         self.claims: list[str] = []
         self.renewed: list[str] = []
+        self.full = ""
+
+    def trouble(self) -> str:
+        return self.full
 
     def claimed(self) -> list[str]:
         return list(self.claims)
@@ -444,6 +450,32 @@ async def test_init_waits_while_the_node_is_full_of_sandboxes(handler: type[Stee
         assert len(plane.queues["init"]) == 1
         provider.claims = ["a"]
         await plane.wait_for(2)
+
+
+async def test_init_waits_while_the_nodes_disk_is_full(handler: type[Steered], tmp_path: Path) -> None:
+    plane, provider, told = Plane(spec()), Provider(), tmp_path / "w-7"
+    provider.full = "node n starts no sandboxes: No space left on device"
+    handler.gate.set()
+    async with working(plane, handler, provider, trouble_file=told):
+        plane.offer(lease(1), lease(2, "eval"))
+        await plane.wait_for(1)
+        assert len(plane.queues["init"]) == 1, "what has a sandbox goes on, and nothing begins"
+        await until(told.exists)
+        assert told.read_text() == provider.full
+        provider.full = ""
+        await plane.wait_for(2)
+        assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_full_disk_costs_no_attempt(handler: type[Steered]) -> None:
+    handler.error = NodeDiskFull("no room left on the disk of run dir /tmp/x")
+    handler.gate.set()
+    plane = Plane(spec())
+    async with working(plane, handler):
+        plane.offer(lease(1))
+        (failure,) = await plane.wait_for(1)
+    assert isinstance(failure, StageFailure)
+    assert (failure.reason, failure.counts, failure.retryable) == ("NodeDiskFull", False, True)
 
 
 @pytest.mark.parametrize(

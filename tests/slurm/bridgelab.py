@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -75,6 +76,10 @@ class Bridge:
     home: Path
     options: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    partition: str | None = "debug"
+    sandbox: str = "process"
+    view: Path | None = None
+    """Where the home lies for this process, if elsewhere than for its user."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -84,22 +89,38 @@ class Bridge:
     def command(self, *words: str) -> list[str]:
         return [*ROLLYARD, "slurm-bridge", *words, "--home", str(self.home)]
 
+    @property
+    def files(self) -> Path:
+        """The home as this process sees it."""
+        return self.view or self.home
+
     def start(self) -> Bridge:
         """Starts it, and waits until it is ready."""
-        words = self.command("up", "--partition", "debug", "--sandbox", "process", *self.options)
+        self.begin()
+        self.wait_ready()
+        return self
+
+    def begin(self) -> None:
+        """Starts it."""
+        words = self.command("up", "--sandbox", self.sandbox)
+        words += ["--partition", self.partition] if self.partition else []
+        words += self.options
         with self.log.open("ab") as log:
             self.process = self.slurm.popen_as_user(
                 words, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
+
+    def wait_ready(self) -> None:
+        """Waits until it is ready."""
+        assert self.process is not None
         mine = self.process.pid
 
         def ready() -> bool:
             assert self.process is not None
             assert self.process.poll() is None, self.log.read_text()
-            return _read(self.home / "bridge.json").get("pid") == mine
+            return _read(self.files / "bridge.json").get("pid") == mine
 
         until(ready, READY_SECONDS, "the bridge")
-        return self
 
     def stop(self, number: signal.Signals = signal.SIGINT, seconds: float = 120.0) -> int:
         """Ends it with a signal; its exit status."""
@@ -109,12 +130,12 @@ class Bridge:
         return self.process.wait(seconds)
 
     def client(self) -> Client:
-        context = _read(self.home / "context.json")
-        tokens = _read(self.home / "state" / "tokens.json")
+        context = _read(self.files / "context.json")
+        tokens = _read(self.files / "state" / "tokens.json")
         return Client(context["url"], tokens["admin"])
 
     def instance(self) -> str:
-        return str(_read(self.home / "bridge.json")["instance"])
+        return str(_read(self.files / "bridge.json")["instance"])
 
     def jobs(self, kind: str = "") -> dict[int, dict[str, str]]:
         """The Slurm jobs of this home that have not ended: state, node, and what their comments say."""
@@ -166,6 +187,19 @@ def accounted_for(bridge: Bridge, wanted: RolloutJob) -> None:
     assert len(places) == total
     assert set(places.values()) == {1}
     assert {one.reward for one in got} == {1.0}
+
+
+def fill(path: Path) -> None:
+    """Takes all that is left on a disk."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        while os.write(fd, bytes(4096)):
+            pass
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+    finally:
+        os.close(fd)
 
 
 def _read(path: Path) -> dict[str, Any]:

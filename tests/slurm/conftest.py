@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -146,6 +147,47 @@ class Slurm:
     def start_slurmd(self, node: str) -> None:
         """Starts a node's slurmd again unless it runs."""
         _lab("restart", node)
+
+    @contextmanager
+    def altered_node(self, node: str, *changes: str) -> Iterator[Slurm]:
+        """An idle node whose slurmd is started again with these options of `slurm-lab restart`, for a while.
+
+        Yields:
+            The lab, with the node's own /tmp where it lies then.
+        """
+        _lab("end", node)
+        _lab("restart", node, *changes)
+        try:
+            pid = (self.conf.parents[1] / "run" / f"{node}.pid").read_text().split()[0]
+            self._wait_idle(node)
+            yield replace(self, node_tmp={**self.node_tmp, node: Path(f"/proc/{pid}/root/tmp")})
+        finally:
+            _lab("end", node)
+            _lab("restart", node)
+
+    @contextmanager
+    def disk(self, folder: Path, mebibytes: int) -> Iterator[Path]:
+        """A disk of so many MiB at `folder`, for the user on the login node alone.
+
+        Yields:
+            The folder as this process sees it.
+        """
+        pid = (self.conf.parents[1] / "run" / "namespace.pid").read_text().split()[0]
+        inside = ["nsenter", "-t", pid, "--mount", "--"]
+        options = f"mode=700,uid={self.uid},gid={self.gid},size={mebibytes}m"
+        self.run_as_user(["mkdir", "-p", str(folder)])
+        mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+        subprocess.run([*inside, *mount], check=True, timeout=COMMAND_SECONDS)
+        try:
+            yield Path(f"/proc/{pid}/root{folder}")
+        finally:
+            subprocess.run([*inside, "umount", "-l", str(folder)], check=True, timeout=COMMAND_SECONDS)
+
+    def _wait_idle(self, node: str) -> None:
+        deadline = time.monotonic() + HEAL_SECONDS
+        while self.node_states().get(node) != "idle":
+            assert time.monotonic() < deadline, f"{node} is {self.node_states().get(node)!r}, not idle"
+            time.sleep(0.1)
 
     def stop_controller(self, saving: bool = True) -> None:
         """Ends slurmctld. Not `saving`: it dies, and knows nothing of its last seconds when it is back."""

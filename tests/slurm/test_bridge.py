@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
-import time
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bridgelab import ROLLYARD, Bridge, accounted_for, condition, job, until
-from rollyard_client import Client
+from bridgelab import ROLLYARD, Bridge, accounted_for, condition, fill, job, until
+from rollyard_client import Client, RollyardError
 from rollyard_crds import BackendPool
+
+CLOCKS = """
+import datetime, os, sys, time
+shift = {"cn1": -7, "cn2": 0, "cn3": 11}.get(os.environ.get("SLURMD_NODENAME", ""), 4) * 60.0
+real, real_ns, base = time.time, time.time_ns, datetime.datetime
+time.time = lambda: real() + shift
+time.time_ns = lambda: real_ns() + int(shift * 1e9)
+class Shifted(base):
+    @classmethod
+    def now(cls, tz=None):
+        return base.now(tz) + datetime.timedelta(seconds=shift)
+datetime.datetime = Shifted
+print(f"clock shifted by {shift / 60:.0f} min", file=sys.stderr)
+"""
 
 pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(400)]
 
@@ -29,7 +45,11 @@ def bridge(slurm: Any, shared: Path) -> Iterator[Bridge]:
 
 
 def test_a_job_over_nodes_from_submit_to_nothing_left(slurm: Any, bridge: Bridge, shared: Path) -> None:
-    wanted = job("nodes", tasks=6, samples=2, pause=15.0, workers=3)
+    # Nodes whose clocks are minutes apart: leases are the control plane's to time.
+    written(shared / "sitecustomize.py", CLOCKS)
+    profile = written(shared / "profile.yaml", f"workers: {{env: {{PYTHONPATH: {shared}}}}}\n")
+    bridge.options = ["--profile", str(profile), "--lease-seconds", "5"]
+    wanted = job("nodes", tasks=6, samples=2, pause=6.0, workers=3)
     bridge.start()
     with bridge.client() as client:
         client.submit(wanted)
@@ -51,6 +71,11 @@ def test_a_job_over_nodes_from_submit_to_nothing_left(slurm: Any, bridge: Bridge
 
     bridge.ended("nodes")
     accounted_for(bridge, wanted)
+    with bridge.client() as client:
+        assert {one.attempt for one in client.trajectories("nodes")} == {0}, "no lease has expired"
+    logs = " ".join(path.read_text() for path in (bridge.home / "logs").glob("nodes-*.log"))
+    shown = {int(minutes) for minutes in re.findall(r"clock shifted by (-?\d+) min", logs)}
+    assert len(shown) == 3, f"the clocks were not apart: {shown}"
     until(lambda: not bridge.jobs(), 60, "the end of the workers")
     until(lambda: not list((bridge.home / "tokens").iterdir()), 30, "the end of the token")
     assert bridge.stop() == 0
@@ -58,174 +83,6 @@ def test_a_job_over_nodes_from_submit_to_nothing_left(slurm: Any, bridge: Bridge
     assert not list((bridge.home / "submissions").iterdir())
     ours = [line for line in slurm.user_processes().values() if str(shared) in line]
     assert ours == []
-
-
-def test_down_ends_its_own_jobs_only(slurm: Any, bridge: Bridge, shared: Path) -> None:
-    other = Bridge(slurm, shared / "o")
-    try:
-        for one in (bridge, other):
-            one.start()
-            with one.client() as client:
-                client.submit(job("long", tasks=2, samples=1, pause=120.0))
-        mine, theirs = bridge.running(), other.running()
-        assert bridge.process is not None
-        bridge.process.kill()
-        bridge.process.wait(30)
-        assert slurm.state(mine[0]) == "RUNNING"
-        told = slurm.run_as_user(bridge.command("down"), timeout=120).stdout
-        assert "Slurm jobs ended: 1" in told
-        assert bridge.jobs() == {}
-        assert slurm.state(theirs[0]) == "RUNNING"
-        assert other.stop() == 0
-        assert other.jobs() == {}
-    finally:
-        if other.process is not None and other.process.poll() is None:
-            other.process.kill()
-
-
-def test_a_killed_bridge_finds_its_jobs_again(slurm: Any, bridge: Bridge) -> None:
-    wanted = job("again", tasks=6, samples=2, pause=4.0)
-    bridge.start()
-    with bridge.client() as client:
-        client.submit(wanted)
-    before = bridge.running()
-    url = json.loads((bridge.home / "bridge.json").read_text())["url"]
-    assert bridge.process is not None
-    bridge.process.kill()
-    bridge.process.wait(30)
-    time.sleep(5)  # the workers go on meanwhile, and find nobody to tell
-    bridge.start()
-    assert json.loads((bridge.home / "bridge.json").read_text())["url"] == url
-    assert bridge.running() == before, "the same Slurm job goes on"
-    bridge.ended("again")
-    accounted_for(bridge, wanted)
-    assert "1 Slurm jobs of an earlier run go on" in bridge.log.read_text()
-    assert bridge.stop() == 0
-
-
-def test_a_stopped_bridge_leaves_its_jobs(slurm: Any, bridge: Bridge) -> None:
-    bridge.start()
-    with bridge.client() as client:
-        client.submit(job("stays", tasks=2, samples=1, pause=60.0))
-    running = bridge.running()
-    assert bridge.stop(signal.SIGTERM) == 0
-    assert slurm.state(running[0]) == "RUNNING"
-    bridge.start()
-    assert bridge.running() == running
-    assert bridge.stop(signal.SIGINT) == 0
-    assert slurm.state(running[0]) != "RUNNING"
-
-
-def test_a_cancelled_worker_is_started_again(slurm: Any, bridge: Bridge) -> None:
-    wanted = job("scancel", tasks=6, samples=2, pause=2.0)
-    bridge.start()
-    with bridge.client() as client:
-        client.submit(wanted)
-        (first,) = bridge.running()
-        until(lambda: client.job("scancel").status.counts.run.active > 0, 60, "a rollout in Run")
-        slurm.run_as_user(["scancel", str(first)])
-        until(lambda: "was cancelled" in condition(client.job("scancel"), "Degraded", "message"), 30)
-    (second,) = until(lambda: [one for one in bridge.running() if one != first], 60)
-    assert second > first
-    bridge.ended("scancel")
-    accounted_for(bridge, wanted)
-    assert bridge.stop() == 0
-
-
-def test_a_requeued_worker_counts_as_no_failure(slurm: Any, bridge: Bridge) -> None:
-    wanted = job("requeue", tasks=6, samples=2, pause=2.0)
-    bridge.start()
-    with bridge.client() as client:
-        client.submit(wanted)
-        (number,) = bridge.running()
-        until(lambda: client.job("requeue").status.counts.run.active > 0, 60, "a rollout in Run")
-        slurm.run_as_user(["scontrol", "requeue", str(number)])
-        until(lambda: bridge.jobs()[number]["state"] == "PENDING", 30)
-        until(lambda: bridge.jobs().get(number, {}).get("state") == "RUNNING", 90)
-    assert list(bridge.jobs()) == [number], "Slurm's own restart, and no second job beside it"
-    done = bridge.ended("requeue")
-    assert condition(done, "Degraded") == "False"
-    accounted_for(bridge, wanted)
-    assert bridge.stop() == 0
-
-
-def test_a_controller_away_is_waited_out(slurm: Any, bridge: Bridge) -> None:
-    first, second = job("before", tasks=8, samples=2, pause=12.0), job("during", tasks=2, samples=1)
-    bridge.start()
-    with bridge.client() as client:
-        client.submit(first)
-        until(lambda: condition(client.job("before"), "Running") == "True", 60, "a running job")
-        slurm.stop_controller()
-        try:
-            client.submit(second)
-            until(lambda: "not submitted yet" in condition(client.job("during"), "Running", "message"), 60)
-            time.sleep(15)
-            assert condition(client.job("before"), "Running") == "True", "what runs counts as running"
-        finally:
-            slurm.start_controller()
-        bridge.ended("during")
-        bridge.ended("before")
-    accounted_for(bridge, first)
-    accounted_for(bridge, second)
-    assert "Slurm does not answer" in bridge.log.read_text()
-    assert "Slurm answers again" in bridge.log.read_text()
-    assert bridge.stop() == 0
-
-
-def test_a_command_that_hangs_changes_nothing(slurm: Any, bridge: Bridge, shared: Path) -> None:
-    programs, hang = shared / "bin", shared / "hang"
-    programs.mkdir(mode=0o755)
-    os.chown(programs, slurm.uid, slurm.gid)  # who else could remove what is in it
-    for name in ("squeue", "sbatch"):
-        path = programs / name
-        path.write_text(f'#!/bin/bash\n[ ! -e {hang} ] || sleep 600\nexec /usr/bin/{name} "$@"\n')
-        path.chmod(0o755)
-    bridge.options = ["--command-timeout", "2"]
-    bridge.env = {"PATH": f"{programs}:{slurm.env['PATH']}"}
-    first, second = job("hangs", tasks=6, samples=2, pause=10.0), job("later", tasks=2, samples=1)
-    bridge.start()
-    with bridge.client() as client:
-        client.submit(first)
-        until(lambda: condition(client.job("hangs"), "Running") == "True", 60, "a running job")
-        (number,) = bridge.running()
-        hang.touch()
-        client.submit(second)
-        until(lambda: "did not answer within 2 s" in bridge.log.read_text(), 60, "its being told")
-        assert condition(client.job("hangs"), "Running") == "True"
-        hang.unlink()
-        until(lambda: "Slurm answers again" in bridge.log.read_text(), 60, "its being told")
-        bridge.ended("later", 150)
-        bridge.ended("hangs")
-    accounted_for(bridge, first)
-    accounted_for(bridge, second)
-    assert slurm.state(number) in ("COMPLETED", "COMPLETING"), "the same worker to the end"
-    assert bridge.stop() == 0
-    assert not [one for one in slurm.user_processes().values() if "sleep 600" in one]
-
-
-def test_a_partition_that_does_not_exist_is_told(slurm: Any, bridge: Bridge) -> None:
-    bridge.options = ["--partition", "nosuch"]
-    bridge.start()
-    with bridge.client() as client:
-        client.submit(job("nosuch"))
-        until(
-            lambda: "invalid partition" in condition(client.job("nosuch"), "Running", "message").lower(), 60
-        )
-        assert condition(client.job("nosuch"), "Degraded", "reason") == "WorkersBlocked"
-    assert bridge.stop() == 0
-
-
-def test_a_request_that_no_node_serves_is_told(slurm: Any, bridge: Bridge, shared: Path) -> None:
-    profile = shared / "profile.yaml"
-    profile.write_text("workers: {memory: 900G}\n")
-    os.chmod(profile, 0o644)
-    bridge.options = ["--profile", str(profile)]
-    bridge.start()
-    with bridge.client() as client:
-        client.submit(job("large"))
-        said = until(lambda: condition(client.job("large"), "Degraded", "message"), 60)
-    assert "emory" in said or "configuration" in said, said
-    assert bridge.stop() == 0
 
 
 def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
@@ -243,6 +100,8 @@ def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
         slurm.run_as_user(["scancel", str(number)])
         until(lambda: number not in bridge.jobs("backend"), 60)
         until(lambda: ready(first), 120, "another backend")
+        why = f"was restarted once; the one before ended (Slurm job {number} was cancelled)"
+        assert why in condition(client.pool("default"), "Degraded", "message")
         # A restart of the bridge: the backend goes on, and is known at once.
         (again,) = bridge.jobs("backend")
         assert bridge.process is not None
@@ -251,6 +110,7 @@ def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
     bridge.start()
     with bridge.client() as client:
         until(ready, 30, "the same backend")
+        assert why in condition(client.pool("default"), "Degraded", "message"), "a new bridge knows it"
         assert list(bridge.jobs("backend")) == [again]
         client.submit(job("served", backendRef={"name": "default"}))
     bridge.ended("served")
@@ -305,29 +165,202 @@ def test_a_bridge_on_a_socket_of_its_node(slurm: Any, bridge: Bridge, shared: Pa
     assert bridge.jobs() == {}
 
 
-def test_a_time_limit_hands_rollouts_over_to_the_successor(slurm: Any, bridge: Bridge, shared: Path) -> None:
-    profile = shared / "profile.yaml"
-    profile.write_text("timeLimit: '1'\nsignalSeconds: 5\naheadSeconds: 30\nworkers: {drainSeconds: 3}\n")
-    os.chmod(profile, 0o644)
-    bridge.options = ["--profile", str(profile)]
-    wanted = job("limit", tasks=5, samples=4, pause=15.0)
+def test_a_bridge_ends_its_own_jobs_only_or_leaves_them(slurm: Any, bridge: Bridge, shared: Path) -> None:
+    profile = written(shared / "profile.yaml", "workers: {drainSeconds: 2}\n")
+    other = Bridge(slurm, shared / "o", ["--profile", str(profile)])
+    try:
+        for one in (bridge, other):
+            one.begin()
+        for one in (bridge, other):
+            one.wait_ready()
+            with one.client() as client:
+                client.submit(job("long", tasks=2, samples=1, pause=120.0))
+        mine, theirs = bridge.running(), other.running()
+        assert bridge.process is not None
+        bridge.process.kill()
+        assert other.stop(signal.SIGTERM) == 0
+        bridge.process.wait(30)
+        assert slurm.state(mine[0]) == slurm.state(theirs[0]) == "RUNNING", "neither ends them"
+        other.begin()
+        told = slurm.run_as_user(bridge.command("down"), timeout=120).stdout
+        assert "Slurm jobs ended: 1" in told
+        assert bridge.jobs() == {}
+        other.wait_ready()
+        assert other.running() == theirs, "the same job goes on"
+        assert other.stop(signal.SIGINT) == 0
+        assert other.jobs() == {}
+    finally:
+        if other.process is not None and other.process.poll() is None:
+            other.process.kill()
+            other.process.wait(30)
+
+
+def test_commands_that_hang_change_nothing(slurm: Any, bridge: Bridge, shared: Path) -> None:
+    programs = shared / "bin"
+    hang = {name: shared / f"hang-{name}" for name in ("squeue", "sbatch")}
+    programs.mkdir(mode=0o755)
+    os.chown(programs, slurm.uid, slurm.gid)  # who else could remove what is in it
+    # An sbatch that hangs has handed its job in: whoever repeats it has two.
+    bodies = {
+        "squeue": '[ ! -e {hang} ] || sleep 600\nexec /usr/bin/squeue "$@"\n',
+        "sbatch": '/usr/bin/sbatch "$@"; code=$?\n[ ! -e {hang} ] || sleep 600\nexit $code\n',
+    }
+    for name, body in bodies.items():
+        path = programs / name
+        path.write_text("#!/bin/bash\n" + body.format(hang=hang[name]))
+        path.chmod(0o755)
+    # Long enough for an sbatch that a busy machine lets wait.
+    bridge.options = ["--command-timeout", "5"]
+    bridge.env = {"PATH": f"{programs}:{slurm.env['PATH']}"}
+    first, second = job("hangs", tasks=6, samples=2, pause=8.0), job("later", tasks=2, samples=1)
     bridge.start()
-    used: set[int] = set()
-    troubles: set[str] = set()
     with bridge.client() as client:
-        client.submit(wanted)
-
-        def finished() -> bool:
-            found = client.job("limit")
-            used.update(bridge.jobs())
-            if condition(found, "Degraded") == "True":
-                troubles.add(condition(found, "Degraded", "message"))
-            return condition(found, "Finished") == "True"
-
-        until(finished, 280, "the end of the job")
-        attempts = {one.attempt for one in client.trajectories("limit")}
-    accounted_for(bridge, wanted)
-    assert len(used) > 1, "a minute was not enough for one Slurm job"
-    assert troubles == set(), "a time limit is nothing that is wrong"
-    assert attempts == {0}, "a hand-over is no failure"
+        client.submit(first)
+        until(lambda: client.job("hangs").status.counts.run.active == 4, 60, "rollouts in Run")
+        (number,) = bridge.running()
+        hang["sbatch"].touch()
+        client.submit(second)
+        until(lambda: "sbatch did not answer within 5 s" in bridge.log.read_text(), 60, "its being told")
+        hang["sbatch"].unlink()
+        hang["squeue"].touch()
+        until(lambda: "squeue did not answer within 5 s" in bridge.log.read_text(), 60, "its being told")
+        assert condition(client.job("hangs"), "Running") == "True"
+        hang["squeue"].unlink()
+        bridge.ended("later", 150)
+        until(lambda: "Slurm answers again" in bridge.log.read_text(), 60, "its being told")
+        bridge.ended("hangs")
+    accounted_for(bridge, first)
+    accounted_for(bridge, second)
+    assert slurm.state(number) in ("COMPLETED", "COMPLETING"), "the same worker to the end"
+    assert len(list((bridge.home / "logs").glob("later-*.log"))) == 1, "no job was handed in twice"
     assert bridge.stop() == 0
+    assert not [one for one in slurm.user_processes().values() if "sleep 600" in one]
+
+
+def test_what_slurm_cannot_serve_is_told(slurm: Any, bridge: Bridge, shared: Path) -> None:
+    profile = written(
+        shared / "profile.yaml",
+        "workers: {partition: nosuch}\nbackends: {partition: debug, memory: 900G}\n",
+    )
+    bridge.partition = None
+    bridge.options = ["--profile", str(profile), "--engine", "embedded"]
+    bridge.start()
+    with bridge.client() as client:
+        client.submit(job("nosuch"))
+        until(
+            lambda: "invalid partition" in condition(client.job("nosuch"), "Running", "message").lower(), 60
+        )
+        assert condition(client.job("nosuch"), "Degraded", "reason") == "WorkersBlocked"
+        said = until(lambda: condition(client.pool("default"), "Degraded", "message"), 60, "the pool's word")
+    assert "emory" in said or "configuration" in said, said
+    assert bridge.stop() == 0
+
+
+def test_a_home_that_is_full_is_told_and_waited_out(slurm: Any, bridge: Bridge, shared: Path) -> None:
+    # Its jobs stay pending: the nodes do not see this disk.
+    profile = written(shared / "profile.yaml", "sbatch: ['--begin=now+1hour']\n")
+    bridge.options = ["--profile", str(profile)]
+    with slurm.disk(bridge.home, 32) as see:
+        bridge.view = see
+        bridge.start()
+        with bridge.client() as client:
+            client.submit(job("before"))
+            (number,) = until(bridge.jobs, 60, "its Slurm job")
+            filler = see / "filler"
+            fill(filler)
+            with contextlib.suppress(RollyardError):
+                client.submit(job("during"))
+            until(lambda: "trouble: " in bridge.log.read_text(), 60, "its being told")
+            assert "No space left on device" in bridge.log.read_text()
+            assert slurm.state(number) == "PENDING", "what was handed in is not touched"
+            assert bridge.process is not None
+            assert bridge.process.poll() is None
+            filler.unlink()
+            until(lambda: submitted(client, "during"), 60, "room")
+            jobs = until(lambda: len(found := bridge.jobs()) == 2 and found, 60, "the second Slurm job")
+            assert number in jobs
+            assert {one["owner"] for one in jobs.values()} == {
+                "rolloutjob/default/before",
+                "rolloutjob/default/during",
+            }
+        assert bridge.stop() == 0
+        assert bridge.jobs() == {}
+
+
+def test_nodes_without_user_namespaces_or_fuse_and_images_that_are_none(
+    slurm: Any, bridge: Bridge, shared: Path, sif: Path
+) -> None:
+    closed, fuseless = "cn3", "cn4"
+    # The kernel's own refusal: below a user namespace whose limit is none.
+    unshare = "unshare --user --map-root-user sh -c"
+    python = written(
+        shared / "python",
+        f"""#!/bin/bash
+if [ "$SLURMD_NODENAME" = {closed} ] && [ -e {shared}/closed ]; then
+  exec {unshare} 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$0" "$@"' {sys.executable} "$@"
+fi
+exec {sys.executable} "$@"
+""",
+        0o755,
+    )
+    workers = {"python": str(python), "exclude": "cn1,cn2", "cpus": 3, "drainSeconds": 2}
+    profile = written(shared / "profile.yaml", json.dumps({"workers": workers}))
+    broken = written(shared / "broken.sif", "no image at all\n")
+    (shared / "closed").touch()
+    bridge.sandbox = "apptainer"
+    bridge.options = ["--profile", str(profile), "--default-image", str(sif)]
+    wanted = job("nodes", workers=2)
+    before = set(slurm.job_processes())
+
+    def left() -> list[str]:
+        return [f"{pid} {line}" for pid, line in slurm.job_processes().items() if pid not in before]
+
+    with slurm.altered_node(fuseless, "--no-fuse"):
+        bridge.start()
+        with bridge.client() as client:
+            client.submit(wanted)
+
+            def said() -> str:
+                return condition(client.job("nodes"), "Degraded", "message")
+
+            words = until(lambda: "no user namespaces" in said() and said(), 60, "the node's being told")
+            assert "What to do:" in words
+
+            def avoided() -> bool:
+                told = [
+                    slurm.run_as_user(["scontrol", "show", "job", str(one)]).stdout for one in bridge.jobs()
+                ]
+                return any("ExcNodeList=cn[1-3]" in text for text in told)
+
+            until(avoided, 30, "another node's being asked for")
+            bridge.ended("nodes", 180)
+            accounted_for(bridge, wanted)
+            logs = [path.read_text() for path in (bridge.home / "logs").glob("nodes-*.log")]
+            (folder,) = [text for text in logs if "/dev/fuse is closed to this user" in text]
+            assert "SIF files cannot be mounted here, and are unpacked to folders" in folder
+            (shared / "closed").unlink()
+            for name, image in (("missing", shared / "missing.sif"), ("broken", broken)):
+                client.submit(job(name, tasks=1, samples=1, sandbox={"image": str(image)}))
+            for name in ("missing", "broken"):
+                done = bridge.ended(name, 120)
+                assert condition(done, "Succeeded") == "False"
+                (record,) = client.trajectories(name)
+                assert (record.status, record.reward, record.reason) == ("failed", None, "ImageNotUsable")
+        assert bridge.stop() == 0
+        until(lambda: not left(), 30, f"the end of {left()}, {slurm.node_states()}")
+
+
+def written(path: Path, text: str, mode: int = 0o644) -> Path:
+    """A file that the lab's user may read."""
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def submitted(client: Client, name: str) -> bool:
+    """Whether a job is there, once it has been submitted again where it is not."""
+    try:
+        client.submit(job(name))
+    except RollyardError:
+        return False
+    return True

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import yaml
-from bridgelab import Bridge, until
+from bridgelab import Bridge, accounted_for, condition, fill, job, until
 from ledger import Ledger
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 SEED = os.environ.get("ROLLYARD_FAULT_SEED", "0")
 TASKS = 8
-SAMPLES = 5
+PAUSE_SECONDS = 2.0
 WORKERS = 2
 ENDED = 10
-"""Faults come before this many rollouts, of 40, have ended, and those that end meanwhile."""
+"""Faults come before this many further rollouts have ended, and those that end meanwhile."""
 FURTHER = 1.0
 """Seconds, at most, between that and the fault."""
 END = 240.0  # seconds for a disturbed run to end; an undisturbed one takes about 30
@@ -54,13 +54,18 @@ PROFILE: dict[str, Any] = {
 
 
 class Run:
-    """The quickstart's first tasks, each with a pause in its setup, on one bridge; with a ledger."""
+    """The quickstart's first tasks, each with a pause in its setup, on one bridge; with a ledger.
 
-    def __init__(self, slurm: Slurm, bridge: Bridge, name: str, samples: int) -> None:
+    Args:
+        pause: seconds; with it, and not with the machine's speed, it is known how many rollouts end
+            while a fault lasts.
+    """
+
+    def __init__(self, slurm: Slurm, bridge: Bridge, name: str, samples: int, pause: float) -> None:
         lines = (ROOT / "examples/quickstart/tasks.jsonl").read_text().splitlines()[:TASKS]
         tasks = [json.loads(line) for line in lines]
         for task in tasks:
-            task.setdefault("sandbox", {})["setup"] = "sleep 2"
+            task.setdefault("sandbox", {})["setup"] = f"sleep {pause}"
         job: dict[str, Any] = yaml.safe_load((ROOT / "examples/quickstart/job.yaml").read_text())
         job["metadata"] = {"name": name}
         job["spec"]["tasks"] = {"inline": tasks}
@@ -94,11 +99,27 @@ class Run:
             trust_env=False,
         )
 
+    @property
+    def url(self) -> str:
+        """Where the control plane is."""
+        return str(json.loads((self.bridge.home / "bridge.json").read_text())["url"])
+
+    def said(self, kind: str, name: str = "") -> str:
+        """The message of a job's condition; empty where there is none."""
+        with self.bridge.client() as client:
+            return condition(client.job(name or self.name), kind, "message")
+
     def reach(self, rng: random.Random) -> None:
         """Waits until some rollouts have ended, and a moment more."""
         ended = rng.randint(1, ENDED)
         assert self.ledger.wait_for(ended, END), f"only {len(self.ledger.seen)} ended\n{self.words()}"
         time.sleep(rng.uniform(0, FURTHER))
+        assert self.unfinished >= 8, "the job ended too soon"
+
+    def further(self, rng: random.Random) -> None:
+        """Waits until some more rollouts have ended."""
+        ended = len(self.ledger.seen) + rng.randint(1, ENDED)
+        assert self.ledger.wait_for(ended, END), f"only {len(self.ledger.seen)} ended\n{self.words()}"
         assert self.unfinished >= 8, "the job ended too soon"
 
     def worker(self, rng: random.Random) -> tuple[int, str]:
@@ -169,7 +190,13 @@ class Run:
 
 @contextlib.contextmanager
 def a_run(
-    slurm: Slurm, folder: Path, sif: Path, name: str, samples: int = SAMPLES, **workers: Any
+    slurm: Slurm,
+    folder: Path,
+    sif: Path,
+    name: str,
+    samples: int,
+    pause: float = PAUSE_SECONDS,
+    **workers: Any,
 ) -> Iterator[Run]:
     """A bridge and a job on it, followed while the block runs; afterwards nothing may be left of them."""
     profile = folder / "profile.yaml"
@@ -177,7 +204,7 @@ def a_run(
     options = ["--profile", str(profile), "--sandbox", "apptainer", "--default-image", str(sif)]
     options += ["--engine", "embedded", "--lease-seconds", "5"]
     bridge = Bridge(slurm, folder / "h", options)
-    run = Run(slurm, bridge, name, samples)
+    run = Run(slurm, bridge, name, samples, pause)
     done = threading.Event()
     thread = threading.Thread(target=run.follow, args=(done,), name="follow")
     try:
@@ -204,7 +231,7 @@ def a_run(
 
 def test_a_node_whose_slurmd_dies_while_its_processes_run_on(slurm: Slurm, shared: Path, sif: Path) -> None:
     rng = random.Random(f"slurmd-{SEED}")
-    with a_run(slurm, shared, sif, "kill-slurmd", samples=20) as run:
+    with a_run(slurm, shared, sif, "kill-slurmd", samples=12, pause=3.0) as run:
         run.reach(rng)
         number, node = run.worker(rng)
         there = " ".join(slurm.job_processes().values())
@@ -219,68 +246,126 @@ def test_a_node_whose_slurmd_dies_while_its_processes_run_on(slurm: Slurm, share
     print(f"{run.again()} rollouts were begun again")
 
 
-def test_a_worker_that_is_cancelled(slurm: Slurm, shared: Path, sif: Path) -> None:
-    rng = random.Random(f"scancel-{SEED}")
-    with a_run(slurm, shared, sif, "scancel") as run:
+def test_workers_that_are_requeued_cancelled_and_killed(slurm: Slurm, shared: Path, sif: Path) -> None:
+    rng = random.Random(f"workers-{SEED}")
+    with a_run(slurm, shared, sif, "workers", samples=10) as run:
         run.reach(rng)
+        before = set(run.bridge.jobs())
+        number, node = run.worker(rng)
+        slurm.run_as_user(["scontrol", "requeue", str(number)])
+        print(f"job {number} on {node} requeued with {run.unfinished} to go")
+        until(lambda: run.bridge.jobs().get(number, {}).get("state") == "PENDING", 60, "the requeue")
+        until(lambda: run.bridge.jobs().get(number, {}).get("state") == "RUNNING", 90, "its new start")
+        assert set(run.bridge.jobs()) == before, "Slurm's own restart, and no second job beside it"
+        assert run.said("Degraded") == "", "which is nothing that is wrong"
+
+        run.further(rng)
         number, node = run.worker(rng)
         slurm.run_as_user(["scancel", str(number)])
         print(f"job {number} on {node} cancelled with {run.unfinished} to go")
-        until(lambda: number not in run.bridge.jobs("stage-worker"), 60, "the end of the cancelled job")
+        until(lambda: f"Slurm job {number} was cancelled" in run.said("Degraded"), 30, "its being told")
+        begun = until(lambda: set(run.bridge.jobs("stage-worker")) - before, 60, "another one")
+        assert min(begun) > max(before)
+        run.bridge.running(count=WORKERS)
 
-
-def test_a_worker_that_is_killed_at_once(slurm: Slurm, shared: Path, sif: Path) -> None:
-    rng = random.Random(f"kill-{SEED}")
-    with a_run(slurm, shared, sif, "kill") as run:
-        run.reach(rng)
+        run.further(rng)
         number, node = run.worker(rng)
         slurm.run_as_user(["scancel", "--full", "--signal=KILL", str(number)])
         print(f"job {number} on {node} killed with {run.unfinished} to go")
         until(lambda: number not in run.bridge.jobs("stage-worker"), 60, "the end of the killed job")
+    print(f"{run.again()} rollouts were begun again")
 
 
 def test_time_limits_in_the_middle_of_rollouts(slurm: Slurm, shared: Path, sif: Path) -> None:
-    with a_run(slurm, shared, sif, "limit", samples=24, time_limit="1", signal_seconds=15) as run:
+    troubles: set[str] = set()
+    with a_run(slurm, shared, sif, "limit", samples=10, pause=6.0, time_limit="1", signal_seconds=15) as run:
         first = set(run.bridge.running(count=WORKERS))
-        until(lambda: not first & set(run.bridge.jobs("stage-worker")), 150, "the end of the first workers")
+
+        def over() -> bool:
+            troubles.add(run.said("Degraded"))
+            return not first & set(run.bridge.jobs("stage-worker"))
+
+        until(over, 150, "the end of the first workers")
         assert run.unfinished >= 8, "the job ended before a time limit"
         print(f"all first workers at their limit with {run.unfinished} to go")
+    assert troubles == {""}, "a time limit is nothing that is wrong"
+    assert run.again() == 0, "a hand-over is no failure"
 
 
-def test_a_worker_that_slurm_begins_anew(slurm: Slurm, shared: Path, sif: Path) -> None:
-    rng = random.Random(f"requeue-{SEED}")
-    with a_run(slurm, shared, sif, "requeue") as run:
+def test_a_node_whose_disk_is_full(slurm: Slurm, shared: Path, sif: Path) -> None:
+    rng = random.Random(f"disk-{SEED}")
+    node = "cn1"
+    with (
+        slurm.altered_node(node, "--tmp", "64") as small,
+        # Each of the two nodes has room for one worker.
+        a_run(small, shared, sif, "disk", samples=10, exclude="cn3,cn4") as run,
+    ):
         run.reach(rng)
-        number, node = run.worker(rng)
-        slurm.run_as_user(["scontrol", "requeue", str(number)])
-        print(f"job {number} on {node} requeued with {run.unfinished} to go")
-        until(lambda: run.bridge.jobs().get(number, {}).get("state") != "RUNNING", 60, "the requeue")
+        jobs = {number: one["node"] for number, one in run.bridge.jobs("stage-worker").items()}
+        (there,) = [number for number, where in jobs.items() if where == node]
+        filler = small.node_tmp[node] / "filler"
+        fill(filler)
+        try:
+            before = run.unfinished
+            print(f"disk of {node} full with {before} to go")
+
+            message = until(lambda: run.said("Degraded"), 60, "its being told")
+            with run.bridge.client() as client:
+                assert condition(client.job("disk"), "Degraded", "reason") == "WorkersImpaired"
+            assert f"node {node}" in message
+            assert "No space left on device" in message
+            # What has a sandbox there goes on to its end, and nothing begins there.
+            begun = sandboxes(small, node)
+            until(lambda: before - run.unfinished >= 16, 120, "the other node's work")
+            assert sandboxes(small, node) <= begun, "a sandbox was started on a full disk"
+            assert run.unfinished >= 8, "the job ended before there was room again"
+        finally:
+            filler.unlink()
+        until(lambda: sandboxes(small, node) - begun, 60, "a new sandbox on the node")
+        until(lambda: not run.said("Degraded"), 60, "the end of the trouble")
+        after = run.bridge.jobs("stage-worker")
+        assert {number: one["node"] for number, one in after.items()} == jobs, "no worker ended for it"
+        assert (run.bridge.home / "troubles").exists()
+        assert not list((run.bridge.home / "troubles").iterdir())
+        assert there in after
+    assert run.again() == 0, "a full disk is no failure of a rollout"
 
 
-def test_a_controller_that_is_away_for_half_a_minute(slurm: Slurm, shared: Path, sif: Path) -> None:
-    rng = random.Random(f"slurmctld-{SEED}")
-    with a_run(slurm, shared, sif, "controller") as run:
+def sandboxes(slurm: Slurm, node: str) -> set[str]:
+    """The folders of a node's sandboxes, those of starts that failed included."""
+    return {path.name for path in slurm.node_tmp[node].glob("ry-*/*/sandboxes/*") if path.is_dir()}
+
+
+def test_a_controller_that_is_away_and_a_bridge_that_is_killed(slurm: Slurm, shared: Path, sif: Path) -> None:
+    rng = random.Random(f"bridge-{SEED}")
+    later = job("later", tasks=2, samples=1)
+    with a_run(slurm, shared, sif, "bridge", samples=13, pause=4.0) as run:
         run.reach(rng)
         slurm.stop_controller()
         try:
             assert slurm.node_states() == {}
-            before = run.unfinished
-            time.sleep(OUTAGE_SECONDS)
+            before, ends = run.unfinished, time.monotonic() + OUTAGE_SECONDS
+            with run.bridge.client() as client:
+                client.submit(later)
+                until(lambda: "not submitted yet" in run.said("Running", later.metadata.name), 60)
+                time.sleep(max(0.0, ends - time.monotonic()))
+                assert condition(client.job(run.name), "Running") == "True", "what runs counts as running"
             assert run.unfinished < before, "what runs goes on without it"
         finally:
             slurm.start_controller()
-    assert run.again() == 0, "it takes no work along"
+        until(lambda: "Slurm answers again" in run.bridge.log.read_text(), 60, "its being told")
+        assert "Slurm does not answer" in run.bridge.log.read_text()
 
-
-def test_a_bridge_that_is_killed_and_started_again(slurm: Slurm, shared: Path, sif: Path) -> None:
-    rng = random.Random(f"bridge-{SEED}")
-    with a_run(slurm, shared, sif, "bridge") as run:
-        run.reach(rng)
-        jobs = set(run.bridge.jobs())
+        run.further(rng)
+        jobs, url = set(run.bridge.jobs()), run.url
         assert run.bridge.process is not None
         run.bridge.process.kill()
         run.bridge.process.wait(30)
         print(f"bridge killed with {run.unfinished} to go")
         run.bridge.start()
-        assert jobs & set(run.bridge.jobs()) == jobs, "its jobs are found again"
-    assert run.again() == 0, "it takes no work along"
+        assert jobs & set(run.bridge.jobs("stage-worker")), "its jobs are found again"
+        assert run.url == url, "where its workers look for it"
+        assert "Slurm jobs of an earlier run go on" in run.bridge.log.read_text()
+        run.bridge.ended(later.metadata.name)
+        accounted_for(run.bridge, later)
+    assert run.again() == 0, "neither takes work along"

@@ -129,16 +129,7 @@ def test_a_killed_slurmd_leaves_its_job_s_processes_running(slurm: Slurm) -> Non
     assert wait(lambda: slurm.job_processes() == {}, 60)
 
 
-def test_a_controller_that_was_away_knows_its_jobs(slurm: Slurm) -> None:
-    job = slurm.sbatch(SLEEPER, "-o", "/dev/null")
-    slurm.wait_state(job, "RUNNING")
-    slurm.stop_controller()
-    assert slurm.run_as_user(["squeue"], check=False).returncode != 0
-    slurm.start_controller()
-    slurm.wait_state(job, "RUNNING")
-
-
-def test_doctor_on_login_and_compute_node(slurm: Slurm, shared: Path) -> None:
+def test_doctor_on_login_and_compute_node_and_without_a_controller(slurm: Slurm, shared: Path) -> None:
     doctor = [sys.executable, "-m", "rollyard", "doctor"]
     env = {"ROLLYARD_HOME": str(shared / "yard"), "LANG": "C.UTF-8"}
     login = slurm.run_as_user(doctor, env=env, check=False)
@@ -158,7 +149,11 @@ def test_doctor_on_login_and_compute_node(slurm: Slurm, shared: Path) -> None:
     node = slurm.run_as_user(["srun", "-w", "cn3", *doctor], env=env, check=False)
     assert "inside job" in node.stdout
     assert "on cn3" in node.stdout
+    job = slurm.sbatch(SLEEPER, "-o", "/dev/null")
+    slurm.wait_state(job, "RUNNING")
     slurm.stop_controller()
     away = slurm.run_as_user(doctor, env=env, check=False, timeout=120)
     assert away.returncode == 1
     assert "does not answer" in away.stdout
+    slurm.start_controller()
+    assert slurm.wait_state(job, "RUNNING") == "RUNNING", "it knows its jobs"

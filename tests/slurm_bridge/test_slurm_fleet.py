@@ -13,6 +13,7 @@ from fakeslurm import FakeSlurm, FakeStore
 from rollyard_crds import RolloutJob
 from rollyard_operator.driver import Driver
 from rollyard_operator.probe import Health
+from rollyard_slurm.avoided import AVOID_SECONDS
 from rollyard_slurm.fleet import UNSURE_SECONDS, Fleet
 from rollyard_slurm.options import reconcile_profile
 from rollyard_slurm.profile import SiteProfile
@@ -241,6 +242,84 @@ async def test_scancel_counts_as_an_exit(bench: Bench) -> None:
     assert list(bench.slurm.queued) == []
     await bench.turns(4)
     assert "restarts=1" in bench.slurm.queued[102].comment
+
+
+async def test_how_the_one_before_ended_is_told_after_a_restart_of_the_bridge_too(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    bench.slurm.end(101, "OUT_OF_MEMORY", signal=9)
+    await bench.turns(6)
+    bench.slurm.run(102)
+    await bench.turns()
+    told = "was restarted once; the one before was killed by signal 9 (Slurm job 101 ran out of memory"
+    assert told in bench.said_of("Degraded")
+    bench.begin()
+    await bench.turns()
+    assert told in bench.said_of("Degraded")
+    bench.slurm.run(102, left=500.0)
+    await bench.turns(2)
+    bench.slurm.run(103)
+    await bench.turns(2)
+    assert told in bench.said_of("Degraded"), "a successor goes on with it"
+
+
+async def test_what_a_worker_that_runs_says_of_its_node(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    (worker,) = {one.workload.name for one in bench.fleet.jobs}
+    bench.site.troubles.mkdir()
+    (bench.site.troubles / f"{worker}-101").write_text(
+        "node cn1 starts no sandboxes: No space left on device"
+    )
+    await bench.turns()
+    assert bench.said_of("Degraded", "reason") == "WorkersImpaired"
+    assert bench.said_of("Degraded") == f"{worker}: node cn1 starts no sandboxes: No space left on device"
+    assert bench.said_of("Running", "status") == "True", "what it holds goes on"
+    (bench.site.troubles / f"{worker}-101").unlink()
+    await bench.turns()
+    assert bench.said_of("Degraded", "status") == "False"
+    (bench.site.troubles / f"{worker}-101").write_text("killed before it could remove it")
+    bench.slurm.end(101, "TIMEOUT", signal=15)
+    await bench.turns(2)
+    assert list(bench.site.troubles.iterdir()) == []
+    assert bench.said_of("Degraded", "status") == "False"
+
+
+async def test_a_node_that_a_worker_cannot_use_is_left_alone_while_others_will_do(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns(1)
+    bench.slurm.end(101, "FAILED", status=73)
+    await bench.turns(5)
+    assert "#SBATCH --exclude=cn1\n" in bench.slurm.scripts[102]
+    bench.slurm.run(102)
+    bench.slurm.change(102, nodes="cn2")
+    await bench.turns(1)
+    bench.slurm.end(102, "FAILED", status=73)
+    await bench.turns(8)
+    assert "#SBATCH --exclude=cn1,cn2\n" in bench.slurm.scripts[103], "not to and fro between the two"
+    bench.slurm.end(103, "FAILED", status=1)
+    bench.slurm.refuse = "Requested node configuration is not available"
+    await bench.turns(12)
+    bench.slurm.refuse = ""
+    await bench.turns(40)
+    (number,) = bench.slurm.queued
+    assert "--exclude" not in bench.slurm.scripts[number], "rather those again than none"
+
+
+async def test_a_node_is_tried_again_later(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns(1)
+    bench.slurm.end(101, "FAILED", status=73)
+    await bench.turns(5)
+    bench.slurm.run(102)
+    await bench.turns(3, seconds=AVOID_SECONDS / 2)
+    bench.slurm.end(102, "FAILED", status=1)
+    await bench.turns(5)
+    assert "--exclude" not in bench.slurm.scripts[103]
 
 
 async def test_a_job_that_slurm_forgot_is_started_again(bench: Bench) -> None:

@@ -254,3 +254,19 @@ def test_a_second_request_to_drain_changes_nothing_and_a_hurry_does(tmp_path: Pa
     os.kill(ran.process.pid, signal.SIGUSR2)
     assert ran.end() == 0
     ran.said("up", "told", "told")
+
+
+def test_a_node_whose_disk_is_full_is_told_and_keeps_no_empty_name(tmp_path: Path) -> None:
+    text = script(WORKER, site()).replace('run="/tmp/', f'run="{tmp_path}/')
+    run = tmp_path / f"ry-{os.getuid()}-abcd1234" / "cn1"
+    head = text[text.index("node=") : text.index("name=qs")]
+    env = {"PATH": os.environ["PATH"], "SLURMD_NODENAME": "cn1", "SLURM_JOB_ID": "7"}
+    # No file may grow: the nearest to a full disk that needs no disk.
+    full = subprocess.run(
+        ["bash", "-c", f"trap '' XFSZ; ulimit -f 0\n{head}"], env=env, capture_output=True, text=True
+    )
+    assert full.returncode == 73
+    assert "is the disk of cn1 full?" in full.stderr
+    assert not run.exists(), "the last one to leave removes the folder"
+    again = subprocess.run(["bash", "-c", f'{head}\necho "$node"'], env=env, capture_output=True, text=True)
+    assert again.stdout == "cn1.7\n", again.stderr

@@ -23,6 +23,8 @@ class FleetPlan:
     """One line for each wanted workload that died and waits, or died lately."""
     blocked: bool
     """There are troubles, and all of them are of workloads that the cluster has not started."""
+    impaired: bool
+    """There are troubles, and all of them are of workloads that run and cannot do all their work."""
     crash_looping: bool
     """One of them died more than once within the stable time."""
     requeue_after: float | None
@@ -80,7 +82,7 @@ def keep(
     running: set[str] = set()
     waiting: list[str] = []
     looping = False
-    blocked = 0
+    blocked = impaired = 0
     names = set()
     for workload in wanted:
         names.add(workload.name)
@@ -122,6 +124,9 @@ def keep(
                 running.add(seen.name)
             elif seen.pending and seen.message:
                 waiting.append(f"{seen.name} waits: {seen.message}")
+            if seen.trouble:
+                troubles.append(f"{seen.name}: {seen.trouble}")
+                impaired += 1
             steady = profile.stable_seconds - _lived(seen, now)
             if seen.restarts and steady > 0:
                 times = "once" if seen.restarts == 1 else f"{seen.restarts} times"
@@ -140,6 +145,7 @@ def keep(
         waiting=tuple(waiting),
         troubles=tuple(troubles),
         blocked=0 < blocked == len(troubles),
+        impaired=0 < impaired == len(troubles),
         crash_looping=looping,
         requeue_after=earliest(waits),
     )

@@ -92,6 +92,8 @@ class ObservedWorkload:
     """Backends: label of the weights that they loaded at their start, where the engine says."""
     message: str = ""
     """What the driver knows about its trouble (the telling line of its log)."""
+    trouble: str = ""
+    """Running: what keeps it from doing its work just now, such as its node's full disk, in its own words."""
     blocked: bool = False
     """Exited: nothing was started, because this machine lacks what `message` says. Starting: the cluster
     cannot start it, goes on trying, and `message` says why not."""

@@ -252,7 +252,13 @@ def _degraded(fleet: FleetPlan) -> Claim:
     if not fleet.troubles:
         return Claim("Degraded", False, "Healthy")
     reason = (
-        "CrashLoopBackOff" if fleet.crash_looping else "WorkersBlocked" if fleet.blocked else "Restarting"
+        "CrashLoopBackOff"
+        if fleet.crash_looping
+        else "WorkersBlocked"
+        if fleet.blocked
+        else "WorkersImpaired"
+        if fleet.impaired
+        else "Restarting"
     )
     return Claim("Degraded", True, reason, "; ".join(fleet.troubles))
 

@@ -25,6 +25,8 @@ from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
 from rollyard_pipeline.worker import Worker, WorkerOptions
 
 _DEFAULT_HOME: Final = "~/.local/state/rollyard"
+NODE_UNUSABLE: Final = 73
+"""Exit status (EX_CANTCREAT of sysexits.h): this node lacks what sandboxes need; another one may have it."""
 
 
 class OptionError(PipelineError):
@@ -34,7 +36,7 @@ class OptionError(PipelineError):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a worker; 0 when drained or when its job is over, 2 for unusable options."""
+    """Run a worker; 0 when drained or when its job is over, 2 for unusable options, 73 for a node."""
     options = _parser().parse_args(argv)
     if options.node is None:
         options.node = NODE if options.sandbox == PROVIDER else socket.gethostname()
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             return runner.run(_run(options))
     except PipelineError as error:
         print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
-        return 2
+        return NODE_UNUSABLE if error.of_node else 2
 
 
 async def _run(options: argparse.Namespace) -> int:
@@ -90,6 +92,7 @@ async def _serve(
                         namespace=options.namespace if options.job is not None else None,
                         max_sandboxes=options.max_sandboxes,
                         sandboxes_end=options.sandboxes_end,
+                        trouble_file=options.trouble_file,
                         drain_seconds=options.drain_seconds,
                         backend_budget=options.backend_budget,
                     ),
@@ -259,6 +262,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sandboxes-end", action="store_true",
         help="sandboxes end with the worker that started them, as in a batch job",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trouble-file", type=Path, metavar="FILE",
+        help="says why this worker takes no Init work; gone while nothing is wrong",
     )  # fmt: skip
     parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
     parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")

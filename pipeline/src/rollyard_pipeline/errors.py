@@ -13,11 +13,15 @@ from rollyard_crds.rolloutjob import StageName
 
 
 class PipelineError(Exception):
-    """Base: `reason` (CamelCase) is stable; `retryable` and `return_to` say what the queue does next."""
+    """Base: `reason` (CamelCase) is stable; the others say what the queue does next."""
 
     reason: ClassVar[str] = "PipelineError"
     retryable: ClassVar[bool] = True
     return_to: ClassVar[StageName | None] = None
+    counts: ClassVar[bool] = True
+    """False: nothing that this rollout's attempts should pay for; whoever raises it bounds how often."""
+    of_node: ClassVar[bool] = False
+    """At a worker's start: another node may well do."""
 
 
 class ExtensionError(PipelineError):

@@ -14,10 +14,10 @@ _MESSAGE_LIMIT = 4096  # as StageFailure bounds it
 
 def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFailure:
     """The failure to report for `error`; anything unforeseen is `InternalError`, and retried."""
-    retryable, return_to = True, _same_stage(lease)
+    retryable, return_to, counts = True, _same_stage(lease), True
     match error:
         case PipelineError():
-            reason, retryable = error.reason, error.retryable
+            reason, retryable, counts = error.reason, error.retryable, error.counts
             if error.return_to is not None and (error.return_to != "init" or lease.stage != "init"):
                 return_to = error.return_to
             message = str(error)
@@ -34,6 +34,7 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
         message=clean_text(message, _MESSAGE_LIMIT),
         retryable=retryable,
         return_to=return_to,
+        counts=counts,
         times=times,
     )
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from rollyard_crds.lease import Lease, StageFailure, StageTimes
@@ -45,6 +46,8 @@ class WorkerOptions:
     """Claimed sandboxes on the node beyond which Init waits; None: see `sandbox_limit`."""
     sandboxes_end: bool = False
     """The sandboxes that it started end with it, as those of a batch job do."""
+    trouble_file: Path | None = None
+    """Where it says why it takes no Init work; there is no such file while nothing is wrong."""
     drain_seconds: float = 30.0
     backend_budget: float = 60.0
     eval_grace: float = 30.0
@@ -96,6 +99,7 @@ class Worker:
             node=options.node,
             sandboxes_end=options.sandboxes_end,
         )
+        self._trouble = ""
         self._draining = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         identity = Identity(options.worker, options.node, options.job, options.namespace)
@@ -131,6 +135,7 @@ class Worker:
                         task.cancel()
             await self._heartbeat.last()
         finally:
+            self._write_trouble("")
             await self._stages.close()
 
     async def _work(self) -> None:
@@ -180,7 +185,36 @@ class Worker:
     def _room(self) -> int:
         if self._provider is None:
             return self._options.sandbox_limit
+        trouble = self._provider.trouble()
+        self._tell(trouble)
+        if trouble:
+            return 0
         return self._options.sandbox_limit - len(self._provider.claimed())
+
+    def _tell(self, trouble: str) -> None:
+        """Says what keeps this node from starting sandboxes, once for each change."""
+        if trouble == self._trouble:
+            return
+        if trouble:
+            log.warning("no Init work is taken: %s", trouble)
+        else:
+            log.info("Init work is taken again (it was not: %s)", self._trouble)
+        self._trouble = trouble
+        self._write_trouble(trouble)
+
+    def _write_trouble(self, trouble: str) -> None:
+        file = self._options.trouble_file
+        if file is None:
+            return
+        try:
+            if trouble:
+                scratch = file.with_name(f".{file.name}")
+                scratch.write_text(trouble)
+                scratch.replace(file)
+            else:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("--trouble-file %s: %s", file, error)
 
     def _start(self, lease: Lease) -> None:
         if self._group is None:

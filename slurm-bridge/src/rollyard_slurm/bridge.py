@@ -217,7 +217,7 @@ class Bridge:
             sandbox_options=self._options.sandbox_options,
             ca_file=self._home.root / CA_NAME if self._options.ca_file is not None else None,
         )
-        for folder in (site.logs, site.endpoints, site.tokens):
+        for folder in (site.logs, site.endpoints, site.tokens, site.troubles):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:

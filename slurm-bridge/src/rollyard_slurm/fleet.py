@@ -14,13 +14,14 @@ from typing import Any
 
 import httpx
 from rollyard_operator.host.logfile import telling_line
-from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop, Workload
+from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop
 
 from rollyard_slurm import identity, walltime
+from rollyard_slurm.avoided import Avoided
 from rollyard_slurm.commands import Commands
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
 from rollyard_slurm.parse import QueuedJob
-from rollyard_slurm.script import Site, batch_script
+from rollyard_slurm.script import NODE_UNUSABLE, Site, batch_script
 from rollyard_slurm.submissions import Group, Records, Submission, fresh
 from rollyard_slurm.tokens import write_private
 from rollyard_slurm.watches import Watches
@@ -68,6 +69,7 @@ class Fleet:
         self._away = ""
         self._limit = ""
         self._successor_after: dict[str, datetime] = {}
+        self._avoided = Avoided()
         self._signature: frozenset[tuple[object, ...]] = frozenset()
         self._strangers: set[int] = set()
         self._handed_in = 0
@@ -136,6 +138,8 @@ class Fleet:
         signature = frozenset((job.id, job.state, job.reason) for job in listed)
         self.changed = self.changed or signature != self._signature
         self._signature = signature
+        self._avoided.pass_time(now)
+        self._read_troubles()
         self._settle()
 
     def _slurm_away(self, why: str) -> None:
@@ -181,6 +185,8 @@ class Fleet:
             message = end.message
             if not message and end.code:
                 message = telling_line(self._site.log(one.workload, one.job))
+            if end.code == NODE_UNUSABLE and one.seen is not None:
+                self._avoided.note(one.seen.nodes, now)
             self._end(one, walltime.Ending(end.code, message, end.expected), now)
 
     def _end(self, one: Submission, end: walltime.Ending, now: datetime) -> None:
@@ -210,6 +216,16 @@ class Fleet:
             self._say(f"cancelled Slurm jobs of this home that nothing wants: {strangers}")
             await self._commands.cancel(strangers)
             self._strangers.update(strangers)
+
+    def _read_troubles(self) -> None:
+        """What workers that run say of their nodes."""
+        for one in self._all:
+            if one.workload.kind == "stage-worker" and one.job is not None:
+                file = self._site.trouble_file(one.workload, one.job)
+                try:
+                    one.trouble = file.read_text()[:500] if one.running else ""
+                except FileNotFoundError:
+                    one.trouble = ""
 
     def _settle(self) -> None:
         """Whose place a successor has taken; where backends answer."""
@@ -256,10 +272,10 @@ class Fleet:
             return  # the next plan says it again
         for old in [one for one in self._all if one.workload.name == name and not one.living]:
             self._forget(old)
-        await self._submit(launch.workload, launch.restarts, now)
+        await self._submit(launch, now)
 
-    async def _submit(self, workload: Workload, restarts: int, now: datetime) -> None:
-        one = fresh(secrets.token_hex(6), workload, restarts, now)
+    async def _submit(self, launch: Launch, now: datetime) -> None:
+        one = fresh(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
         self._all.append(one)
         await self._try(one, now)
 
@@ -280,10 +296,16 @@ class Fleet:
                 write_private(self._site.token_file(workload), self._worker_token(workload.owner))
             # Before sbatch: whatever happens to this process, the job is found again.
             self._records.save(one)
-            one.job = await self._commands.submit(batch_script(workload, self._site, who))
+            if workload.kind == "stage-worker":
+                one.avoided = self._avoided.nodes
+            one.job = await self._commands.submit(batch_script(workload, self._site, who, one.avoided))
         except SubmitRefused as refusal:
             self._records.forget(one)
             one.unsure_until = None
+            if one.avoided and not refusal.limit:
+                self._avoided.clear()
+                one.refused, one.retry_at = f"sbatch: {refusal}", now
+                return
             one.refused = f"sbatch: {refusal}"
             if refusal.limit:
                 self._limit = one.refused
@@ -327,6 +349,8 @@ class Fleet:
 
     def _forget(self, one: Submission) -> None:
         self._watches.end(one)
+        if one.job is not None:
+            self._site.trouble_file(one.workload, one.job).unlink(missing_ok=True)
         if one in self._all:
             self._all.remove(one)
         self._records.forget(one)
@@ -349,7 +373,7 @@ class Fleet:
             if self._wants_successor(name, group, now):
                 front = group.front
                 self._say(f"{name}: the time limit of Slurm job {front.job} is near; its successor queues")
-                await self._submit(front.workload, front.restarts, now)
+                await self._submit(Launch(front.workload, front.restarts, front.last_end), now)
 
     def _wants_successor(self, name: str, group: Group, now: datetime) -> bool:
         front = group.front

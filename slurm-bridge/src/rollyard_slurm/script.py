@@ -16,6 +16,8 @@ from rollyard_slurm.node import HOST, PORT
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile, SiteProfile, quoted
 
 TITLE = "rollyard-"
+NODE_UNUSABLE = 73
+"""Exit status of a worker whose node lacks what sandboxes need, as the stage worker's own."""
 DEFAULT_MEMORY = "2G"
 """Of stage workers and embedded engines: many sites' own default, per CPU, is too little for sandboxes."""
 
@@ -60,12 +62,23 @@ class Site:
         """Where the backend of one submission says that it answers."""
         return self.endpoints / f"{launch}.json"
 
+    @property
+    def troubles(self) -> Path:
+        """One file for each worker that runs and takes no Init work: why not."""
+        return self.home / "troubles"
+
+    def trouble_file(self, workload: Workload, job: int | str) -> Path:
+        """What keeps a worker from starting sandboxes; none while nothing is wrong."""
+        return self.troubles / f"{workload.name}-{job}"
+
     def log(self, workload: Workload, job: int) -> Path:
         """What the job printed."""
         return self.logs / f"{workload.name}-{job}.log"
 
 
-def _directives(workload: Workload, site: Site, identity: Identity, wanted: JobProfile) -> list[str]:
+def _directives(
+    workload: Workload, site: Site, identity: Identity, wanted: JobProfile, avoided: Sequence[str]
+) -> list[str]:
     requeue = "--requeue" if wanted.requeue is not False else "--no-requeue"
     seconds = wanted.signal_seconds or SIGNAL_SECONDS
     options = [
@@ -86,7 +99,7 @@ def _directives(workload: Workload, site: Site, identity: Identity, wanted: JobP
         ("reservation", wanted.reservation),
         ("wckey", wanted.wckey),
         ("constraint", wanted.constraint),
-        ("exclude", wanted.exclude),
+        ("exclude", ",".join([*([wanted.exclude] if wanted.exclude else []), *avoided]) or None),
         ("time", wanted.time_limit),
         ("cpus-per-task", wanted.cpus),
         ("mem", _memory(workload, wanted)),
@@ -121,8 +134,12 @@ def _directive(value: str) -> str:
     return f'"{escaped}"'
 
 
-def batch_script(workload: Workload, site: Site, identity: Identity) -> str:
-    """The script that sbatch gets: what an administrator sees, and what runs on the node."""
+def batch_script(workload: Workload, site: Site, identity: Identity, avoided: Sequence[str] = ()) -> str:
+    """The script that sbatch gets: what an administrator sees, and what runs on the node.
+
+    Args:
+        avoided: nodes that could not be used lately.
+    """
     wanted = site.profile.of(workload.kind)
     owner = workload.owner
     program = _backend(workload, site, identity) if workload.kind == "backend" else _worker(workload, site)
@@ -130,7 +147,7 @@ def batch_script(workload: Workload, site: Site, identity: Identity) -> str:
     env = {**trust, **wanted.env, **_engine_env(workload)}
     lines = [
         "#!/bin/bash",
-        *_directives(workload, site, identity, wanted),
+        *_directives(workload, site, identity, wanted, avoided),
         f"# {owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (slurm-bridge)",
         "umask 077",
         *(f"export {name}={quoted(value)}" for name, value in env.items()),
@@ -181,12 +198,14 @@ def _worker(workload: Workload, site: Site) -> list[str]:
         *_RUN_FOLDER,
         # Two jobs on one node reach each other's sandboxes only if they see the same folder: sites may give
         # each job a /tmp of its own. So the folder, and not the host, has the name.
-        '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$"; '
-        'ln "$run/.name.$$" "$run/name" 2>/dev/null; rm -f "$run/.name.$$"; }',
-        'node=$(cat "$run/name") || exit 73',
+        '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$" &&'
+        ' ln "$run/.name.$$" "$run/name" 2>/dev/null; rm -f "$run/.name.$$"; }',
+        '[ -s "$run/name" ] && node=$(cat "$run/name") ||'
+        ' { echo "error: $run cannot be written: is the disk of $node full?" >&2; exit 73; }',
         # Slurm's own restart of a job begins a worker of another name: the old one may live on.
         f'name={quoted(workload.name)}"-$SLURM_JOB_ID${{SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}}"',
-        f'program=({_words(arguments)} --node "$node" --run-dir "$run" --name "$name")',
+        f'program=({_words(arguments)} --node "$node" --run-dir "$run" --name "$name"'
+        f' --trouble-file {quoted(str(site.trouble_file(workload, "")))}"$SLURM_JOB_ID")',
     ]
 
 

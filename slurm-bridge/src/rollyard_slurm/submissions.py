@@ -31,6 +31,10 @@ class Submission:
     workload: Workload
     restarts: int
     submitted_at: datetime
+    last_end: str = ""
+    """How the one before ended, as the launch said."""
+    avoided: tuple[str, ...] = ()
+    """Nodes that it asked Slurm to leave out, because workers could not use them."""
     job: int | None = None
     """None: refused, or sbatch has not said."""
     unsure_until: datetime | None = None
@@ -58,6 +62,8 @@ class Submission:
     url: str = ""
     """Backends: where the probe looks."""
     probe: asyncio.Task[None] | None = None
+    trouble: str = ""
+    """Workers: why it runs and takes no Init work, in its own words."""
 
     @property
     def living(self) -> bool:
@@ -88,6 +94,7 @@ class Submission:
             state=state,
             started_at=self.started_at or self.submitted_at,
             restarts=self.restarts,
+            last_end=self.last_end,
             exit_code=None if ending is None else ending.code,
             exited_at=self.ended_at if ending is not None else self.submitted_at,
             ready=health.ready if backend else True,
@@ -95,6 +102,7 @@ class Submission:
             url=self.url if seen is not None and seen.state == "RUNNING" else "",
             policy_version=health.policy_version,
             message=message,
+            trouble=self.trouble if state == "running" else "",
             blocked=blocked,
             pending=pending,
             draining_since=self.draining_since,
@@ -126,9 +134,11 @@ class Submission:
         return "running", "", False, False
 
 
-def fresh(launch: str, workload: Workload, restarts: int, now: datetime) -> Submission:
+def fresh(launch: str, workload: Workload, restarts: int, now: datetime, last_end: str = "") -> Submission:
     """A submission that is about to be made."""
-    return Submission(launch=launch, workload=workload, restarts=restarts, submitted_at=now)
+    return Submission(
+        launch=launch, workload=workload, restarts=restarts, submitted_at=now, last_end=last_end
+    )
 
 
 class Records:
@@ -176,6 +186,7 @@ def _to_json(one: Submission) -> dict[str, Any]:
         "launch": one.launch,
         "job": one.job,
         "restarts": one.restarts,
+        "lastEnd": one.last_end,
         "submittedAt": _time(one.submitted_at),
         "unsureUntil": _time(one.unsure_until),
         "startedAt": _time(one.started_at),
@@ -225,6 +236,7 @@ def _from_json(document: dict[str, Any]) -> Submission:
     if submitted is None:
         raise ValueError("submittedAt")
     one = fresh(document["launch"], workload, document["restarts"], submitted)
+    one.last_end = str(document.get("lastEnd", ""))  # an earlier version wrote none
     one.job = document["job"]
     one.unsure_until = _when(document["unsureUntil"])
     one.started_at = _when(document["startedAt"])

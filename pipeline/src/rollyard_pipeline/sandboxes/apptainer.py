@@ -33,6 +33,7 @@ from rollyard_pipeline.sandboxes.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
     ImageNotUsable,
+    NodeDiskFull,
     RunDirUnusable,
     SandboxStartFailed,
     UserNamespacesForbidden,
@@ -183,7 +184,12 @@ class ApptainerStarter:
         if self._program is None:
             raise SandboxStartFailed("the provider has not been started: await its start() first")
         image = await in_thread(self._image, key.image)
-        return await self._cache.ready(image, self._program, unpacked=self._unpacked)
+        try:
+            return await self._cache.ready(image, self._program, unpacked=self._unpacked)
+        except DiskFull as error:
+            if self._cache.folder.is_relative_to(self._folder.run_dir):
+                raise NodeDiskFull(str(error)) from error
+            raise
 
     async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
         image = await self._ready(key)

@@ -132,6 +132,10 @@ class ClaimProvider:
     async def warm(self, request: SandboxRequest, count: int) -> None:
         """Nothing to do: the driver keeps the job's sandboxes warm."""
 
+    def trouble(self) -> str:
+        """Of the nodes' disks the cluster takes care: it places pods elsewhere, or says why they wait."""
+        return ""
+
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
         """Whether the memory limit has ended a process inside, or the sandbox as a whole.
 

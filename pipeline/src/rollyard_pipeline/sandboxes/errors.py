@@ -27,6 +27,7 @@ class UserNamespacesForbidden(SandboxError):
 
     reason = "UserNamespacesForbidden"
     retryable = False
+    of_node = True
 
 
 class BubblewrapMissing(SandboxError):
@@ -34,6 +35,7 @@ class BubblewrapMissing(SandboxError):
 
     reason = "BubblewrapMissing"
     retryable = False
+    of_node = True
 
 
 class ApptainerMissing(SandboxError):
@@ -41,6 +43,7 @@ class ApptainerMissing(SandboxError):
 
     reason = "ApptainerMissing"
     retryable = False
+    of_node = True
 
 
 class RunDirUnusable(SandboxError):
@@ -48,6 +51,7 @@ class RunDirUnusable(SandboxError):
 
     reason = "RunDirUnusable"
     retryable = False
+    of_node = True
 
 
 class SandboxLost(SandboxError):
@@ -84,6 +88,17 @@ class SandboxFileRefused(SandboxError):
 
 
 class DiskFull(SandboxError):
-    """The disk of the run folder, or the sandbox's own disk limit, is used up."""
+    """The image cache, or the sandbox's own disk limit, is used up."""
 
     reason = "DiskFull"
+
+
+class NodeDiskFull(DiskFull):
+    """The disk of the run folder is used up: the rollout goes to another node, or waits for room.
+
+    It counts as no attempt. The provider takes no more work meanwhile (see `SandboxProvider.trouble`).
+    """
+
+    reason = "NodeDiskFull"
+    counts = False
+    of_node = True

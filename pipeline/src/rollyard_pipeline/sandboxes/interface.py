@@ -124,7 +124,7 @@ class SandboxProvider(Protocol):
 
         Raises:
             ImageNotUsable, SandboxStartFailed, SandboxImpossible, SandboxLost, DiskFull,
-                SandboxFileRefused.
+                NodeDiskFull, SandboxFileRefused.
         """
         ...
 
@@ -158,6 +158,13 @@ class SandboxProvider(Protocol):
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
         """Keeps `count` unclaimed sandboxes of this request's key ready (0: none)."""
+        ...
+
+    def trouble(self) -> str:
+        """Why no further sandbox can be started here just now (the disk is full); empty: nothing is wrong.
+
+        It may ask the disk: call it in a thread.
+        """
         ...
 
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -20,8 +19,9 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxStartFailed
+from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxStartFailed
 from rollyard_pipeline.sandboxes.processes import ProcessRef, Reaper, kill_and_wait, process_ref
+from rollyard_pipeline.sandboxes.room import is_full
 from rollyard_pipeline.sandboxes.threads import in_thread
 
 LISTEN_FD, READY_FD, INFO_FD, ARGS_FD, LOG_FD = 3, 4, 5, 6, 7
@@ -66,7 +66,7 @@ async def start(launch: Launch, reaper: Reaper, seconds: float) -> Started:
     Raises:
         SandboxStartFailed: it ended, or was not ready within `seconds`; it is killed then, and
             the message ends with what it wrote on its standard error.
-        DiskFull: no room for the socket.
+        NodeDiskFull: no room for the socket.
     """
     with contextlib.ExitStack() as stack:
         log = _log_memfd(stack)
@@ -101,8 +101,9 @@ def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO,
     try:
         listener.bind(str(launch.socket_path))
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(f"no room left on the disk of {launch.socket_path.parent}") from error
+        if is_full(error):
+            words = f"no room left on the disk of {launch.socket_path.parent}: {error.strerror}"
+            raise NodeDiskFull(words) from error
         raise
     listener.listen(64)
     null = _owned(stack, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))

@@ -14,10 +14,17 @@ from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.sandboxes import cgroups
 from rollyard_pipeline.sandboxes.connection import apply, connect
-from rollyard_pipeline.sandboxes.errors import ResourceLimitsUnavailable, SandboxLost, SandboxStartFailed
+from rollyard_pipeline.sandboxes.errors import (
+    DiskFull,
+    NodeDiskFull,
+    ResourceLimitsUnavailable,
+    SandboxLost,
+    SandboxStartFailed,
+)
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRequest
 from rollyard_pipeline.sandboxes.processes import this_process
 from rollyard_pipeline.sandboxes.records import Process, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.room import DiskRoom, is_full
 from rollyard_pipeline.sandboxes.starters import LEASE_SECONDS, Starter, limits_of
 from rollyard_pipeline.sandboxes.threads import in_thread
 from rollyard_pipeline.sandboxes.warmpool import WarmPool, WarmSandbox
@@ -54,6 +61,7 @@ class NodeProvider:
         self._places = tuple(places)
         self._starts = asyncio.Semaphore(starts_at_once)
         self._worker = Process.of(this_process())
+        self._room = DiskRoom(folder.path)
         self._warm = WarmPool(self._start_warm, self._remove_warm)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -144,6 +152,10 @@ class NodeProvider:
         self._starter.check(request.key)
         self._warm.want(request.key, count)
 
+    def trouble(self) -> str:
+        trouble = self._room.trouble()
+        return f"node {self._node} starts no sandboxes: {trouble}" if trouble else ""
+
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
         record = self._folder.load(handle if isinstance(handle, str) else handle.id)
         if record is None:
@@ -151,7 +163,28 @@ class NodeProvider:
         return await in_thread(cgroups.oom_kills, [Path(path) for path in record.cgroups]) > 0
 
     async def _start_warm(self, key: SandboxKey) -> WarmSandbox:
-        """Starts a sandbox and connects to it; on any failure nothing of it is left."""
+        """Starts a sandbox and connects to it; on any failure nothing of it is left.
+
+        Raises:
+            NodeDiskFull: there was no room for it; `trouble` says so until there is.
+        """
+        try:
+            warm = await self._start(key)
+        except (DiskFull, OSError) as error:
+            # What a program says of a full disk may be of the sandbox's own: then the node has room.
+            of_node = isinstance(error, NodeDiskFull) or is_full(error)
+            if not of_node and isinstance(error, DiskFull):
+                of_node = bool(await in_thread(self._room.full))
+            if not of_node:
+                raise
+            self._room.failed(str(error))
+            if isinstance(error, NodeDiskFull):
+                raise
+            raise NodeDiskFull(f"no room left on the disk of node {self._node!r}: {error}") from error
+        self._room.worked()
+        return warm
+
+    async def _start(self, key: SandboxKey) -> WarmSandbox:
         await self._starter.prepare(key)
         async with self._starts:
             sandbox_id = self._folder.new_id()
@@ -180,10 +213,8 @@ class NodeProvider:
                 self._folder.save(record)
                 client = await connect(self._address(sandbox_id), CONNECT_SECONDS)
             except BaseException as error:
-                if record.root is not None:
-                    with contextlib.suppress(FileNotFoundError):
-                        self._folder.save(record)
-                await in_thread(self._remove, sandbox_id)
+                # By what is known here: the record on a full disk may be an older one.
+                await in_thread(self._remove, sandbox_id, record if record.root is not None else None)
                 if isinstance(error, SandboxLost):
                     raise SandboxStartFailed(f"the exec server ended at once: {error}") from error
                 raise
@@ -208,7 +239,9 @@ class NodeProvider:
         except FileNotFoundError as error:
             await self._remove_warm(warm)
             raise SandboxLost(f"sandbox {record.id} was removed by another process") from error
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, NodeDiskFull):
+                self._room.failed(str(error))
             await self._remove_warm(warm)
             raise
         handle = SandboxHandle(
@@ -227,9 +260,9 @@ class NodeProvider:
     def _address(self, sandbox_id: str) -> str:
         return f"unix:{self._folder.socket_path(sandbox_id)}"
 
-    def _remove(self, sandbox_id: str) -> None:
+    def _remove(self, sandbox_id: str, known: SandboxRecord | None = None) -> None:
         """Kills and removes; blocking, bounded, harmless when there is nothing."""
-        record = self._folder.load(sandbox_id)
+        record = known if known is not None else self._folder.load(sandbox_id)
         if record is not None:
             if not self._starter.kill(record, RELEASE_SECONDS):
                 log.error("sandbox %s: processes survive SIGKILL (in uninterruptible sleep?)", sandbox_id)

@@ -10,7 +10,6 @@ record until it is claimed, and nobody writes it after that.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import secrets
@@ -22,8 +21,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollyard_pipeline.sandboxes.errors import DiskFull, RunDirUnusable
+from rollyard_pipeline.sandboxes.errors import NodeDiskFull, RunDirUnusable
 from rollyard_pipeline.sandboxes.processes import ProcessRef
+from rollyard_pipeline.sandboxes.room import is_full
 
 SOCKET_NAME = "exec.sock"
 # sockaddr_un.sun_path holds 108 bytes, the last of them 0 (unix(7)).
@@ -112,7 +112,7 @@ class SandboxFolder:
         Both appear at once, so that no sweep ever sees a folder without a record.
 
         Raises:
-            DiskFull: no room on the run folder's disk.
+            NodeDiskFull: no room on the run folder's disk.
         """
         with self._disk():
             self._hidden(record.id).mkdir(mode=0o700)
@@ -120,7 +120,12 @@ class SandboxFolder:
             self._hidden(record.id).rename(self.folder(record.id))
 
     def save(self, record: SandboxRecord) -> None:
-        """Replaces the record. Raises FileNotFoundError if the sandbox was removed meanwhile."""
+        """Replaces the record.
+
+        Raises:
+            FileNotFoundError: the sandbox was removed meanwhile.
+            NodeDiskFull: no room on the run folder's disk; the record is as it was.
+        """
         with self._disk():
             self._write(self.folder(record.id), record)
 
@@ -182,6 +187,9 @@ class SandboxFolder:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(fd, record.model_dump_json().encode())
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
         temporary.rename(folder / "sandbox.json")
@@ -191,8 +199,9 @@ class SandboxFolder:
         try:
             yield
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DiskFull(f"no room left on the disk of run dir {self.run_dir}; free some") from error
+            if is_full(error):
+                words = f"no room left on the disk of run dir {self.run_dir}: {error.strerror}"
+                raise NodeDiskFull(words) from error
             raise
 
 

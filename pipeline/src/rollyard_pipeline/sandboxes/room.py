@@ -1,0 +1,78 @@
+"""Whether the disk of a run folder takes another sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+ROOM_BYTES: Final = 4 << 20
+"""More than a sandbox's records, logs and socket take."""
+LOOK_SECONDS: Final = 1.0
+FIRST_PAUSE_SECONDS: Final = 2.0
+LONGEST_PAUSE_SECONDS: Final = 120.0
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an OSError says that a disk, or what this user may have of it, is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskRoom:
+    """Asks the disk itself, by taking some room and giving it back: so that quotas and inodes count too.
+
+    Where a start finds no room all the same, a growing pause keeps a node that fails at once from
+    taking one rollout after the other.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._looked = float("-inf")
+        self._full = ""
+        self._pause = FIRST_PAUSE_SECONDS
+        self._paused_until = float("-inf")
+        self._why = ""
+
+    def trouble(self) -> str:
+        """Why no sandbox should be started now; empty: nothing is known against it. Blocking, shortly."""
+        now = self._clock()
+        if now < self._paused_until:
+            return self._why
+        if now >= self._looked + LOOK_SECONDS:
+            self._full = self.full()
+            self._looked = now
+        return self._full
+
+    def full(self) -> str:
+        """What the disk says now; empty: there is room."""
+        path = self._folder / f".room-{secrets.token_hex(4)}"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.unlink(path)  # whoever is killed now leaves nothing
+                os.posix_fallocate(fd, 0, ROOM_BYTES)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if is_full(error):
+                return f"no room left on the disk of run dir {self._folder.parent}: {error.strerror}"
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        return ""
+
+    def failed(self, why: str) -> None:
+        """A sandbox found no room."""
+        now = self._clock()
+        if now >= self._paused_until:  # starts that fail together count once
+            self._paused_until, self._why = now + self._pause, why
+            self._pause = min(LONGEST_PAUSE_SECONDS, 2 * self._pause)
+
+    def worked(self) -> None:
+        """A sandbox has started."""
+        self._pause = FIRST_PAUSE_SECONDS

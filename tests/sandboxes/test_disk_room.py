@@ -1,0 +1,129 @@
+"""A run folder on a disk that is full: nothing of a start is left, the node says so, and goes on later."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from rollyard_pipeline.sandboxes.errors import NodeDiskFull
+from rollyard_pipeline.sandboxes.processes import ProcessRef
+from rollyard_pipeline.sandboxes.records import SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.room import LONGEST_PAUSE_SECONDS, ROOM_BYTES, DiskRoom
+
+
+@pytest.fixture
+def small(tmp_path: Path, missing: Callable[[str], NoReturn]) -> Iterator[Path]:
+    """A file system of 12 MiB."""
+    point = tmp_path / "d"
+    point.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(point)]
+    done = subprocess.run(mount, capture_output=True, text=True, timeout=20)
+    if done.returncode != 0:
+        missing(f"no file system of its own: {done.stderr.strip()}")
+    yield point
+    subprocess.run(["umount", "-l", str(point)], check=True, timeout=20)
+
+
+def fill(folder: Path) -> Path:
+    """Takes all that is left."""
+    path = folder / "filler"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        while os.write(fd, bytes(4096)):
+            pass
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+    finally:
+        os.close(fd)
+    return path
+
+
+@pytest.mark.real
+async def test_a_full_disk_is_told_and_passes(kit: Any, small: Path) -> None:
+    provider = kit.open("process", small / "r")
+    await provider.start()
+    try:
+        assert provider.trouble() == ""
+        first = await kit.acquire(provider, "r-1")
+        filler = fill(small)
+        with pytest.raises(NodeDiskFull, match="no room left"):
+            await kit.acquire(provider, "r-2")
+        assert "node node-a starts no sandboxes" in provider.trouble()
+        assert await kit.sh(first, "echo goes on") == (0, "goes on"), "what runs is not touched"
+        assert provider.claimed() == [first.handle.id]
+        assert provider._folder.ids() == [first.handle.id]
+        await provider.release(first.handle)
+        filler.unlink()
+        assert provider._room.full() == ""
+        second = await kit.acquire(provider, "r-3")
+        assert await kit.sh(second, "echo again") == (0, "again")
+        left = [name for name in os.listdir(small / "r" / "sandboxes") if name.startswith(".new")]
+        assert left == []
+    finally:
+        await kit.clean(provider)
+
+
+@pytest.mark.real
+async def test_a_disk_that_is_full_in_the_middle_of_a_start_leaves_no_process(
+    kit: Any, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = kit.open("process", small / "r")
+    await provider.start()
+    started: list[ProcessRef] = []
+    save = SandboxFolder.save
+
+    def saved(folder: SandboxFolder, record: SandboxRecord) -> None:
+        """The disk fills between the start of the exec server and the note of it."""
+        if record.state == "warm":
+            assert record.root is not None
+            started.append(record.root.ref())
+            fill(small)
+        save(folder, record)
+
+    monkeypatch.setattr(SandboxFolder, "save", saved)
+    try:
+        with pytest.raises(NodeDiskFull):
+            await kit.acquire(provider)
+        assert len(started) == 1
+        assert not started[0].alive()
+        assert provider._folder.ids() == []
+    finally:
+        await kit.clean(provider)
+
+
+def test_pauses_grow_while_starts_fail_and_end_with_one_that_works(tmp_path: Path) -> None:
+    now = [100.0]
+    room = DiskRoom(tmp_path, lambda: now[0])
+    pauses = []
+    for _ in range(10):
+        room.failed("no room")
+        room.failed("no room, said by another start of the same moment")
+        begun = now[0]
+        while room.trouble():
+            assert room.trouble() == "no room"
+            now[0] += 1
+        pauses.append(now[0] - begun)
+    assert pauses[:4] == [2, 4, 8, 16]
+    assert pauses[-1] == LONGEST_PAUSE_SECONDS
+    room.worked()
+    room.failed("no room")
+    now[0] += 2
+    assert room.trouble() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_disk_is_asked_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: asked.append(size))
+    now = [0.0]
+    room = DiskRoom(tmp_path, lambda: now[0])
+    for _ in range(30):
+        room.trouble()
+        now[0] += 0.1
+    assert asked == [ROOM_BYTES] * 3

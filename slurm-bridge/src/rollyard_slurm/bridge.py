@@ -29,6 +29,7 @@ from rollyard_operator.host.home import Home, read_json, write_json
 from rollyard_operator.plan import Owner
 
 from rollyard_slurm import logs
+from rollyard_slurm.allocations import Allocations, Salloc
 from rollyard_slurm.cluster import checked_address, own_address
 from rollyard_slurm.commands import CommandLine, Commands, environment
 from rollyard_slurm.errors import SlurmError
@@ -124,7 +125,8 @@ class Bridge:
             told = {"instance": instance, "url": url, "port": plane.port, "host": socket.gethostname()}
             write_json(self._home.root / "bridge.json", told)
             site = self._site(instance, url)
-            fleet = Fleet(site, self._commands, http, self._token_of(plane), self._wake.set, self._say)
+            token_of, wake, allocate = self._token_of(plane), self._wake.set, self._allocate()
+            fleet = Fleet(site, self._commands, http, token_of, wake, self._say, allocate)
             store = self._make_store(plane.url, plane.token("driver" if options.join else "admin"))
             for pool in options.pools:
                 await replace_pool(store, pool)
@@ -174,6 +176,12 @@ class Bridge:
         # Workers that run were told the port: it stays the home's.
         settings = PlaneSettings(listen, options.port or port, options.lease_seconds)
         return ControlPlane(self._home, settings, http), options.advertise or listen
+
+    def _allocate(self) -> Allocations | None:
+        """Also where nothing is to be started so now: there may be allocations of an earlier run."""
+        if not isinstance(self._commands, CommandLine):
+            return None
+        return Salloc(self._commands, self._home.root / "allocations", self._say)
 
     def _site(self, instance: str, url: str) -> Site:
         site = Site(

@@ -1,9 +1,9 @@
 """Allocations that Slurm grants at once, each with one job step: a worker's quick start where nodes are free.
 
 `salloc --immediate OPTIONS srun --overlap step.sh` runs on this host in a session of its own, so that the
-end of the bridge does not touch it. salloc itself begins the step, and releases the allocation with the step's
-exit status once it has ended: to squeue and scontrol it is a job like any other. Should salloc and srun be
-killed, the step goes on, and at its end lowers the allocation's time limit to what has passed.
+end of the bridge does not touch it. salloc itself begins the step, and releases the allocation with the
+step's exit status once it has ended: to squeue and scontrol it is a job like any other. Should salloc and
+srun be killed, the step goes on, and at its end lowers the allocation's time limit to what has passed.
 
 A signal to a step reaches every process in it, sandboxes too. So it is told by signals that are
 ignored by whoever does not expect them; `step.sh` tells the script alone.
@@ -233,8 +233,9 @@ class Salloc(CommandLine):
 async def _end(process: Identity) -> None:
     """TERM, by which salloc gives back what it asked for; then KILL."""
     send(process, signal.SIGTERM)
-    deadline = asyncio.get_running_loop().time() + KILL_SECONDS
-    while is_alive(process) and asyncio.get_running_loop().time() < deadline:
+    for _ in range(round(KILL_SECONDS / POLL_SECONDS)):
+        if not is_alive(process):
+            return
         await asyncio.sleep(POLL_SECONDS)
     send(process, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Workers as steps of allocations on a real Slurm: quick where nodes are free, and nothing is left of them."""
+"""Workers as steps of allocations on a real Slurm: where nodes are free, and where none are; killed at every turn."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_an_allocation_whose_salloc_was_killed_is_not_lost(slurm: Any, bridge: B
     programs.mkdir(mode=0o755)
     os.chown(programs, slurm.uid, slurm.gid)  # who else could remove what is in it
     (programs / "srun").write_text(
-        f'#!/bin/bash\nmkdir {once} 2>/dev/null && {{ kill -KILL "$PPID"; exit 1; }}\nexec /usr/bin/srun "$@"\n'
+        f'#!/bin/bash\nmkdir {once} 2>/dev/null && {{ kill -KILL "$PPID"; exit 1; }}\n'
+        'exec /usr/bin/srun "$@"\n'
     )
     (programs / "srun").chmod(0o755)
     os.chown(shared, slurm.uid, slurm.gid)

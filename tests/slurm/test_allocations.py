@@ -1,4 +1,4 @@
-"""Workers as steps of allocations on a real Slurm: where nodes are free, and where none are; killed at every turn."""
+"""Workers as steps of allocations on a real Slurm: quick where nodes are free, and never lost."""
 
 from __future__ import annotations
 

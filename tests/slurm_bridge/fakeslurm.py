@@ -132,6 +132,9 @@ class FakeAllocations:
     async def signal(self, jobs: Sequence[int], name: str) -> None:
         self.signals += [(job, name) for job in jobs]
 
+    def words(self, launch: str) -> str:
+        return "srun: error: it cannot run"
+
     def forget(self, launch: str) -> None:
         self.forgotten.append(launch)
 

@@ -152,6 +152,7 @@ async def test_a_step_that_ends_lowers_the_limit_and_that_is_no_time_limit(bench
     bench.slurm.end(101, "FAILED", status=1)
     await bench.turns(1)
     assert "exited with 1" in bench.said_of("Degraded")
+    assert "srun: error: it cannot run" in bench.said_of("Degraded"), "there is no log"
 
 
 async def test_a_successor_takes_over_from_an_allocation(bench: Bench) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from rollyard_operator.host.logfile import telling_line
 from rollyard_operator.host.processes import Identity, identify, is_alive, send
 
 from rollyard_slurm import reasons
@@ -96,6 +97,10 @@ class Allocations(Protocol):
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
         """USR1 or USR2 to the scripts alone; nothing where a job has ended."""
+        ...
+
+    def words(self, launch: str) -> str:
+        """What salloc and srun complained of."""
         ...
 
     def forget(self, launch: str) -> None:
@@ -224,6 +229,9 @@ class Salloc(CommandLine):
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
         await self._tell(f"--signal={SIGNALS[name]}", *map(str, jobs))
+
+    def words(self, launch: str) -> str:
+        return telling_line(self._folder / f"{launch}.out")
 
     def forget(self, launch: str) -> None:
         for path in (self._folder / f"{launch}.sh", self._folder / f"{launch}.out"):

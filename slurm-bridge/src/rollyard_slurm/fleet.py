@@ -188,7 +188,7 @@ class Fleet:
             end = walltime.FORGOTTEN if known is None else walltime.ending(known, wanted)
             message = end.message
             if not message and end.code:
-                message = telling_line(self._site.log(one.workload, one.job))
+                message = telling_line(self._site.log(one.workload, one.job)) or self._starts.words(one)
             self._end(one, walltime.Ending(end.code, message, end.expected), now)
 
     def _end(self, one: Submission, end: walltime.Ending, now: datetime) -> None:

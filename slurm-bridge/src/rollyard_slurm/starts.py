@@ -84,6 +84,10 @@ class Starts:
         if steps and self._allocate is not None:
             await self._allocate.signal(jobs_of(steps), name)
 
+    def words(self, one: Submission) -> str:
+        """What kept an allocation's script from running."""
+        return self._allocate.words(one.launch) if one.allocated and self._allocate is not None else ""
+
     def forget(self, one: Submission) -> None:
         """Removes the files of an allocation."""
         if one.allocated and self._allocate is not None:

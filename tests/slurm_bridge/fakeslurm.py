@@ -11,6 +11,7 @@ from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, Rollout
 from rollyard_slurm import identity
 from rollyard_slurm.errors import SlurmAway, SubmitRefused
 from rollyard_slurm.parse import JobDetails, QueuedJob
+from rollyard_slurm.script import Batch
 
 LIMIT = 3600.0
 
@@ -33,7 +34,7 @@ class FakeSlurm:
     submissions: int = 0
     last: int = 100
 
-    async def submit(self, script: str) -> int:
+    async def submit(self, script: Batch) -> int:
         self.submissions += 1
         if self.away:
             raise SlurmAway(self.away)
@@ -42,11 +43,11 @@ class FakeSlurm:
         if self.unsure == "lost":
             raise SlurmAway("sbatch did not answer within 20 s", unsure=True)
         self.last += 1
-        comment = re.search(r"^#SBATCH --comment=(\S+)$", script, re.MULTILINE)
+        comment = re.search(r"^#SBATCH --comment=(\S+)$", script.text(), re.MULTILINE)
         assert comment is not None
         name = identity.parse(comment[1])
         assert name is not None
-        self.scripts[self.last] = script
+        self.scripts[self.last] = script.text()
         self.queued[self.last] = QueuedJob(
             self.last, "PENDING", "Priority", "", 0.0, LIMIT, LIMIT, f"rollyard-{name.workload}", comment[1]
         )

@@ -284,7 +284,7 @@ class Fleet:
         except SubmitRefused as refusal:
             self._records.forget(one)
             one.unsure_until = None
-            one.refused = f"sbatch: {refusal}"
+            one.refused = f"{refusal.by}: {refusal}"
             if refusal.limit:
                 self._limit = one.refused
                 one.retry_at = now + timedelta(seconds=RETRY_SECONDS)

@@ -38,6 +38,7 @@ def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) 
             job_workloads(thing, profile) if isinstance(thing, RolloutJob) else pool_workloads(thing, profile)
         )
         made += [
-            batch_script(one, site, identity(one, site.instance, "000000000000", 0)) for one in workloads
+            batch_script(one, site, identity(one, site.instance, "000000000000", 0)).text()
+            for one in workloads
         ]
     return made

@@ -62,19 +62,42 @@ class Site:
         return self.logs / f"{workload.name}-{job}.log"
 
 
-def _directives(workload: Workload, site: Site, identity: Identity, wanted: JobProfile) -> list[str]:
-    requeue = "--requeue" if wanted.requeue is not False else "--no-requeue"
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch script, and what it asks Slurm for."""
+
+    options: tuple[tuple[str, str | None], ...]
+    """Long names of sbatch's options, without dashes, and their plain values; None: it has none."""
+    further: tuple[str, ...]
+    """Options of the profile's `sbatch`, as they stand there."""
+    before: tuple[str, ...]
+    """Lines until its traps stand."""
+    after: tuple[str, ...]
+    """Lines from the program's start on."""
+
+    def text(self, between: Sequence[str] = ()) -> str:
+        """As sbatch takes it, and as an administrator sees it."""
+        asked = [
+            f"--{name}" + ("" if value is None else f"={_directive(value)}") for name, value in self.options
+        ]
+        directives = [f"#SBATCH {option}" for option in (*asked, *self.further)]
+        return "\n".join(["#!/bin/bash", *directives, *self.before, *between, *self.after]) + "\n"
+
+
+def _options(
+    workload: Workload, site: Site, identity: Identity, wanted: JobProfile
+) -> list[tuple[str, str | None]]:
     seconds = wanted.signal_seconds or SIGNAL_SECONDS
-    options = [
-        f"--job-name={TITLE}{workload.name}",
-        f"--comment={identity.comment}",
-        f"--output={_directive(str(site.logs).replace('%', '%%') + f'/{workload.name}-%j.log')}",
-        "--open-mode=append",
-        f"--signal=B:USR1@{seconds}",
-        requeue,
-        "--nodes=1",
-        "--ntasks=1",
-        f"--chdir={_directive(str(site.home))}",
+    options: list[tuple[str, str | None]] = [
+        ("job-name", TITLE + workload.name),
+        ("comment", identity.comment),
+        ("output", str(site.logs).replace("%", "%%") + f"/{workload.name}-%j.log"),
+        ("open-mode", "append"),
+        ("signal", f"B:USR1@{seconds}"),
+        ("requeue" if wanted.requeue is not False else "no-requeue", None),
+        ("nodes", "1"),
+        ("ntasks", "1"),
+        ("chdir", str(site.home)),
     ]
     for name, value in (
         ("partition", wanted.partition),
@@ -90,10 +113,10 @@ def _directives(workload: Workload, site: Site, identity: Identity, wanted: JobP
         ("gres", _gres(workload, wanted)),
     ):
         if value is not None:
-            options.append(f"--{name}={_directive(str(value))}")
+            options.append((name, str(value)))
     if wanted.exclusive:
-        options.append("--exclusive")
-    return [f"#SBATCH {option}" for option in (*options, *wanted.sbatch)]
+        options.append(("exclusive", None))
+    return options
 
 
 def _memory(workload: Workload, wanted: JobProfile) -> str | None:
@@ -118,23 +141,22 @@ def _directive(value: str) -> str:
     return f'"{escaped}"'
 
 
-def batch_script(workload: Workload, site: Site, identity: Identity) -> str:
-    """The script that sbatch gets: what an administrator sees, and what runs on the node."""
+def batch_script(workload: Workload, site: Site, identity: Identity) -> Batch:
+    """What Slurm gets: options, what an administrator sees, and what runs on the node."""
     wanted = site.profile.of(workload.kind)
     owner = workload.owner
     program = _backend(workload, site, identity) if workload.kind == "backend" else _worker(workload, site)
     env = {**wanted.env, **_engine_env(workload)}
-    lines = [
-        "#!/bin/bash",
-        *_directives(workload, site, identity, wanted),
+    before = (
         f"# {owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (slurm-bridge)",
         "umask 077",
         *(f"export {name}={quoted(value)}" for name, value in env.items()),
         *wanted.prolog,
         *program,
-        _WATCH,
-    ]
-    return "\n".join(lines) + "\n"
+        *_TRAPS,
+    )
+    options = tuple(_options(workload, site, identity, wanted))
+    return Batch(options, tuple(wanted.sbatch), before, _WATCH)
 
 
 def _what(workload: Workload) -> str:
@@ -218,18 +240,21 @@ def _words(arguments: Sequence[str]) -> str:
     return " ".join(quoted(argument) for argument in arguments)
 
 
-_WATCH = """\
-# USR1 (the time limit is near, or the bridge asks): wind up. TERM, USR2: at once.
-child= asked=
-drain() { [ -n "$asked" ] || { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }; }
-hurry() { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }
-trap drain USR1
-trap hurry TERM USR2
-"${program[@]}" &
-child=$!
-[ -z "$asked" ] || kill -TERM "$child" 2>/dev/null
-code=0
-while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
-wait "$child" 2>/dev/null; last=$?
-[ "$last" -eq 127 ] || code=$last
-exit "$code\""""
+_TRAPS = (
+    "# USR1 (the time limit is near, or the bridge asks): wind up. TERM, USR2: at once.",
+    "child= asked=",
+    'drain() { [ -n "$asked" ] || { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }; }',
+    'hurry() { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }',
+    "trap drain USR1",
+    "trap hurry TERM USR2",
+)
+_WATCH = (
+    '"${program[@]}" &',
+    "child=$!",
+    '[ -z "$asked" ] || kill -TERM "$child" 2>/dev/null',
+    "code=0",
+    'while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done',
+    'wait "$child" 2>/dev/null; last=$?',
+    '[ "$last" -eq 127 ] || code=$last',
+    'exit "$code"',
+)

@@ -46,6 +46,11 @@ def _home(given: Path | None) -> Home:
     "--profile", type=click.Path(path_type=Path, dir_okay=False), help="YAML file with what this site needs."
 )
 @click.option(
+    "--rest-url",
+    metavar="URL",
+    help="slurmrestd in place of Slurm's commands: unix:/PATH or http://HOST:PORT.",
+)
+@click.option(
     "--join", default="", metavar="URL", help="Use a control plane that runs, beside its other drivers."
 )
 @click.option(
@@ -153,7 +158,10 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
     if given["join"] and not given["join"].startswith(("http://", "https://")):
         raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {given['join']!r})")
     names = ("partition", "account", "qos", "time_limit", "constraint")
-    site = profiles.load(given["profile"], {name: given[name] for name in names})
+    chosen = {name: given[name] for name in names}
+    if given["rest_url"]:
+        chosen["rest"] = {"url": given["rest_url"]}
+    site = profiles.load(given["profile"], chosen)
     sandbox: list[str] = []
     for name, value in (("--default-image", given["default_image"]), ("--image-cache", given["image_cache"])):
         if value and given["sandbox"] != "apptainer":

@@ -74,7 +74,7 @@ def _used(job: dict[str, Any], word: str, now: float, live: bool) -> float:
         return float(before)
     # Of a live job the end is the one that its time limit gives.
     until = min(now, end) if word == "COMPLETING" and end else now if live else end
-    return max(0.0, before + until - resumed) if resumed else max(0.0, until - start)
+    return max(0.0, float(before + until - resumed if resumed else until - start))
 
 
 def _reason(job: dict[str, Any]) -> str:

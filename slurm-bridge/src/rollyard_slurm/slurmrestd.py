@@ -203,7 +203,9 @@ class Server:
     ) -> tuple[int, bytes]:
         socket = self._wanted.socket
         if self._tls is None:
-            self._tls = httpx.create_ssl_context() if self.url.startswith("https:") else ssl.SSLContext()
+            secure = self.url.startswith("https:")
+            # Reading the certificates takes a while: once, and only where they are used.
+            self._tls = httpx.create_ssl_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         # A connection for each call: one that is kept may be gone when it is used again, and then nobody
         # knows whether a job was submitted.
         carrier = httpx.AsyncHTTPTransport(

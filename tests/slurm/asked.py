@@ -1,4 +1,4 @@
-"""Run as the lab's user: one way to ask Slurm (`commands`, or slurmrestd's URL), and what it says, as JSON."""
+"""Run as the lab's user: Slurm asked by its commands or by slurmrestd, and what it says, as JSON."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def batch(home: Path, name: str, *more: tuple[str, str | None]) -> Batch:
     """A script that notes what it hears, and whose child would end by any signal, and the script with it."""
     options = (
         ("job-name", "rollyard-x"), ("comment", "rollyard,instance=ab"), ("output", f"{home}/{name}-%j.log"),
-        ("open-mode", "append"), ("signal", "B:USR1@30"), ("nodes", "1"), ("ntasks", "1"), ("chdir", str(home)),
-        *more,
+        ("open-mode", "append"), ("signal", "B:USR1@30"), ("nodes", "1"), ("ntasks", "1"),
+        ("chdir", str(home)), *more,
     )  # fmt: skip
     before = ("heard=; trap 'heard=${heard}1' USR1; trap 'heard=${heard}2' USR2",)
     after = (

@@ -229,12 +229,14 @@ def _pools(given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _dry_run(options: BridgeOptions, files: tuple[Path, ...]) -> None:
+    import asyncio
+
     from rollyard_slurm.preview import sample_job, scripts
 
     from rollyard.manifests import read_manifests
 
     things = [thing for path in files for thing in read_manifests(path)] or [sample_job(), *options.pools]
-    for text in scripts(options, things):
+    for text in asyncio.run(scripts(options, things)):
         click.echo(text)
 
 

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 from fakerestd import Restd
 from rollyard_slurm import jobfields, jobjson
+from rollyard_slurm.bridge import rest_of
 from rollyard_slurm.commands import environment
 from rollyard_slurm.errors import ProfileInvalid, SlurmAway, SlurmError, SubmitRefused
+from rollyard_slurm.options import BridgeOptions
 from rollyard_slurm.parse import JobDetails, Unreadable
-from rollyard_slurm.profile import RestProfile, load
+from rollyard_slurm.preview import sample_job, scripts
+from rollyard_slurm.profile import RestProfile, SiteProfile, load
 from rollyard_slurm.rest import RestCalls
 from rollyard_slurm.script import Batch
 
@@ -388,6 +391,28 @@ def test_no_token_reaches_a_job(tmp_path: Path) -> None:
     given = {"PATH": "/bin", "SLURM_JWT": "secret"}
     slurm = RestCalls(RestProfile(url="http://h:1"), 1.0, environment(given), tmp_path)
     assert "secret" not in json.dumps(slurm._env)
+
+
+async def test_a_dry_run_shows_the_fields(socket: Path, tmp_path: Path) -> None:
+    given = {"rest": {"url": f"unix:{socket}"}, "partition": "cpu", "sbatch": ["--nice=5"]}
+    options = BridgeOptions(tmp_path, profile=SiteProfile.model_validate(given))
+    async with Restd(socket) as restd:
+        (text,) = await scripts(options, [sample_job()])
+        script, _, fields = text.partition("\n# fields for slurmrestd (v0.0.38), beside an environment:\n")
+        assert "#SBATCH --partition=cpu\n" in script
+        assert "#SBATCH --nice=5\n" in script
+        sent = json.loads(fields)
+        assert (sent["partition"], sent["nice"], sent["requeue"]) == ("cpu", "5", True)
+        assert "environment" not in sent
+        assert not any(method == "POST" for method, _, _ in restd.calls)
+    (text,) = await scripts(options, [sample_job()])
+    assert "# fields for slurmrestd: not known: slurmrestd at unix:" in text
+
+
+def test_the_last_bridge_s_slurmrestd_is_remembered() -> None:
+    wanted = RestProfile(url="http://h:1", token_file="/jwt", version="v0.0.40")
+    assert rest_of({"rest": wanted.model_dump(exclude_none=True)}) == wanted
+    assert rest_of({"instance": "ab"}) is None
 
 
 # The script that looks into a file

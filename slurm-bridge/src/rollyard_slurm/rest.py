@@ -9,6 +9,7 @@ the end of its time, of which such a slurmrestd cannot be asked to warn the scri
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,9 @@ class RestCalls:
             listed = await asyncio.to_thread(jobjson.queue, document, os.getuid(), now)
         except parse.Unreadable as error:
             raise SlurmAway(str(error)) from error
-        self._keep_files(listed)
+        # A home that is full, or away, is no reason not to see the jobs.
+        with contextlib.suppress(OSError):
+            self._keep_files(listed)
         return listed
 
     async def details(self, job: int) -> parse.JobDetails | None:
@@ -171,21 +174,21 @@ class RestCalls:
         )
 
     def _tell(self, job: int, words: str) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         # Written in place: on NFS another file of that name may be seen only much later.
         with (self._folder / str(job)).open("a") as file:
             file.write(words + "\n")
 
     def _keep_files(self, listed: Sequence[parse.QueuedJob]) -> None:
         """Tells running jobs what is left of their time, once; removes what jobs that ended have left."""
-        try:
-            there = {int(path.name) for path in self._folder.iterdir() if path.name.isdigit()}
-        except FileNotFoundError:
-            return
+        there = {int(path.name) for path in self._folder.iterdir() if path.name.isdigit()}
         for job in listed:
             if job.id not in there or job.state != "RUNNING":
                 self._told_left.discard(job.id)
             elif job.left is not None and job.id not in self._told_left:
-                self._tell(job.id, f"left {job.left:.0f}")
+                # An earlier bridge, or `status`, may have told it; a script that begins anew empties its file.
+                if "left" not in (self._folder / str(job.id)).read_text():
+                    self._tell(job.id, f"left {job.left:.0f}")
                 self._told_left.add(job.id)
         for gone in there - {job.id for job in listed}:
             (self._folder / str(gone)).unlink(missing_ok=True)

@@ -26,7 +26,7 @@ def sample_job() -> RolloutJob:
 
 
 def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[Batch]:
-    """What each worker and backend would be submitted as. What is not known yet, such as a port, is a sample."""
+    """What each worker and backend becomes. What is not known yet, such as a port, is a sample."""
     host = options.advertise or options.listen or "BRIDGE-ADDRESS"
     site = Site(
         home=options.home,

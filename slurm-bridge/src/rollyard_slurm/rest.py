@@ -24,6 +24,7 @@ from rollyard_slurm.load import Load
 from rollyard_slurm.profile import SIGNAL_SECONDS, RestProfile, quoted
 from rollyard_slurm.script import Batch
 from rollyard_slurm.slurmrestd import Answer, Server
+from rollyard_slurm.submissions import PENDING_STATES
 
 AT_ONCE = 8
 """Jobs that are signalled or cancelled by one call each."""
@@ -32,9 +33,11 @@ FOLDER = "signals"
 """In the home: a file for each job that looks into one."""
 
 
-def slurm(rest: RestProfile | None, timeout: float, env: Mapping[str, str], home: Path) -> Commands:
+def slurm(
+    rest: RestProfile | None, timeout: float, env: Mapping[str, str], home: Path, keeps: bool = True
+) -> Commands:
     """Slurm as a profile wants it asked: by slurmrestd, else by its commands."""
-    return CommandLine(timeout, env) if rest is None else RestCalls(rest, timeout, env, home)
+    return CommandLine(timeout, env) if rest is None else RestCalls(rest, timeout, env, home, keeps)
 
 
 class RestCalls:
@@ -44,9 +47,13 @@ class RestCalls:
         timeout: seconds for one call.
         env: environment of the jobs.
         home: on storage that the nodes share.
+        keeps: the files of jobs that look into one; not for who only looks.
     """
 
-    def __init__(self, wanted: RestProfile, timeout: float, env: Mapping[str, str], home: Path) -> None:
+    def __init__(
+        self, wanted: RestProfile, timeout: float, env: Mapping[str, str], home: Path, keeps: bool = True
+    ) -> None:
+        self._keeps = keeps
         self.load = Load()
         self.server = Server(wanted, timeout, self.load)
         self._env = {**env, "SLURM_SUBMIT_DIR": str(home), "SLURM_SUBMIT_HOST": socket.gethostname()}
@@ -88,9 +95,10 @@ class RestCalls:
             listed = await asyncio.to_thread(jobjson.queue, document, os.getuid(), now)
         except parse.Unreadable as error:
             raise SlurmAway(str(error)) from error
-        # A home that is full, or away, is no reason not to see the jobs.
-        with contextlib.suppress(OSError):
-            self._keep_files(listed)
+        if self._keeps:
+            # A home that is full, or away, is no reason not to see the jobs.
+            with contextlib.suppress(OSError):
+                self._keep_files(listed)
         return listed
 
     async def details(self, job: int) -> parse.JobDetails | None:
@@ -183,12 +191,14 @@ class RestCalls:
         """Tells running jobs what is left of their time, once; removes what jobs that ended have left."""
         there = {int(path.name) for path in self._folder.iterdir() if path.name.isdigit()}
         for job in listed:
-            if job.id not in there or job.state != "RUNNING":
+            if job.id not in there:
                 self._told_left.discard(job.id)
-            elif job.left is not None and job.id not in self._told_left:
-                # An earlier bridge, or `status`, may have told it; a script that begins anew empties its file.
-                if "left" not in (self._folder / str(job.id)).read_text():
-                    self._tell(job.id, f"left {job.left:.0f}")
+            elif job.state in PENDING_STATES:
+                # Slurm starts it anew: its script, and nobody before it, makes another file.
+                (self._folder / str(job.id)).unlink(missing_ok=True)
+                self._told_left.discard(job.id)
+            elif job.state == "RUNNING" and job.left is not None and job.id not in self._told_left:
+                self._tell(job.id, f"left {job.left:.0f}")
                 self._told_left.add(job.id)
         for gone in there - {job.id for job in listed}:
             (self._folder / str(gone)).unlink(missing_ok=True)

@@ -45,6 +45,7 @@ def batch(home: Path, name: str, *more: tuple[str, str | None]) -> Batch:
     )  # fmt: skip
     before = ("heard=; trap 'heard=${heard}1' USR1; trap 'heard=${heard}2' USR2",)
     after = (
+        "echo ready",
         "sleep 300 & child=$!",
         'while [ "$heard" != 12 ] && kill -0 "$child"; do wait "$child"; done',
         'kill -0 "$child" || exit 9',
@@ -70,7 +71,7 @@ async def contract(commands: Commands, home: Path) -> dict[str, Any]:
     assert live is not None
     assert live.live
     log = home / f"a-{job}.log"
-    await until(lambda: _exists(log))
+    await until(lambda: _says(log, "ready"))
     for name in ("USR1", "USR2"):
         await commands.signal([job], name)
         await asyncio.sleep(3.0)  # two of one kind, or both at once, would be one to bash
@@ -81,7 +82,6 @@ async def contract(commands: Commands, home: Path) -> dict[str, Any]:
 
     told["ended"] = asdict(await until(ended))
     told["log"] = log.read_text()
-    told["mode"] = oct(log.stat().st_mode & 0o777)
     try:
         await commands.submit(batch(home, "c", ("partition", "nowhere")))
     except SubmitRefused as refusal:
@@ -106,8 +106,8 @@ def _shown(job: int) -> dict[str, str]:
     return {name: value for name, value in pairs if name in SHOWN}
 
 
-async def _exists(path: Path) -> bool:
-    return path.exists()
+async def _says(path: Path, words: str) -> bool:
+    return path.exists() and words in path.read_text()
 
 
 def main() -> None:

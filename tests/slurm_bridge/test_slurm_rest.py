@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import logging
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -418,32 +418,43 @@ def test_the_last_bridge_s_slurmrestd_is_remembered() -> None:
 # The script that looks into a file
 
 
-@pytest.mark.parametrize(("heard", "status"), [("USR1", 3), ("USR2", 4), ("left 1", 3), ("", 3)])
-async def test_a_script_hears_by_file(socket: Path, tmp_path: Path, heard: str, status: int) -> None:
+async def hears(socket: Path, home: Path, job: int, words: str, limit: str | None) -> int:
+    """A script as v0.0.38 gets it, run here: its exit status when its file says this."""
     batch = Batch(
-        (("signal", "B:USR1@59"), *((("time", "1"),) if not heard else ())),
+        (("signal", "B:USR1@59"), *((("time", limit),) if limit is not None else ())),
         (),
         ("trap 'exit 3' USR1", "trap 'exit 4' USR2"),
         # Its child has no trap: a signal to it would end it, and the script with it.
         ("sleep 60 & child=$!", 'wait "$child"', "exit 9"),
     )
-    async with Restd(socket) as restd:
-        slurm = calls(socket, tmp_path)
+    async with Restd(socket):
+        slurm = calls(socket, home)
+        text = (await slurm.fields(batch))["script"]
         await slurm.submit(batch)
-        text = restd.calls[-1][2]["script"]
-    child = subprocess.Popen(  # noqa: ASYNC220
-        ["bash", "-c", text],
-        env={**os.environ, "SLURM_JOB_ID": "42"},
+    child = await asyncio.create_subprocess_exec(
+        *("bash", "-c", text),
+        env={**os.environ, "SLURM_JOB_ID": str(job)},
         start_new_session=True,
-        stdin=subprocess.DEVNULL,
+        stdin=asyncio.subprocess.DEVNULL,
     )
     try:
-        file = tmp_path / "signals" / "42"
-        while not file.exists():
-            assert child.poll() is None
-            await asyncio.sleep(0.02)
-        if heard:
-            slurm._tell(42, heard)
-        assert await asyncio.to_thread(child.wait, 60) == status
+        async with asyncio.timeout(60.0):
+            while not (home / "signals" / str(job)).exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            if words:
+                slurm._tell(job, words)
+            return await child.wait()
     finally:
-        os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+async def test_a_script_hears_by_file(socket: Path, tmp_path: Path) -> None:
+    cases = [("USR1", None), ("USR2", None), ("left 1", None), ("", "1"), ("TERM\nUSR2", "5")]
+    ended = await asyncio.gather(
+        *(
+            hears(socket.with_name(str(place)), tmp_path, place, words, limit)
+            for place, (words, limit) in enumerate(cases)
+        )
+    )
+    assert ended == [3, 4, 3, 3, 4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from rollyard import doctor
-from rollyard.checks import clocks, slurm, storage
+from rollyard.checks import clocks, slurm, slurmrestd, storage
 from rollyard.checks.finding import Finding, run
 from rollyard_pipeline.sandboxes.doctor import Check
 
@@ -245,3 +246,30 @@ def test_a_program_that_hangs_or_is_not_there(tmp_path: Path, monkeypatch: pytes
     assert run("sleep", "60")[0] == 124
     assert run("/no/such/program")[0] == 127
     assert run("sh", "-c", "echo a; echo b")[1] == "b"
+
+
+def test_slurmrestd_is_told_of_only_where_one_is_named(tmp_path: Path) -> None:
+    assert slurmrestd.check_slurmrestd(None, ()) is None
+    profile = tmp_path / "p.yaml"
+    profile.write_text("partition: cpu")
+    assert slurmrestd.check_slurmrestd(profile, ()) is None
+    profile.write_text(f"rest: {{url: 'unix:{tmp_path}/none'}}")
+    found = slurmrestd.check_slurmrestd(profile, ())
+    assert found is not None
+    assert (found.verdict, found.name) == ("missing", "slurmrestd")
+    assert "rest.url: there is no socket" in found.found
+    profile.write_text("rest: {}")
+    found = slurmrestd.check_slurmrestd(profile, ())
+    assert found is not None
+    assert (found.verdict, found.name) == ("missing", "slurm profile")
+    assert "rest.url" in found.found
+
+
+def test_a_socket_that_nobody_listens_on_is_no_slurmrestd(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("s") / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+    found = slurmrestd.check_slurmrestd(None, (path,))
+    assert found is not None
+    assert found.verdict == "optional"
+    assert "cannot be reached" in found.found

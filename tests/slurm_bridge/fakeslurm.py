@@ -14,6 +14,7 @@ from rollyard_slurm import identity
 from rollyard_slurm.allocations import Granted
 from rollyard_slurm.errors import SlurmAway, SubmitRefused
 from rollyard_slurm.parse import JobDetails, QueuedJob
+from rollyard_slurm.script import Batch
 
 LIMIT = 3600.0
 
@@ -36,7 +37,7 @@ class FakeSlurm:
     submissions: int = 0
     last: int = 100
 
-    async def submit(self, script: str) -> int:
+    async def submit(self, script: Batch) -> int:
         self.submissions += 1
         if self.away:
             raise SlurmAway(self.away)
@@ -44,6 +45,13 @@ class FakeSlurm:
             raise SubmitRefused(self.refuse, self.limit)
         if self.unsure == "lost":
             raise SlurmAway("sbatch did not answer within 20 s", unsure=True)
+        job = self.take(script.text())
+        if self.unsure == "taken":
+            raise SlurmAway("sbatch did not answer within 20 s", unsure=True)
+        return job
+
+    def take(self, script: str) -> int:
+        """A new job of a script."""
         self.last += 1
         comment = re.search(r"^#SBATCH --comment=(\S+)$", script, re.MULTILINE)
         assert comment is not None
@@ -53,8 +61,6 @@ class FakeSlurm:
         self.queued[self.last] = QueuedJob(
             self.last, "PENDING", "Priority", "", 0.0, LIMIT, LIMIT, f"rollyard-{name.workload}", comment[1]
         )
-        if self.unsure == "taken":
-            raise SlurmAway("sbatch did not answer within 20 s", unsure=True)
         return self.last
 
     async def queue(self) -> list[QueuedJob]:
@@ -117,9 +123,7 @@ class FakeAllocations:
             return None
         if self.unsure != "lost":
             self.free -= 1
-            unsure, self.slurm.unsure = self.slurm.unsure, ""
-            job = await self.slurm.submit(script)
-            self.slurm.submissions, self.slurm.unsure = self.slurm.submissions - 1, unsure
+            job = self.slurm.take(script)
             self.slurm.run(job)
             self.stepping.add(job)
         if self.unsure:

@@ -12,6 +12,9 @@ from rollyard_slurm.cluster import controller, is_loopback
 from rollyard_slurm.commands import CommandLine, environment
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
 from rollyard_slurm.pace import BUSY_SECONDS, IDLE_SECONDS, Pace
+from rollyard_slurm.script import Batch
+
+EMPTY = Batch((), (), (), ())
 
 
 class Programs:
@@ -37,7 +40,7 @@ def programs(tmp_path: Path) -> Programs:
 
 async def test_a_script_is_handed_in(programs: Programs, tmp_path: Path) -> None:
     programs.write("sbatch", f'cat >{tmp_path}/script; echo "$*" >{tmp_path}/args; echo 42')
-    assert await programs.commands().submit("#!/bin/bash\n") == 42
+    assert await programs.commands().submit(EMPTY) == 42
     assert (tmp_path / "script").read_text() == "#!/bin/bash\n"
     assert (tmp_path / "args").read_text() == "--parsable\n"
 
@@ -45,14 +48,14 @@ async def test_a_script_is_handed_in(programs: Programs, tmp_path: Path) -> None
 async def test_a_refusal_says_why(programs: Programs) -> None:
     programs.write("sbatch", 'echo "sbatch: error: invalid partition specified: x" >&2; exit 1')
     with pytest.raises(SubmitRefused, match=r"^invalid partition specified: x$") as refusal:
-        await programs.commands().submit("x")
+        await programs.commands().submit(EMPTY)
     assert not refusal.value.limit
 
 
 async def test_a_controller_away_is_no_refusal(programs: Programs) -> None:
     programs.write("sbatch", 'echo "sbatch: error: Unable to contact slurm controller (x)" >&2; exit 1')
     with pytest.raises(SlurmAway) as trouble:
-        await programs.commands().submit("x")
+        await programs.commands().submit(EMPTY)
     assert not trouble.value.unsure
 
 
@@ -65,7 +68,7 @@ async def test_a_command_that_hangs_is_ended_with_its_children(
         programs.write(name, f"trap '' TERM\nsleep 300 &\necho $! >{tmp_path}/child\nwait; wait")
     commands, began = programs.commands(timeout=0.5), time.monotonic()
     with pytest.raises(SlurmAway, match=r"did not answer within 0\.5 s") as trouble:
-        await (commands.submit("x") if call == "submit" else commands.queue())
+        await (commands.submit(EMPTY) if call == "submit" else commands.queue())
     assert trouble.value.unsure
     assert time.monotonic() - began < 10
     child = int((tmp_path / "child").read_text())

@@ -54,7 +54,7 @@ def site(profile: SiteProfile | None = None, **changes: object) -> Site:
 
 
 def script(workload: Workload, of: Site) -> str:
-    return batch_script(workload, of, identity(workload, of.instance, "ffff00000000", 3))
+    return batch_script(workload, of, identity(workload, of.instance, "ffff00000000", 3)).text()
 
 
 def directives(text: str) -> dict[str, str]:

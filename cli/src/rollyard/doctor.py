@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollyard.checks import clocks, slurm, storage
+from rollyard.checks import clocks, slurm, slurmrestd, storage
 from rollyard.checks.finding import Finding, Verdict
 from rollyard.checks.finding import run as _run
 
@@ -105,8 +105,8 @@ def check_cluster() -> Finding:
 CHECKS: tuple[Callable[[], Finding], ...] = (check_model, check_gpu, check_vllm)
 
 
-def examine(run_dir: Path) -> Iterator[Finding]:
-    """Every check, most important first."""
+def examine(run_dir: Path, profile: Path | None = None) -> Iterator[Finding]:
+    """Every check, most important first; `profile`: of a Slurm site."""
     on_slurm = slurm.is_slurm_machine()
     yield check_python()
     rootless = check_containers(on_slurm)
@@ -120,6 +120,9 @@ def examine(run_dir: Path) -> Iterator[Finding]:
         yield finding
     yield from rootless
     yield from slurm.examine()
+    rest = slurmrestd.check_slurmrestd(profile)
+    if rest is not None:
+        yield rest
     yield from storage.examine(run_dir.parent, on_slurm)
     yield clocks.check_clocks(storage.nearest(run_dir.parent))
     for check in CHECKS:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 import httpx
 from rollyard_client.unixsocket import LONGEST_PATH
@@ -34,7 +35,7 @@ from rollyard_slurm import logs
 from rollyard_slurm.allocations import Allocations, Salloc
 from rollyard_slurm.cluster import checked_address, own_address
 from rollyard_slurm.commands import CommandLine, Commands, environment
-from rollyard_slurm.errors import SlurmError
+from rollyard_slurm.errors import SlurmAway, SlurmError
 from rollyard_slurm.fleet import Fleet
 from rollyard_slurm.node import base_url
 from rollyard_slurm.options import (
@@ -46,6 +47,8 @@ from rollyard_slurm.options import (
     reconcile_profile,
 )
 from rollyard_slurm.pace import Pace
+from rollyard_slurm.profile import RestProfile
+from rollyard_slurm.rest import RestCalls, slurm
 from rollyard_slurm.script import Site
 from rollyard_slurm.tokens import write_private
 
@@ -71,7 +74,7 @@ class Bridge:
     """Runs one home until it is told to stop.
 
     Args:
-        commands: Slurm; default: its commands.
+        commands: Slurm; default: its commands, or slurmrestd where the profile names one.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Bridge:
         self._on_ready = on_ready
         self._say = say
         self._env = environment(os.environ, options.profile.pass_env)
-        self._commands = commands or CommandLine(options.timeout, self._env)
+        self._commands = commands or slurm(options.profile.rest, options.timeout, self._env, options.home)
         self._home = Home(options.home, COMMAND)
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
@@ -138,6 +141,12 @@ class Bridge:
     async def _serve(self, http: httpx.AsyncClient, trusted: ssl.SSLContext | None) -> None:
         options, known = self._options, read_json(self._home.root / "bridge.json") or {}
         instance = str(known.get("instance") or secrets.token_hex(4))
+        if isinstance(self._commands, RestCalls):
+            self._commands.server.check()
+            try:
+                await self._commands.server.api()
+            except SlurmAway as trouble:
+                self._say(f"Slurm does not answer: {trouble}")
         plane, advertised = await self._plane(http, int(known.get("port") or 0))
         fleet: Fleet | None = None
         store: Store | None = None
@@ -145,7 +154,14 @@ class Bridge:
             if not await unless_stopped(plane.start(), self._stop):
                 return
             url = plane.url if not advertised else base_url(advertised, plane.port)
-            told = {"instance": instance, "url": url, "port": plane.port, "host": socket.gethostname()}
+            told: dict[str, Any] = {
+                "instance": instance,
+                "url": url,
+                "port": plane.port,
+                "host": socket.gethostname(),
+            }
+            if options.profile.rest is not None:
+                told["rest"] = options.profile.rest.model_dump(exclude_none=True)
             write_json(self._home.root / "bridge.json", told)
             site = self._site(instance, url)
             token_of, wake = self._token_of(plane), self._wake.set
@@ -178,8 +194,9 @@ class Bridge:
                 if not self._keep_jobs:
                     await self._end(fleet)
                 keeping.cancel()
-            if isinstance(self._commands, CommandLine):
-                self._say(str(self._commands.load))
+            load = getattr(self._commands, "load", None)
+            if load is not None:
+                self._say(str(load))
         finally:
             if fleet is not None:
                 await fleet.close()
@@ -204,6 +221,8 @@ class Bridge:
             return ControlPlane(self._home, PlaneSettings(path, 0, options.lease_seconds), http), ""
         if options.listen:
             listen = checked_address(options.listen)
+        elif isinstance(self._commands, RestCalls):
+            listen = await self._commands.address()
         else:
             listen = await asyncio.to_thread(own_address, options.timeout, self._env)
         # Workers that run were told the port: it stays the home's.
@@ -288,6 +307,11 @@ async def end_jobs(fleet: Fleet, kind: str, grace: float) -> list[int]:
     return [one.job for one in fleet.left(kind) if one.job is not None]
 
 
+def rest_of(known: dict[str, Any]) -> RestProfile | None:
+    """The slurmrestd that the last bridge of a home used, by its `bridge.json`."""
+    return RestProfile.model_validate(known["rest"]) if "rest" in known else None
+
+
 async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None]) -> int:
     """Ends the Slurm jobs of a home on which no bridge runs; how many there were.
 
@@ -297,7 +321,9 @@ async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None
     known = read_json(home.root / "bridge.json") or {}
     if "instance" not in known:
         return 0
-    commands = CommandLine(options.timeout, environment(os.environ, options.profile.pass_env))
+    commands = slurm(
+        rest_of(known), options.timeout, environment(os.environ, options.profile.pass_env), home.root
+    )
     site = Site(home.root, str(known["instance"]), str(known["url"]), options.profile)
     async with httpx.AsyncClient(trust_env=False) as http:
         allocate = allocations(commands, home, say)

@@ -60,11 +60,11 @@ def own_address(timeout: float, env: Mapping[str, str]) -> str:
         SlurmError: Slurm does not answer, or no address is found.
     """
     hosts = [controller(_ask(["scontrol", "show", "config"], timeout, env))]
-    found = _toward(hosts)
+    found = toward(hosts)
     if not found or is_loopback(found):
         # The controller runs here: a node decides.
         nodes = _ask(["sinfo", "--noheader", "--format=%o"], timeout, env).split()
-        found = _toward(nodes[:1]) or found
+        found = toward(nodes[:1]) or found
     if not found:
         raise SlurmError(
             "the address by which the nodes reach this host cannot be told; give it with --listen ADDRESS"
@@ -72,7 +72,8 @@ def own_address(timeout: float, env: Mapping[str, str]) -> str:
     return found
 
 
-def _toward(hosts: Sequence[str]) -> str:
+def toward(hosts: Sequence[str]) -> str:
+    """This host's address on the way to the first of them that there is a way to; empty: to none."""
     for host in hosts:
         try:
             if host:

@@ -9,11 +9,12 @@ import pwd
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollyard_slurm import parse, reasons
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
+from rollyard_slurm.load import Load
+from rollyard_slurm.script import Batch
 
 PASSED = ("PATH", "HOME", "LANG", "TZ", "SLURM_CONF", "TMPDIR", "LD_LIBRARY_PATH", "KRB5CCNAME")
 """What commands, and so jobs, inherit of the bridge's environment. Never SBATCH_*, which would
@@ -24,7 +25,7 @@ DETAILS_AT_ONCE = 4
 class Commands(Protocol):
     """What the bridge wants of Slurm. Each call may raise SlurmAway."""
 
-    async def submit(self, script: str) -> int:
+    async def submit(self, script: Batch) -> int:
         """Submits a batch script; the job's number.
 
         Raises:
@@ -47,20 +48,6 @@ class Commands(Protocol):
     async def cancel(self, jobs: Sequence[int]) -> None:
         """Ends jobs, pending ones too; nothing where a job has ended."""
         ...
-
-
-@dataclass(slots=True)
-class Load:
-    """How often each command was run, and how long all took."""
-
-    runs: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-    since: float = field(default_factory=time.monotonic)
-
-    def __str__(self) -> str:
-        count, minutes = sum(self.runs.values()), max(1.0, time.monotonic() - self.since) / 60.0
-        each = ", ".join(f"{name} {number}" for name, number in sorted(self.runs.items()))
-        return f"Slurm was asked {count} times, {count / minutes:.1f} a minute ({each or 'nothing'})"
 
 
 def environment(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
@@ -129,8 +116,8 @@ class CommandLine:
             raise SlurmAway(f"{name}: {words}", reasons.is_unsure(err))
         return out
 
-    async def submit(self, script: str) -> int:
-        code, out, err = await self._run("sbatch", "--parsable", text=script)
+    async def submit(self, script: Batch) -> int:
+        code, out, err = await self._run("sbatch", "--parsable", text=script.text())
         words = reasons.shorter(err)
         if code != 0 and reasons.is_away(err):
             raise SlurmAway(f"sbatch: {words}", reasons.is_unsure(err))

@@ -32,14 +32,16 @@ class SlurmAway(SlurmError):
 
 
 class SubmitRefused(SlurmError):
-    """sbatch refused a job.
+    """sbatch, or slurmrestd, refused a job.
 
     Args:
         limit: a limit of the site (jobs of a user, of an account): there will be room again.
+        by: who said so.
     """
 
     reason = "SubmitRefused"
 
-    def __init__(self, message: str, limit: bool) -> None:
+    def __init__(self, message: str, limit: bool, by: str = "sbatch") -> None:
         super().__init__(message)
         self.limit = limit
+        self.by = by

@@ -322,9 +322,9 @@ class Fleet:
             one.unsure_until = None
             if one.avoided and not refusal.limit:
                 self._avoided.clear()
-                one.refused, one.retry_at = f"sbatch: {refusal}", now
+                one.refused, one.retry_at = f"{refusal.by}: {refusal}", now
                 return
-            one.refused = f"sbatch: {refusal}"
+            one.refused = f"{refusal.by}: {refusal}"
             if refusal.limit:
                 self._limit = one.refused
                 one.retry_at = now + timedelta(seconds=RETRY_SECONDS)

@@ -47,7 +47,7 @@ class BridgeOptions:
     """Pools that are made at the start."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds for one Slurm command."""
+    """Seconds for one Slurm command, or one call of slurmrestd."""
     max_jobs: int = 16
     """RolloutJobs that are active at once."""
 

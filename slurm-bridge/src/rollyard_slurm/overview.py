@@ -7,9 +7,11 @@ import os
 from rollyard_operator.host.home import Home, read_json
 
 from rollyard_slurm import identity
-from rollyard_slurm.commands import CommandLine, environment
+from rollyard_slurm.bridge import rest_of
+from rollyard_slurm.commands import environment
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.options import DEFAULT_TIMEOUT
+from rollyard_slurm.rest import slurm
 
 
 async def overview(home: Home) -> list[str]:
@@ -19,7 +21,7 @@ async def overview(home: Home) -> list[str]:
         return [f"no bridge has run on {home.root}"]
     where = f"process {running.pid}, {known['url']}" if running is not None else "not running on this host"
     lines = [f"bridge   {where} (home {home.root}, instance {known['instance']})"]
-    commands = CommandLine(DEFAULT_TIMEOUT, environment(os.environ))
+    commands = slurm(rest_of(known), DEFAULT_TIMEOUT, environment(os.environ), home.root, keeps=False)
     try:
         listed = await commands.queue()
     except SlurmError as error:

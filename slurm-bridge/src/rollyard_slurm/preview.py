@@ -1,7 +1,9 @@
-"""`--dry-run`: the batch scripts that jobs and pools would become."""
+"""`--dry-run`: the batch scripts that jobs and pools would become, and the fields for slurmrestd."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable
 
 from rollyard_client.unixsocket import socket_url
@@ -9,10 +11,13 @@ from rollyard_crds import BackendPool, RolloutJob
 from rollyard_operator.pools import pool_workloads
 from rollyard_operator.reconcile import job_workloads
 
+from rollyard_slurm.commands import environment
+from rollyard_slurm.errors import SlurmAway
 from rollyard_slurm.identity import identity
 from rollyard_slurm.node import base_url
 from rollyard_slurm.options import CA_NAME, SOCKET_NAME, UNIX, BridgeOptions, reconcile_profile
-from rollyard_slurm.script import Site, batch_script
+from rollyard_slurm.rest import RestCalls, slurm
+from rollyard_slurm.script import Batch, Site, batch_script
 
 
 def sample_job() -> RolloutJob:
@@ -29,8 +34,8 @@ def _url(options: BridgeOptions) -> str:
     return base_url(options.advertise or options.listen or "BRIDGE-ADDRESS", options.port or 8765)
 
 
-def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[str]:
-    """The script of each worker and backend. Address, port and numbers that are not known yet are samples."""
+def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[Batch]:
+    """What each worker and backend becomes. What is not known yet, such as a port, is a sample."""
     site = Site(
         home=options.home,
         instance="00000000",
@@ -50,3 +55,32 @@ def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) 
             batch_script(one, site, identity(one, site.instance, "000000000000", 0)) for one in workloads
         ]
     return made
+
+
+async def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[str]:
+    """The text of each script; with slurmrestd, which is asked for its version, the fields beside it.
+
+    Raises:
+        SlurmError: slurmrestd does not have the version that is wanted.
+    """
+    made = batches(options, things)
+    commands = slurm(
+        options.profile.rest, options.timeout, environment(os.environ, options.profile.pass_env), options.home
+    )
+    if not isinstance(commands, RestCalls):
+        return [one.text() for one in made]
+    told = []
+    for one in made:
+        try:
+            body = await commands.fields(one)
+            version = (await commands.server.api()).version
+        except SlurmAway as trouble:
+            told.append(f"{one.text()}\n# fields for slurmrestd: not known: {trouble}\n")
+            continue
+        # What the job inherits is the user's own affair, and this may be shown around.
+        job = {name: value for name, value in body["job"].items() if name != "environment"}
+        text = json.dumps(job, indent=2)
+        told.append(
+            f"{body['script']}\n# fields for slurmrestd (v0.0.{version}), beside an environment:\n{text}\n"
+        )
+    return told

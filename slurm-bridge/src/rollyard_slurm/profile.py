@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from rollyard_crds.base import Model
 from rollyard_crds.manifest import describe
 
+from rollyard_slurm import jobfields
 from rollyard_slurm.errors import ProfileInvalid
 from rollyard_slurm.parse import seconds
 
@@ -113,8 +115,40 @@ class BackendsProfile(JobProfile):
     """Options of `exec`, such as `--bind=/models`; `--nv` is added where GPUs are asked for."""
 
 
+class RestProfile(Model):
+    """slurmrestd in place of Slurm's commands."""
+
+    url: Annotated[str, Field(min_length=1, max_length=1024)]
+    """`unix:/PATH`, `http://HOST:PORT` or `https://HOST:PORT`."""
+    token_file: Annotated[str, Field(pattern=r"^/", max_length=4096)] | None = None
+    """File with a token (JWT) that the user alone can read; none: a Unix socket that knows who asks."""
+    version: Annotated[str, Field(pattern=r"^v0\.0\.\d+$")] | None = None
+    """Version of its API; default: the newest that is known here, of those that it says it has."""
+    user: Word | None = None
+    """Whose the token is; default: who runs the bridge."""
+
+    @field_validator("url")
+    @classmethod
+    def _reachable(cls, value: str) -> str:
+        if re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", value):
+            return value
+        if not re.fullmatch(r"unix:/\S+", value):
+            raise ValueError("must be unix:/PATH, http://HOST:PORT or https://HOST:PORT")
+        if len(value.removeprefix("unix:").encode()) > 107:
+            raise ValueError("the path of a socket has at most 107 bytes")
+        return value
+
+    @property
+    def socket(self) -> Path | None:
+        """The Unix socket; None: it is reached by TCP."""
+        return Path(self.url.removeprefix("unix:")) if self.url.startswith("unix:") else None
+
+
 class SiteProfile(JobProfile):
     """A profile file: fields common to all jobs, and those of each kind."""
+
+    rest: RestProfile | None = None
+    """slurmrestd in place of Slurm's commands; default: the commands."""
 
     workers: WorkersProfile = Field(default_factory=WorkersProfile)
     backends: BackendsProfile = Field(default_factory=BackendsProfile)
@@ -129,6 +163,24 @@ class SiteProfile(JobProfile):
                 f"workers.drainSeconds ({self.workers.drain_seconds}) must be less than signalSeconds "
                 f"({seconds}): what a worker holds is handed over before the time limit"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sayable(self) -> SiteProfile:
+        if self.rest is not None:
+            for where, options in (
+                ("sbatch", self.sbatch),
+                ("workers.sbatch", self.workers.sbatch),
+                ("backends.sbatch", self.backends.sbatch),
+            ):
+                try:
+                    jobfields.further(options)
+                except ValueError as error:
+                    raise ValueError(f"{where}: {error}") from error
+            if "salloc" in (self.start, self.workers.start, self.backends.start):
+                raise ValueError(
+                    "start: salloc is one of Slurm's commands, in whose place rest stands: leave one out"
+                )
         return self
 
     def of(self, kind: str) -> JobProfile:
@@ -167,6 +219,8 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProf
     try:
         made = SiteProfile.model_validate(document)
         chosen = {name: value for name, value in (overrides or {}).items() if value is not None}
+        if made.rest is not None and "rest" in chosen:
+            chosen["rest"] = {**made.rest.model_dump(exclude_none=True), **chosen["rest"]}
         if chosen:
             # What was said on the command line counts for every kind of job.
             cleared = {name: None for name in chosen if name in JobProfile.model_fields}

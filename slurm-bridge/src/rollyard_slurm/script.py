@@ -76,21 +76,42 @@ class Site:
         return self.logs / f"{workload.name}-{job}.log"
 
 
-def _directives(
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch script, and what it asks Slurm for."""
+
+    options: tuple[tuple[str, str | None], ...]
+    """Long names of sbatch's options, without dashes, and their plain values; None: it has none."""
+    further: tuple[str, ...]
+    """Options of the profile's `sbatch`, as they stand there."""
+    before: tuple[str, ...]
+    """Lines until its traps stand."""
+    after: tuple[str, ...]
+    """Lines from the program's start on."""
+
+    def text(self, between: Sequence[str] = ()) -> str:
+        """As sbatch takes it, and as an administrator sees it."""
+        asked = [
+            f"--{name}" + ("" if value is None else f"={_directive(value)}") for name, value in self.options
+        ]
+        directives = [f"#SBATCH {option}" for option in (*asked, *self.further)]
+        return "\n".join(["#!/bin/bash", *directives, *self.before, *between, *self.after]) + "\n"
+
+
+def _options(
     workload: Workload, site: Site, identity: Identity, wanted: JobProfile, avoided: Sequence[str]
-) -> list[str]:
-    requeue = "--requeue" if wanted.requeue is not False else "--no-requeue"
+) -> list[tuple[str, str | None]]:
     seconds = wanted.signal_seconds or SIGNAL_SECONDS
-    options = [
-        f"--job-name={TITLE}{workload.name}",
-        f"--comment={identity.comment}",
-        f"--output={_directive(str(site.logs).replace('%', '%%') + f'/{workload.name}-%j.log')}",
-        "--open-mode=append",
-        f"--signal=B:USR1@{seconds}",
-        requeue,
-        "--nodes=1",
-        "--ntasks=1",
-        f"--chdir={_directive(str(site.home))}",
+    options: list[tuple[str, str | None]] = [
+        ("job-name", TITLE + workload.name),
+        ("comment", identity.comment),
+        ("output", str(site.logs).replace("%", "%%") + f"/{workload.name}-%j.log"),
+        ("open-mode", "append"),
+        ("signal", f"B:USR1@{seconds}"),
+        ("requeue" if wanted.requeue is not False else "no-requeue", None),
+        ("nodes", "1"),
+        ("ntasks", "1"),
+        ("chdir", str(site.home)),
     ]
     for name, value in (
         ("partition", wanted.partition),
@@ -106,10 +127,10 @@ def _directives(
         ("gres", _gres(workload, wanted)),
     ):
         if value is not None:
-            options.append(f"--{name}={_directive(str(value))}")
+            options.append((name, str(value)))
     if wanted.exclusive:
-        options.append("--exclusive")
-    return [f"#SBATCH {option}" for option in (*options, *wanted.sbatch)]
+        options.append(("exclusive", None))
+    return options
 
 
 def _memory(workload: Workload, wanted: JobProfile) -> str | None:
@@ -134,8 +155,8 @@ def _directive(value: str) -> str:
     return f'"{escaped}"'
 
 
-def batch_script(workload: Workload, site: Site, identity: Identity, avoided: Sequence[str] = ()) -> str:
-    """The script that sbatch gets: what an administrator sees, and what runs on the node.
+def batch_script(workload: Workload, site: Site, identity: Identity, avoided: Sequence[str] = ()) -> Batch:
+    """What Slurm gets: options, what an administrator sees, and what runs on the node.
 
     Args:
         avoided: nodes that could not be used lately.
@@ -145,17 +166,16 @@ def batch_script(workload: Workload, site: Site, identity: Identity, avoided: Se
     program = _backend(workload, site, identity) if workload.kind == "backend" else _worker(workload, site)
     trust = {CA_FILE: str(site.ca_file)} if site.ca_file and workload.kind == "stage-worker" else {}
     env = {**trust, **wanted.env, **_engine_env(workload)}
-    lines = [
-        "#!/bin/bash",
-        *_directives(workload, site, identity, wanted, avoided),
+    before = (
         f"# {owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (slurm-bridge)",
         "umask 077",
         *(f"export {name}={quoted(value)}" for name, value in env.items()),
         *wanted.prolog,
         *program,
-        _WATCH,
-    ]
-    return "\n".join(lines) + "\n"
+        *_TRAPS,
+    )
+    options = tuple(_options(workload, site, identity, wanted, avoided))
+    return Batch(options, tuple(wanted.sbatch), before, _WATCH)
 
 
 def _what(workload: Workload) -> str:
@@ -241,18 +261,21 @@ def _words(arguments: Sequence[str]) -> str:
     return " ".join(quoted(argument) for argument in arguments)
 
 
-_WATCH = """\
-# USR1 (the time limit is near, or the bridge asks): wind up. TERM, USR2: at once.
-child= asked=
-drain() { [ -n "$asked" ] || { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }; }
-hurry() { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }
-trap drain USR1
-trap hurry TERM USR2
-"${program[@]}" &
-child=$!
-[ -z "$asked" ] || kill -TERM "$child" 2>/dev/null
-code=0
-while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
-wait "$child" 2>/dev/null; last=$?
-[ "$last" -eq 127 ] || code=$last
-exit "$code\""""
+_TRAPS = (
+    "# USR1 (the time limit is near, or the bridge asks): wind up. TERM, USR2: at once.",
+    "child= asked=",
+    'drain() { [ -n "$asked" ] || { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }; }',
+    'hurry() { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }',
+    "trap drain USR1",
+    "trap hurry TERM USR2",
+)
+_WATCH = (
+    '"${program[@]}" &',
+    "child=$!",
+    '[ -z "$asked" ] || kill -TERM "$child" 2>/dev/null',
+    "code=0",
+    'while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done',
+    'wait "$child" 2>/dev/null; last=$?',
+    '[ "$last" -eq 127 ] || code=$last',
+    'exit "$code"',
+)

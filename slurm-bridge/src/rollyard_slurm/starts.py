@@ -9,7 +9,7 @@ from rollyard_operator.plan import Workload
 
 from rollyard_slurm.allocations import MOST, Allocations
 from rollyard_slurm.commands import Commands
-from rollyard_slurm.script import Site
+from rollyard_slurm.script import Batch, Site
 from rollyard_slurm.submissions import Submission
 
 
@@ -40,15 +40,15 @@ class Starts:
             return False
         return sum(one.allocated and one.living for one in beside) < MOST
 
-    async def hand_in(self, one: Submission, script: str) -> int:
-        """By salloc where it is wanted and goes at once, else by sbatch; the job's number.
+    async def hand_in(self, one: Submission, script: Batch) -> int:
+        """By salloc where it is wanted and goes at once, else as a batch job; the job's number.
 
         Raises:
             SubmitRefused, SlurmAway, SlurmError, OSError: there is no job, or none that is known of.
         """
         if one.allocated and self._allocate is not None:
             log = self._site.logs / one.workload.name
-            granted = await self._allocate.allocate(one.launch, script, str(log))
+            granted = await self._allocate.allocate(one.launch, script.text(), str(log))
             if granted is not None:
                 one.launcher = granted.launcher
                 return granted.job

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 
 @click.command()
-def command() -> int:
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A Slurm site's YAML file, as of `slurm-bridge up`: its slurmrestd is tried.",
+)
+def command(profile: Path | None) -> int:
     """What works on this machine, and what to do about the rest. Exit status 1 if something is missing."""
     from rich.console import Console
     from rich.text import Text
@@ -17,7 +24,7 @@ def command() -> int:
     console = Console(highlight=False)
     styles = {"ok": "green", "missing": "bold red", "optional": "yellow"}
     missing = False
-    for finding in examine(Home(default_home().expanduser().resolve()).run):
+    for finding in examine(Home(default_home().expanduser().resolve()).run, profile):
         missing = missing or finding.verdict == "missing"
         line = Text(f"{finding.verdict:<9}", style=styles[finding.verdict])
         line.append(f"{finding.name:<16} {finding.found}", style="default")

@@ -50,6 +50,11 @@ def _home(given: Path | None) -> Home:
     "--profile", type=click.Path(path_type=Path, dir_okay=False), help="YAML file with what this site needs."
 )
 @click.option(
+    "--rest-url",
+    metavar="URL",
+    help="slurmrestd in place of Slurm's commands: unix:/PATH or http://HOST:PORT.",
+)
+@click.option(
     "--join", default="", metavar="URL", help="Use a control plane that runs, beside its other drivers."
 )
 @click.option(
@@ -166,7 +171,10 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
     if given["listen"] == "unix" and (given["advertise"] or given["port"]):
         raise UsageProblem("--advertise and --port have no meaning with --listen unix")
     names = ("partition", "account", "qos", "time_limit", "constraint", "start")
-    site = profiles.load(given["profile"], {name: given[name] for name in names})
+    chosen = {name: given[name] for name in names}
+    if given["rest_url"]:
+        chosen["rest"] = {"url": given["rest_url"]}
+    site = profiles.load(given["profile"], chosen)
     sandbox: list[str] = []
     for name, value in (("--default-image", given["default_image"]), ("--image-cache", given["image_cache"])):
         if value and given["sandbox"] != "apptainer":
@@ -235,12 +243,14 @@ def _pools(given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _dry_run(options: BridgeOptions, files: tuple[Path, ...]) -> None:
+    import asyncio
+
     from rollyard_slurm.preview import sample_job, scripts
 
     from rollyard.manifests import read_manifests
 
     things = [thing for path in files for thing in read_manifests(path)] or [sample_job(), *options.pools]
-    for text in scripts(options, things):
+    for text in asyncio.run(scripts(options, things)):
         click.echo(text)
 
 

@@ -1,0 +1,167 @@
+"""What a batch script asks for, as the JSON fields that slurmrestd takes beside it. Pure.
+
+slurmrestd reads no `#SBATCH` line: a script that names its options only there gets none of them.
+v0.0.38 takes sbatch's own words under names of its own; from v0.0.39 on fields have types.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rollyard_slurm.parse import seconds
+
+TYPED = 39
+"""From this version on fields have types, and a warning can be asked for the batch script alone."""
+_WORDS = {
+    "job-name": "name",
+    "comment": "comment",
+    "output": "standard_output",
+    "chdir": "current_working_directory",
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "reservation": "reservation",
+    "wckey": "wckey",
+    "constraint": "constraints",
+    "licenses": "licenses",
+    "prefer": "prefer",
+    "dependency": "dependency",
+    "mail-user": "mail_user",
+    "mcs-label": "mcs_label",
+}
+"""The same in every version."""
+_OLD = {
+    "open-mode": "open_mode",
+    "nodes": "nodes",
+    "ntasks": "tasks",
+    "exclude": "exclude_nodes",
+    "nodelist": "nodelist",
+    "time": "time_limit",
+    "cpus-per-task": "cpus_per_task",
+    "mem": "memory_per_node",
+    "mem-per-cpu": "memory_per_cpu",
+    "gres": "gres",
+    "nice": "nice",
+    "mail-type": "mail_type",
+    "gpus": "gpus",
+    "gpus-per-node": "gpus_per_node",
+    "tmp": "temporary_disk_per_node",
+    "mincpus": "minimum_cpus_per_node",
+}
+_FLAGS = ("requeue", "no-requeue", "exclusive")
+_SIZE = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
+_MIB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024 * 1024}
+KNOWN = frozenset({*_WORDS, *_OLD, *_FLAGS, "signal"})
+
+
+def further(options: Iterable[str]) -> list[tuple[str, str | None]]:
+    """Options of a profile's `sbatch`, by their long names.
+
+    Raises:
+        ValueError: slurmrestd has no field for one of them.
+    """
+    found: list[tuple[str, str | None]] = []
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not name.startswith("--") or name[2:] not in KNOWN:
+            raise ValueError(
+                f"{name} cannot be said to slurmrestd; what can: "
+                + ", ".join(f"--{one}" for one in sorted(KNOWN - {"signal"}))
+            )
+        if bool(equals) == (name[2:] in _FLAGS):
+            raise ValueError(f"{name} takes {'no value' if equals else 'a value: ' + name + '=…'}")
+        # As in a line of a script, quotes are not part of it.
+        found.append((name[2:], "".join(shlex.split(value)) if equals else None))
+    return found
+
+
+def fields(options: Iterable[tuple[str, str | None]], env: Mapping[str, str], version: int) -> dict[str, Any]:
+    """The `job` of a submission.
+
+    Args:
+        options: long names of sbatch's options and their values.
+        env: environment of the job; slurmrestd hands on none of its own.
+        version: 38 is v0.0.38.
+    """
+    made: dict[str, Any] = {}
+    for name, value in options:
+        if name in _WORDS:
+            made[_WORDS[name]] = value
+        elif version < TYPED:
+            made |= _old(name, value)
+        else:
+            _add(made, _typed(name, value or "", version))
+    if version < TYPED:
+        return {**made, "environment": dict(env)}
+    return {**made, "environment": [f"{name}={text}" for name, text in env.items()]}
+
+
+def _old(name: str, value: str | None) -> dict[str, Any]:
+    if name == "signal":
+        return {}  # "B:" is refused by it, and without that the batch script is the one that is not told
+    if name == "exclusive":
+        return {"exclusive": "exclusive"}
+    if name in _FLAGS:
+        return {name.replace("-", "_"): True}  # `requeue: false` would count as true
+    return {_OLD[name]: value}
+
+
+def _typed(name: str, value: str, version: int) -> dict[str, Any]:
+    if name == "signal":
+        who, _, rest = value.rpartition(":")
+        word, _, early = rest.partition("@")
+        told = {"kill_warning_signal": word, "kill_warning_delay": _number(int(early or 60))}
+        return {**told, **({"kill_warning_flags": ["BATCH_JOB"]} if who == "B" else {})}
+    if name in ("requeue", "no-requeue"):
+        return {"requeue": name == "requeue"}
+    if name == "exclusive":
+        return {"shared": ["none"]}
+    if name == "open-mode":
+        return {"open_mode": [value.upper()]}
+    if name == "nodes":
+        least, _, most = value.partition("-")
+        return {"minimum_nodes": int(least), "maximum_nodes": int(most or least)}
+    if name in ("ntasks", "cpus-per-task", "nice", "mincpus"):
+        return {{"ntasks": "tasks"}.get(name, _OLD[name]): int(value)}
+    if name in ("exclude", "nodelist"):
+        return {"excluded_nodes" if name == "exclude" else "required_nodes": _split(value)}
+    if name == "mail-type":
+        return {"mail_type": value.split(",")}
+    if name == "time":
+        limit = seconds(value)
+        return {"time_limit": _number(math.ceil((limit or 0.0) / 60.0))}
+    if name in ("mem", "mem-per-cpu"):
+        return {_OLD[name]: _number(_mebibytes(value))}
+    if name == "tmp":
+        return {"temporary_disk_per_node": _mebibytes(value)}
+    sep = ":" if version < 40 else "/"
+    if name == "gres":
+        return {"tres_per_node": ",".join(f"gres{sep}{one}" for one in value.split(","))}
+    # --gpus and --gpus-per-node
+    return {"tres_per_job" if name == "gpus" else "tres_per_node": f"gres{sep}gpu:{value}"}
+
+
+def _add(made: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for name, value in more.items():
+        # --gres and --gpus-per-node are one field.
+        made[name] = f"{made[name]},{value}" if name == "tres_per_node" and name in made else value
+
+
+def _number(value: int) -> dict[str, Any]:
+    return {"set": True, "infinite": False, "number": value}
+
+
+def _mebibytes(value: str) -> int:
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        raise ValueError(f"{value!r} is no size such as 8G")
+    return math.ceil(int(match[1]) * _MIB[match[2].upper()])
+
+
+def _split(value: str) -> list[str]:
+    """Names of nodes between commas that stand in no brackets."""
+    return re.findall(r"(?:[^,\[]|\[[^\]]*\])+", value)

@@ -1,0 +1,120 @@
+"""Run as the lab's user: Slurm asked by its commands or by slurmrestd, and what it says, as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rollyard_slurm.commands import Commands, environment
+from rollyard_slurm.errors import SubmitRefused
+from rollyard_slurm.profile import RestProfile
+from rollyard_slurm.rest import slurm
+from rollyard_slurm.script import Batch
+
+SECONDS = 60.0
+SHOWN = (
+    "JobName", "Requeue", "TimeLimit", "Partition", "ExcNodeList", "NumNodes", "NumTasks", "CPUs/Task",
+    "MinMemoryNode", "MinMemoryCPU", "OverSubscribe", "WorkDir", "Comment", "StdErr", "StdIn", "StdOut",
+    "TresPerNode", "Account", "QOS", "Features", "MinCPUsNode", "Licenses", "BatchFlag", "ReqNodeList",
+)  # fmt: skip
+
+
+async def until(what: Callable[[], Any]) -> Any:
+    """Waits for a true answer of a coroutine."""
+    deadline = time.monotonic() + SECONDS
+    while not (found := await what()):
+        assert time.monotonic() < deadline, "it did not come"
+        await asyncio.sleep(0.2)
+    return found
+
+
+def batch(home: Path, name: str, *more: tuple[str, str | None]) -> Batch:
+    """A script that notes what it hears, and whose child would end by any signal, and the script with it."""
+    options = (
+        ("job-name", "rollyard-x"), ("comment", "rollyard,instance=ab"), ("output", f"{home}/{name}-%j.log"),
+        ("open-mode", "append"), ("signal", "B:USR1@30"), ("nodes", "1"), ("ntasks", "1"),
+        ("chdir", str(home)), *more,
+    )  # fmt: skip
+    before = ("heard=; trap 'heard=${heard}1' USR1; trap 'heard=${heard}2' USR2",)
+    after = (
+        "echo ready",
+        "sleep 300 & child=$!",
+        'while [ "$heard" != 12 ] && kill -0 "$child"; do wait "$child"; done',
+        'kill -0 "$child" || exit 9',
+        'echo "heard $heard"; kill "$child"; exit 5',
+    )
+    return Batch(options, (), before, after)
+
+
+async def contract(commands: Commands, home: Path) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    asked = (("time", "7"), ("cpus-per-task", "2"), ("mem", "150M"), ("gres", "gpu:1"), ("exclude", "cn4"))
+    job = await commands.submit(batch(home, "a", ("no-requeue", None), *asked))
+    other = (("requeue", None), ("partition", "gpu"), ("exclusive", None))
+    waiting = await commands.submit(batch(home, "b", *other))
+
+    async def running() -> Any:
+        return next((one for one in await commands.queue() if one.id == job and one.state == "RUNNING"), None)
+
+    seen = await until(running)
+    told["shown"] = [_shown(job), _shown(waiting)]
+    told["queued"] = asdict(seen)
+    live = await commands.details(job)
+    assert live is not None
+    assert live.live
+    log = home / f"a-{job}.log"
+    await until(lambda: _says(log, "ready"))
+    for name in ("USR1", "USR2"):
+        await commands.signal([job], name)
+        await asyncio.sleep(3.0)  # two of one kind, or both at once, would be one to bash
+
+    async def ended() -> Any:
+        found = await commands.details(job)
+        return found if found is not None and not found.live else None
+
+    told["ended"] = asdict(await until(ended))
+    told["log"] = log.read_text()
+    try:
+        await commands.submit(batch(home, "c", ("partition", "nowhere")))
+    except SubmitRefused as refusal:
+        told["refused"] = [str(refusal), refusal.limit]
+    await commands.cancel([waiting, job])
+
+    async def gone() -> Any:
+        return waiting not in {one.id for one in await commands.queue()}
+
+    await until(gone)
+    found = await commands.details(waiting)
+    told["cancelled"] = None if found is None else found.state
+    told["unknown"] = await commands.details(999_999)
+    told["left"] = sorted(path.name for path in (home / "signals").glob("*"))
+    return told
+
+
+def _shown(job: int) -> dict[str, str]:
+    """What Slurm says that a job asked for."""
+    done = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True, timeout=60)
+    pairs = (word.partition("=")[::2] for word in done.stdout.replace(str(job), "JOB").split())
+    return {name: value for name, value in pairs if name in SHOWN}
+
+
+async def _says(path: Path, words: str) -> bool:
+    return path.exists() and words in path.read_text()
+
+
+def main() -> None:
+    how, home = sys.argv[1], Path(sys.argv[2])
+    rest = None if how == "commands" else RestProfile(url=how)
+    print(json.dumps(asyncio.run(contract(slurm(rest, 20.0, environment(os.environ), home), home))))
+
+
+if __name__ == "__main__":
+    main()

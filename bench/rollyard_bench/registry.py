@@ -69,6 +69,13 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure("apptainer_warm", "apptainer", "ms", _value("<=", 20, "≤ 20 ms"), "times faster"),
     Figure("apptainer_echo_p50", "apptainer", "ms", _value("<=", 1.5, "≤ 1.5 ms"), "times the baseline"),
+    Figure(
+        "slurm_first_rollout",
+        "slurm_start",
+        "ms",
+        _ratio("<=", 1.3, "≤ 1.3× bare sbatch + instance"),
+        "times the baseline",
+    ),
     Figure("lease_cycles", "leases", "/s", _value(">=", 1000, "≥ 1,000/s"), "times the baseline"),
     Figure("queued_10000_resident", "memory", "MB", _value("<=", 300, "≤ 300 MB"), "times the baseline"),
     Figure(

@@ -141,7 +141,9 @@ class Supervisor:
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
                 driver = Driver(store, fleet, PROFILE, self._on_trouble, takes)
                 turning = group.create_task(self._loop(driver), name="reconcile")
+                watching = group.create_task(store.watch(self._wake.set), name="new jobs")
                 await self._stop.wait()
+                watching.cancel()
                 keeping.cancel()
                 turning.cancel()
         finally:

@@ -19,7 +19,7 @@ from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 
 ROOT = Path(__file__).resolve().parents[2]
-LAB = ROOT / "scripts" / "slurm-lab"
+LAB = Path(os.environ.get("DEVLAB") or ROOT / "scripts" / "slurm-lab")
 
 Measured = Callable[[Settings], Awaitable[list[Measurement]]]
 
@@ -62,6 +62,8 @@ async def as_user(
     if os.geteuid() != 0:
         return list(await measured(settings))
     before = len(json.loads(await output(str(LAB), "info"))["nodes"])
+    # As an installation does: the user may not write into this checkout, and would compile anew each time.
+    await output(sys.executable, "-m", "compileall", "-q", *(str(path) for path in ROOT.glob("*/src")))
     await output(str(LAB), "start", *(["--nodes", str(nodes)] if nodes else []))
     try:
         command = [str(LAB), "run", "--chdir", str(ROOT / "bench"), "--", sys.executable, "-m", module]

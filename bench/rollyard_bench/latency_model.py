@@ -2,7 +2,8 @@
 
 `python -m rollyard_bench.latency_model --latency 0.5 --turns 4 --folder DIR --port-file FILE`. Every call
 sleeps `latency` seconds, however many run at once, and gives the token ids of one tool call: `bash` in
-the turns before the last, `submit` in the last. It holds no state: the turn is counted in the prompt.
+the turns before the last, `submit` in the last, which a `--command` is run in too. It holds no state: the
+turn is counted in the prompt.
 """
 
 from __future__ import annotations
@@ -62,17 +63,22 @@ def write_folder(folder: Path) -> None:
 class LatencyModel:
     """The ASGI application."""
 
-    def __init__(self, latency: float, turns: int) -> None:
+    def __init__(self, latency: float, turns: int, command: str = "") -> None:
         self._latency = latency
         self._turns = turns
         tokenizer = make_tokenizer()
         self._assistant_start = tuple(tokenizer.encode(START + "a").ids)
-        self._step = self._answer(tokenizer, "bash", {"command": "echo step"})
-        self._last = self._answer(tokenizer, "submit", {"answer": "done"})
+        step = self._call("bash", {"command": command or "echo step"})
+        submit = self._call("submit", {"answer": "done"})
+        self._step = self._answer(tokenizer, step)
+        self._last = self._answer(tokenizer, f"{step}\n{submit}" if command else submit)
 
     @staticmethod
-    def _answer(tokenizer: Tokenizer, tool: str, arguments: dict[str, str]) -> tuple[list[int], str]:
-        text = f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+    def _call(tool: str, arguments: dict[str, str]) -> str:
+        return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+
+    @staticmethod
+    def _answer(tokenizer: Tokenizer, text: str) -> tuple[list[int], str]:
         return list(tokenizer.encode(text + END).ids), text
 
     def turn(self, prompt: list[int]) -> int:
@@ -157,6 +163,7 @@ def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__)
     parse.add_argument("--latency", type=float, required=True, help="seconds of each call")
     parse.add_argument("--turns", type=int, required=True, help="model calls of one rollout")
+    parse.add_argument("--command", default="", help="what every turn runs, the last one too")
     parse.add_argument("--folder", type=Path, required=True, help="where the tokenizer is written")
     parse.add_argument("--port-file", type=Path, required=True)
     options = parse.parse_args()
@@ -167,7 +174,7 @@ def main() -> None:
     partial = options.port_file.with_suffix(".partial")
     partial.write_text(str(listener.getsockname()[1]))
     os.replace(partial, options.port_file)
-    app = LatencyModel(options.latency, options.turns)
+    app = LatencyModel(options.latency, options.turns, options.command)
     config = uvicorn.Config(
         app, loop="uvloop", http="httptools", lifespan="off", log_level="warning", access_log=False
     )

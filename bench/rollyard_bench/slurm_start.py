@@ -84,7 +84,7 @@ async def _bare(program: str, image: str, folder: Path, number: int) -> float:
     script = "\n".join(
         [
             "#!/bin/bash",
-            f"#SBATCH --nodes=1 --ntasks=1 --cpus-per-task={CPUS} --mem={MEMORY} --output=/dev/null",
+            f"#SBATCH --nodes=1 --ntasks=1 --cpus-per-task={CPUS} --mem={MEMORY} --output={told}.log",
             "export APPTAINER_CONFIGDIR=$(mktemp -d)",
             f"{program} -s instance start {image} bare{number}",
             f"{program} -s exec --pwd / instance://bare{number} {CLOCK} > {told}",
@@ -102,7 +102,9 @@ async def _bare(program: str, image: str, folder: Path, number: int) -> float:
     try:
         return (float(told.read_text()) - begin) * 1e3
     except (OSError, ValueError) as error:
-        raise ProgramFailed(f"the bare batch job told no time: {error}") from error
+        log = told.with_name(f"{told.name}.log")
+        said = log.read_text(errors="replace")[-600:] if log.exists() else "nothing"
+        raise ProgramFailed(f"the bare batch job told no time: {error}; it said {said!r}") from error
 
 
 async def _measured(settings: Settings) -> list[Measurement]:

@@ -2,8 +2,8 @@
 
 `python -m rollyard_bench.latency_model --latency 0.5 --turns 4 --folder DIR --port-file FILE`. Every call
 sleeps `latency` seconds, however many run at once, and gives the token ids of one tool call: `bash` in
-the turns before the last, `submit` in the last, which a `--command` is run in too. It holds no state: the
-turn is counted in the prompt.
+the turns before the last, `submit` in the last, which a `--command` is run in too. It knows no rollouts:
+the turn is counted in the prompt. It can be paused as vLLM can, so that rollouts wait for it before Run.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class LatencyModel:
     def __init__(self, latency: float, turns: int, command: str = "") -> None:
         self._latency = latency
         self._turns = turns
+        self._paused = False
         tokenizer = make_tokenizer()
         self._assistant_start = tuple(tokenizer.encode(START + "a").ids)
         step = self._call("bash", {"command": command or "echo step"})
@@ -114,11 +115,15 @@ class LatencyModel:
         await send({"type": "http.response.body", "body": payload})
 
     def _static(self, path: str) -> dict[str, Any] | None:
+        if path in ("/pause", "/resume"):
+            self._paused = path == "/pause"
+            return {}
         model = {"id": MODEL, "object": "model", "owned_by": "bench", "max_model_len": MAX_MODEL_LEN}
         known: dict[str, dict[str, Any]] = {
             "/health": {},
             "/ping": {},
             "/version": {"version": "0.0.0"},
+            "/is_paused": {"is_paused": self._paused},
             "/v1/models": {"object": "list", "data": [model]},
         }
         return known.get(path)

@@ -76,6 +76,12 @@ FIGURES: tuple[Figure, ...] = (
         _ratio("<=", 1.3, "≤ 1.3× bare sbatch + instance"),
         "times the baseline",
     ),
+    Figure("slurm_efficiency", "slurm_nodes", "of 1", _value(">=", 0.95, "≥ 0.95"), "times the baseline"),
+    Figure("slurm_of_ideal", "slurm_nodes", "rollouts/s", None, "times the baseline"),
+    Figure("slurm_nodes_at_95", "slurm_nodes", "nodes", None, "times the baseline"),
+    Figure("slurm_load_idle", "slurm_load", "/min", None, "times the baseline"),
+    Figure("slurm_load_one_job", "slurm_load", "/min", None, "times the baseline"),
+    Figure("slurm_load_100_jobs", "slurm_load", "/min", None, "times the baseline"),
     Figure("lease_cycles", "leases", "/s", _value(">=", 1000, "≥ 1,000/s"), "times the baseline"),
     Figure("queued_10000_resident", "memory", "MB", _value("<=", 300, "≤ 300 MB"), "times the baseline"),
     Figure(

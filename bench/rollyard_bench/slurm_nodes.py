@@ -7,10 +7,11 @@ the cores of one machine with the control plane, the bridge and the model.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -174,7 +175,9 @@ def instances() -> int:
     found = 0
     for entry in Path("/proc").iterdir():
         try:
-            found += entry.name.isdigit() and (entry / "cmdline").read_bytes().startswith(b"Apptainer instance")
+            found += entry.name.isdigit() and (entry / "cmdline").read_bytes().startswith(
+                b"Apptainer instance"
+            )
         except OSError:
             continue
     return found
@@ -189,6 +192,7 @@ class Nodes:
         self._image = image
         self._work = work
         self._sets: dict[str, int] = {}
+        self._cursors: dict[str, str] = {}
         self._rounds = 0
 
     async def grow(self, nodes: int) -> float:
@@ -198,14 +202,14 @@ class Nodes:
         name = f"nodes-{nodes}"
         await submitted(self._client, _job(name, more, self._image))
         self._sets[name] = more
-        await self._until(lambda: _reached(instances(), nodes), f"{nodes} workers with a sandbox")
+        await self._until(lambda: instances() >= nodes, f"{nodes} workers with a sandbox")
         return time.perf_counter() - begin
 
     async def round(self) -> Round:
         """One wave on all nodes; the sandboxes are ready before it begins."""
         self._rounds += 1
         nodes = sum(self._sets.values())
-        await posted(self._client, f"/v1/backendpools/{POOL}/pause", json={})
+        await posted(self._client, f"/v1/backendpools/{POOL}/pause")
         for name, count in self._sets.items():
             lines = [
                 f'{{"id": "r{self._rounds}-{number}", "prompt": "Look around.", "test_script": "true"}}\n'
@@ -217,15 +221,129 @@ class Nodes:
                 content="".join(lines).encode(),
                 headers={"Content-Type": "application/x-ndjson"},
             )
-        await self._until(lambda: self._count("run", "queued", nodes * AT_ONCE), "all sandboxes")
-        # The pool of one warm sandbox each is full again, and nothing starts any more.
-        await self._until(lambda: _reached(instances(), nodes * (AT_ONCE + 1)), "the warm sandboxes")
+        # The warm pool of one sandbox each is full again: nothing starts any more.
+        await self._until(lambda: instances() >= nodes * (AT_ONCE + 1), f"sandboxes of {nodes} nodes")
+        async with asyncio.timeout(READY_SECONDS):
+            for _ in range(int(READY_SECONDS)):
+                if await self._waiting() == nodes * AT_ONCE:
+                    break
+                await asyncio.sleep(1.0)
         await asyncio.sleep(2.0)
         cpu, begin = Cpu(), time.perf_counter()
-        await posted(self._client, f"/v1/backendpools/{POOL}/resume", json={})
+        await posted(self._client, f"/v1/backendpools/{POOL}/resume", params={"wait": 0})
         ended = await self._delivered(begin + self._work.ideal + SPARE_SECONDS)
         seconds = time.perf_counter() - begin
         busy, programs = cpu.spent()
         turns = [one["timings"]["run"]["active_seconds"] / len(one["turns"]) for one in ended]
         tools = [one["timings"]["tool_seconds"] / len(one["turns"]) for one in ended]
         return Round(nodes, seconds, median(turns), median(tools), busy, programs)
+
+    async def _until(self, there: Callable[[], bool], what: str) -> None:
+        deadline = time.perf_counter() + READY_SECONDS
+        while not there():
+            self._bridge.check()
+            if time.perf_counter() > deadline:
+                told = {name: await counts(self._client, name) for name in self._sets}
+                raise ProgramFailed(
+                    f"{what}: not within {READY_SECONDS:.0f} s; {instances()} sandboxes, {told}"
+                )
+            await asyncio.sleep(0.25)
+
+    async def _waiting(self) -> int:
+        """Rollouts that have a sandbox and wait for the model."""
+        return sum([(await counts(self._client, name))["run"]["queued"] for name in self._sets])
+
+    async def _delivered(self, deadline: float) -> list[dict[str, Any]]:
+        """The trajectories of this round, once the last of them has its reward."""
+
+        async def of_set(name: str, count: int) -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = []
+            while len(found) < count:
+                query = {"wait": "20"} | ({"cursor": self._cursors[name]} if name in self._cursors else {})
+                answer = await self._client.get(f"/v1/rolloutjobs/{name}/trajectories", params=query)
+                answer.raise_for_status()
+                found += [json.loads(line) for line in answer.text.splitlines() if line]
+                self._cursors[name] = answer.headers["Rollyard-Cursor"]
+            return found
+
+        try:
+            async with asyncio.timeout(deadline - time.perf_counter()), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(of_set(name, AT_ONCE * n)) for name, n in self._sets.items()]
+        except TimeoutError as error:
+            told = {name: await counts(self._client, name) for name in self._sets}
+            raise ProgramFailed(f"not all rollouts have ended in time: {told}") from error
+        ended = [one for task in tasks for one in task.result()]
+        if bad := [one for one in ended if one["reward"] != 1.0 or len(one["turns"]) != self._work.turns]:
+            first = bad[0]
+            raise ProgramFailed(
+                f"{len(bad)} of {len(ended)} rollouts were not played to their end: {first['status']} "
+                f"{first['reason']} {first['message'][:300]}, {len(first['turns'])} turns"
+            )
+        return ended
+
+
+async def _measured(settings: Settings) -> list[Measurement]:
+    work, image = plan(settings), await lab.default_image()
+    profile = {"partition": "debug", "time_limit": "30", "workers": {"cpus": 4, "memory": "3000M"}}
+    rounds: list[Round] = []
+    growing: list[str] = []
+    ended = ""
+    async with (
+        shared_folder() as folder,
+        model_server(folder, LATENCY, work.turns, COMMAND) as url,
+        bridge(folder, profile, ["--default-image", image, "--lease-seconds", "60"]) as running,
+        running.client() as client,
+    ):
+        await external_pool(client, POOL, MODEL, folder / "model", [url], max_active=4096)
+        nodes = Nodes(running, client, image, work)
+        for size in work.sizes:
+            try:
+                growing.append(f"{size} in {await nodes.grow(size):.0f} s")
+                rounds.append(await nodes.round())
+            except (ProgramFailed, TimeoutError) as error:
+                if size <= NODES:
+                    raise
+                ended = f"; {size} nodes: {error}"
+                break
+            if rounds[-1].efficiency(rounds[0]) < GOAL and size >= NODES:
+                break
+    one, asked = rounds[0], next(each for each in rounds if each.nodes == NODES)
+    good = [each.nodes for each in rounds if each.efficiency(one) >= GOAL]
+    shape = (
+        f"{AT_ONCE} rollouts a node at once, each of {work.turns} turns of {LATENCY:g} s with the command "
+        f"`{COMMAND}` in an Apptainer sandbox, then its test script; every node a slurmd of its own, the "
+        f"worker on it a batch job of the bridge's; all of them, control plane and model on one machine of "
+        f"{os.cpu_count()} cores; sandboxes are ready before the clock starts, which runs until the last "
+        f"reward was delivered; the model is a server that answers after {LATENCY:g} s"
+    )
+    told = "; ".join(each.text(one, work.ideal) for each in rounds) + ended
+    what = f"{shape}; {told}; workers ready: {', '.join(growing)}"
+    return [
+        Measurement(
+            "slurm_efficiency",
+            asked.efficiency(one),
+            Baseline(f"throughput of one node times {NODES}", 1.0),
+            what,
+        ),
+        Measurement(
+            "slurm_of_ideal",
+            asked.throughput,
+            Baseline("nothing but the model's time", NODES * AT_ONCE / work.ideal),
+            what,
+        ),
+        Measurement(
+            "slurm_nodes_at_95",
+            float(max(good)),
+            Baseline("nodes tried", float(rounds[-1].nodes)),
+            f"the largest number of nodes tried that reached an efficiency of {GOAL}; {told}; {shape}",
+        ),
+    ]
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """As an ordinary user, in a lab of as many nodes."""
+    return await lab.as_user(MODULE, settings, _measured, nodes=max(plan(settings).sizes))
+
+
+if __name__ == "__main__":
+    lab.program(MODULE, _measured)

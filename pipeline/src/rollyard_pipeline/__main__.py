@@ -19,13 +19,13 @@ from rollyard_crds.claims import NODE, PROVIDER
 from rollyard_crds.rolloutjob import STAGES, RolloutJobSpec, StageName, StagesSpec
 
 from rollyard_pipeline import httpx_alone  # noqa: F401 - before whatever imports httpx
-from rollyard_pipeline.ahead import first_sandbox
+from rollyard_pipeline.ahead import keep_warm, request_of
 from rollyard_pipeline.errors import ControlPlaneError, PipelineError
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.rest import RestControlPlane
 from rollyard_pipeline.sandboxes import PROVIDERS, open_provider
 from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
-from rollyard_pipeline.sandboxes.interface import SandboxProvider
+from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
 
 if TYPE_CHECKING:
     from rollyard_pipeline.worker import Worker
@@ -68,8 +68,10 @@ async def _run(options: argparse.Namespace) -> int:
 async def _serve(
     options: argparse.Namespace, stages: list[StageName], given: dict[StageName, int], signals: _Signals
 ) -> int:
+    extensions = Registry()
     async with RestControlPlane(options.url, _token(options.token_file)) as control:
-        asking = asyncio.create_task(_job(control, options, required=bool(set(stages) - set(given))))
+        required = bool(set(stages) - set(given))
+        asking = asyncio.create_task(_job(control, options, extensions, required=required))
         try:
             provider = open_provider(
                 options.sandbox,
@@ -80,16 +82,14 @@ async def _serve(
             )
             await provider.start()
             try:
-                job, extensions = await asking, Registry()
+                job, request = await asking
+                request = request if "init" in stages else None
+                # Only one before this process is ready, that it has the machine's cores for itself.
+                await keep_warm(provider, request, 1)
+                modules = await asyncio.to_thread(_late_modules)
+                await keep_warm(provider, request, job.sandbox.warm if job is not None else 0)
                 spec = StagesSpec() if job is None else job.stages
                 places = {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
-                begun = None
-                if job is not None and "init" in stages:
-                    begun = await first_sandbox(provider, job, extensions)
-                # Only now, while that starts: to import these takes as long.
-                modules = await asyncio.to_thread(_late_modules)
-                if job is not None and begun is not None:
-                    await provider.warm(begun, job.sandbox.warm)
                 await _work(modules, options, control, provider, extensions, places, signals)
             finally:
                 await provider.aclose()
@@ -99,17 +99,22 @@ async def _serve(
 
 
 async def _job(
-    control: RestControlPlane, options: argparse.Namespace, *, required: bool
-) -> RolloutJobSpec | None:
-    """The worker's own job, if it has one; None too where it is gone, unless that is `required`."""
+    control: RestControlPlane, options: argparse.Namespace, extensions: Registry, *, required: bool
+) -> tuple[RolloutJobSpec | None, SandboxRequest | None]:
+    """The worker's own job and its rollouts' sandbox, where it has them.
+
+    Raises:
+        ControlPlaneError: the job is gone, and `required`.
+    """
     if options.job is None:
-        return None
+        return None, None
     try:
-        return await control.job_when_there(options.namespace, options.job)
+        job = await control.job_when_there(options.namespace, options.job)
     except ControlPlaneError:
         if required:
             raise
-        return None  # the first lease tells that it is over
+        return None, None  # the first lease tells that it is over
+    return job, await asyncio.to_thread(request_of, job, extensions)
 
 
 async def _work(
@@ -145,6 +150,7 @@ async def _work(
 
 
 def _late_modules() -> tuple[ModuleType, ModuleType]:
+    """Those whose import takes about as long as a sandbox's start."""
     from rollyard_pipeline import backends, worker
 
     return backends, worker

@@ -12,22 +12,20 @@ from rollyard_pipeline.sandboxes.errors import SandboxError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
 
 
-async def first_sandbox(
-    provider: SandboxProvider, job: RolloutJobSpec, extensions: Registry
-) -> SandboxRequest | None:
-    """Begins to start one of the job's sandboxes in the background, if its handler always wants one.
+def request_of(job: RolloutJobSpec, extensions: Registry) -> SandboxRequest | None:
+    """The sandbox that every rollout of the job will want; None where that is not sure, or none is kept warm.
 
-    Only one: the first rollout is to have the machine's cores for itself. What is wrong with the image or
-    the handler is left for the first lease to tell, which has somebody to tell it to.
-
-    Returns:
-        What the warm pool may be filled with once the worker is ready; None where nothing was begun.
+    A handler that is not installed is left for the first lease to tell, which has somebody to tell it to.
     """
-    if not job.sandbox.warm:
-        return None
-    with contextlib.suppress(ExtensionError, SandboxError):
-        if extensions.load(HANDLERS, job.handler).needs_sandbox:
-            request = SandboxRequest.of(job.sandbox)
-            await provider.warm(request, 1)
-            return request
+    if job.sandbox.warm:
+        with contextlib.suppress(ExtensionError):
+            if extensions.load(HANDLERS, job.handler).needs_sandbox:
+                return SandboxRequest.of(job.sandbox)
     return None
+
+
+async def keep_warm(provider: SandboxProvider, request: SandboxRequest | None, count: int) -> None:
+    """Has so many started in the background; what is wrong with the image the first lease tells."""
+    if request is not None:
+        with contextlib.suppress(SandboxError):
+            await provider.warm(request, count)

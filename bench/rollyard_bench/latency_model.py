@@ -132,6 +132,8 @@ class LatencyModel:
         """The answer of `/v1/completions`."""
         prompt = request["prompt"]
         ids, text = self._step if self.turn(prompt) < self._turns else self._last
+        # Of the control plane's own look at a new backend, which asks for one.
+        ids = ids[: request.get("max_tokens") or None]
         logprobs = {
             "text_offset": [0] * len(ids),
             "token_logprobs": [-0.5] * len(ids),

@@ -41,7 +41,7 @@ async def test_runs_of_slurms_programs_are_counted(tmp_path: Path, monkeypatch: 
     counted = Counted(tmp_path)
     window = asyncio.create_task(counted.window(0.5))
     await asyncio.sleep(0)
-    said = subprocess.run([counted.bin / "squeue", "--me"], capture_output=True, text=True, check=True).stdout
+    said = await asyncio.to_thread(subprocess.check_output, [counted.bin / "squeue", "--me"], text=True)
     assert said == "real --me\n"
     assert (await window).runs == Counter(squeue=1)
     assert Window(30.0, Counter(squeue=2, sbatch=1)).per_minute == 6.0

@@ -3,7 +3,7 @@
 `python -m rollyard_bench.latency_model --latency 0.5 --turns 4 --folder DIR --port-file FILE`. Every call
 sleeps `latency` seconds, however many run at once, and gives the token ids of one tool call: `bash` in
 the turns before the last, `submit` in the last, which a `--command` is run in too. It knows no rollouts:
-the turn is counted in the prompt. It can be paused as vLLM can, so that rollouts wait for it before Run.
+the turn is counted in the prompt. After `POST /hold` calls wait for `POST /release`, and their time begins then.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class LatencyModel:
     def __init__(self, latency: float, turns: int, command: str = "") -> None:
         self._latency = latency
         self._turns = turns
-        self._paused = False
+        self._open = asyncio.Event()
+        self._open.set()
         tokenizer = make_tokenizer()
         self._assistant_start = tuple(tokenizer.encode(START + "a").ids)
         step = self._call("bash", {"command": command or "echo step"})
@@ -103,6 +104,9 @@ class LatencyModel:
         if answer is None:
             if scope["path"] == "/v1/completions":
                 answer = self.completion(json.loads(body))
+                if not self._open.is_set():
+                    await self._open.wait()
+                    arrived = time.perf_counter()
                 await asyncio.sleep(max(0.0, arrived + self._latency - time.perf_counter()))
             else:
                 status, answer = (
@@ -115,15 +119,17 @@ class LatencyModel:
         await send({"type": "http.response.body", "body": payload})
 
     def _static(self, path: str) -> dict[str, Any] | None:
-        if path in ("/pause", "/resume"):
-            self._paused = path == "/pause"
+        if path == "/hold":
+            self._open.clear()
+            return {}
+        if path == "/release":
+            self._open.set()
             return {}
         model = {"id": MODEL, "object": "model", "owned_by": "bench", "max_model_len": MAX_MODEL_LEN}
         known: dict[str, dict[str, Any]] = {
             "/health": {},
             "/ping": {},
             "/version": {"version": "0.0.0"},
-            "/is_paused": {"is_paused": self._paused},
             "/v1/models": {"object": "list", "data": [model]},
         }
         return known.get(path)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import httpx
@@ -186,9 +186,10 @@ def instances() -> int:
 class Nodes:
     """The jobs that bring the nodes in, set by set, each kept open between two rounds."""
 
-    def __init__(self, running: Bridge, client: httpx.AsyncClient, image: str, work: Plan) -> None:
+    def __init__(self, running: Bridge, client: httpx.AsyncClient, url: str, image: str, work: Plan) -> None:
         self._bridge = running
         self._client = client
+        self._url = url
         self._image = image
         self._work = work
         self._sets: dict[str, int] = {}
@@ -209,7 +210,7 @@ class Nodes:
         """One wave on all nodes; the sandboxes are ready before it begins."""
         self._rounds += 1
         nodes = sum(self._sets.values())
-        await posted(self._client, f"/v1/backendpools/{POOL}/pause")
+        await self._model("hold")
         for name, count in self._sets.items():
             lines = [
                 f'{{"id": "r{self._rounds}-{number}", "prompt": "Look around.", "test_script": "true"}}\n'
@@ -230,13 +231,12 @@ class Nodes:
                 await asyncio.sleep(1.0)
         await asyncio.sleep(2.0)
         cpu, begin = Cpu(), time.perf_counter()
-        await posted(self._client, f"/v1/backendpools/{POOL}/resume", params={"wait": 0})
+        await self._model("release")
         ended = await self._delivered(begin + self._work.ideal + SPARE_SECONDS)
         seconds = time.perf_counter() - begin
         busy, programs = cpu.spent()
-        turns = [one["timings"]["run"]["active_seconds"] / len(one["turns"]) for one in ended]
         tools = [one["timings"]["tool_seconds"] / len(one["turns"]) for one in ended]
-        return Round(nodes, seconds, median(turns), median(tools), busy, programs)
+        return Round(nodes, seconds, median(map(_turn, ended)), median(tools), busy, programs)
 
     async def _until(self, there: Callable[[], bool], what: str) -> None:
         deadline = time.perf_counter() + READY_SECONDS
@@ -249,9 +249,13 @@ class Nodes:
                 )
             await asyncio.sleep(0.25)
 
+    async def _model(self, what: str) -> None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            (await http.post(f"{self._url}/{what}")).raise_for_status()
+
     async def _waiting(self) -> int:
-        """Rollouts that have a sandbox and wait for the model."""
-        return sum([(await counts(self._client, name))["run"]["queued"] for name in self._sets])
+        """Rollouts in Run: in their sandboxes, waiting for the model's first answer."""
+        return sum([(await counts(self._client, name))["run"]["active"] for name in self._sets])
 
     async def _delivered(self, deadline: float) -> list[dict[str, Any]]:
         """The trajectories of this round, once the last of them has its reward."""
@@ -282,6 +286,13 @@ class Nodes:
         return ended
 
 
+def _turn(trajectory: dict[str, Any]) -> float:
+    """Seconds of a turn; the model's first answer was held back, and is not counted."""
+    turns, times = trajectory["turns"], trajectory["timings"]
+    model = mean(turn["model_seconds"] for turn in turns[1:])
+    return float(model + (times["tool_seconds"] + times["own_seconds"]) / len(turns))
+
+
 async def _measured(settings: Settings) -> list[Measurement]:
     work, image = plan(settings), await lab.default_image()
     profile = {"partition": "debug", "time_limit": "30", "workers": {"cpus": 4, "memory": "3000M"}}
@@ -295,7 +306,7 @@ async def _measured(settings: Settings) -> list[Measurement]:
         running.client() as client,
     ):
         await external_pool(client, POOL, MODEL, folder / "model", [url], max_active=4096)
-        nodes = Nodes(running, client, image, work)
+        nodes = Nodes(running, client, url, image, work)
         for size in work.sizes:
             try:
                 growing.append(f"{size} in {await nodes.grow(size):.0f} s")

@@ -3,7 +3,7 @@
 `python -m rollyard_bench.latency_model --latency 0.5 --turns 4 --folder DIR --port-file FILE`. Every call
 sleeps `latency` seconds, however many run at once, and gives the token ids of one tool call: `bash` in
 the turns before the last, `submit` in the last, which a `--command` is run in too. It knows no rollouts:
-the turn is counted in the prompt. After `POST /hold` calls wait for `POST /release`, and their time begins then.
+the turn is counted in the prompt. After `POST /hold` calls wait for `POST /release`: their time begins then.
 """
 
 from __future__ import annotations

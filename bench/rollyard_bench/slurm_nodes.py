@@ -40,6 +40,8 @@ GOAL = 0.95
 INSTANCE_BYTES = 45 << 20
 """What one sandbox costs, its FUSE helper included."""
 READY_SECONDS = 150.0
+ENTER_SECONDS = 30.0
+LEASING_SECONDS = 4.0
 SPARE_SECONDS = 60.0
 """Beyond the ideal time, in which a round must be over."""
 
@@ -203,8 +205,12 @@ class Nodes:
         name = f"nodes-{nodes}"
         await submitted(self._client, _job(name, more, self._image))
         self._sets[name] = more
-        await self._until(lambda: instances() >= nodes, f"{nodes} workers with a sandbox")
-        return time.perf_counter() - begin
+        # Exactly: those of the last round are gone too.
+        await self._until(lambda: instances() == nodes, f"{nodes} workers with a sandbox")
+        took = time.perf_counter() - begin
+        # A worker that has its sandbox asks for leases in a moment; one that did not would get too few.
+        await asyncio.sleep(LEASING_SECONDS)
+        return took
 
     async def round(self) -> Round:
         """One wave on all nodes; the sandboxes are ready before it begins."""
@@ -223,12 +229,15 @@ class Nodes:
                 headers={"Content-Type": "application/x-ndjson"},
             )
         # The warm pool of one sandbox each is full again: nothing starts any more.
-        await self._until(lambda: instances() >= nodes * (AT_ONCE + 1), f"sandboxes of {nodes} nodes")
-        async with asyncio.timeout(READY_SECONDS):
-            for _ in range(int(READY_SECONDS)):
-                if await self._waiting() == nodes * AT_ONCE:
-                    break
-                await asyncio.sleep(1.0)
+        await self._until(lambda: instances() == nodes * (AT_ONCE + 1), f"sandboxes of {nodes} nodes")
+        for _ in range(int(ENTER_SECONDS)):
+            if (waiting := await self._waiting()) == nodes * AT_ONCE:
+                break
+            await asyncio.sleep(1.0)
+        else:
+            raise ProgramFailed(
+                f"{waiting} of {nodes * AT_ONCE} rollouts have entered Run: a node has too few"
+            )
         await asyncio.sleep(2.0)
         cpu, begin = Cpu(), time.perf_counter()
         await self._model("release")

@@ -109,7 +109,7 @@ async def _bare(program: str, image: str, folder: Path, number: int) -> float:
 
 async def _measured(settings: Settings) -> list[Measurement]:
     program, image = lab.apptainer(), await lab.default_image()
-    rounds = 4 if settings.quick else 15
+    rounds = 4 if settings.quick else 12
     profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}}
     ours: list[float] = []
     bare: list[float] = []

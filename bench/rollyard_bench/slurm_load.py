@@ -120,14 +120,15 @@ async def _submitted(running: Bridge, client: httpx.AsyncClient, image: str, fir
 async def _measured(settings: Settings) -> list[Measurement]:
     image = await lab.default_image()
     profile = {"partition": "debug", "time_limit": "30", "workers": {"cpus": 1, "memory": "900M"}}
-    ramp, window = (5.0, 20.0) if settings.quick else (65.0, 75.0)
+    # The pause between two looks grows to a minute within the first.
+    ramp, window = (5.0, 20.0) if settings.quick else (64.0, 60.0)
     async with shared_folder() as folder:
         counted = Counted(folder)
         path = {"PATH": f"{counted.bin}:{os.environ['PATH']}"}
         options = ["--default-image", image, "--max-jobs", str(2 * JOBS)]
         async with bridge(folder, profile, options, path) as running, running.client() as client:
             await asyncio.sleep(ramp)
-            idle = await counted.window(2 * window if not settings.quick else window)
+            idle = await counted.window(window)
             await _submitted(running, client, image, 0, 1)
             await asyncio.sleep(2 * SETTLE_SECONDS)
             one = await counted.window(window)

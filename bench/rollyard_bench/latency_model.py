@@ -2,7 +2,8 @@
 
 `python -m rollyard_bench.latency_model --latency 0.5 --turns 4 --folder DIR --port-file FILE`. Every call
 sleeps `latency` seconds, however many run at once, and gives the token ids of one tool call: `bash` in
-the turns before the last, `submit` in the last. It holds no state: the turn is counted in the prompt.
+the turns before the last, `submit` in the last, which a `--command` is run in too. It knows no rollouts:
+the turn is counted in the prompt. After `POST /hold` calls wait for `POST /release`: their time begins then.
 """
 
 from __future__ import annotations
@@ -62,17 +63,24 @@ def write_folder(folder: Path) -> None:
 class LatencyModel:
     """The ASGI application."""
 
-    def __init__(self, latency: float, turns: int) -> None:
+    def __init__(self, latency: float, turns: int, command: str = "") -> None:
         self._latency = latency
         self._turns = turns
+        self._open = asyncio.Event()
+        self._open.set()
         tokenizer = make_tokenizer()
         self._assistant_start = tuple(tokenizer.encode(START + "a").ids)
-        self._step = self._answer(tokenizer, "bash", {"command": "echo step"})
-        self._last = self._answer(tokenizer, "submit", {"answer": "done"})
+        step = self._call("bash", {"command": command or "echo step"})
+        submit = self._call("submit", {"answer": "done"})
+        self._step = self._answer(tokenizer, step)
+        self._last = self._answer(tokenizer, f"{step}\n{submit}" if command else submit)
 
     @staticmethod
-    def _answer(tokenizer: Tokenizer, tool: str, arguments: dict[str, str]) -> tuple[list[int], str]:
-        text = f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+    def _call(tool: str, arguments: dict[str, str]) -> str:
+        return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+
+    @staticmethod
+    def _answer(tokenizer: Tokenizer, text: str) -> tuple[list[int], str]:
         return list(tokenizer.encode(text + END).ids), text
 
     def turn(self, prompt: list[int]) -> int:
@@ -96,6 +104,9 @@ class LatencyModel:
         if answer is None:
             if scope["path"] == "/v1/completions":
                 answer = self.completion(json.loads(body))
+                if not self._open.is_set():
+                    await self._open.wait()
+                    arrived = time.perf_counter()
                 await asyncio.sleep(max(0.0, arrived + self._latency - time.perf_counter()))
             else:
                 status, answer = (
@@ -108,6 +119,12 @@ class LatencyModel:
         await send({"type": "http.response.body", "body": payload})
 
     def _static(self, path: str) -> dict[str, Any] | None:
+        if path == "/hold":
+            self._open.clear()
+            return {}
+        if path == "/release":
+            self._open.set()
+            return {}
         model = {"id": MODEL, "object": "model", "owned_by": "bench", "max_model_len": MAX_MODEL_LEN}
         known: dict[str, dict[str, Any]] = {
             "/health": {},
@@ -121,6 +138,8 @@ class LatencyModel:
         """The answer of `/v1/completions`."""
         prompt = request["prompt"]
         ids, text = self._step if self.turn(prompt) < self._turns else self._last
+        # Of the control plane's own look at a new backend, which asks for one.
+        ids = ids[: request.get("max_tokens") or None]
         logprobs = {
             "text_offset": [0] * len(ids),
             "token_logprobs": [-0.5] * len(ids),
@@ -157,6 +176,7 @@ def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__)
     parse.add_argument("--latency", type=float, required=True, help="seconds of each call")
     parse.add_argument("--turns", type=int, required=True, help="model calls of one rollout")
+    parse.add_argument("--command", default="", help="what every turn runs, the last one too")
     parse.add_argument("--folder", type=Path, required=True, help="where the tokenizer is written")
     parse.add_argument("--port-file", type=Path, required=True)
     options = parse.parse_args()
@@ -167,7 +187,7 @@ def main() -> None:
     partial = options.port_file.with_suffix(".partial")
     partial.write_text(str(listener.getsockname()[1]))
     os.replace(partial, options.port_file)
-    app = LatencyModel(options.latency, options.turns)
+    app = LatencyModel(options.latency, options.turns, options.command)
     config = uvicorn.Config(
         app, loop="uvloop", http="httptools", lifespan="off", log_level="warning", access_log=False
     )

@@ -21,7 +21,7 @@ from rollyard_bench.registry import FIGURES, Measurement, Settings, failed, judg
 from rollyard_bench.results import Entry
 from rollyard_bench.scheduling import shared_evenly
 
-GROUP_SECONDS = 400.0
+GROUP_SECONDS = 480.0
 
 Measure = Callable[[Settings], Coroutine[Any, Any, list[Measurement]]]
 
@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="groups or figures (a figure runs its group); the file keeps the others",
     )
-    parse.add_argument("--quick", action="store_true", help="fewer samples, shorter runs (about 9 minutes)")
+    parse.add_argument("--quick", action="store_true", help="fewer samples, shorter runs (about 13 minutes)")
     parse.add_argument("--out", type=Path, default=Path("bench/results.json"), metavar="FILE")
     return parse
 

@@ -60,12 +60,13 @@ class PipelineRun:
 
 
 @asynccontextmanager
-async def model_server(folder: Path, work: Workload) -> AsyncIterator[str]:
+async def model_server(folder: Path, latency: float, turns: int, command: str = "") -> AsyncIterator[str]:
     """The fixed-latency model; gives its URL. Its tokenizer lies in `folder/model`."""
     port_file = folder / "model.port"
-    command = [sys.executable, "-m", "rollyard_bench.latency_model", "--latency", str(work.model_call)]
-    command += ["--turns", str(work.turns), "--folder", str(folder / "model"), "--port-file", str(port_file)]
-    async with program(command, folder / "model.log", {"PYTHONPATH": str(HERE)}) as running:
+    words = [sys.executable, "-m", "rollyard_bench.latency_model", "--latency", str(latency)]
+    words += ["--turns", str(turns), "--folder", str(folder / "model"), "--port-file", str(port_file)]
+    words += ["--command", command] if command else []
+    async with program(words, folder / "model.log", {"PYTHONPATH": str(HERE)}) as running:
         url = f"http://127.0.0.1:{await port_of(running, 'the latency model', port_file)}"
         await answers(running, "the latency model", f"{url}/health")
         yield url
@@ -167,7 +168,7 @@ async def measure(settings: Settings) -> list[Measurement]:
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)
         os.chmod(folder, 0o700)
-        async with model_server(folder, work) as url:
+        async with model_server(folder, work.model_call, work.turns) as url:
             run = await _pipeline(folder, url, work)
             loop = await coupled.run(work, SLOTS.run, url, MODEL)
     bound = pipeline_bound(work, SLOTS)

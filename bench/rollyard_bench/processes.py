@@ -44,11 +44,16 @@ class Program:
 
 @asynccontextmanager
 async def program(
-    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    stop: signal.Signals = signal.SIGTERM,
+    stop_seconds: float = STOP_SECONDS,
 ) -> AsyncIterator[Program]:
     """Run `command` in a session of its own.
 
-    On leaving it gets SIGTERM; where that is not enough in time, its whole session SIGKILL.
+    On leaving it gets `stop`; where that is not enough in time, its whole session SIGKILL.
     """
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -63,9 +68,9 @@ async def program(
         yield Program(process, log)
     finally:
         if process.returncode is None:
-            process.terminate()
+            process.send_signal(stop)
             try:
-                async with asyncio.timeout(STOP_SECONDS):
+                async with asyncio.timeout(stop_seconds):
                     await process.wait()
             except TimeoutError:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -35,3 +35,18 @@ def test_an_episode_takes_as_many_calls_as_asked_and_ends_with_submit(content: s
         )
         messages.append({"role": "tool", "content": content})
     assert called == ["bash", "bash", "submit"]
+
+
+def test_a_command_is_run_in_every_turn_and_in_the_last_one_before_the_end() -> None:
+    model = LatencyModel(latency=0.0, turns=0, command="ls /")
+    answer = model.completion({"model": "m", "prompt": []})["choices"][0]
+    calls = HermesParser().parse(answer["text"]).calls
+    assert [(call.name, call.arguments) for call in calls] == [
+        ("bash", {"command": "ls /"}),
+        ("submit", {"answer": "done"}),
+    ]
+
+
+def test_no_more_tokens_than_asked_for() -> None:
+    answer = LatencyModel(latency=0.0, turns=1).completion({"prompt": [], "max_tokens": 1})["choices"][0]
+    assert len(answer["token_ids"]) == len(answer["logprobs"]["token_logprobs"]) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -178,6 +178,9 @@ class FakeStore:
 
     async def delete_pool(self, namespace: str, name: str) -> None:
         self.pool_list = [pool for pool in self.pool_list if pool.metadata.name != name]
+
+    async def watch(self, wake: Callable[[], None]) -> None:
+        """Nothing changes by itself."""
 
     async def close(self) -> None:
         """Nothing to close."""

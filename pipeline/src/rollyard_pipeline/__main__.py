@@ -12,17 +12,23 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
 
 from rollyard_crds.claims import NODE, PROVIDER
-from rollyard_crds.rolloutjob import STAGES, StageName, StagesSpec
+from rollyard_crds.rolloutjob import STAGES, RolloutJobSpec, StageName, StagesSpec
 
-from rollyard_pipeline.backends import BackendClient
-from rollyard_pipeline.errors import PipelineError
+from rollyard_pipeline import httpx_alone  # noqa: F401 - before whatever imports httpx
+from rollyard_pipeline.ahead import keep_warm, request_of
+from rollyard_pipeline.errors import ControlPlaneError, PipelineError
+from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.rest import RestControlPlane
 from rollyard_pipeline.sandboxes import PROVIDERS, open_provider
 from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
-from rollyard_pipeline.worker import Worker, WorkerOptions
+from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
+
+if TYPE_CHECKING:
+    from rollyard_pipeline.worker import Worker
 
 _DEFAULT_HOME: Final = "~/.local/state/rollyard"
 NODE_UNUSABLE: Final = 73
@@ -64,43 +70,93 @@ async def _run(options: argparse.Namespace) -> int:
 async def _serve(
     options: argparse.Namespace, stages: list[StageName], given: dict[StageName, int], signals: _Signals
 ) -> int:
+    extensions = Registry()
     async with RestControlPlane(options.url, _token(options.token_file)) as control:
-        spec = StagesSpec()
-        if options.job is not None and set(stages) - set(given):
-            job = await control.job_when_there(options.namespace, options.job)
-            spec = job.stages
-        places = {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
-        provider = open_provider(
-            options.sandbox,
-            run_dir=options.run_dir,
-            node=options.node,
-            claims=control,
-            apptainer=_apptainer(options),
-        )
-        await provider.start()
+        required = bool(set(stages) - set(given))
+        asking = asyncio.create_task(_job(control, options, extensions, required=required))
         try:
-            async with BackendClient(request_timeout=options.request_timeout) as backends:
-                worker = Worker(
-                    control,
-                    backends,
-                    provider,
-                    WorkerOptions(
-                        worker=options.name,
-                        node=options.node,
-                        concurrency=places,
-                        job=options.job,
-                        namespace=options.namespace if options.job is not None else None,
-                        max_sandboxes=options.max_sandboxes,
-                        sandboxes_end=options.sandboxes_end,
-                        trouble_file=options.trouble_file,
-                        drain_seconds=options.drain_seconds,
-                        backend_budget=options.backend_budget,
-                    ),
-                )
-                await signals.run(worker)
+            provider = open_provider(
+                options.sandbox,
+                run_dir=options.run_dir,
+                node=options.node,
+                claims=control,
+                apptainer=_apptainer(options),
+            )
+            await provider.start()
+            try:
+                job, request = await asking
+                request = request if "init" in stages else None
+                # Only one before this process is ready, that it has the machine's cores for itself.
+                await keep_warm(provider, request, 1)
+                modules = await asyncio.to_thread(_late_modules)
+                await keep_warm(provider, request, job.sandbox.warm if job is not None else 0)
+                spec = StagesSpec() if job is None else job.stages
+                places = {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
+                await _work(modules, options, control, provider, extensions, places, signals)
+            finally:
+                await provider.aclose()
         finally:
-            await provider.aclose()
+            asking.cancel()
     return 0
+
+
+async def _job(
+    control: RestControlPlane, options: argparse.Namespace, extensions: Registry, *, required: bool
+) -> tuple[RolloutJobSpec | None, SandboxRequest | None]:
+    """The worker's own job and its rollouts' sandbox, where it has them.
+
+    Raises:
+        ControlPlaneError: the job is gone, and `required`.
+    """
+    if options.job is None:
+        return None, None
+    try:
+        job = await control.job_when_there(options.namespace, options.job)
+    except ControlPlaneError:
+        if required:
+            raise
+        return None, None  # the first lease tells that it is over
+    return job, await asyncio.to_thread(request_of, job, extensions)
+
+
+async def _work(
+    modules: tuple[ModuleType, ModuleType],
+    options: argparse.Namespace,
+    control: RestControlPlane,
+    provider: SandboxProvider,
+    extensions: Registry,
+    places: dict[StageName, int],
+    signals: _Signals,
+) -> None:
+    backends, worker = modules
+    async with backends.BackendClient(request_timeout=options.request_timeout) as client:
+        await signals.run(
+            worker.Worker(
+                control,
+                client,
+                provider,
+                worker.WorkerOptions(
+                    worker=options.name,
+                    node=options.node,
+                    concurrency=places,
+                    job=options.job,
+                    namespace=options.namespace if options.job is not None else None,
+                    max_sandboxes=options.max_sandboxes,
+                    sandboxes_end=options.sandboxes_end,
+                    trouble_file=options.trouble_file,
+                    drain_seconds=options.drain_seconds,
+                    backend_budget=options.backend_budget,
+                    extensions=extensions,
+                ),
+            )
+        )
+
+
+def _late_modules() -> tuple[ModuleType, ModuleType]:
+    """Those whose import takes about as long as a sandbox's start."""
+    from rollyard_pipeline import backends, worker
+
+    return backends, worker
 
 
 class _Signals:

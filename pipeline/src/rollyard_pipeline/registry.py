@@ -45,6 +45,7 @@ class Registry:
 
     def __init__(self, overrides: dict[str, dict[str, Any]] | None = None) -> None:
         self._loaded: dict[tuple[str, str], Any] = {}
+        self._entries: Any = None
         for group, classes in (overrides or {}).items():
             for name, cls in classes.items():
                 self._loaded[group, name] = cls
@@ -57,7 +58,10 @@ class Registry:
         """
         key = (group, name)
         if key not in self._loaded:
-            found = list(metadata.entry_points(group=group, name=name))
+            if self._entries is None:
+                # Once: every look reads a file of each distribution that is installed.
+                self._entries = metadata.entry_points()
+            found = list(self._entries.select(group=group, name=name))
             if not found:
                 names = ", ".join(installed(group)) or "none"
                 raise _UNKNOWN[group](

@@ -188,7 +188,9 @@ class Bridge:
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
                 turning = group.create_task(self._loop(driver, fleet), name="reconcile")
+                watching = group.create_task(store.watch(self._wake.set), name="new jobs")
                 await self._stop.wait()
+                watching.cancel()
                 turning.cancel()
                 await asyncio.wait([turning])
                 if not self._keep_jobs:

@@ -125,6 +125,13 @@ def _home(given: Path | None) -> Home:
     help="Seconds for one Slurm command.",
 )
 @click.option(
+    "--max-jobs",
+    type=click.IntRange(1, 10_000),
+    default=16,
+    show_default=True,
+    help="RolloutJobs that are active at once; others wait.",
+)
+@click.option(
     "--dry-run", is_flag=True, help="Print the batch scripts of --file, or of a sample; start nothing."
 )
 @click.option(
@@ -199,6 +206,7 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
         pools=_pools(given),
         lease_seconds=given["lease_seconds"],
         timeout=given["command_timeout"],
+        max_jobs=given["max_jobs"],
     )
 
 

@@ -139,7 +139,9 @@ class Supervisor:
                 mine = partial(is_for, driver="local")
                 driver = Driver(store, fleet, PROFILE, self._on_trouble, takes=mine, serves=mine)
                 turning = group.create_task(self._loop(driver), name="reconcile")
+                watching = group.create_task(store.watch(self._wake.set), name="new jobs")
                 await self._stop.wait()
+                watching.cancel()
                 keeping.cancel()
                 turning.cancel()
         finally:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from rollyard_client import DriverClient, Retry, RollyardError
@@ -18,6 +19,11 @@ from rollyard_crds import (
 from rollyard_operator.driver import StoreTrouble
 
 T = TypeVar("T")
+
+WATCH_SECONDS = 30.0
+"""Of one long poll."""
+AGAIN_SECONDS = 2.0
+"""After the control plane did not answer: it is being restarted."""
 
 
 class RestStore:
@@ -60,6 +66,22 @@ class RestStore:
 
     async def delete_pool(self, namespace: str, name: str) -> None:
         await self._ask(self._client.delete_pool(namespace, name))
+
+    async def watch(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` whenever a job has come, ended, or changed otherwise than by its rollouts.
+
+        Never returns. While the control plane does not answer, it is asked again and again.
+        """
+        revision: int | None = None
+        while True:
+            try:
+                found = await self._client.unfinished(revision, WATCH_SECONDS)
+            except RollyardError:
+                await asyncio.sleep(AGAIN_SECONDS)
+                continue
+            if found.revision != revision:
+                revision = found.revision
+                wake()
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import math
 import re
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
 import orjson
 
 from rollyard_pipeline.errors import (
@@ -17,6 +18,9 @@ from rollyard_pipeline.errors import (
     ContextOverflow,
     ModelNotServed,
 )
+
+if TYPE_CHECKING:
+    import aiohttp
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 _KEEP_ALIVE: Final = 4.0  # seconds; less than uvicorn's 5, so that no request meets a closing connection
@@ -41,21 +45,29 @@ class Http:
     """Requests with bounded answers. Use as an async context manager."""
 
     def __init__(self, connect_timeout: float) -> None:
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout)
-        self._session: aiohttp.ClientSession | None = None
+        self._connect_timeout = connect_timeout
+        self._opening: asyncio.Task[aiohttp.ClientSession] | None = None
 
     async def __aenter__(self) -> Http:
+        self._opening = asyncio.create_task(self._open(), name="backend connections")
+        return self
+
+    async def _open(self) -> aiohttp.ClientSession:
+        # In the background: the import takes a third of a second, in which a worker starts a sandbox.
+        await asyncio.to_thread(importlib.import_module, "aiohttp")
+        import aiohttp
+
         # The Run pool's places bound how many requests are in flight, so the connector need not.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
-        return self
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout)
+        return aiohttp.ClientSession(connector=connector, timeout=timeout)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            await (await opening).close()
 
     async def request(self, method: str, url: str, body: object = None) -> tuple[int, dict[str, str], bytes]:
         """Status, headers (names in lower case) and content. Bounded in size, not in time: see the callers.
@@ -64,12 +76,15 @@ class Http:
             BackendUnavailable: no connection, or it broke.
             BackendMismatch: the answer is too long.
         """
-        if self._session is None:
+        if self._opening is None:
             raise RuntimeError("BackendClient is used outside of its 'async with'")
+        session = await asyncio.shield(self._opening)
+        import aiohttp
+
         data = orjson.dumps(body) if body is not None else None
         headers = {"Content-Type": "application/json"} if data is not None else {}
         try:
-            async with self._session.request(
+            async with session.request(
                 method, url, data=data, headers=headers, allow_redirects=False
             ) as answer:
                 content = await _read(answer, url)

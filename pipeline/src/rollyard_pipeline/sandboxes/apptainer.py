@@ -7,6 +7,7 @@ written, and an exec server that nothing inside can see around or end.
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import logging
@@ -119,9 +120,21 @@ class ApptainerStarter:
         Raises:
             ApptainerMissing, UserNamespacesForbidden, RunDirUnusable, ImageNotUsable (the default image).
         """
-        self._program = await find_program(self._options.program)
-        if (problem := await userns_problem()) is not None:
-            raise UserNamespacesForbidden(forbidden_text(problem))
+        # Side by side: a worker's first rollout waits for all of it.
+        finding = asyncio.create_task(find_program(self._options.program))
+        preparing = asyncio.create_task(in_thread(self._prepare))
+        try:
+            problem = await userns_problem()
+            self._program = await finding
+            if problem is not None:
+                raise UserNamespacesForbidden(forbidden_text(problem))
+            try:
+                await preparing
+            except OSError as error:
+                raise RunDirUnusable(f"run dir {self._folder.run_dir} cannot be used: {error}") from error
+        finally:
+            finding.cancel()
+            await asyncio.wait([preparing])
         if (problem := fuse_problem()) is not None:
             self._unpacked = True
             log.warning(
@@ -134,10 +147,6 @@ class ApptainerStarter:
             self._layered = _kernel(platform.release()) >= _USERS_OVERLAY_SINCE
             if not self._layered:
                 log.warning("Linux %s lets users mount no overlay: images are read-only", platform.release())
-        try:
-            await in_thread(self._prepare)
-        except OSError as error:
-            raise RunDirUnusable(f"run dir {self._folder.run_dir} cannot be used: {error}") from error
         await in_thread(self._end_strays)
         if self._options.default_image is not None:
             self._image(None)

@@ -87,7 +87,7 @@ class NodeProvider:
     async def acquire(self, request: SandboxRequest, owner: LeaseRef) -> Sandbox:
         self._starter.check(request.key)
         try:
-            while (warm := self._warm.take(request.key)) is not None:
+            while (warm := self._warm.take(request.key) or await self._warm.next(request.key)) is not None:
                 try:
                     return await self._claim(warm, request, owner)
                 except SandboxLost as error:

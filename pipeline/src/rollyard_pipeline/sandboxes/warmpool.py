@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -46,6 +46,8 @@ class WarmPool:
         self._ready: dict[SandboxKey, deque[WarmSandbox]] = {}
         self._wanted: dict[SandboxKey, int] = {}
         self._refills: dict[SandboxKey, asyncio.Task[None]] = {}
+        self._starting: Counter[SandboxKey] = Counter()
+        self._waiting: dict[SandboxKey, deque[asyncio.Future[WarmSandbox | None]]] = {}
 
     def ready(self, key: SandboxKey) -> int:
         """How many sandboxes of this key are ready now."""
@@ -65,6 +67,28 @@ class WarmPool:
                 return warm
             log.warning("warm sandbox %s has died", warm.record.id)
         return None
+
+    async def next(self, key: SandboxKey) -> WarmSandbox | None:
+        """One of those that are being started now; None where others wait for all of them, or it fails.
+
+        Who needs one and finds none ready is served sooner so than by a further start, which would come
+        after these.
+        """
+        waiting = self._waiting.setdefault(key, deque())
+        if self._starting[key] <= len(waiting):
+            return None
+        future: asyncio.Future[WarmSandbox | None] = asyncio.get_running_loop().create_future()
+        waiting.append(future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and (warm := future.result()) is not None:
+                self._ready.setdefault(key, deque()).append(warm)
+                self.refill(key)
+            raise
+        finally:
+            if future in waiting:
+                waiting.remove(future)
 
     async def renew(self, seconds: float) -> None:
         """Lets every ready sandbox live on; those that do not answer are removed."""
@@ -121,7 +145,21 @@ class WarmPool:
                 failures = 0
 
     async def _add(self, key: SandboxKey, ready: deque[WarmSandbox]) -> None:
-        ready.append(await self._start(key))
+        waiting = self._waiting.setdefault(key, deque())
+        self._starting[key] += 1
+        try:
+            warm = await self._start(key)
+            while waiting:
+                if not (future := waiting.popleft()).done():
+                    future.set_result(warm)
+                    return
+            ready.append(warm)
+        finally:
+            self._starting[key] -= 1
+            while len(waiting) > self._starting[key]:
+                # The one that it waited for failed.
+                if not (future := waiting.pop()).done():
+                    future.set_result(None)
 
     async def _removed(self, warm: WarmSandbox) -> None:
         await self._remove(warm)

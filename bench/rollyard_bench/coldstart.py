@@ -1,0 +1,83 @@
+"""Sandbox starts of one provider: from the warm pool, and cold beside what a cold start cannot do without."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
+
+from rollyard_bench.sandboxes import OWNER, REQUEST
+from rollyard_bench.servers import exec_server
+from rollyard_bench.stats import Contestant, Sample, interleave
+
+ROUNDS = 5
+WARM = 2
+WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """Cold acquires, bare starts, and exec server starts outside of a sandbox, taken in turns."""
+
+    ours: Sample
+    bare: Sample
+    server: Sample
+
+
+async def acquire(provider: SandboxProvider) -> float:
+    """Milliseconds of one acquire; the sandbox is released after the clock has stopped."""
+    begin = time.perf_counter()
+    sandbox = await provider.acquire(REQUEST, OWNER)
+    took = (time.perf_counter() - begin) * 1e3
+    await sandbox.close()
+    await provider.release(sandbox.handle)
+    return took
+
+
+async def warm(provider: SandboxProvider, samples: int, refill_seconds: float) -> Sample:
+    """Acquires while the pool has one ready.
+
+    Args:
+        refill_seconds: untimed pause in which the pool starts the next sandbox: a rollout's own work
+            takes longer.
+    """
+    await provider.warm(REQUEST, WARM)
+    taken: list[float] = []
+    for _ in range(samples + WARM):
+        await asyncio.sleep(refill_seconds)
+        taken.append(await acquire(provider))
+    await provider.warm(REQUEST, 0)
+    # The first ones may have met a pool that was still being filled.
+    return Sample(tuple(taken[WARM:]))
+
+
+async def cold(provider: SandboxProvider, bare: Callable[[], float], samples: int) -> Cold:
+    """Acquires with an empty pool beside their two parts. What is stopped afterwards is not timed.
+
+    Args:
+        bare: starts the same kind of sandbox without anything of ours; gives its milliseconds.
+    """
+    taken: dict[str, list[float]] = {"ours": [], "bare": [], "server": []}
+
+    async def ours_once() -> None:
+        taken["ours"].append(await acquire(provider))
+
+    def bare_once() -> None:
+        taken["bare"].append(bare())
+
+    async def server_once() -> None:
+        begin = time.perf_counter()
+        async with exec_server("unix"):
+            taken["server"].append((time.perf_counter() - begin) * 1e3)
+
+    contestants = {
+        "bare": Contestant(bare_once, samples, warm_up=WARM_UP),
+        "server": Contestant(server_once, samples, warm_up=WARM_UP),
+        "ours": Contestant(ours_once, samples, warm_up=WARM_UP),
+    }
+    # The interleaved times include releases and stops; the steps' own clocks do not.
+    await interleave(contestants, ROUNDS)
+    return Cold(**{name: Sample(tuple(values[WARM_UP:])) for name, values in taken.items()})

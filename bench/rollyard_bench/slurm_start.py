@@ -1,0 +1,153 @@
+"""From the submission of a job to its first rollout's first command, beside bare sbatch and Apptainer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rollyard_bench import lab
+from rollyard_bench.bridge import Bridge, bridge, finished, shared_folder, submitted, trajectories
+from rollyard_bench.memory import manifest
+from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Baseline
+from rollyard_bench.stats import Contestant, Sample, interleave
+
+MODULE = "rollyard_bench.slurm_start"
+CPUS, MEMORY = 2, "1500M"
+"""Of the bare job and of the worker's alike."""
+CLOCK = "date +%s.%N"
+"""The first command: what it prints is when it ran. All clocks here are of one machine."""
+LONGEST_SECONDS = 60.0
+PAUSE_SECONDS = 1.5
+"""After each: sandboxes and processes of the last one are gone, and the scheduler has nothing to do."""
+
+
+def job(name: str, image: str) -> dict[str, Any]:
+    """One rollout of one command, whose output is the time of day."""
+    task = {
+        "id": "clock",
+        "prompt": "What time is it?",
+        "test_script": "true",
+        "solution": [{"name": "bash", "arguments": {"command": CLOCK}}],
+    }
+    stage = {"replicas": 1, "concurrency": 8}
+    return manifest(
+        name,
+        tasks={"inline": [task]},
+        handler="shell",
+        samplesPerTask=1,
+        agent={"type": "oracle", "tools": ["bash"]},
+        sandbox={"image": image, "resources": {"memory": "256Mi", "disk": "64Mi"}},
+        stages={"init": stage, "run": stage, "eval": stage},
+    )
+
+
+def first_command(found: dict[str, Any]) -> float:
+    """When the first command of a trajectory ran, by its own words."""
+    said = [message["content"] for message in found["messages"] if message["role"] == "tool"]
+    try:
+        return float(str(said[0]).split()[0])
+    except (IndexError, ValueError) as error:
+        raise ProgramFailed(f"the first command did not say the time: {found['reason']} {said}") from error
+
+
+async def _ours(running: Bridge, image: str, number: int, parts: dict[str, list[float]]) -> float:
+    """Milliseconds from the submission to the first command."""
+    name = f"first-{number}"
+    async with running.client() as client:
+        begin = time.time()
+        await submitted(client, job(name, image))
+        await finished(client, name, LONGEST_SECONDS)
+        found = await trajectories(client, name)
+    if [one["status"] for one in found] != ["succeeded"]:
+        raise ProgramFailed(f"{name}: {[(one['status'], one['reason'], one['message']) for one in found]}")
+    for part, when in _moments(running.home, begin).items():
+        parts.setdefault(part, []).append((when - begin) * 1e3)
+    return (first_command(found[0]) - begin) * 1e3
+
+
+def _moments(home: Path, begin: float) -> dict[str, float]:
+    """When the worker's own log of this job was begun: that is the batch script's start."""
+    logs = [path.stat() for path in (home / "logs").glob("*worker*.log")]
+    return {"batch script": min((one.st_ctime for one in logs if one.st_ctime >= begin), default=begin)}
+
+
+async def _bare(program: str, image: str, folder: Path, number: int) -> float:
+    """The same of a batch job that starts an instance and executes the command in it."""
+    told = folder / f"bare-{number}"
+    script = "\n".join(
+        [
+            "#!/bin/bash",
+            f"#SBATCH --nodes=1 --ntasks=1 --cpus-per-task={CPUS} --mem={MEMORY} --output={told}.log",
+            "export APPTAINER_CONFIGDIR=$(mktemp -d)",
+            f"{program} -s instance start {image} bare{number}",
+            f"{program} -s exec --pwd / instance://bare{number} {CLOCK} > {told}",
+            f"{program} -s instance stop -t 1 bare{number}",
+            "rm -rf $APPTAINER_CONFIGDIR",
+        ]
+    )
+    begin = time.time()
+    done = await asyncio.create_subprocess_exec(
+        "sbatch", "--parsable", "--wait", "--partition", "debug", stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    async with asyncio.timeout(LONGEST_SECONDS):
+        await done.communicate(script.encode())
+    try:
+        return (float(told.read_text()) - begin) * 1e3
+    except (OSError, ValueError) as error:
+        log = told.with_name(f"{told.name}.log")
+        said = log.read_text(errors="replace")[-600:] if log.exists() else "nothing"
+        raise ProgramFailed(f"the bare batch job told no time: {error}; it said {said!r}") from error
+
+
+async def _measured(settings: Settings) -> list[Measurement]:
+    program, image = lab.apptainer(), await lab.default_image()
+    rounds = 4 if settings.quick else 12
+    profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}}
+    ours: list[float] = []
+    bare: list[float] = []
+    parts: dict[str, list[float]] = {}
+    async with shared_folder() as folder, bridge(folder, profile, ["--default-image", image]) as running:
+        numbers = itertools.count()
+
+        async def step_ours() -> None:
+            await asyncio.sleep(PAUSE_SECONDS)
+            ours.append(await _ours(running, image, next(numbers), parts))
+
+        async def step_bare() -> None:
+            await asyncio.sleep(PAUSE_SECONDS)
+            bare.append(await _bare(program, image, folder, next(numbers)))
+
+        contestants = {
+            "bare": Contestant(step_bare, rounds, warm_up=1),
+            "ours": Contestant(step_ours, rounds, warm_up=1),
+        }
+        await interleave(contestants, rounds)
+    mine, theirs = Sample(tuple(ours[1:])), Sample(tuple(bare[1:]))
+    moments = ", ".join(f"{part} begins after {median(taken[1:]):.0f} ms" for part, taken in parts.items())
+    return [
+        Measurement(
+            "slurm_first_rollout",
+            mine.p50,
+            Baseline("sbatch + apptainer instance start + exec, bare", theirs.p50),
+            f"POST of a RolloutJob of one rollout until its first command runs in its Apptainer sandbox, the "
+            f"worker a batch job of its own {mine.text()} ({moments}); `sbatch` of a script that starts an "
+            f"instance of the same SIF and executes the same command in it {theirs.text()}",
+        )
+    ]
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """As an ordinary user."""
+    return await lab.as_user(MODULE, settings, _measured)
+
+
+if __name__ == "__main__":
+    lab.program(MODULE, _measured)

@@ -14,8 +14,9 @@ import httpx
 import pytest
 from rollyard_slurm.allocations import MOST, STEP, Salloc, options
 from rollyard_slurm.commands import CommandLine, environment
-from rollyard_slurm.errors import SlurmAway
+from rollyard_slurm.errors import ProfileInvalid, SlurmAway
 from rollyard_slurm.fleet import UNSURE_SECONDS
+from rollyard_slurm.profile import load
 from test_slurm_commands import Programs
 from test_slurm_fleet import Bench, job
 from test_slurm_script import WORKER, script, site
@@ -169,6 +170,17 @@ async def test_a_successor_takes_over_from_an_allocation(bench: Bench) -> None:
 
 
 # What salloc is given
+
+
+def test_the_profile_or_the_command_line_says_how_they_start(tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    path.write_text("workers: {start: salloc}\n")
+    made = load(path)
+    assert (made.of("stage-worker").start, made.of("backend").start) == ("salloc", None)
+    assert load(path, {"start": "sbatch"}).of("stage-worker").start == "sbatch"
+    path.write_text("start: srun\n")
+    with pytest.raises(ProfileInvalid, match=r"start: .*'sbatch' or 'salloc'"):
+        load(path)
 
 
 def test_salloc_asks_for_what_the_script_asks_for() -> None:

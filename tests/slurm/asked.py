@@ -104,7 +104,8 @@ def _shown(job: int, home: Path) -> dict[str, str]:
     done = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True, timeout=60)
     text = done.stdout.replace(str(home), "HOME").replace(f"-{job}.log", "-JOB.log")
     pairs = (word.partition("=")[::2] for word in text.split())
-    return {name: value for name, value in pairs if name in SHOWN}
+    # Of a pending job the nodes are a range.
+    return {name: value.removesuffix("-1") for name, value in pairs if name in SHOWN}
 
 
 async def _says(path: Path, words: str) -> bool:

@@ -65,7 +65,7 @@ async def contract(commands: Commands, home: Path) -> dict[str, Any]:
         return next((one for one in await commands.queue() if one.id == job and one.state == "RUNNING"), None)
 
     seen = await until(running)
-    told["shown"] = [_shown(job), _shown(waiting)]
+    told["shown"] = [_shown(job, home), _shown(waiting, home)]
     told["queued"] = asdict(seen)
     live = await commands.details(job)
     assert live is not None
@@ -99,11 +99,13 @@ async def contract(commands: Commands, home: Path) -> dict[str, Any]:
     return told
 
 
-def _shown(job: int) -> dict[str, str]:
-    """What Slurm says that a job asked for."""
+def _shown(job: int, home: Path) -> dict[str, str]:
+    """What Slurm says that a job asked for, without what is of this job alone."""
     done = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True, timeout=60)
-    pairs = (word.partition("=")[::2] for word in done.stdout.replace(str(job), "JOB").split())
-    return {name: value for name, value in pairs if name in SHOWN}
+    text = done.stdout.replace(str(home), "HOME").replace(f"-{job}.log", "-JOB.log")
+    pairs = (word.partition("=")[::2] for word in text.split())
+    # Of a pending job the nodes are a range.
+    return {name: value.removesuffix("-1") for name, value in pairs if name in SHOWN}
 
 
 async def _says(path: Path, words: str) -> bool:

@@ -390,7 +390,7 @@ async def test_a_token_s_file_is_the_user_s_alone(socket: Path, tmp_path: Path) 
 
 def test_no_token_reaches_a_job(tmp_path: Path) -> None:
     given = {"PATH": "/bin", "SLURM_JWT": "secret"}
-    slurm = RestCalls(RestProfile(url="http://h:1"), 1.0, environment(given), tmp_path)
+    slurm = RestCalls(RestProfile(url="http://h:1"), 1.0, environment(given, ["SLURM_JWT"]), tmp_path)
     assert "secret" not in json.dumps(slurm._env)
 
 

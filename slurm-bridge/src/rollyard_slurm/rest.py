@@ -56,7 +56,8 @@ class RestCalls:
         self._keeps = keeps
         self.load = Load()
         self.server = Server(wanted, timeout, self.load)
-        self._env = {**env, "SLURM_SUBMIT_DIR": str(home), "SLURM_SUBMIT_HOST": socket.gethostname()}
+        kept = {name: value for name, value in env.items() if name != "SLURM_JWT"}
+        self._env = {**kept, "SLURM_SUBMIT_DIR": str(home), "SLURM_SUBMIT_HOST": socket.gethostname()}
         # Else what a job prints is for everybody to read.
         self._env["SLURM_UMASK"] = "0077"
         self._folder = home / FOLDER

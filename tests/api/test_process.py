@@ -325,6 +325,7 @@ async def test_a_unix_socket_of_this_user_alone(tmp_path: Path, start_api: Any) 
     url = socket_url(str(path))
     with start_api(tmp_path, "--host", str(path)) as process:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert process.url.endswith(":0"), "no port"
         async with DriverClient(url, process.tokens["driver"]) as driver:
             assert await driver.unfinished_jobs() == []
         with Client(url, process.tokens["admin"]) as client:

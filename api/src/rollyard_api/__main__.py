@@ -151,6 +151,11 @@ def listen_on(path: str) -> socket.socket:
     return made
 
 
+def _port(sock: socket.socket) -> int:
+    """Where it listens; 0: on a Unix socket."""
+    return 0 if sock.family == socket.AF_UNIX else int(sock.getsockname()[1])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; the exit status."""
     given = parser().parse_args(argv)
@@ -236,7 +241,7 @@ def serve(
     # The writer thread gives the interpreter up at every SQLite call; at the default of 5 ms it
     # would wait that long for each return while requests are being parsed.
     sys.setswitchinterval(0.0005)
-    server = Server(config, port_file, sock.getsockname()[1])
+    server = Server(config, port_file, _port(sock))
     # uvicorn exits by itself when the start fails; why is told below.
     with sock, contextlib.suppress(SystemExit):
         server.run(sockets=[sock])

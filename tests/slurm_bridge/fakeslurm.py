@@ -113,6 +113,7 @@ class FakeAllocations:
     """Whether salloc lives on once it was granted something; a living one is this process."""
     stepping: set[int] = field(default_factory=set)
     signals: list[tuple[int, str]] = field(default_factory=list)
+    complaint: str = "srun: error: it cannot run"
     forgotten: list[str] = field(default_factory=list)
 
     async def allocate(self, launch: str, script: str, log: str) -> Granted | None:
@@ -137,7 +138,7 @@ class FakeAllocations:
         self.signals += [(job, name) for job in jobs]
 
     def words(self, launch: str) -> str:
-        return "srun: error: it cannot run"
+        return self.complaint
 
     def forget(self, launch: str) -> None:
         self.forgotten.append(launch)

@@ -156,6 +156,14 @@ async def test_a_step_that_ends_lowers_the_limit_and_that_is_no_time_limit(bench
     assert "srun: error: it cannot run" in bench.said_of("Degraded"), "there is no log"
 
 
+async def test_a_step_out_of_memory_is_told_as_a_batch_job_would_be(bench: Bench) -> None:
+    bench.allocations.complaint = "srun: error: cn1: task 0: Out Of Memory"
+    await bench.turns()
+    bench.slurm.end(101, "FAILED", status=137)
+    await bench.turns(1)
+    assert "ran out of memory: raise `memory` in the profile" in bench.said_of("Degraded")
+
+
 async def test_a_successor_takes_over_from_an_allocation(bench: Bench) -> None:
     await bench.turns()
     bench.slurm.run(101, left=500.0)

@@ -135,8 +135,14 @@ def as_granted(seen: QueuedJob, before: QueuedJob | None) -> QueuedJob:
     return replace(seen, limit=before.limit, left=max(0.0, before.limit - seen.used))
 
 
-def details_as_granted(known: JobDetails, seen: QueuedJob | None) -> JobDetails:
-    """An ended job with the time limit that it was granted with. Pure."""
+def details_as_granted(known: JobDetails, seen: QueuedJob | None, words: str) -> JobDetails:
+    """An ended job with the time limit that it was granted with, and its end as a batch job's would be. Pure.
+
+    Args:
+        words: what srun complained of.
+    """
+    if known.state == "FAILED" and "out of memory" in words.lower():
+        known = replace(known, state="OUT_OF_MEMORY")
     return known if seen is None or seen.limit is None else replace(known, limit=seen.limit)
 
 

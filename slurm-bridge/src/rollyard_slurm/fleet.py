@@ -187,7 +187,7 @@ class Fleet:
             if known is not None and known.live:
                 continue  # requeued, or listed again in a moment
             if known is not None and one.allocated:
-                known = details_as_granted(known, one.seen)
+                known = details_as_granted(known, one.seen, self._starts.words(one))
             wanted = self._site.profile.of(one.workload.kind)
             end = walltime.FORGOTTEN if known is None else walltime.ending(known, wanted)
             message = end.message

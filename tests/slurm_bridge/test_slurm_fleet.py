@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fakeslurm import FakeSlurm, FakeStore
+from fakeslurm import FakeAllocations, FakeSlurm, FakeStore
 from rollyard_crds import RolloutJob
 from rollyard_operator.driver import Driver
 from rollyard_operator.probe import Health
@@ -39,6 +39,7 @@ class Bench:
 
     def __init__(self, home: Path, http: httpx.AsyncClient, *jobs: RolloutJob, **profile: Any) -> None:
         self.slurm, self.store = FakeSlurm(), FakeStore(list(jobs))
+        self.allocations = FakeAllocations(self.slurm)
         self.site = Site(home, "abcd1234", "http://h:1", SiteProfile.model_validate(profile), python="py")
         for folder in (self.site.logs, self.site.endpoints, self.site.tokens):
             folder.mkdir(parents=True)
@@ -49,9 +50,8 @@ class Bench:
 
     def begin(self) -> None:
         """A bridge starts on the home, as after a kill."""
-        self.fleet = Fleet(
-            self.site, self.slurm, self._http, lambda owner: "secret", lambda: None, self.said.append
-        )
+        token, wake, say = lambda owner: "secret", lambda: None, self.said.append
+        self.fleet = Fleet(self.site, self.slurm, self._http, token, wake, say, self.allocations)
         self.driver = Driver(self.store, self.fleet, reconcile_profile(self.site))
 
     async def turns(self, count: int = 3, seconds: float = 1.0) -> None:

@@ -29,6 +29,7 @@ from rollyard_operator.host.home import Home, read_json, write_json
 from rollyard_operator.plan import Owner
 
 from rollyard_slurm import logs
+from rollyard_slurm.allocations import Allocations, Salloc
 from rollyard_slurm.cluster import checked_address, own_address
 from rollyard_slurm.commands import CommandLine, Commands, environment
 from rollyard_slurm.errors import SlurmError
@@ -124,7 +125,9 @@ class Bridge:
             told = {"instance": instance, "url": url, "port": plane.port, "host": socket.gethostname()}
             write_json(self._home.root / "bridge.json", told)
             site = self._site(instance, url)
-            fleet = Fleet(site, self._commands, http, self._token_of(plane), self._wake.set, self._say)
+            token_of, wake = self._token_of(plane), self._wake.set
+            allocate = allocations(self._commands, self._home, self._say)
+            fleet = Fleet(site, self._commands, http, token_of, wake, self._say, allocate)
             store = self._make_store(plane.url, plane.token("driver" if options.join else "admin"))
             for pool in options.pools:
                 await replace_pool(store, pool)
@@ -232,6 +235,11 @@ class Bridge:
                 self._say(f"Slurm has not ended these jobs yet: {numbers}; `scancel` was sent")
 
 
+def allocations(commands: Commands, home: Home, say: Callable[[str], None]) -> Allocations | None:
+    """Also where nothing is to be started so: there may be allocations of an earlier run."""
+    return Salloc(commands, home.root / "allocations", say) if isinstance(commands, CommandLine) else None
+
+
 async def end_jobs(fleet: Fleet, kind: str, grace: float) -> list[int]:
     """Drains and cancels every job of a kind; the numbers of those that Slurm has not ended in time."""
     clock = asyncio.get_running_loop().time
@@ -259,7 +267,8 @@ async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None
     commands = CommandLine(options.timeout, environment(os.environ, options.profile.pass_env))
     site = Site(home.root, str(known["instance"]), str(known["url"]), options.profile)
     async with httpx.AsyncClient(trust_env=False) as http:
-        fleet = Fleet(site, commands, http, lambda owner: "", lambda: None, say)
+        allocate = allocations(commands, home, say)
+        fleet = Fleet(site, commands, http, lambda owner: "", lambda: None, say, allocate)
         await fleet.look(datetime.now(UTC))
         if fleet.away:
             raise SlurmError(f"Slurm does not answer: {fleet.away}")

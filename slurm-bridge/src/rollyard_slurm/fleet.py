@@ -7,7 +7,7 @@ asked about one by one. While Slurm does not answer, everything counts as it was
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from rollyard_operator.host.logfile import telling_line
 from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop, Workload
 
 from rollyard_slurm import identity, walltime
+from rollyard_slurm.allocations import Allocations, as_granted, details_as_granted
 from rollyard_slurm.commands import Commands
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
 from rollyard_slurm.parse import QueuedJob
 from rollyard_slurm.script import Site, batch_script
+from rollyard_slurm.starts import Starts, jobs_of
 from rollyard_slurm.submissions import Group, Records, Submission, fresh
 from rollyard_slurm.tokens import write_token
 from rollyard_slurm.watches import Watches
@@ -46,6 +48,7 @@ class Fleet:
     Args:
         wake: called when something happened that a turn should look at.
         say: told what an operator of the bridge should know, once for each change.
+        allocate: what starts workloads by salloc; None: all are batch jobs.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Fleet:
         worker_token: Callable[[Owner], str],
         wake: Callable[[], None],
         say: Callable[[str], None],
+        allocate: Allocations | None = None,
     ) -> None:
         self._site = site
         self._commands = commands
@@ -65,6 +69,7 @@ class Fleet:
         self._say = say
         self._records = Records(site.home / "submissions")
         self._all: list[Submission] = self._records.load()
+        self._starts = Starts(site, commands, allocate, self._records.save)
         self._away = ""
         self._limit = ""
         self._successor_after: dict[str, datetime] = {}
@@ -122,6 +127,7 @@ class Fleet:
             listed = await self._commands.queue()
             self._match(listed, now)
             await self._ends({job.id for job in listed}, now)
+            await self._end_stepless(now)
             await self._drop_strangers(listed)
         except SlurmAway as trouble:
             self._slurm_away(str(trouble))
@@ -159,7 +165,7 @@ class Fleet:
                     self._forget(one)  # sbatch did not hand it in
                 continue
             before = one.seen
-            one.seen = seen
+            one.seen = seen = as_granted(seen, before) if one.allocated else seen
             if one.job is None or before is None or before.state != seen.state:
                 one.job, one.unsure_until = seen.id, None
                 running = seen.state == "RUNNING"
@@ -176,11 +182,13 @@ class Fleet:
             known = await self._commands.details(one.job)
             if known is not None and known.live:
                 continue  # requeued, or listed again in a moment
+            if known is not None and one.allocated:
+                known = details_as_granted(known, one.seen, self._starts.words(one))
             wanted = self._site.profile.of(one.workload.kind)
             end = walltime.FORGOTTEN if known is None else walltime.ending(known, wanted)
             message = end.message
             if not message and end.code:
-                message = telling_line(self._site.log(one.workload, one.job))
+                message = telling_line(self._site.log(one.workload, one.job)) or self._starts.words(one)
             self._end(one, walltime.Ending(end.code, message, end.expected), now)
 
     def _end(self, one: Submission, end: walltime.Ending, now: datetime) -> None:
@@ -195,6 +203,14 @@ class Fleet:
             self._forget(one)
         else:
             self._records.save(one)
+
+    async def _end_stepless(self, now: datetime) -> None:
+        """Ends allocations that nothing runs in."""
+        for one in await self._starts.stepless(self._all):
+            self._say(f"{one.workload.name}: nothing runs in the allocation {one.job} any more: it ends")
+            one.stop_by = now
+            self._records.save(one)
+        self.changed = self.changed or self._starts.suspects
 
     async def _drop_strangers(self, listed: list[QueuedJob]) -> None:
         """Cancels jobs of this home that no record knows: sbatch handed them in after all."""
@@ -279,8 +295,9 @@ class Fleet:
             if workload.kind == "stage-worker":
                 write_token(self._site.token_file(workload), self._worker_token(workload.owner))
             # Before sbatch: whatever happens to this process, the job is found again.
+            one.allocated = self._starts.may_allocate(workload, self._all)
             self._records.save(one)
-            one.job = await self._commands.submit(batch_script(workload, self._site, who))
+            one.job = await self._starts.hand_in(one, batch_script(workload, self._site, who))
         except SubmitRefused as refusal:
             self._records.forget(one)
             one.unsure_until = None
@@ -330,6 +347,7 @@ class Fleet:
         if one in self._all:
             self._all.remove(one)
         self._records.forget(one)
+        self._starts.forget(one)
         if all(other.workload.owner != one.workload.owner for other in self._all):
             self._site.token_file(one.workload).unlink(missing_ok=True)
 
@@ -378,15 +396,15 @@ class Fleet:
             elif left <= HAND_OVER_SECONDS and not one.insisted and one.workload.kind == "stage-worker":
                 insist.append(one)
         if cancel:
-            await self._commands.cancel(_jobs(cancel))
+            await self._commands.cancel(jobs_of(cancel))
             for one in cancel:
                 one.cancelled_at = now
         if drain:
-            await self._commands.signal(_jobs(drain), "USR1")
+            await self._starts.signal(drain, "USR1")
             for one in drain:
                 one.drained = True
         if insist:
-            await self._commands.signal(_jobs(insist), "USR2")
+            await self._starts.signal(insist, "USR2")
             for one in insist:
                 one.insisted = True
         self.changed = self.changed or bool(cancel or drain or insist)
@@ -416,7 +434,3 @@ class Fleet:
     async def close(self) -> None:
         """Ends the health checks; jobs go on."""
         await self._watches.close(self._all)
-
-
-def _jobs(submissions: Iterable[Submission]) -> list[int]:
-    return [one.job for one in submissions if one.job is not None]

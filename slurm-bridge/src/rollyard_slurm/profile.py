@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -57,6 +57,8 @@ class JobProfile(Model):
     """Nodes of its own."""
     requeue: bool | None = None
     """Whether Slurm itself may start a job anew after its node failed or it was preempted; default: true."""
+    start: Literal["sbatch", "salloc"] | None = None
+    """`salloc`: steps of allocations where Slurm grants them at once, else sbatch; default: `sbatch`."""
     sbatch: Words = Field(default_factory=list)
     """Further options of sbatch, as `--licenses=matlab:1`."""
     prolog: Annotated[list[Line], Field(max_length=64)] = Field(default_factory=list)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollyard_operator.host.home import read_json, write_json
+from rollyard_operator.host.processes import Identity
 from rollyard_operator.plan import ObservedWorkload, Owner, Workload
 from rollyard_operator.probe import Health
 
@@ -33,6 +34,10 @@ class Submission:
     submitted_at: datetime
     job: int | None = None
     """None: refused, or sbatch has not said."""
+    allocated: bool = False
+    """A step of an allocation, and no batch job."""
+    launcher: Identity | None = None
+    """Of an allocation: the salloc that will release it, as far as it is known."""
     unsure_until: datetime | None = None
     """sbatch did not answer: if no job of this launch is seen by then, there is none."""
     refused: str = ""
@@ -175,6 +180,8 @@ def _to_json(one: Submission) -> dict[str, Any]:
     return {
         "launch": one.launch,
         "job": one.job,
+        "allocated": one.allocated,
+        "launcher": None if one.launcher is None else one.launcher.to_json(),
         "restarts": one.restarts,
         "submittedAt": _time(one.submitted_at),
         "unsureUntil": _time(one.unsure_until),
@@ -226,6 +233,8 @@ def _from_json(document: dict[str, Any]) -> Submission:
         raise ValueError("submittedAt")
     one = fresh(document["launch"], workload, document["restarts"], submitted)
     one.job = document["job"]
+    one.allocated = bool(document.get("allocated"))
+    one.launcher = Identity.from_json(document.get("launcher") or {})
     one.unsure_until = _when(document["unsureUntil"])
     one.started_at = _when(document["startedAt"])
     one.stop_by = _when(document["stopBy"])

@@ -43,6 +43,11 @@ def _home(given: Path | None) -> Home:
 @click.option("--time", "time_limit", metavar="LIMIT", help="Time limit of each job, as sbatch takes it.")
 @click.option("--constraint", metavar="FEATURES", help="Node features.")
 @click.option(
+    "--start",
+    type=click.Choice(["sbatch", "salloc"]),
+    help="salloc: steps of allocations where Slurm grants them at once [sbatch].",
+)
+@click.option(
     "--profile", type=click.Path(path_type=Path, dir_okay=False), help="YAML file with what this site needs."
 )
 @click.option(
@@ -152,7 +157,7 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
         )
     if given["join"] and not given["join"].startswith(("http://", "https://")):
         raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {given['join']!r})")
-    names = ("partition", "account", "qos", "time_limit", "constraint")
+    names = ("partition", "account", "qos", "time_limit", "constraint", "start")
     site = profiles.load(given["profile"], {name: given[name] for name in names})
     sandbox: list[str] = []
     for name, value in (("--default-image", given["default_image"]), ("--image-cache", given["image_cache"])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -183,6 +184,16 @@ def test_host_and_port_are_put_in_on_the_node() -> None:
     )
     assert command_for(["e", "--port=81", "x"], "h", 7)[1] == 81
     assert command_for(["e", "--port", "82"], "h", 7)[1] == 82
+
+
+def test_beside_a_control_plane_on_a_socket_all_is_one_node(tmp_path: Path) -> None:
+    told = tmp_path / "endpoint.json"
+    words = ["--endpoint", str(told), "--toward", "http+unix://%2Fh%2Fapi.sock", "--", "echo", "@HOST@"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rollyard_slurm.node", *words], capture_output=True, text=True, timeout=50
+    )
+    assert (done.returncode, done.stdout) == (0, "127.0.0.1\n")
+    assert json.loads(told.read_text())["url"].startswith("http://127.0.0.1:")
 
 
 # How bash runs it

@@ -185,6 +185,12 @@ def instances() -> int:
     return found
 
 
+def memory_available() -> int:
+    """Bytes that programs may still take."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
 class Nodes:
     """The jobs that bring the nodes in, set by set, each kept open between two rounds."""
 

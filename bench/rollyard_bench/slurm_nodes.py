@@ -323,6 +323,9 @@ async def _measured(settings: Settings) -> list[Measurement]:
         await external_pool(client, POOL, MODEL, folder / "model", [url], max_active=4096)
         nodes = Nodes(running, client, url, image, work)
         for size in work.sizes:
+            if size > NODES and memory_available() < size * (AT_ONCE + 1) * INSTANCE_BYTES:
+                ended = f"; {size} nodes were not tried, for want of memory"
+                break
             try:
                 growing.append(f"{size} in {await nodes.grow(size):.0f} s")
                 rounds.append(await nodes.round())

@@ -41,7 +41,7 @@ INSTANCE_BYTES = 45 << 20
 """What one sandbox costs, its FUSE helper included."""
 READY_SECONDS = 150.0
 ENTER_SECONDS = 30.0
-LEASING_SECONDS = 4.0
+LEASING_SECONDS = 8.0
 SPARE_SECONDS = 60.0
 """Beyond the ideal time, in which a round must be over."""
 
@@ -163,7 +163,7 @@ def _program(line: str) -> str:
         ("rollyard_pipeline", "workers"),
         ("rollyard_api", "control plane"),
         ("latency_model", "model"),
-        ("rollyard_sandbox", "exec servers and commands"),
+        ("rollyard_sandbox", "exec servers"),
         ("slurm-bridge", "bridge"),
         ("slurmd", "slurmd"),
     ):

@@ -41,7 +41,7 @@ INSTANCE_BYTES = 45 << 20
 """What one sandbox costs, its FUSE helper included."""
 READY_SECONDS = 150.0
 ENTER_SECONDS = 30.0
-LEASING_SECONDS = 4.0
+LEASING_SECONDS = 8.0
 SPARE_SECONDS = 60.0
 """Beyond the ideal time, in which a round must be over."""
 
@@ -163,7 +163,7 @@ def _program(line: str) -> str:
         ("rollyard_pipeline", "workers"),
         ("rollyard_api", "control plane"),
         ("latency_model", "model"),
-        ("rollyard_sandbox", "exec servers and commands"),
+        ("rollyard_sandbox", "exec servers"),
         ("slurm-bridge", "bridge"),
         ("slurmd", "slurmd"),
     ):
@@ -183,6 +183,12 @@ def instances() -> int:
         except OSError:
             continue
     return found
+
+
+def memory_available() -> int:
+    """Bytes that programs may still take."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
 
 class Nodes:
@@ -317,6 +323,9 @@ async def _measured(settings: Settings) -> list[Measurement]:
         await external_pool(client, POOL, MODEL, folder / "model", [url], max_active=4096)
         nodes = Nodes(running, client, url, image, work)
         for size in work.sizes:
+            if size > NODES and memory_available() < size * (AT_ONCE + 1) * INSTANCE_BYTES:
+                ended = f"; {size} nodes were not tried, for want of memory"
+                break
             try:
                 growing.append(f"{size} in {await nodes.grow(size):.0f} s")
                 rounds.append(await nodes.round())

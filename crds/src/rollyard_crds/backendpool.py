@@ -114,7 +114,7 @@ class BackendPoolSpec(Model):
         Annotated[PlacementName, Field(json_schema_extra=cel(("self == oldSelf", _IMMUTABLE)))] | None
     ) = None
     """The driver that starts the backends, where the control plane has several; default: the one it came
-    with it. Stage workers must reach them."""
+    with. Stage workers must reach them."""
 
     @model_validator(mode="after")
     def _started_by_a_driver(self) -> BackendPoolSpec:

@@ -210,7 +210,9 @@ def test_commands_that_hang_change_nothing(slurm: Any, bridge: Bridge, shared: P
     # Long enough for an sbatch that a busy machine lets wait.
     bridge.options = ["--command-timeout", "5"]
     bridge.env = {"PATH": f"{programs}:{slurm.env['PATH']}"}
-    first, second = job("hangs", tasks=6, samples=2, pause=8.0), job("later", tasks=2, samples=1)
+    first = job("hangs", tasks=6, samples=2, pause=8.0)
+    # Still there when squeue answers: of a job that came and went unseen nothing is known for 90 s.
+    second = job("later", tasks=2, samples=1, pause=12.0)
     bridge.start()
     with bridge.client() as client:
         client.submit(first)
@@ -307,7 +309,8 @@ exec {sys.executable} "$@"
     (shared / "closed").touch()
     bridge.sandbox = "apptainer"
     bridge.options = ["--profile", str(profile), "--default-image", str(sif)]
-    wanted = job("nodes", workers=2)
+    # Long enough for the other worker's end to be noticed, and for its next submission.
+    wanted = job("nodes", samples=4, pause=6.0, workers=2)
     before = set(slurm.job_processes())
 
     def left() -> list[str]:

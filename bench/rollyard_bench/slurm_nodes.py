@@ -62,7 +62,7 @@ class Plan:
 
 def plan(settings: Settings) -> Plan:
     """A quick one stops at the size that the goal is about."""
-    return Plan((1, NODES), 5) if settings.quick else Plan((1, NODES, 24, 32), 20)
+    return Plan((1, NODES), 5) if settings.quick else Plan((1, NODES, 24), 20)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 
 ROOT = Path(__file__).resolve().parents[2]
-LAB = Path(os.environ.get("DEVLAB") or ROOT / "scripts" / "slurm-lab")
+LAB = ROOT / "scripts" / "slurm-lab"
 
 Measured = Callable[[Settings], Awaitable[list[Measurement]]]
 

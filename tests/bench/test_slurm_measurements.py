@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 from rollyard_bench.processes import ProgramFailed
 from rollyard_bench.slurm_load import Counted, Window
-from rollyard_bench.slurm_nodes import Round
 from rollyard_bench.slurm_start import first_command, job
-
-
-def test_efficiency_is_throughput_beside_as_many_times_that_of_one_node() -> None:
-    one = Round(1, 40.0, 2.0, 0.001, 0.1)
-    sixteen = Round(16, 50.0, 2.5, 0.002, 0.9, {"workers": 1.25})
-    assert (one.throughput, sixteen.throughput) == (0.2, 2.56)
-    assert one.efficiency(one) == 1.0
-    assert sixteen.efficiency(one) == pytest.approx(0.8)
-    assert "16 nodes: 50.00 s, 153.6 rollouts/min, efficiency 0.800" in sixteen.text(one, 40.0)
 
 
 def test_the_first_command_tells_the_time_or_the_measurement_fails() -> None:

@@ -86,10 +86,9 @@ async def _serve(
             try:
                 job, request = await asking
                 request = request if "init" in stages else None
-                # Only one before this process is ready, that it has the machine's cores for itself.
+                # Only one, that it has the machine's cores for itself; the others follow the first lease.
                 await keep_warm(provider, request, 1)
                 modules = await asyncio.to_thread(_late_modules)
-                await keep_warm(provider, request, job.sandbox.warm if job is not None else 0)
                 spec = StagesSpec() if job is None else job.stages
                 places = {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
                 await _work(modules, options, control, provider, extensions, places, signals)

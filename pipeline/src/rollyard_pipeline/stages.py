@@ -240,11 +240,12 @@ class Stages:
         provider = self._provider
         if provider is None:
             raise SandboxMissing("this worker has no sandboxes (start it with --sandbox)")
+        sandbox = await provider.acquire(SandboxRequest.of(spec.sandbox, held.lease.task.sandbox), held.ref)
+        held.sandbox = sandbox.handle
+        # Only now: those that are started ahead would take the cores from the one that is waited for.
         if spec.sandbox.warm and held.lease.job_uid not in self._warmed:
             self._warmed.add(held.lease.job_uid)
             await provider.warm(SandboxRequest.of(spec.sandbox), spec.sandbox.warm)
-        sandbox = await provider.acquire(SandboxRequest.of(spec.sandbox, held.lease.task.sandbox), held.ref)
-        held.sandbox = sandbox.handle
         return sandbox
 
     @asynccontextmanager

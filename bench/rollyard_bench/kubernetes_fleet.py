@@ -40,7 +40,7 @@ MORE_RUN = 4
 """Run workers after the job's spec was changed: with the three of each stage ten pods in all."""
 ROLLOUTS = 2
 PER_SECOND = 1.5
-"""Jobs applied: with their pods about as much as two slow cores with a whole cluster on them keep up with. At 4
+"""Jobs applied: with their pods as much as two slow cores with a whole cluster on them keep up with. At 4
 a second the API server took a third of a second for each call: that is its queue, and not the operator."""
 CHANGE_SECONDS = 3.0
 """After which the job's spec is changed."""

@@ -35,8 +35,13 @@ async def test_lag_is_taken_from_the_watch_and_pods_are_counted(monkeypatch: pyt
     assert await watched.since(0.5, "j", "pod") == pytest.approx(500)
     assert await watched.since(9.0, "j", "ten pods") == pytest.approx(1000)
     for number in range(10):
-        watched.pod(20.0 + number, "DELETED", pod(f"p{number}"))
-    assert await watched.since(0.0, "j", "gone") == pytest.approx(29_000)
+        ending = pod(f"p{number}")
+        ending["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        watched.pod(20.0 + number, "MODIFIED" if number else "DELETED", ending)
+    assert await watched.since(0.0, "j", "pods told to end") == pytest.approx(29_000)
+    assert watched.there == 9, "who is told to end is there until it has ended"
+    for number in range(1, 10):
+        watched.pod(40.0, "DELETED", pod(f"p{number}"))
     assert (watched.all_pods, watched.most_pods, watched.there) == (10, 10, 0)
     watched.job(30.0, "MODIFIED", {"metadata": {"name": "j"}})
     with pytest.raises(ProgramFailed, match="j: finished was not seen"):

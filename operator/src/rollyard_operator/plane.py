@@ -59,10 +59,16 @@ def object_uid(thing: RolloutJob | BackendPool) -> str:
 
 
 class Views(Generic[ThingT]):
-    """The newest view of each job, or pool. A look begun before something newer was learnt says nothing."""
+    """The newest view of each job, or pool. A look begun before something newer was learnt says nothing.
 
-    def __init__(self, changed: Callable[[Key], None]) -> None:
+    Args:
+        changed: called with the key of one that changed, appeared or went.
+        others: what of a view is not told by the operator itself.
+    """
+
+    def __init__(self, changed: Callable[[Key], None], others: Callable[[ThingT], object]) -> None:
         self._changed = changed
+        self._others: Callable[[ThingT], object] = others
         self._views: dict[Key, ThingT] = {}
         self._learnt: dict[Key, float] = {}
 
@@ -76,9 +82,14 @@ class Views(Generic[ThingT]):
         return view if view is not None and object_uid(view) == uid else None
 
     def learn(self, view: ThingT) -> None:
-        """An answer to a call of our own, just now."""
-        self._views[thing_key(view)] = view
-        self._learnt[thing_key(view)] = asyncio.get_running_loop().time()
+        """An answer to a call of our own, just now; tells if others have changed it meanwhile."""
+        key = thing_key(view)
+        before = self._views.get(key)
+        self._views[key] = view
+        self._learnt[key] = asyncio.get_running_loop().time()
+        if before is not None and self._others(before) != self._others(view):
+            # The next look would find nothing new in it.
+            self._changed(key)
 
     def forget(self, key: Key) -> None:
         """It is gone, as an answer just now said."""
@@ -112,6 +123,14 @@ class Views(Generic[ThingT]):
             self._changed(key)
 
 
+def _others_of_job(job: RolloutJob) -> object:
+    return job.metadata.generation, job.metadata.annotations, job.status.counts
+
+
+def _others_of_pool(pool: BackendPool) -> object:
+    return pool.metadata.generation, pool.metadata.annotations, pool.status.backends
+
+
 class Plane:
     """The control plane, polled.
 
@@ -127,9 +146,9 @@ class Plane:
         pool_changed: Callable[[Key], None],
     ) -> None:
         self.client = client
-        self.unfinished: Views[RolloutJob] = Views(job_changed)
+        self.unfinished: Views[RolloutJob] = Views(job_changed, _others_of_job)
         """Jobs that have not ended."""
-        self.pools: Views[BackendPool] = Views(pool_changed)
+        self.pools: Views[BackendPool] = Views(pool_changed, _others_of_pool)
         """All pools."""
         self.seen = asyncio.Event()
         """Set once it has answered."""

@@ -179,6 +179,9 @@ class _Signals:
     def __exit__(self, *exc: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
+            if exc[0] is None:
+                # All is done: who asks for the end now, as this process ends, must not make it a failure.
+                signal.signal(number, signal.SIG_IGN)
 
     async def run(self, worker: Worker) -> None:
         """Run the worker to its end."""

@@ -201,7 +201,9 @@ class RestCalls:
             elif job.state == "RUNNING" and job.left is not None and job.id not in self._told_left:
                 self._tell(job.id, f"left {job.left:.0f}")
                 self._told_left.add(job.id)
-        for gone in there - {job.id for job in listed}:
+        known = {job.id for job in listed}
+        self._told_left &= known
+        for gone in there - known:
             (self._folder / str(gone)).unlink(missing_ok=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from fulldisk import fill
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull
 from rollyard_pipeline.sandboxes.processes import ProcessRef
 from rollyard_pipeline.sandboxes.records import SandboxFolder, SandboxRecord
@@ -29,21 +29,6 @@ def small(tmp_path: Path, missing: Callable[[str], NoReturn]) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(point)], check=True, timeout=20)
 
 
-def fill(folder: Path) -> Path:
-    """Takes all that is left."""
-    path = folder / "filler"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        while os.write(fd, bytes(4096)):
-            pass
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-    finally:
-        os.close(fd)
-    return path
-
-
 @pytest.mark.real
 async def test_a_full_disk_is_told_and_passes(kit: Any, small: Path) -> None:
     provider = kit.open("process", small / "r")
@@ -51,7 +36,8 @@ async def test_a_full_disk_is_told_and_passes(kit: Any, small: Path) -> None:
     try:
         assert provider.trouble() == ""
         first = await kit.acquire(provider, "r-1")
-        filler = fill(small)
+        filler = small / "filler"
+        fill(filler)
         with pytest.raises(NodeDiskFull, match="no room left"):
             await kit.acquire(provider, "r-2")
         assert "node node-a starts no sandboxes" in provider.trouble()
@@ -83,7 +69,7 @@ async def test_a_disk_that_is_full_in_the_middle_of_a_start_leaves_no_process(
         if record.state == "warm":
             assert record.root is not None
             started.append(record.root.ref())
-            fill(small)
+            fill(small / "filler")
         save(folder, record)
 
     monkeypatch.setattr(SandboxFolder, "save", saved)

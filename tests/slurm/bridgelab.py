@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -187,19 +186,6 @@ def accounted_for(bridge: Bridge, wanted: RolloutJob) -> None:
     assert len(places) == total
     assert set(places.values()) == {1}
     assert {one.reward for one in got} == {1.0}
-
-
-def fill(path: Path) -> None:
-    """Takes all that is left on a disk."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        while os.write(fd, bytes(4096)):
-            pass
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-    finally:
-        os.close(fd)
 
 
 def _read(path: Path) -> dict[str, Any]:

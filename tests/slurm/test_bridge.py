@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridgelab import ROLLYARD, Bridge, accounted_for, condition, fill, job, until
+from bridgelab import ROLLYARD, Bridge, accounted_for, condition, job, until
+from fulldisk import fill
 from rollyard_client import Client, RollyardError
 from rollyard_crds import BackendPool
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import yaml
-from bridgelab import Bridge, accounted_for, condition, fill, job, until
+from bridgelab import Bridge, accounted_for, condition, job, until
+from fulldisk import fill
 from ledger import Ledger
 
 if TYPE_CHECKING:

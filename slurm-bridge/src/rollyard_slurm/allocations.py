@@ -190,9 +190,6 @@ class Salloc(CommandLine):
             self._say(f"salloc: {words}: sbatch is used instead")
         return None
 
-    def _program(self, name: str) -> str:
-        return os.path.join(self._programs, name) if self._programs else name
-
     async def _detached(self, command: Sequence[str], told: Path) -> Identity | None:
         """Starts a command that is nobody's child; None: it has ended already."""
         self.load.runs["salloc"] = self.load.runs.get("salloc", 0) + 1

@@ -74,13 +74,15 @@ class CommandLine:
         self._accounting = True
         self.load = Load()
 
+    def _program(self, name: str) -> str:
+        return os.path.join(self._programs, name) if self._programs else name
+
     async def _run(self, name: str, *arguments: str, text: str = "") -> tuple[int, str, str]:
-        program = os.path.join(self._programs, name) if self._programs else name
         began = time.monotonic()
         self.load.runs[name] = self.load.runs.get(name, 0) + 1
         try:
             process = await asyncio.create_subprocess_exec(
-                program,
+                self._program(name),
                 *arguments,
                 stdin=asyncio.subprocess.PIPE if text else asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

@@ -1,0 +1,20 @@
+"""A disk without room."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+def fill(path: Path) -> None:
+    """Takes all that is left on a disk, by a file."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        while os.write(fd, bytes(4096)):
+            pass
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+    finally:
+        os.close(fd)

@@ -150,6 +150,16 @@ async def test_a_killed_server_takes_its_engine_core_along_and_comes_back(
     assert "restarted once; the one before" in driver.condition("Degraded").message
 
 
+async def test_a_server_that_is_replaced_is_counted_as_restarted(make: Callable[..., Driver]) -> None:
+    driver = make()
+    await driver.until(driver.ready)
+    (before,) = driver.pool.status.backends
+    before.restart_requested = True
+    await driver.until(lambda: driver.ready() and driver.ready()[0].url != before.url)
+    told = driver.condition("Degraded").message
+    assert told.endswith("was restarted once; the one before had wrong weights")
+
+
 async def test_stopped_in_the_middle_of_a_start_leaves_nothing(
     make: Callable[..., Driver], tmp_path: Path
 ) -> None:

@@ -135,6 +135,22 @@ async def test_a_backend_that_dies_is_told_as_gone_and_made_anew(lab: Lab) -> No
     await until(lambda: [one.ready for one in lab.control.all_pools[KEY].status.backends] == [True])
 
 
+async def test_a_backend_that_is_replaced_is_counted_as_restarted(lab: Lab) -> None:
+    await ready_pool(lab, replicas=1)
+    (name,) = lab.kube.names("Pod")
+    where = ("Pod", NAMESPACE, name)
+    first = lab.kube.objects[where]["metadata"]["uid"]
+    lab.control.all_pools[KEY].status.backends = [
+        one.model_copy(update={"restart_requested": True})
+        for one in lab.control.all_pools[KEY].status.backends
+    ]
+    await until(lambda: "deletionTimestamp" in lab.kube.objects[where]["metadata"])
+    lab.kube.remove(*where)
+    await until(lambda: where in lab.kube.objects and lab.kube.objects[where]["metadata"]["uid"] != first)
+    told = lab.kube.objects[where]["metadata"]["annotations"]
+    assert (told["rollyard.dev/restarts"], told["rollyard.dev/last-end"]) == ("1", "had wrong weights")
+
+
 def test_the_difference_of_two_specs_is_a_merge_patch() -> None:
     before = {"a": 1, "b": {"c": 1, "d": [1]}, "gone": True}
     after = {"a": 1, "b": {"c": 2, "d": [1]}, "new": {"x": 1}}

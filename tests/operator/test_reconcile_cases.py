@@ -12,6 +12,7 @@ from rollyard_operator.fleet import restart_delay
 from rollyard_operator.plan import ObservedJob, ObservedPool, ObservedWorkload, PoolState, Profile
 from rollyard_operator.pools import pool_workloads, reconcile_pool
 from rollyard_operator.reconcile import job_workloads, reconcile_job
+from rollyard_operator.replaced import Replaced
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LOCAL = Profile(combine_stages=True)
@@ -238,8 +239,37 @@ def test_hung_backend_is_restarted() -> None:
     assert not soon.stop
     assert soon.requeue_after == 50
     late = reconcile_pool(pool, ObservedPool((seen,)), NOW + timedelta(seconds=61))
-    assert [stop.name for stop in late.stop] == [workload.name]
+    (stop,) = late.stop
+    assert stop.name == workload.name
     assert condition(late, "Ready").status == "False"
+    # Nothing of it is left when it is launched again: the stop itself says how that counts.
+    replaced = Replaced()
+    replaced.note(stop)
+    fresh = reconcile_pool(pool, ObservedPool(), NOW + timedelta(seconds=62)).launch[0]
+    assert (fresh.restarts, fresh.last_end) == (0, "")
+    for _ in range(2):  # the first try to launch it failed
+        counted = replaced.counted(fresh)
+        assert (counted.restarts, counted.last_end) == (1, "did not answer (health check timed out)")
+    other = replace(fresh, workload=replace(workload, args=("--other",)))
+    assert replaced.counted(other) == other, "another spec starts over"
+    replaced.launched(workload.name)
+    assert replaced.counted(fresh) == fresh
+
+
+@pytest.mark.parametrize(("lived", "counted"), [(90, 4), (500, 1)])
+def test_a_hung_backend_counts_on_unless_it_ran_long(lived: float, counted: int) -> None:
+    pool = pool_of()
+    (workload,) = pool_workloads(pool)
+    end = NOW + timedelta(seconds=lived)
+    seen = ObservedWorkload(
+        workload.name, workload.spec_hash, "running", NOW, restarts=3, ready=False,
+        unready_since=end - timedelta(seconds=61), url="http://127.0.0.1:1",
+    )  # fmt: skip
+    (stop,) = reconcile_pool(pool, ObservedPool((seen,)), end).stop
+    assert stop.again is not None
+    assert (stop.again.restarts, stop.again.last_end) == (counted, "did not answer")
+    gone = reconcile_pool(pool_of(replicas=0), ObservedPool((seen,)), end).stop
+    assert [one.again for one in gone] == [None], "nobody wants it again"
 
 
 def test_why_a_pod_has_not_begun_is_told_once() -> None:

@@ -12,6 +12,7 @@ import pytest
 from fakeslurm import FakeAllocations, FakeSlurm, FakeStore
 from rollyard_crds import RolloutJob
 from rollyard_operator.driver import Driver
+from rollyard_operator.plan import Launch, Stop
 from rollyard_operator.probe import Health
 from rollyard_slurm.avoided import AVOID_SECONDS
 from rollyard_slurm.fleet import UNSURE_SECONDS, Fleet
@@ -242,6 +243,21 @@ async def test_scancel_counts_as_an_exit(bench: Bench) -> None:
     assert list(bench.slurm.queued) == []
     await bench.turns(4)
     assert "restarts=1" in bench.slurm.queued[102].comment
+
+
+async def test_one_that_is_stopped_to_be_replaced_is_counted_as_restarted(bench: Bench) -> None:
+    await bench.turns()
+    bench.slurm.run(101)
+    await bench.turns()
+    (owner,) = bench.fleet.owners()
+    (seen,) = bench.fleet.observed(owner)
+    workload = bench.fleet.jobs[0].workload
+    bench.fleet.stop(Stop(seen.name, 0.0, Launch(workload, 1, "did not answer")))
+    await bench.turns(8)
+    assert "restarts=1" in bench.slurm.queued[102].comment
+    bench.slurm.run(102)
+    await bench.turns()
+    assert "was restarted once; the one before did not answer" in bench.said_of("Degraded")
 
 
 async def test_how_the_one_before_ended_is_told_after_a_restart_of_the_bridge_too(bench: Bench) -> None:

@@ -17,6 +17,7 @@ from rollyard_operator.objectcache import Key, PodCache, key_of, uid_of
 from rollyard_operator.plan import Launch, ObservedWorkload, Plan, Stop, Workload
 from rollyard_operator.podparts import TemplateError
 from rollyard_operator.podstatus import observed_workload
+from rollyard_operator.replaced import Replaced
 from rollyard_operator.resource import is_leaving
 
 LEFTOVER_SECONDS = 2.0
@@ -38,6 +39,7 @@ class Children:
         self._instance = instance
         self._refused: dict[str, ObservedWorkload] = {}
         self._deleting: dict[str, None] = {}
+        self._replaced = Replaced()
 
     def pods(self, uid: str, component: str) -> list[Object]:
         """The owner's pods of a component."""
@@ -87,6 +89,7 @@ class Children:
 
     async def _stop(self, namespace: str, stop: Stop) -> None:
         self._refused.pop(stop.name, None)
+        self._replaced.note(stop)
         pod = self._cache.get((namespace, stop.name))
         if pod is not None:
             await self._delete(pod, math.ceil(stop.grace_seconds))
@@ -99,6 +102,7 @@ class Children:
             self._deleting.pop(next(iter(self._deleting)))
 
     async def _launch(self, namespace: str, launch: Launch, build: Callable[[Workload], Object]) -> None:
+        launch = self._replaced.counted(launch)
         workload = launch.workload
         self._refused.pop(workload.name, None)
         try:
@@ -115,6 +119,7 @@ class Children:
             notes[labels.LAST_END] = launch.last_end
         try:
             self._cache.put(await self._kube.create(pod))
+            self._replaced.launched(workload.name)
         except KubeConflict:
             await self._adopt((namespace, workload.name), launch)
         except KubeError as error:

@@ -45,9 +45,13 @@ def _lived(observed: ObservedWorkload, now: datetime) -> float:
     return ((observed.exited_at or now) - observed.started_at).total_seconds()
 
 
-def restarts_in_a_row(seen: ObservedWorkload, profile: Profile) -> int:
-    """How often one that has exited was restarted without running for the stable time since."""
-    lived = ((seen.exited_at or seen.started_at) - seen.started_at).total_seconds()
+def restarts_in_a_row(seen: ObservedWorkload, profile: Profile, now: datetime | None = None) -> int:
+    """How often one was restarted without running for the stable time since.
+
+    Args:
+        now: of one that has not exited, and is to end now.
+    """
+    lived = ((seen.exited_at or now or seen.started_at) - seen.started_at).total_seconds()
     return seen.restarts if lived < profile.stable_seconds else 0
 
 

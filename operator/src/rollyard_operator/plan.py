@@ -152,6 +152,8 @@ class Stop:
 
     name: str
     grace_seconds: float
+    again: Launch | None = None
+    """It is stopped because it does not do its work: how it is to be counted when it is launched again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
 
 from rollyard_operator.conditions import Claim, updated
-from rollyard_operator.fleet import FleetPlan, earliest, keep
+from rollyard_operator.fleet import FleetPlan, earliest, keep, restarts_in_a_row
 from rollyard_operator.naming import child_name, made_of, owner_of
-from rollyard_operator.plan import STARTING, ObservedPool, ObservedWorkload, Plan, Profile, Stop, Workload
+from rollyard_operator.plan import (
+    STARTING,
+    Launch,
+    ObservedPool,
+    ObservedWorkload,
+    Plan,
+    Profile,
+    Stop,
+    Workload,
+)
 from rollyard_operator.rolling import retire
 
 BACKEND_INDEX = "$(BACKEND_INDEX)"
@@ -79,7 +88,12 @@ def _backends(
 
 
 def _stops(
-    pool: BackendPool, observed: ObservedPool, fleet: FleetPlan, now: datetime, profile: Profile
+    pool: BackendPool,
+    wanted: Mapping[str, Workload],
+    observed: ObservedPool,
+    fleet: FleetPlan,
+    now: datetime,
+    profile: Profile,
 ) -> tuple[tuple[Stop, ...], list[str]]:
     """Everything to be stopped, and a line for each that has to be restarted."""
     requested = {backend.url for backend in pool.status.backends if backend.restart_requested}
@@ -91,12 +105,17 @@ def _stops(
         left = _time_left(seen, pool, now, profile)
         if left is not None and left <= 0:
             detail = f" ({seen.message})" if seen.message not in ("", STARTING) else ""
+            how = f"did not answer{detail}"
             troubles.append(f"{seen.name} does not answer{detail}; restarting it")
         elif seen.url in requested:
+            how = "had wrong weights"
             troubles.append(f"{seen.name} has wrong weights; restarting it")
         else:
             continue
-        stops.append(Stop(seen.name, profile.stop_seconds))
+        again = None
+        if (workload := wanted.get(seen.name)) is not None:
+            again = Launch(workload, restarts_in_a_row(seen, profile, now) + 1, how)
+        stops.append(Stop(seen.name, profile.stop_seconds, again))
     return tuple(stops), troubles
 
 
@@ -115,7 +134,8 @@ def reconcile_pool(
         profile,
         profile.stop_seconds,
     )
-    stops, restarts = _stops(pool, observed, fleet, now, profile)
+    by_name = {workload.name: workload for workload in wanted}
+    stops, restarts = _stops(pool, by_name, observed, fleet, now, profile)
     stopped = {stop.name for stop in stops}
     # Who is stopped now is reported as gone at once: no rollout is routed to it meanwhile.
     drain = leaving.drain - stopped

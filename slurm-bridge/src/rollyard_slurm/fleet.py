@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 from rollyard_operator.host.logfile import telling_line
 from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop
+from rollyard_operator.replaced import Replaced
 
 from rollyard_slurm import identity, walltime
 from rollyard_slurm.allocations import Allocations, as_granted, details_as_granted
@@ -70,6 +71,7 @@ class Fleet:
         self._say = say
         self._records = Records(site.home / "submissions")
         self._all: list[Submission] = self._records.load()
+        self._replaced = Replaced()
         self._starts = Starts(site, commands, allocate, self._records.save)
         self._away = ""
         self._limit = ""
@@ -288,7 +290,8 @@ class Fleet:
             return  # the next plan says it again
         for old in [one for one in self._all if one.workload.name == name and not one.living]:
             self._forget(old)
-        await self._submit(launch, now)
+        await self._submit(self._replaced.counted(launch), now)
+        self._replaced.launched(name)
 
     async def _submit(self, launch: Launch, now: datetime) -> None:
         one = fresh(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
@@ -353,6 +356,7 @@ class Fleet:
         one = self._named().get(stop.name)
         if one is None:
             return
+        self._replaced.note(stop)
         group = self._groups()[one.workload.name]
         # Whoever stops a workload stops those that were to follow it.
         ending = [one, *group.successors] if one is group.front else [one]

@@ -14,6 +14,7 @@ from rollyard_operator.host.child import Child, Folders
 from rollyard_operator.host.home import Home
 from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop, Workload, WorkloadState
 from rollyard_operator.probe import Health, watch_backend
+from rollyard_operator.replaced import Replaced
 
 from rollyard.errors import CannotStart
 from rollyard.local.gpus import choose, visible_gpus
@@ -74,6 +75,7 @@ class Fleet:
         self._entries: dict[str, _Entry] = {}
         self._folders = Folders(home.logs, home.pids)
         self._visible: tuple[str, ...] = ()
+        self._replaced = Replaced()
 
     def owners(self) -> set[Owner]:
         """Whose workloads there are."""
@@ -132,12 +134,14 @@ class Fleet:
             await self._launch(launch)
 
     async def _launch(self, launch: Launch) -> None:
+        launch = self._replaced.counted(launch)
         workload = launch.workload
         before = self._entries.pop(workload.name, None)
         if before is not None and before.probe is not None:
             before.probe.cancel()
         entry = _Entry(workload, launch.restarts, None, datetime.now(UTC), last_end=launch.last_end)
         self._entries[workload.name] = entry
+        self._replaced.launched(workload.name)
         try:
             if workload.engine == "vllm":
                 entry.child = await self._start_vllm(entry)
@@ -222,6 +226,7 @@ class Fleet:
         entry = self._entries.get(stop.name)
         if entry is None or entry.stopping is not None:
             return
+        self._replaced.note(stop)
         if entry.probe is not None:
             entry.probe.cancel()
         if entry.child is None or entry.child.exit_code is not None:

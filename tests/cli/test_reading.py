@@ -267,7 +267,8 @@ ONE, TWO = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
 @pytest.fixture
 def half_updated() -> BackendPool:
     """Two backends, one of them behind, whose metrics cannot be read."""
-    numbers = {"runningRequests": 5, "waitingRequests": 3, "prefixCacheHitRate": 0.7125, "tokensPerSecond": 81.6}
+    numbers = {"runningRequests": 5, "waitingRequests": 3, "prefixCacheHitRate": 0.7125}
+    numbers |= {"tokensPerSecond": 81.6}
     status = {
         "readyReplicas": 2,
         "backends": [

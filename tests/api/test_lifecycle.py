@@ -47,6 +47,23 @@ async def test_whole_way(served: Any, make_manifest: Any, worker_of: Any) -> Non
     assert "completionTime" in told
 
 
+async def test_segments_that_templates_began_are_counted(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
+    worker = worker_of(served.worker)
+    await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=4)])
+    results = [worker.result(lease) for lease in await worker.lease(run=4)]
+    for result, breaks in zip(results, (2, 0, 1, 0), strict=True):
+        result["trajectory"]["template_breaks"] = breaks
+    assert await worker.complete(*results) == ["accepted"] * 4
+    assert await worker.complete(*results) == ["repeated"] * 4
+    assert "rollyard_template_breaks_total 3.0" in (await served.admin.get("/metrics")).text
+    assert await worker.finish_all() == 4
+    lines = (await served.admin.get("/v1/rolloutjobs/job/trajectories")).text.splitlines()
+    assert sorted(json.loads(line)["template_breaks"] for line in lines) == [0, 0, 1, 2]
+
+
 async def test_results_in_every_form(served: Any, make_manifest: Any, worker_of: Any, tmp_path: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
     await worker_of(served.worker).finish_all(lambda lease: float(lease["sample_index"]))

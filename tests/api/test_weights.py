@@ -347,6 +347,7 @@ async def test_unverified_where_there_is_nothing_to_compare_with(yard: Any, othe
     assert {b["weights"] for b in await backends_of(yard.admin)} == {"Current"}, "no server was touched"
     done = await update(yard.admin, "v2", other)
     assert (done["state"], done["verified"], done["verifiedBy"]) == ("Succeeded", False, "")
+    assert all("not verified: no reference was given" in part["message"] for part in done["backends"])
 
 
 async def test_a_control_plane_killed_between_pausing_and_resuming(

@@ -155,6 +155,24 @@ async def test_kill_9_of_the_control_plane_at_each_step(
             server.gates.pop(step).set()
 
 
+async def test_nothing_is_sampled_with_what_old_weights_have_computed(
+    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+) -> None:
+    """The prefix cache is emptied after the weights are there and before anything is sampled again."""
+    async with serving(settings, **quick(settings)) as served:
+        await made(served.admin, [server.url for server in servers], eventually)
+        for server in servers:
+            server.seen.clear()
+        done = await ended(served.admin, (await post(served.admin, checkpoint)).json()["id"])
+        assert (done["state"], done["verified"]) == ("Succeeded", True), done
+    steps = (
+        *("/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"),
+        *("/v1/completions", "/update_weight_version"),
+    )
+    for server in servers:
+        assert tuple(path for path in server.seen if path in steps) == steps
+
+
 async def test_a_server_that_fails_now_and_then(
     settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
 ) -> None:

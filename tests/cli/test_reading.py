@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ from rich.console import Console
 from rollyard.errors import InvalidInput, NotFound
 from rollyard.main import main
 from rollyard.render import progress
+from rollyard.render.describe import describe_pool
 from rollyard.render.progress import Lines, progress_line, stage_progress
-from rollyard.render.tables import plain_table, print_table
+from rollyard.render.tables import backends_table, plain_table, pools_table, print_table
 from rollyard.render.trajectory import TrajectoryView, why
 from rollyard.summary import summarize
 from rollyard.trajectories import find, most_telling, read_file
 from rollyard_api.parquet import encode
-from rollyard_crds import RolloutCounts, RolloutJob
+from rollyard_crds import BackendPool, RolloutCounts, RolloutJob
 from rollyard_crds.trajectory import Trajectory
 
 
@@ -256,3 +259,58 @@ def test_bars_say_why_a_job_waits_for_long(monkeypatch: pytest.MonkeyPatch) -> N
             now += 1
             bars.update(job)
     assert console.file.getvalue().count("Waiting: BackendPool 'gone' has no ready backend") == 1
+
+
+ONE, TWO = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
+
+
+@pytest.fixture
+def half_updated() -> BackendPool:
+    """Two backends, one of them behind, whose metrics cannot be read."""
+    numbers = {"runningRequests": 5, "waitingRequests": 3, "prefixCacheHitRate": 0.7125}
+    numbers |= {"tokensPerSecond": 81.6}
+    status = {
+        "readyReplicas": 2,
+        "backends": [
+            {"url": ONE, "ready": True, "policyVersion": "v2", "activeRollouts": 6, **numbers},
+            {"url": TWO, "ready": True, "policyVersion": "v1", "weights": "Stale", "message": "it is behind"},
+        ],
+    }
+    spec = {"model": "/models/policy", "replicas": 2, "engine": {"type": "vllm"}}
+    return BackendPool.model_validate({"metadata": {"name": "p"}, "spec": spec, "status": status})
+
+
+def printed(render: Callable[[Console], None], width: int = 0) -> str:
+    """What a pipe gets, or a terminal of a width."""
+    out = io.StringIO()
+    render(Console(file=out, highlight=False, force_terminal=bool(width), width=width or 80))
+    return out.getvalue()
+
+
+def cells(text: str) -> list[list[str]]:
+    """Of a table in a pipe: columns are three spaces apart."""
+    return [re.split(r" {2,}", line) for line in text.splitlines()]
+
+
+def test_a_pools_row_sums_up_its_backends(half_updated: BackendPool) -> None:
+    heads, row = cells(printed(lambda out: print_table(out, pools_table([half_updated]))))
+    told = dict(zip(heads, row, strict=False))
+    told = {name: told[name] for name in ("NAME", "READY", "VERSION", "ACTIVE", "WAITING", "HIT RATE")}
+    assert list(told.values()) == ["p", "2/2", "mixed", "6", "3", "71.2%"]
+
+
+def test_each_backends_state_is_shown(half_updated: BackendPool) -> None:
+    known = [ONE, "Ready", "Closed", "Current", "v2", "6", "5", "3", "71.2%", "82"]
+    unknown = [TWO, "Ready", "Closed", "Stale", "v1", "0", "-", "-", "-", "-"]
+    heads = ["BACKEND", "HEALTH", "CIRCUIT", "WEIGHTS", "VERSION", "ACTIVE", "RUNNING", "WAITING"]
+    heads += ["HIT RATE", "TOKENS/S"]
+    wide = cells(printed(lambda out: print_table(out, backends_table([half_updated]))))
+    assert wide == [["POOL", *heads, "MESSAGE"], ["p", *known], ["p", *unknown, "it is behind"]]
+    described = cells(printed(lambda out: describe_pool(out, half_updated)))
+    place = described.index(heads)
+    assert described[place + 1 : place + 3] == [known, unknown]
+    assert [f"{TWO}: it is behind"] in described
+    # On a narrow terminal nothing is cut: a few lines for each backend.
+    narrow = printed(lambda out: describe_pool(out, half_updated), width=60)
+    assert "waiting 3" in narrow
+    assert "hit rate 71.2%" in narrow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -124,6 +126,42 @@ def test_command(
     assert main(["weights", "p", "--resume"]) == 0
     assert "pool p is not paused" in capsys.readouterr().out
     assert not httpx.get(f"{yard[2]}/is_paused").json()["is_paused"]
+
+
+def test_what_the_servers_own_metrics_say_is_shown(
+    yard: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over REST, and in each place of the command line that shows pools or backends."""
+    url, token, address = yard
+    with Client(url, token) as client:
+
+        def backend() -> Any:
+            (one,) = client.pool("p").status.backends
+            return one
+
+        end = time.monotonic() + START_SECONDS
+        # Again and again: what was asked before its metrics were first read is not counted.
+        while backend().prefix_cache_hit_rate is None:
+            assert time.monotonic() < end
+            reference(address)
+            body = {"prompt": IDS * 8, "max_tokens": 1}
+            httpx.post(f"{address}/v1/completions", json=body, timeout=30).raise_for_status()
+            time.sleep(0.2)
+        shown = backend()
+    assert 0 < shown.prefix_cache_hit_rate <= 1
+    assert (shown.running_requests, shown.waiting_requests) == (0, 0)
+    for arguments in (["get", "bp"], ["get", "bp", "-o", "wide"], ["describe", "bp", "p"]):
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        heads, row = next(
+            (line, after)
+            for line, after in itertools.pairwise(out.splitlines())
+            if "HIT RATE" in line and "WAITING" in line
+        )
+        told = dict(zip(re.split(r" {2,}", heads), re.split(r" {2,}", row), strict=False))
+        assert told["WAITING"] == "0", out
+        # It may have been read once more meanwhile.
+        assert 0 < float(told["HIT RATE"].removesuffix("%")) <= 100, out
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import json
 import random
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -107,6 +108,14 @@ class Run:
         assert used == [], "sandboxes outlive their rollouts by more than a lease"
 
 
+def until(condition: Callable[[], object], seconds: float = END) -> None:
+    """Waits for a condition, for a bounded time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("victim", list(KILLS))
 def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int) -> None:
@@ -140,6 +149,36 @@ def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int) -> 
         if victim == "control-plane":
             # A worker's sandboxes may go with it, which is one; the control plane takes nothing along.
             assert {key for key, record in run.ledger.seen.items() if record["attempt"]} == set()
+        assert yard.stop() in (0, 130)
+        assert yard.settled_listing() == []
+
+
+def test_a_pool_that_scales_down_in_the_middle_loses_nothing() -> None:
+    """What the backend that goes has ends there, or goes on elsewhere: no rollout begins anew."""
+    with a_yard("--replicas", "2") as yard:
+        yard.start()
+        # Long enough that some are in the middle of Run on both backends while others wait.
+        run = Run(yard, "scale-down", samples=2 * SAMPLES)
+        with yard.http() as http, following(yard, run.name, run.ledger):
+
+            def backends() -> list[dict[str, Any]]:
+                pool = http.get("/v1/backendpools/default").raise_for_status().json()
+                found: list[dict[str, Any]] = pool["status"]["backends"]
+                return found
+
+            until(lambda: [one["ready"] for one in backends()] == [True, True])
+            run.submit()
+            until(lambda: all(one["activeRollouts"] for one in backends()))
+            http.patch("/v1/backendpools/default", json={"spec": {"replicas": 1}}).raise_for_status()
+            left = run.unfinished
+            status = run.wait_finished()
+            until(lambda: len(backends()) == 1)
+        assert left >= 16, "nothing was left to be lost"
+        run.judge(status)
+        assert status["counts"]["succeeded"] == len(run.expected)
+        attempts = {record["attempt"] for record in run.ledger.seen.values()}
+        assert attempts == {0}, "a rollout paid for it"
+        until(lambda: len([one for one in yard.processes() if one.kind == "backend"]) == 1)
         assert yard.stop() in (0, 130)
         assert yard.settled_listing() == []
 

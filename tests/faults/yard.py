@@ -181,10 +181,10 @@ class Yard:
 
 
 @contextlib.contextmanager
-def a_yard() -> Iterator[Yard]:
+def a_yard(*arguments: str) -> Iterator[Yard]:
     """A Rollyard that nothing is known of before, stopped at the end however the block ends."""
     # A short path: Unix sockets in it must be nameable.
-    yard = Yard(Path(tempfile.mkdtemp(prefix="ryf-")))
+    yard = Yard(Path(tempfile.mkdtemp(prefix="ryf-")), *arguments)
     try:
         yield yard
     finally:

@@ -248,6 +248,7 @@ def test_an_embedded_backend() -> None:
     ]
     assert container["ports"][0]["containerPort"] == 8000
     assert container["resources"]["limits"] == {"memory": "4Gi"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
 
 
 def test_a_vllm_backend() -> None:

@@ -241,6 +241,27 @@ def test_a_cluster_needs_apptainer_and_not_bubblewrap(
     ] == "optional"
 
 
+@pytest.mark.parametrize(
+    ("body", "verdict", "words"),
+    [
+        ("echo 'NVIDIA H100, 81559 MiB, 550.54.15'", "ok", "550.54.15 (name, memory, driver)"),
+        ("echo 'Driver/library version mismatch' >&2; exit 18", "optional", "ask the administrator"),
+        (None, "optional", "the embedded engine needs none"),
+    ],
+)
+def test_gpus_and_their_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str | None, verdict: str, words: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if body is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    found = doctor.check_gpu()
+    assert found.verdict == verdict
+    assert words in told(found)
+    assert ("mismatch" in told(found)) == (body is not None and "mismatch" in body)
+
+
 def test_a_program_that_hangs_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollyard.checks.finding.TIMEOUT_SECONDS", 0.2)
     assert run("sleep", "60")[0] == 124

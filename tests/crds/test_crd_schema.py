@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from bounds import beyond
 from pydantic import BaseModel
 from rollyard_crds import ManifestError, StageSpec, parse, schema
 from rollyard_crds.rolloutjob import StagesSpec
@@ -148,6 +149,18 @@ def test_bad_specs_are_refused_with_the_field(case: dict[str, Any]) -> None:
     with pytest.raises(ManifestError) as refused:
         parse(document(case))
     assert any(case["field"] in problem for problem in refused.value.problems), refused.value.problems
+
+
+@pytest.mark.parametrize("kind", sorted(CRDS))
+def test_every_bound_is_the_models_too(kind: str) -> None:
+    """What the schema's bounds refuse the models do, for the same field."""
+    alike = 0
+    for field, bound, wrong in beyond(kind):
+        with pytest.raises(ManifestError) as refused:
+            parse(wrong)
+        assert any(problem.startswith(field) for problem in refused.value.problems), (field, bound)
+        alike += 1
+    assert alike > 40
 
 
 @pytest.mark.parametrize("case", CASES["immutable"], ids=str)

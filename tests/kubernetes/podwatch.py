@@ -19,15 +19,20 @@ INSTANCE = "rollyard.dev/instance"
 STAGE, JOB, CLAIM = "rollyard.dev/stage", "rollyard.dev/job", "rollyard.dev/claim"
 
 
+def api_server(kubeconfig: Path) -> httpx.Client:
+    """A client of the API server."""
+    known = yaml.safe_load(kubeconfig.read_text())
+    server, user = known["clusters"][0]["cluster"], known["users"][0]["user"]
+    tls = ssl.create_default_context(cafile=server["certificate-authority"])
+    tls.load_cert_chain(user["client-certificate"], user["client-key"])
+    return httpx.Client(base_url=server["server"], verify=tls, timeout=10, trust_env=False)
+
+
 class ClusterReader:
     """Lists pods without a process for every look."""
 
     def __init__(self, kubeconfig: Path) -> None:
-        known = yaml.safe_load(kubeconfig.read_text())
-        server, user = known["clusters"][0]["cluster"], known["users"][0]["user"]
-        tls = ssl.create_default_context(cafile=server["certificate-authority"])
-        tls.load_cert_chain(user["client-certificate"], user["client-key"])
-        self._http = httpx.Client(base_url=server["server"], verify=tls, timeout=10, trust_env=False)
+        self._http = api_server(kubeconfig)
 
     def __enter__(self) -> ClusterReader:
         return self

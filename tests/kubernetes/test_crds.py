@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 import yaml
+from bounds import beyond, rules
+from podwatch import api_server
 from rollyard_crds import ManifestError, parse, schema
 
 if TYPE_CHECKING:
@@ -80,6 +84,48 @@ def test_bad_specs_are_refused_by_both(cluster: Cluster, case: dict[str, Any]) -
 
 
 @pytest.fixture(scope="module")
+def http(cluster: Cluster) -> Iterator[httpx.Client]:
+    with api_server(cluster.kubeconfig) as client:
+        yield client
+
+
+def told(answer: httpx.Response) -> list[tuple[str, str]]:
+    """The field and the words of each cause for which the API server refuses something."""
+    said = answer.json()
+    assert said.get("kind") == "Status", f"taken: {json.dumps(said)[:200]}"
+    assert answer.status_code == 422, said
+    return [(one.get("field", ""), one["message"]) for one in said["details"]["causes"]]
+
+
+def offered(http: httpx.Client, document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Why the API server refuses to create it."""
+    (plural,) = [one.plural for one in schema.RESOURCES if one.kind == document["kind"]]
+    path = f"/apis/rollyard.dev/v1alpha1/namespaces/default/{plural}"
+    return told(http.post(path, params={"dryRun": "All"}, json=document))
+
+
+def changed(http: httpx.Client, kind: str, where: str, patch: dict[str, Any]) -> list[tuple[str, str]]:
+    """Why it refuses to change one that is there: `namespace/name`."""
+    (plural,) = [one.plural for one in schema.RESOURCES if one.kind == kind]
+    namespace, _, name = where.partition("/")
+    path = f"/apis/rollyard.dev/v1alpha1/namespaces/{namespace}/{plural}/{name}"
+    head = {"Content-Type": "application/merge-patch+json"}
+    body = json.dumps({"spec": patch})
+    return told(http.patch(path, params={"dryRun": "All"}, headers=head, content=body))
+
+
+@pytest.mark.parametrize("kind", sorted(GOOD))
+def test_every_bound_is_refused_for_its_field(http: httpx.Client, kind: str) -> None:
+    """As the models do: tests/crds."""
+    seen = 0
+    for field, bound, wrong in beyond(kind):
+        causes = offered(http, wrong)
+        assert any(cause.startswith(field) for cause, _ in causes), (field, bound, causes)
+        seen += 1
+    assert seen > 40
+
+
+@pytest.fixture(scope="module")
 def job(cluster: Cluster) -> tuple[str, dict[str, Any]]:
     """A job in a namespace that no operator was told of before it was suspended: specs only."""
     namespace = cluster.namespace()
@@ -103,6 +149,34 @@ def test_changes_that_make_another_job_are_refused(
     said = patched(cluster, job[0], case["patch"])
     assert "immutable" in said, said
     assert next(iter(case["patch"])) in said
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: Cluster) -> str:
+    """A pool that has a placement: `namespace/name`."""
+    namespace = cluster.namespace()
+    document = manifest("BackendPool", {"replicas": 0, "placement": "local"}, "steady")
+    cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
+    return f"{namespace}/steady"
+
+
+def test_every_rule_refuses_something(http: httpx.Client, job: tuple[str, dict[str, Any]], pool: str) -> None:
+    """No CEL rule is there that none of the cases above breaks: each was seen to refuse, at its field."""
+    broken: dict[str, list[tuple[str, str]]] = {kind: [] for kind in GOOD}
+    for case in CASES["bad"]:
+        if case["field"] != "color" and not case["field"].endswith("maxturns"):  # fields that are pruned
+            broken[case["kind"]] += offered(http, manifest(case["kind"], case["patch"]))
+    for case in CASES["immutable"]:
+        broken["RolloutJob"] += changed(http, "RolloutJob", f"{job[0]}/steady", case["patch"])
+    for placement in ("slurm", None):
+        broken["BackendPool"] += changed(http, "BackendPool", pool, {"placement": placement})
+    for kind, causes in broken.items():
+        refused = {
+            (path, message)
+            for path, message in rules(kind)
+            if any(field == path and message in said for field, said in causes)
+        }
+        assert rules(kind) - refused == set(), causes
 
 
 @pytest.mark.parametrize("case", CASES["mutable"], ids=str)

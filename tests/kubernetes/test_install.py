@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from installedchart import HOLD, job, task
 
 if TYPE_CHECKING:
     from kubelab import Cluster
@@ -217,42 +218,39 @@ def test_the_tunnel_outlives_the_control_plane_s_pod(
     assert not before & after
 
 
-STREAM = {
-    "apiVersion": "rollyard.dev/v1alpha1",
-    "kind": "RolloutJob",
-    "metadata": {"name": "stream"},
-    "spec": {
-        "tasks": {"stream": True},
-        "handler": "shell",
-        "agent": {"type": "oracle"},
-        "sandbox": {"warm": 0},
-    },
-}
+def test_upgrade_and_rollback_keep_a_job_at_work(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pods stay, and a rollout that is in the middle of Run ends as if nothing had happened."""
+    from rollyard.connection import connect
 
-
-def test_upgrade_and_rollback_keep_the_pods_of_a_job(release: Release) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(release.cluster.kubeconfig))
+    monkeypatch.setenv("PATH", release.cluster.env["PATH"])
     cluster = release.cluster
 
-    def workers() -> dict[str, tuple[str, str]]:
-        pods = cluster.items("pods", release.jobs, "app.kubernetes.io/component=stage-worker")
-        return {one["metadata"]["name"]: (one["metadata"]["uid"], one["status"]["phase"]) for one in pods}
+    def pods(component: str) -> dict[str, tuple[str, str]]:
+        found = cluster.items("pods", release.jobs, f"app.kubernetes.io/component={component}")
+        return {one["metadata"]["name"]: (one["metadata"]["uid"], one["status"]["phase"]) for one in found}
 
-    def running() -> bool:
-        return [phase for _, phase in workers().values()] == ["Running"] * 3
-
-    cluster.kubectl("create", "-n", release.jobs, "-f", "-", input=json.dumps(STREAM))
-    settled(running)
-    before = workers()
-    release.apply(operator={"logLevel": "warning"}, api={**release_api(release), "logLevel": "warning"})
-    assert workers() == before
-    cluster.helm("rollback", "yard", "-n", release.home, "--wait", "--timeout", "150s")
-    assert workers() == before
-    done = release.rollyard(
-        "get", "rj", "stream", f"--kubernetes={release.home}", "-n", release.jobs, "-o", "json"
-    )
-    assert json.loads(done.stdout)["metadata"]["name"] == "stream"
+    cluster.kubectl("create", "-n", release.jobs, "-f", "-", input=json.dumps(job("stream")))
+    settled(lambda: [phase for _, phase in pods("stage-worker").values()] == ["Running"] * 3)
+    with connect(f"kubernetes://{release.home}", None, release.jobs) as client:
+        client.push_tasks("stream", [task("held", hold=HOLD)])
+        settled(lambda: client.job("stream").status.counts.run.active == 1)
+        before = pods("stage-worker"), pods("sandbox")
+        (box,) = before[1]
+        release.apply(operator={"logLevel": "warning"}, api={**release_api(release), "logLevel": "warning"})
+        assert (pods("stage-worker"), pods("sandbox")) == before
+        cluster.helm("rollback", "yard", "-n", release.home, "--wait", "--timeout", "150s")
+        assert (pods("stage-worker"), pods("sandbox")) == before
+        cluster.kubectl("exec", "-n", release.jobs, box, "--", "touch", "/work/go")
+        client.push_tasks("stream", [task("later")])
+        client.close("stream")
+        cluster.kubectl(
+            "wait", "--for=condition=Succeeded", "rj/stream", "-n", release.jobs, "--timeout=120s"
+        )
+        ended = sorted((one.task_id, one.reward, one.attempt) for one in client.trajectories("stream"))
+    assert ended == [("held", 1.0, 0), ("later", 1.0, 0)]
     cluster.kubectl("delete", "rj", "stream", "-n", release.jobs)
-    settled(lambda: not workers())
+    settled(lambda: not pods("stage-worker") and not pods("sandbox"))
 
 
 def release_api(release: Release) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from podcases import UID, objects, settings_of
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_crds.claims import SandboxShape
+from rollyard_crds.podtemplate import LocalReference
 from rollyard_operator import labels
 from rollyard_operator.labels import Object
 from rollyard_operator.plan import Profile
@@ -164,6 +165,40 @@ def test_a_template_wins_over_defaults_resource_by_resource() -> None:
     assert chosen["spec"]["containers"][0]["resources"] == {"requests": {"cpu": "100m", "memory": "4Gi"}}
 
 
+def test_a_template_says_where_pods_run() -> None:
+    """Each in the pod as it stands in the spec: of stage workers, backends and sandboxes."""
+    placement: dict[str, Any] = {
+        "nodeSelector": {"disk": "ssd"},
+        "tolerations": [{"key": "dedicated", "operator": "Exists"}],
+        "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "priorityClassName": "high",
+        "runtimeClassName": "gvisor",
+        "imagePullSecrets": [{"name": "own"}],
+    }
+    labels_too = {"labels": {"team": "a"}, "annotations": {"note": "b"}}
+    settings = SETTINGS.model_copy(update={"image_pull_secrets": [LocalReference(name="registry")]})
+    raw = {
+        "metadata": {"namespace": "team", "name": "job", "uid": UID},
+        "spec": {"sandbox": {"template": placement | labels_too}},
+    }
+    owner = owner_of_object(raw)
+    assert owner is not None
+    for pod in (
+        worker(job_of(template=placement | labels_too), settings),
+        backend(settings, placement | labels_too, type="embedded"),
+        sandbox(settings, owner),
+    ):
+        spec = pod["spec"]
+        for name, value in placement.items():
+            if name in ("tolerations", "imagePullSecrets"):
+                assert value[0] in spec[name], name
+            else:
+                assert spec[name] == value, name
+        assert spec["imagePullSecrets"] == [{"name": "registry"}, {"name": "own"}]
+        assert pod["metadata"]["labels"]["team"] == "a"
+        assert pod["metadata"]["annotations"]["note"] == "b"
+
+
 def test_a_templates_environment_and_mounts_win() -> None:
     template = {
         "env": [{"name": "HOME", "value": "/home/me"}],
@@ -213,6 +248,7 @@ def test_an_embedded_backend() -> None:
     ]
     assert container["ports"][0]["containerPort"] == 8000
     assert container["resources"]["limits"] == {"memory": "4Gi"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
 
 
 def test_a_vllm_backend() -> None:

@@ -10,6 +10,10 @@ import json
 import os
 import shutil
 import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +185,85 @@ async def test_archives_are_built_once(
     async with await kit.acquire(apptainer, image=image.replace("image.tar", "moved.tar")) as sandbox:
         assert await kit.sh(sandbox, "echo $OF_THE_IMAGE") == (0, "yes")
     assert [path.stat().st_ino for path in cache.glob("*.sif")] == [identity]
+
+
+@contextmanager
+def a_registry(archive: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """A registry of this machine that has one image, `some/image:1`, over plain HTTP.
+
+    Yields:
+        Where it listens, the digest of the image, and what was asked of it.
+    """
+    with tarfile.open(archive) as opened:
+        files = {one.name: opened.extractfile(one) for one in opened if one.isfile()}
+        blobs = {
+            f"sha256:{name.rpartition('/')[2]}": file.read()
+            for name, file in files.items()
+            if file is not None and name.startswith("blobs/")
+        }
+        index = files["index.json"]
+        assert index is not None
+        (entry,) = json.loads(index.read())["manifests"]
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            kind, data = "application/octet-stream", b"{}"
+            repository, _, name = self.path.removeprefix("/v2/").rpartition("/")
+            known = self.path == "/v2/"
+            if repository == "some/image/manifests" and name in ("1", entry["digest"]):
+                known, kind, data = True, entry["mediaType"], blobs[entry["digest"]]
+            elif repository == "some/image/blobs" and name in blobs:
+                known, data = True, blobs[name]
+            self.send_response(200 if known else 404)
+            for header, value in (("Content-Type", kind), ("Content-Length", str(len(data)))):
+                self.send_header(header, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, name="registry")
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}", entry["digest"], asked
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+@pytest.mark.real
+@pytest.mark.apptainer
+async def test_images_of_a_registry_are_fetched_once(
+    kit: Any, apptainer: NodeProvider, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("APPTAINER_NOHTTPS", "1")
+    monkeypatch.setenv("SINGULARITY_NOHTTPS", "1")
+    archive = oci_archive(tmp_path / "image.tar", kit.make_root(tmp_path / "root"))
+    with a_registry(archive) as (where, digest, asked):
+        for name in ("some/image:1", f"some/image@{digest}"):
+            image = f"docker://{where}/{name}"
+            before = len(asked)
+            async with await kit.acquire(apptainer, image=image) as sandbox:
+                assert await kit.sh(sandbox, "cat /etc/image-name; echo $OF_THE_IMAGE") == (
+                    0,
+                    "made-by-test\nyes",
+                )
+            assert len(asked) > before, "it comes from there"
+            before = len(asked)
+            async with await kit.acquire(apptainer, image=image) as sandbox:
+                assert (await kit.sh(sandbox, "cat /etc/image-name"))[1] == "made-by-test"
+            assert len(asked) == before, "and is there from then on"
+        with pytest.raises(ImageNotUsable, match=r"sandbox\.image 'docker://.*some/image:2' cannot be built"):
+            await kit.acquire(apptainer, image=f"docker://{where}/some/image:2")
+    with pytest.raises(SandboxStartFailed, match="could not be built this time"):
+        await kit.acquire(apptainer, image=f"docker://{where}/some/image:3")
 
 
 @pytest.mark.real

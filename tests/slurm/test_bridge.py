@@ -121,6 +121,31 @@ def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
     assert queued.stdout == ""
 
 
+def test_a_worker_that_is_preempted_is_slurm_s_to_start_again(slurm: Any, bridge: Bridge) -> None:
+    bridge.partition = "scavenge"
+    wanted = job("preempted", tasks=8, samples=2, pause=8.0)
+    bridge.start()
+    with bridge.client() as client:
+        client.submit(wanted)
+        (number,) = bridge.running()
+        until(lambda: client.job("preempted").status.counts.run.active == 4, 60, "rollouts in Run")
+        node = bridge.jobs()[number]["node"]
+        sleeper = "#!/bin/sh\nexec sleep 300\n"
+        urgent = slurm.sbatch(sleeper, f"--nodelist={node}", "--exclusive", "--output=/dev/null")
+        until(lambda: bridge.jobs().get(number, {}).get("state") == "PENDING", 60, "the preemption")
+        assert slurm.wait_state(urgent, "RUNNING") == "RUNNING"
+        until(lambda: bridge.jobs().get(number, {}).get("state") == "RUNNING", 150, "its new start")
+        assert bridge.jobs().keys() == {number}, "Slurm's own restart, and no second job beside it"
+        assert bridge.jobs()[number]["node"] != node
+        assert condition(client.job("preempted"), "Degraded") == "False", "nothing that is wrong"
+        slurm.run_as_user(["scancel", str(urgent)])
+        bridge.ended("preempted")
+        assert {one.attempt for one in client.trajectories("preempted")} == {0}, "handed over, not failed"
+    accounted_for(bridge, wanted)
+    assert bridge.stop() == 0
+    assert bridge.jobs() == {}
+
+
 def test_one_control_plane_for_two_drivers(slurm: Any, bridge: Bridge, shared: Path) -> None:
     home = shared / "local"
     words = [*ROLLYARD, "up", "--home", str(home), "--port", "0", "--sandbox", "process", "--replicas", "0"]

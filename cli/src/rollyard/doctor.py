@@ -69,7 +69,8 @@ def check_gpu() -> Finding:
     advice = "the embedded engine needs none; vLLM's CPU build is for tests"
     if code == 127:
         return Finding("gpu", "optional", "none", advice)
-    return Finding("gpu", "optional", f"nvidia-smi does not work: {text}", "on a login node that is usual")
+    usual = "on a login node that is usual; on a node with GPUs ask the administrator for NVIDIA's driver"
+    return Finding("gpu", "optional", f"nvidia-smi does not work: {text}", usual)
 
 
 def check_vllm() -> Finding:

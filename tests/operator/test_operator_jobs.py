@@ -322,7 +322,7 @@ async def test_what_was_deleted_while_a_watch_was_broken_is_noticed_when_it_begi
         kube.remove("Pod", NAMESPACE, worker)
         await asyncio.sleep(0.1)
         assert len(kube.of("Pod")) == 2
-        lab.operator.listed()
+        lab.operator.yard.pods.take(kube.of("Pod"), kube.version())  # as a reflector does that begins anew
         await until(lambda: len(kube.of("Pod")) == 3)
         assert len({pod["metadata"]["uid"] for pod in kube.of("Pod")} - before) == 1
         kube.remove("RolloutJob", *KEY)

@@ -31,6 +31,8 @@ from rollyard_operator.yard import DRIVER, Yard
 
 TURNS_AT_ONCE = 64
 """A turn mostly waits for the API server: fewer would let others wait behind it while that one is slow."""
+WORKERS_SECONDS = 0.2
+"""Within which a job is looked at after news of its workers: each brings several, and they come together."""
 RESYNC_SECONDS = 120.0
 """Between two comparisons of jobs and pools with the cluster: a watch that breaks may miss a deletion."""
 SETTLED_SECONDS = 15.0
@@ -107,7 +109,8 @@ class Operator:
     def _pod_changed(self, pod: Object) -> None:
         namespace = key_of(pod)[0]
         if labels.label_of(pod, labels.COMPONENT) == "stage-worker":
-            self._wake_job((namespace, labels.label_of(pod, labels.JOB)))
+            key = (namespace, labels.label_of(pod, labels.JOB))
+            self._wake(("RolloutJob", key), within=WORKERS_SECONDS)
         elif labels.label_of(pod, labels.COMPONENT) == "backend":
             self._wake_pool((namespace, labels.label_of(pod, labels.POOL)))
 
@@ -138,10 +141,10 @@ class Operator:
             if isinstance(loop, JobLoop) and loop.pool == pool:
                 loop.wake()
 
-    def _wake(self, where: tuple[str, Key], start: bool = False) -> None:
+    def _wake(self, where: tuple[str, Key], start: bool = False, within: float = 0.0) -> None:
         found = self._loops.get(where)
         if found is not None:
-            found[0].wake()
+            found[0].wake(within)
         elif start and self._group is not None:
             kind = JobLoop if where[0] == "RolloutJob" else PoolLoop
             loop = kind(where[1], self._gate, self.yard)

@@ -200,7 +200,8 @@ class JobLoop(ObjectLoop):
         if holds(before.conditions, "Finished") and _settled(job) and not pods:
             # Only its time to live is left.
             plan = reconcile_job(job, turn.observed_job(job, (), None, 0), yard.now(), yard.profile)
-            return await self._conclude(obj, before, plan, view)
+            wait = await self._write(obj, before, plan.status)
+            return await self._conclude(obj, plan, view, wait)
         observed = turn.observed_job(
             job, self._children.observed(pods), self._pool_state(), yard.admissions.others(self.key, job)
         )
@@ -209,17 +210,25 @@ class JobLoop(ObjectLoop):
         if plan.launch:
             await yard.token.ensure(self.key[0])
         build = partial(worker_pod, job=job, settings=yard.settings)
-        await self._children.carry_out(self.key[0], plan, build)
+        # The status is of what was seen before this turn: neither waits for the other.
+        carried, written = await asyncio.gather(
+            self._children.carry_out(self.key[0], plan, build),
+            self._write(obj, before, plan.status),
+            return_exceptions=True,
+        )
+        if isinstance(carried, BaseException):
+            raise carried
+        if isinstance(written, BaseException):
+            raise written
         if plan.cancel and not observed.cancelled:
             with suppress(NotFound):
                 await yard.plane.client.cancel(job)
-        return await self._conclude(obj, before, plan, view)
+        return await self._conclude(obj, plan, view, written)
 
     async def _conclude(
-        self, obj: Object, before: RolloutJobStatus, plan: Plan[RolloutJobStatus], view: RolloutJob
+        self, obj: Object, plan: Plan[RolloutJobStatus], view: RolloutJob, wait: float | None
     ) -> float | None:
-        """Write the status, tell the control plane, delete what has lived long enough."""
-        wait = await self._write(obj, before, plan.status)
+        """Tell the control plane, delete what has lived long enough. `wait`: until counts are written."""
         await self._report(view, plan.status)
         if plan.delete:
             await self._yard.kube.delete("RolloutJob", *self.key, uid=uid_of(obj))

@@ -88,6 +88,10 @@ class FakeKube:
     def of(self, kind: str) -> list[Object]:
         return [obj for (one, _, _), obj in sorted(self.objects.items()) if one == kind]
 
+    def version(self) -> int:
+        """The resource version of a list that is made now."""
+        return next(self._versions)
+
     def names(self, kind: str) -> list[str]:
         return [obj["metadata"]["name"] for obj in self.of(kind)]
 

@@ -128,6 +128,7 @@ async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short pauses, for tests."""
     monkeypatch.setattr("rollyard_operator.installation.POLL_SECONDS", 0.02)
+    monkeypatch.setattr("rollyard_operator.installation.WORKERS_SECONDS", 0.01)
     monkeypatch.setattr("rollyard_operator.jobloop.POLL_SECONDS", 0.02)
     monkeypatch.setattr("rollyard_operator.jobloop.COUNTS_SECONDS", 0.0)
     monkeypatch.setattr("rollyard_operator.jobloop.REFUSED_SECONDS", 0.05)

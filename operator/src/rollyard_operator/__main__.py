@@ -16,12 +16,16 @@ import httpx
 from rollyard_client import DriverClient, Retry
 from rollyard_client.transport import CA_FILE
 
+from rollyard_operator import labels
 from rollyard_operator.installation import Operator
 from rollyard_operator.isolation import isolation_checks
 from rollyard_operator.kube import KubeClient, KubeError
 from rollyard_operator.kubesandboxes import SandboxLoop
+from rollyard_operator.kubewatch import KubeWatch
+from rollyard_operator.objectcache import PodCache
 from rollyard_operator.plan import Profile
 from rollyard_operator.pods import installation_digest
+from rollyard_operator.reflector import Reflector
 from rollyard_operator.settings import OperatorSettings, SettingsError, load_settings
 from rollyard_operator.shell import LIVENESS, login_of, on_signals, watch
 
@@ -68,21 +72,24 @@ async def serve(settings: OperatorSettings, liveness: str, leave: Callable[[bool
     if settings.control_plane_ca_file is not None:
         os.environ[CA_FILE] = str(settings.control_plane_ca_file)
     kube = await KubeClient.connect()
+    pods = KubeWatch(kube)
     url, token = settings.control_plane_url, _token(settings.token_file)
     # A turn that fails is tried again soon: the client itself need not be patient.
     client = DriverClient(url, token, timeout=15.0, retry=Retry(attempts=3))
     try:
         settings = settings.model_copy(update={"api_server_version": await kube.version()})
         async with httpx.AsyncClient(trust_env=False) as http:
-            await _run(settings, kube, client, http, liveness, leave)
+            await _run(settings, kube, pods, client, http, liveness, leave)
     finally:
         await client.aclose()
+        await pods.close()
         await kube.close()
 
 
 async def _run(
     settings: OperatorSettings,
     kube: KubeClient,
+    pods: KubeWatch,
     client: DriverClient,
     http: httpx.AsyncClient,
     liveness: str,
@@ -114,9 +121,21 @@ async def _run(
         finally:
             over.set()
 
+    async def watching_pods() -> None:
+        await filled.wait()
+        try:
+            await _watch_pods(settings, pods, operator.yard.pods)
+        except KubeError as error:
+            _log.error("the watch of pods is refused: %s", error)
+        except Exception:
+            _log.exception("the watch of pods failed")
+        finally:
+            over.set()
+
     began = time.monotonic()
     working = asyncio.create_task(operator.run(begun, sandboxes.run), name="operator")
     watches = asyncio.create_task(watching(), name="watches")
+    pod_watches = asyncio.create_task(watching_pods(), name="watches of pods")
     ends = [asyncio.create_task(one.wait()) for one in (asked, over)]
     try:
         await asyncio.wait((working, *ends), return_when=asyncio.FIRST_COMPLETED)
@@ -132,12 +151,32 @@ async def _run(
             if left:
                 leave(False)
     finally:
-        for task in (working, watches, *ends):
+        for task in (working, watches, pod_watches, *ends):
             task.cancel()
-        ended = await asyncio.gather(working, watches, *ends, return_exceptions=True)
+        ended = await asyncio.gather(working, watches, pod_watches, *ends, return_exceptions=True)
     for outcome in ended:
         if isinstance(outcome, Exception):
             raise outcome
+
+
+async def _watch_pods(settings: OperatorSettings, watcher: KubeWatch, cache: PodCache) -> None:
+    """Keep the cache of pods until cancelled; in the namespaces that it looks after.
+
+    Raises:
+        KubeError: the API server refuses it for good.
+    """
+    namespaces: list[str | None] = [*settings.namespaces] or [None]
+    selector = labels.selector(settings.instance)
+    tasks = [
+        asyncio.create_task(Reflector(watcher, "Pod", namespace, selector, cache).run(), name="reflector")
+        for namespace in namespaces
+    ]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _leave(begin_anew: bool) -> None:

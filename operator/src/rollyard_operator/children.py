@@ -50,10 +50,11 @@ class Children:
 
         Garbage collection takes them too; not those of a deletion that orphans its dependents.
         """
-        leftovers = [pod for pod in self.pods(uid, component) if not is_leaving(pod)]
+        pods = self.pods(uid, component)
+        leftovers = [pod for pod in pods if not is_leaving(pod) and uid_of(pod) not in self._deleting]
         for pod in leftovers:
             with suppress(KubeError):
-                await self._kube.delete("Pod", *key_of(pod), grace=int(grace_seconds), uid=uid_of(pod))
+                await self._delete(pod, int(grace_seconds))
         return LEFTOVER_SECONDS if leftovers else None
 
     def observed(self, pods: Iterable[Object]) -> list[ObservedWorkload]:

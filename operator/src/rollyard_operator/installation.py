@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -31,8 +31,10 @@ from rollyard_operator.yard import DRIVER, Yard
 
 TURNS_AT_ONCE = 64
 """A turn mostly waits for the API server: fewer would let others wait behind it while that one is slow."""
+WORKERS_SECONDS = 0.2
+"""Within which a job is looked at after news of its workers: each brings several, and they come together."""
 RESYNC_SECONDS = 120.0
-"""Between two comparisons of the caches with the cluster: a watch that breaks may miss a deletion."""
+"""Between two comparisons of jobs and pools with the cluster: a watch that breaks may miss a deletion."""
 SETTLED_SECONDS = 15.0
 """After the start, until the watches are there for sure."""
 GATHER_SECONDS = 2.0
@@ -47,7 +49,8 @@ _log = logging.getLogger(__name__)
 class Operator:
     """Everything of one installation that runs in one event loop.
 
-    Whoever watches the cluster tells it with `seen` and `gone`; `run` does the rest. Two operators
+    Whoever watches the cluster tells it with `seen` and `gone`, or fills the cache of pods; `run` does the
+    rest. Two operators
     at once do no harm: names are deterministic, deletions name the uid, and registering is idempotent.
     """
 
@@ -106,7 +109,8 @@ class Operator:
     def _pod_changed(self, pod: Object) -> None:
         namespace = key_of(pod)[0]
         if labels.label_of(pod, labels.COMPONENT) == "stage-worker":
-            self._wake_job((namespace, labels.label_of(pod, labels.JOB)))
+            key = (namespace, labels.label_of(pod, labels.JOB))
+            self._wake(("RolloutJob", key), within=WORKERS_SECONDS)
         elif labels.label_of(pod, labels.COMPONENT) == "backend":
             self._wake_pool((namespace, labels.label_of(pod, labels.POOL)))
 
@@ -137,10 +141,10 @@ class Operator:
             if isinstance(loop, JobLoop) and loop.pool == pool:
                 loop.wake()
 
-    def _wake(self, where: tuple[str, Key], start: bool = False) -> None:
+    def _wake(self, where: tuple[str, Key], start: bool = False, within: float = 0.0) -> None:
         found = self._loops.get(where)
         if found is not None:
-            found[0].wake()
+            found[0].wake(within)
         elif start and self._group is not None:
             kind = JobLoop if where[0] == "RolloutJob" else PoolLoop
             loop = kind(where[1], self._gate, self.yard)
@@ -183,7 +187,7 @@ class Operator:
         """The caches as the cluster is now. Waits for the custom resources to be installed."""
         while True:
             try:
-                await self._list()
+                await self._list((*KINDS, "Pod"))
                 break
             except KubeError as error:
                 _log.warning("cannot list yet: %s", error)
@@ -209,7 +213,7 @@ class Operator:
         due = clock() + SETTLED_SECONDS
         while True:
             try:
-                await self._list()
+                await self._list(KINDS)  # pods are compared by their watch
                 await self._sync.sweep()
             except KubeError as error:
                 _log.warning("resync: %s", error)
@@ -226,8 +230,8 @@ class Operator:
                 await asyncio.sleep(GATHER_SECONDS)
         self._listed.clear()
 
-    async def _list(self) -> None:
-        """All that is there, into the caches; of namespaces that refuse us, nothing.
+    async def _list(self, kinds: Iterable[str]) -> None:
+        """All that is there of these kinds, into the caches; of namespaces that refuse us, nothing.
 
         Raises:
             KubeError: the cluster does not answer, or every namespace refuses us.
@@ -236,7 +240,7 @@ class Operator:
         denied: dict[str | None, KubeError] = {}
         for namespace in namespaces:
             try:
-                await self._list_namespace(namespace)
+                await self._list_namespace(namespace, kinds)
             except KubeError as error:
                 if error.status != FORBIDDEN:
                     raise
@@ -254,10 +258,10 @@ class Operator:
         self.yard.denied.clear()
         self.yard.denied.update(denied)
 
-    async def _list_namespace(self, namespace: str | None) -> None:
-        settings, kube = self.yard.settings, self.yard.kube
-        for kind in (*KINDS, "Pod"):
-            selector = f"{labels.INSTANCE}={settings.instance}" if kind == "Pod" else ""
+    async def _list_namespace(self, namespace: str | None, kinds: Iterable[str]) -> None:
+        kube = self.yard.kube
+        for kind in kinds:
+            selector = labels.selector(self.yard.settings.instance) if kind == "Pod" else ""
             known = [obj for obj in self._cache(kind) if namespace in (None, key_of(obj)[0])]
             listed = await kube.list(kind, namespace, selector)
             for obj in listed:

@@ -39,7 +39,7 @@ COMPONENT = "stage-worker"
 REFUSED_SECONDS = 15.0
 """Until a job that was refused is tried again: a ConfigMap, or room in the queue, may have come."""
 COUNTS_SECONDS = 2.0
-"""Counts alone are written to the object this often at most."""
+"""Counts, and words such as how many workers run, are told alone this often at most."""
 
 
 class Refused(Exception):
@@ -136,6 +136,8 @@ class JobLoop(ObjectLoop):
             if view is None:  # the control plane lost it: it is wanted still
                 view = await self._register(job)
                 life.generation = view.metadata.generation or 0
+            elif view.status.completion_time is not None:
+                life.final = view
         return view
 
     async def _follow(self, job: RolloutJob, view: RolloutJob) -> bool:
@@ -200,7 +202,8 @@ class JobLoop(ObjectLoop):
         if holds(before.conditions, "Finished") and _settled(job) and not pods:
             # Only its time to live is left.
             plan = reconcile_job(job, turn.observed_job(job, (), None, 0), yard.now(), yard.profile)
-            return await self._conclude(obj, before, plan, view)
+            wait = await self._write(obj, before, plan.status)
+            return await self._conclude(obj, plan, view, wait)
         observed = turn.observed_job(
             job, self._children.observed(pods), self._pool_state(), yard.admissions.others(self.key, job)
         )
@@ -209,18 +212,27 @@ class JobLoop(ObjectLoop):
         if plan.launch:
             await yard.token.ensure(self.key[0])
         build = partial(worker_pod, job=job, settings=yard.settings)
-        await self._children.carry_out(self.key[0], plan, build)
+        # The status is of what was seen before this turn: neither waits for the other.
+        carried, written = await asyncio.gather(
+            self._children.carry_out(self.key[0], plan, build),
+            self._write(obj, before, plan.status),
+            return_exceptions=True,
+        )
+        if isinstance(carried, BaseException):
+            raise carried
+        if isinstance(written, BaseException):
+            raise written
         if plan.cancel and not observed.cancelled:
             with suppress(NotFound):
                 await yard.plane.client.cancel(job)
-        return await self._conclude(obj, before, plan, view)
+        return await self._conclude(obj, plan, view, written)
 
     async def _conclude(
-        self, obj: Object, before: RolloutJobStatus, plan: Plan[RolloutJobStatus], view: RolloutJob
+        self, obj: Object, plan: Plan[RolloutJobStatus], view: RolloutJob, wait: float | None
     ) -> float | None:
-        """Write the status, tell the control plane, delete what has lived long enough."""
-        wait = await self._write(obj, before, plan.status)
-        await self._report(view, plan.status)
+        """Tell the control plane, delete what has lived long enough. `wait`: until the status is written."""
+        if wait is None:
+            await self._report(view, plan.status)
         if plan.delete:
             await self._yard.kube.delete("RolloutJob", *self.key, uid=uid_of(obj))
         return earliest((plan.requeue_after, wait))
@@ -234,11 +246,11 @@ class JobLoop(ObjectLoop):
         return self._yard.pool_states.get(self.pool) or PoolState(0)
 
     async def _write(self, obj: Object, before: RolloutJobStatus, after: RolloutJobStatus) -> float | None:
-        """The status to the object; returns after how long counts that wait are due."""
+        """The status to the object; returns after how long counts or words that wait are due."""
         if before == after:
             return None
         now = asyncio.get_running_loop().time()
-        if turn.job_news(before) == turn.job_news(after):
+        if _facts(before) == _facts(after):
             left = COUNTS_SECONDS - (now - self._life.counts_written)
             if left > 0:
                 return left
@@ -312,6 +324,12 @@ def with_counts(status: RolloutJobStatus, known: RolloutJobStatus) -> RolloutJob
             "completion_time": status.completion_time or known.completion_time,
         }
     )
+
+
+def _facts(status: RolloutJobStatus) -> tuple[object, ...]:
+    """What of a status is told at once when it changes."""
+    conditions = [(one.type, one.status, one.reason, one.observed_generation) for one in status.conditions]
+    return (status.phase, status.observed_generation, conditions)
 
 
 def _settled(job: RolloutJob) -> bool:

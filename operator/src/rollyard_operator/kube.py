@@ -15,6 +15,7 @@ from urllib.parse import quote, urlencode
 import aiohttp
 import orjson
 from kubernetes.aio import client, config
+from kubernetes.aio.client import rest
 
 from rollyard_operator.labels import MANAGER, Object
 
@@ -131,7 +132,8 @@ RESOURCES: Mapping[str, _Resource] = {
 }
 
 
-def _error(status: int, content: bytes, retry_after: str | None) -> KubeError:
+def refusal(status: int, content: bytes, retry_after: str | None = None) -> KubeError:
+    """What an answer other than 2xx says."""
     try:
         document = orjson.loads(content)
     except ValueError:
@@ -172,6 +174,33 @@ class Access:
     proxy: str | None
 
 
+UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
+"""What a call raises that finds no API server, or a line that breaks."""
+
+
+def unreachable(error: BaseException) -> KubeError:
+    """The same in our words."""
+    told = f"{type(error).__name__}: {error}".rstrip(": ")
+    return KubeError(0, "Unreachable", f"the API server does not answer ({told})")
+
+
+async def send(
+    api: client.ApiClient,
+    method: str,
+    url: str,
+    timeout: aiohttp.ClientTimeout,
+    kind: str = _JSON,
+    body: Any = None,
+) -> rest.RESTResponse:
+    """One request with the client's credentials; returns once the answer has begun. Raises UNREACHABLE."""
+    headers = {"Accept": _JSON, "Content-Type": kind, **api.default_headers}
+    await api.update_params_for_auth(headers, [], ["BearerToken"], url, method, body)
+    answer: rest.RESTResponse = await api.rest_client.request(
+        method, api.configuration.host + url, headers=headers, body=body, _request_timeout=timeout
+    )
+    return answer
+
+
 class KubeClient:
     """The Kube of a real API server, over `kubernetes.aio`."""
 
@@ -203,20 +232,20 @@ class KubeClient:
         """Close all connections."""
         await self._api.close()
 
+    @property
+    def configuration(self) -> client.Configuration:
+        """What it was made with, for other clients that are to share its credentials."""
+        return self._configuration
+
     async def _once(self, method: str, url: str, kind: str, body: Any) -> Object:
-        headers = {"Accept": _JSON, "Content-Type": kind, **self._api.default_headers}
-        await self._api.update_params_for_auth(headers, [], ["BearerToken"], url, method, body)
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
         try:
-            answer = await self._api.rest_client.request(
-                method, self._api.configuration.host + url, headers=headers, body=body,
-                _request_timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
-            )  # fmt: skip
+            answer = await send(self._api, method, url, timeout, kind, body)
             content: bytes = await answer.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            told = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise KubeError(0, "Unreachable", f"the API server does not answer ({told})") from error
+        except UNREACHABLE as error:
+            raise unreachable(error) from error
         if not 200 <= answer.status < 300:
-            raise _error(answer.status, content, answer.headers.get("Retry-After"))
+            raise refusal(answer.status, content, answer.headers.get("Retry-After"))
         found: Object = orjson.loads(content)
         return found
 
@@ -294,7 +323,7 @@ class KubeClient:
                 return None
             raise
 
-    async def _pages(self, kind: str, namespace: str | None, selector: str) -> list[Object]:
+    async def _pages(self, kind: str, namespace: str | None, selector: str) -> tuple[list[Object], str]:
         resource = RESOURCES[kind]
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
         found: list[Object] = []
@@ -304,10 +333,13 @@ class KubeClient:
             found += [{"apiVersion": resource.api, "kind": kind} | item for item in page["items"]]
             more = page["metadata"].get("continue")
             if not more:
-                return found
+                return found, str(page["metadata"].get("resourceVersion", ""))
             query["continue"] = more
 
-    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
+    async def snapshot(
+        self, kind: str, namespace: str | None, selector: str = ""
+    ) -> tuple[list[Object], str]:
+        """As `list`, with the resource version that the list is of: a watch goes on from there."""
         for attempt in range(ATTEMPTS):
             try:
                 return await self._pages(kind, namespace, selector)
@@ -317,6 +349,9 @@ class KubeClient:
                     raise
                 await asyncio.sleep(_pause(attempt, error))
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
+        return (await self.snapshot(kind, namespace, selector))[0]
 
     async def _merge(self, path: str, body: Object, *, again: bool = True) -> Object | None:
         try:

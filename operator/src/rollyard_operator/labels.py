@@ -40,6 +40,11 @@ def own_labels(instance: str, component: Component) -> dict[str, str]:
     return {NAME: "rollyard", COMPONENT: component, MANAGED_BY: MANAGER, INSTANCE: instance}
 
 
+def selector(instance: str) -> str:
+    """Selects the children of one installation."""
+    return f"{INSTANCE}={instance}"
+
+
 def label_of(obj: Mapping[str, Any], name: str) -> str:
     """A label's value; empty if it is not there."""
     return str((obj["metadata"].get("labels") or {}).get(name, ""))

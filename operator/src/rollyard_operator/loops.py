@@ -37,12 +37,16 @@ class ObjectLoop(ABC):
         self.done = False
         self._gate = gate
         self._wake = asyncio.Event()
+        self._soon: asyncio.TimerHandle | None = None
         self._failures = 0
         self._trouble = ""
 
-    def wake(self) -> None:
-        """Have a turn soon."""
-        self._wake.set()
+    def wake(self, within: float = 0.0) -> None:
+        """Have a turn at once, or within so many seconds, together with what else comes until then."""
+        if not within:
+            self._wake.set()
+        elif self._soon is None:
+            self._soon = asyncio.get_running_loop().call_later(within, self._wake.set)
 
     @abstractmethod
     async def turn(self) -> float | None:
@@ -51,7 +55,7 @@ class ObjectLoop(ABC):
     async def run(self) -> None:
         """Turns until done. Trouble with the cluster or the control plane delays the next one."""
         while not self.done:
-            self._wake.clear()
+            self._begin()
             delay = await self._turn()
             if self.done:
                 return
@@ -60,6 +64,13 @@ class ObjectLoop(ABC):
                     await self._wake.wait()
             except TimeoutError:
                 pass
+
+    def _begin(self) -> None:
+        """A turn sees all that it was woken for so far."""
+        self._wake.clear()
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
 
     async def _turn(self) -> float | None:
         where = f"{type(self).__name__} {'/'.join(self.key)}"

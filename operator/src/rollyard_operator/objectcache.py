@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rollyard_operator import labels
 from rollyard_operator.labels import Object
@@ -27,7 +27,8 @@ def uid_of(obj: Object) -> str:
     return uid
 
 
-def _version(obj: Object) -> int:
+def version_of(obj: Object) -> int:
+    """The object's resource version; 0 where it has none."""
     # Resource versions of one cluster are comparable as numbers (KEP-5504).
     return int(obj["metadata"].get("resourceVersion") or 0)
 
@@ -68,7 +69,7 @@ class ObjectCache:
         """Take what was seen; whether it is news."""
         key, uid = key_of(obj), uid_of(obj)
         before = self._objects.get(key)
-        if uid in self._gone or (before is not None and _version(obj) <= _version(before)):
+        if uid in self._gone or (before is not None and version_of(obj) <= version_of(before)):
             return False
         obj = {**obj, "metadata": {k: v for k, v in obj["metadata"].items() if k != "managedFields"}}
         if before is not None:
@@ -90,6 +91,20 @@ class ObjectCache:
         self._unindex(before)
         self._tell(before)
         return True
+
+    def take(self, listed: Iterable[Object], version: int, namespace: str | None = None) -> None:
+        """Take a list of all there was at a resource version, in a namespace or (None) in all of them.
+
+        What is missing there is gone, unless it was seen later than that.
+        """
+        there = set()
+        for obj in listed:
+            there.add(uid_of(obj))
+            self.put(obj)
+        for obj in self:
+            ours = namespace in (None, key_of(obj)[0])
+            if ours and version_of(obj) <= version and uid_of(obj) not in there:
+                self.remove(key_of(obj), uid_of(obj))
 
     async def wait(self, revision: int, timeout: float) -> int:
         """The revision, once it is another than `revision` or after `timeout` seconds."""

@@ -1,4 +1,9 @@
-"""The shell around the operator: kopf watches, and tells what it sees. It decides and writes nothing."""
+"""The shell around the operator: kopf watches jobs and pools, and tells what it sees. It decides and writes
+nothing.
+
+Pods have a watch of their own (`reflector`): there are many times more events of them, and all that these do
+is fill a cache.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,6 @@ from typing import Any
 
 import kopf
 
-from rollyard_operator import labels
 from rollyard_operator.installation import KINDS, Operator
 from rollyard_operator.kube import RESOURCES, KubeClient
 from rollyard_operator.settings import OperatorSettings
@@ -47,7 +51,7 @@ class _NoDiffs(kopf.DiffBaseStorage):
         """Nothing is kept."""
 
 
-def kopf_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
+def kopf_settings() -> kopf.OperatorSettings:
     """How kopf is to behave: it watches what is ours, and leaves no trace on any object."""
     own = kopf.OperatorSettings()
     own.posting.enabled = False
@@ -57,7 +61,6 @@ def kopf_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
     own.persistence.finalizer = f"{PREFIX}/operator"
     own.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=PREFIX)
     own.persistence.diffbase_storage = _NoDiffs()
-    own.watching.label_selectors["v1", "pods"] = f"{labels.INSTANCE}={settings.instance}"
     own.networking.connect_timeout = 10.0
     own.networking.error_backoffs = Endless()
     own.process.ultimate_exiting_timeout = None  # its own kill -9, minutes after a watch has failed
@@ -83,7 +86,7 @@ def kopf_registry(operator: Operator, login: Login, ending: Callable[[], object]
         if event["type"] is None:
             operator.listed()
 
-    for kind in (*KINDS, "Pod"):
+    for kind in KINDS:
         resource = RESOURCES[kind]
         group, _, version = resource.api.rpartition("/")
         kopf.on.event(group, version, resource.plural, registry=registry, id=resource.plural)(told)
@@ -148,7 +151,7 @@ async def watch(
     before = asyncio.all_tasks()
     tasks = await kopf.spawn_tasks(
         registry=kopf_registry(operator, login, ending),
-        settings=kopf_settings(settings),
+        settings=kopf_settings(),
         standalone=True,
         clusterwide=not settings.namespaces,
         namespaces=list(settings.namespaces),

@@ -41,6 +41,12 @@ def test_there_are_pages() -> None:
         "docs/kubernetes.md",
         "docs/slurm.md",
         "docs/slurm-admins.md",
+        "docs/slurm-air-gapped.md",
+        "docs/slurm-cleaning-up.md",
+        "docs/slurm-kubernetes.md",
+        "docs/slurm-limits.md",
+        "docs/slurm-profile.md",
+        "docs/slurm-storage.md",
     } <= names
 
 

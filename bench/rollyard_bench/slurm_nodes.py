@@ -121,7 +121,7 @@ def _job(name: str, nodes: int, image: str) -> dict[str, Any]:
 
 
 class Cpu:
-    """CPU time of all processes that this one sees, by program."""
+    """CPU time by program: this user's processes, and Slurm's."""
 
     def __init__(self) -> None:
         self._tick = os.sysconf("SC_CLK_TCK")
@@ -158,8 +158,8 @@ class Cpu:
                 own = entry.stat().st_uid == os.getuid()
             except OSError:
                 continue
-            if line:
-                name = _program(line) or ("sandboxes" if own else "other")
+            # Others' are left out: what one of them reaps in between may have worked long before.
+            if line and (name := _program(line) or ("sandboxes" if own else "")):
                 found[int(entry.name)] = (name, float(sum(map(int, fields[11:15]))))
         return found
 
@@ -372,7 +372,8 @@ async def _measured(settings: Settings) -> list[Measurement]:
         f"worker on it a batch job of the bridge's; all of them, control plane and model on one machine of "
         f"{os.cpu_count()} cores; sandboxes are ready before the model, a server that answers after "
         f"{LATENCY:g} s, gives its first answers, spread over {LATENCY:g} s; turns are counted while all "
-        f"places are taken; the whole wave is the time until the last reward was delivered"
+        f"places are taken, so the first commands, which start the sandboxes' shells, and the test scripts "
+        f"count in the whole wave only: the time until the last reward was delivered"
     )
     told = "; ".join(each.text(one) for each in rounds) + ended
     what = f"{told}; {shape}; workers ready: {', '.join(growing)}"

@@ -3,7 +3,10 @@
 `python -m rollyard_bench.latency_model --latency 0.5 --turns 4 --folder DIR --port-file FILE`. Every call
 sleeps `latency` seconds, however many run at once, and gives the token ids of one tool call: `bash` in
 the turns before the last, `submit` in the last, which a `--command` is run in too. It knows no rollouts:
-the turn is counted in the prompt. After `POST /hold` calls wait for `POST /release`: their time begins then.
+the turn is counted in the prompt. After `POST /hold` calls wait for `POST /release`, after which they go on
+at moments spread over `latency` seconds: rollouts in step would all run their commands at once. What only
+looks whether the server works is answered at once: an empty request, and one for a single token.
+`POST /full` tells the pace of the turns from then until a first rollout was told its last one.
 """
 
 from __future__ import annotations
@@ -12,18 +15,22 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from itertools import pairwise
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 MODEL = "fixed-latency"
 MAX_MODEL_LEN = 32_768
+PROMPT_TOKENS = 64
+"""By so many of a prompt a rollout is known where that matters."""
 START, END = "<|im_start|>", "<|im_end|>"
 
 TEMPLATE = """\
@@ -60,6 +67,30 @@ def write_folder(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
+@dataclass(slots=True)
+class Full:
+    """The answers while every rollout that was held has begun, and none has ended.
+
+    A rollout is known by how its prompt begins.
+    """
+
+    begin: float = 0.0
+    over: bool = False
+    times: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
+
+    def answered(self, prompt: list[int], now: float, *, last: bool) -> None:
+        """Counts one answer; `last`: it ends its rollout."""
+        self.over = self.over or last
+        if not self.over and now >= self.begin:
+            self.times.setdefault(tuple(prompt[:PROMPT_TOKENS]), []).append(now)
+
+    def told(self) -> dict[str, Any]:
+        """Rollouts that were answered at least twice, their turns, and turns a second of all together."""
+        each = [times for times in self.times.values() if len(times) > 1]
+        rate = sum((len(times) - 1) / (times[-1] - times[0]) for times in each)
+        return {"rollouts": len(each), "turns": sum(map(len, each)) - len(each), "rate": rate}
+
+
 class LatencyModel:
     """The ASGI application."""
 
@@ -68,6 +99,8 @@ class LatencyModel:
         self._turns = turns
         self._open = asyncio.Event()
         self._open.set()
+        self._offsets = random.Random(0)
+        self._full = Full()
         tokenizer = make_tokenizer()
         self._assistant_start = tuple(tokenizer.encode(START + "a").ids)
         step = self._call("bash", {"command": command or "echo step"})
@@ -85,7 +118,14 @@ class LatencyModel:
 
     def turn(self, prompt: list[int]) -> int:
         """How many assistant messages have begun; of the template's roles only that one begins with `a`."""
-        return sum(pair == self._assistant_start for pair in pairwise(prompt))
+        start, role = self._assistant_start
+        found, at = 0, -1
+        while True:
+            try:
+                at = prompt.index(start, at + 1)
+            except ValueError:
+                return found
+            found += prompt[at + 1 : at + 2] == [role]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -103,28 +143,38 @@ class LatencyModel:
         status, answer = 200, self._static(scope["path"])
         if answer is None:
             if scope["path"] == "/v1/completions":
-                answer = self.completion(json.loads(body))
-                if not self._open.is_set():
-                    await self._open.wait()
-                    arrived = time.perf_counter()
-                await asyncio.sleep(max(0.0, arrived + self._latency - time.perf_counter()))
+                status, answer = await self._completed(orjson.loads(body), arrived)
             else:
-                status, answer = (
-                    404,
-                    {"error": {"message": "Not Found", "type": "NotFoundError", "code": 404}},
-                )
-        payload = json.dumps(answer).encode()
+                status, answer = 404, _error(404, "Not Found")
+        payload = orjson.dumps(answer)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
+
+    async def _completed(self, request: dict[str, Any], arrived: float) -> tuple[int, dict[str, Any]]:
+        if "prompt" not in request:
+            return 400, _error(400, "prompt: Field required")
+        if request.get("max_tokens") != 1:
+            if not self._open.is_set():
+                await self._open.wait()
+                # Its time begins in between; the last of them is released after `latency` seconds.
+                arrived = time.perf_counter() + self._offsets.uniform(0.0, self._latency)
+            await asyncio.sleep(max(0.0, arrived + self._latency - time.perf_counter()))
+            prompt = request["prompt"]
+            self._full.answered(prompt, time.perf_counter(), last=self.turn(prompt) >= self._turns)
+        return 200, self.completion(request)
 
     def _static(self, path: str) -> dict[str, Any] | None:
         if path == "/hold":
             self._open.clear()
             return {}
         if path == "/release":
+            # All have begun their second turn when the last one has had its first answer.
+            self._full = Full(time.perf_counter() + 2 * self._latency)
             self._open.set()
             return {}
+        if path == "/full":
+            return self._full.told()
         model = {"id": MODEL, "object": "model", "owned_by": "bench", "max_model_len": MAX_MODEL_LEN}
         known: dict[str, dict[str, Any]] = {
             "/health": {},
@@ -169,6 +219,10 @@ class LatencyModel:
             "choices": [choice],
             "usage": usage,
         }
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "BadRequestError", "code": status}}
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
 """The pipeline figures' instrument counts turns in the prompt; its template never rewrites history."""
 
 from pathlib import Path
+from typing import Any
 
+import orjson
 import pytest
-from rollyard_bench.latency_model import LatencyModel, write_folder
+from rollyard_bench.latency_model import Full, LatencyModel, write_folder
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import load_folder
 from rollyard_pipeline.tool_parsers.hermes import HermesParser
@@ -50,3 +52,38 @@ def test_a_command_is_run_in_every_turn_and_in_the_last_one_before_the_end() -> 
 def test_no_more_tokens_than_asked_for() -> None:
     answer = LatencyModel(latency=0.0, turns=1).completion({"prompt": [], "max_tokens": 1})["choices"][0]
     assert len(answer["token_ids"]) == len(answer["logprobs"]["token_logprobs"]) == 1
+
+
+async def _posted(model: LatencyModel, path: str, body: object) -> tuple[int, Any]:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": orjson.dumps(body)}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await model({"type": "http", "path": path}, receive, send)
+    return sent[0]["status"], orjson.loads(sent[1]["body"])
+
+
+async def test_what_only_looks_whether_the_server_works_is_answered_at_once() -> None:
+    model = LatencyModel(latency=3600.0, turns=1)
+    await _posted(model, "/hold", {})
+    # As a worker finds out what a backend can do: 5xx would open the backend's circuit.
+    assert (await _posted(model, "/v1/completions", {}))[0] == 400
+    status, answer = await _posted(model, "/v1/completions", {"prompt": [1], "max_tokens": 1})
+    assert (status, len(answer["choices"][0]["token_ids"])) == (200, 1)
+
+
+def test_the_pace_is_counted_while_all_have_begun_and_none_has_ended() -> None:
+    full = Full(begin=10.0)
+    for now in (9.0, 11.0, 13.0, 15.0):
+        full.answered([1], now, last=False)
+    for now in (12.0, 16.0):
+        full.answered([2], now, last=False)
+    full.answered([3], 17.0, last=False)
+    full.answered([1], 18.0, last=True)
+    full.answered([2], 20.0, last=False)
+    # Two turns in 4 s, one in 4 s; the third rollout was answered once.
+    assert full.told() == {"rollouts": 2, "turns": 3, "rate": 0.75}

@@ -11,7 +11,20 @@ from pathlib import Path
 import pytest
 from rollyard_bench.processes import ProgramFailed
 from rollyard_bench.slurm_load import Counted, Window
+from rollyard_bench.slurm_nodes import Round
 from rollyard_bench.slurm_start import first_command, job
+
+
+def test_efficiency_is_throughput_beside_as_many_times_that_of_one_node() -> None:
+    one = Round(1, 4.0, 20, 42.0, 2.0, 0.001, 0.1)
+    sixteen = Round(16, 51.2, 20, 52.5, 2.5, 0.002, 0.9, {"workers": 1.25, "bridge": 0.001})
+    assert (one.throughput, sixteen.throughput) == (0.2, 2.56)
+    assert one.efficiency(one) == 1.0
+    assert sixteen.efficiency(one) == pytest.approx(0.8)
+    text = sixteen.text(one)
+    assert "16 nodes: 51.20 turns/s, efficiency 0.800" in text
+    assert "(workers 1.25)" in text
+    assert "52.50 s (efficiency 0.800)" in text
 
 
 def test_the_first_command_tells_the_time_or_the_measurement_fails() -> None:

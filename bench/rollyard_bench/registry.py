@@ -76,6 +76,7 @@ FIGURES: tuple[Figure, ...] = (
         _ratio("<=", 1.3, "≤ 1.3× bare sbatch + instance"),
         "times the baseline",
     ),
+    Figure("slurm_first_rollout_sbatch", "slurm_start", "ms", None, "times the baseline"),
     Figure("slurm_load_idle", "slurm_load", "/min", None, "times the baseline"),
     Figure("slurm_load_one_job", "slurm_load", "/min", None, "times the baseline"),
     Figure("slurm_load_100_jobs", "slurm_load", "/min", None, "times the baseline"),

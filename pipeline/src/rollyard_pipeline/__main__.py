@@ -1,9 +1,14 @@
-"""`python -m rollyard_pipeline`: a stage worker."""
+"""`python -m rollyard_pipeline`: a stage worker.
+
+What is imported here is what starts a sandbox; the rest, which takes longer than that, is imported beside
+the start of the first one (`rollyard_pipeline.late`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -11,34 +16,30 @@ import secrets
 import signal
 import socket
 import sys
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from rollyard_crds.claims import NODE, PROVIDER
-from rollyard_crds.rolloutjob import STAGES, RolloutJobSpec, StageName, StagesSpec
+from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
 
-from rollyard_pipeline import httpx_alone  # noqa: F401 - before whatever imports httpx
-from rollyard_pipeline.ahead import keep_warm, request_of
-from rollyard_pipeline.errors import ControlPlaneError, PipelineError
-from rollyard_pipeline.registry import Registry
-from rollyard_pipeline.rest import RestControlPlane
+from rollyard_pipeline.ahead import first_sandbox, keep_warm
+from rollyard_pipeline.errors import ControlPlaneError, OptionError, PipelineError
 from rollyard_pipeline.sandboxes import PROVIDERS, open_provider
 from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
+from rollyard_pipeline.sandboxes.threads import in_thread
 
 if TYPE_CHECKING:
+    from rollyard_crds.rolloutjob import StagesSpec
+
+    from rollyard_pipeline.registry import Registry
+    from rollyard_pipeline.rest import RestControlPlane
     from rollyard_pipeline.worker import Worker
 
 _DEFAULT_HOME: Final = "~/.local/state/rollyard"
+_SWITCH_SECONDS: Final = 0.0005
 NODE_UNUSABLE: Final = 73
 """Exit status (EX_CANTCREAT of sysexits.h): this node lacks what sandboxes need; another one may have it."""
-
-
-class OptionError(PipelineError):
-    """A command-line option cannot be used."""
-
-    reason = "OptionInvalid"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,56 +71,105 @@ async def _run(options: argparse.Namespace) -> int:
 async def _serve(
     options: argparse.Namespace, stages: list[StageName], given: dict[StageName, int], signals: _Signals
 ) -> int:
-    extensions = Registry()
-    async with RestControlPlane(options.url, _token(options.token_file)) as control:
-        required = bool(set(stages) - set(given))
-        asking = asyncio.create_task(_job(control, options, extensions, required=required))
-        try:
-            provider = open_provider(
-                options.sandbox,
-                run_dir=options.run_dir,
-                node=options.node,
-                claims=control,
-                apptainer=_apptainer(options),
-            )
-            await provider.start()
-            try:
-                job, request = await asking
-                request = request if "init" in stages else None
-                # Only one, that it has the machine's cores for itself; the others follow the first lease.
-                await keep_warm(provider, request, 1)
-                modules = await asyncio.to_thread(_late_modules)
-                spec = StagesSpec() if job is None else job.stages
-                places = {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
-                await _work(modules, options, control, provider, extensions, places, signals)
-            finally:
-                await provider.aclose()
-        finally:
-            asking.cancel()
+    token = _token(options.token_file)
+    first = first_sandbox(options.first_sandbox) if "init" in stages and options.first_sandbox else None
+    async with contextlib.AsyncExitStack() as stack:
+        connecting = asyncio.create_task(_connected(options.url, token, stack))
+        asking = asyncio.create_task(_job(connecting, options))
+        stack.push_async_callback(_abandoned, asking, connecting)
+        provider = open_provider(
+            options.sandbox,
+            run_dir=options.run_dir,
+            node=options.node,
+            claims=(await connecting)[0] if options.sandbox == PROVIDER else None,
+            apptainer=_apptainer(options),
+        )
+        await provider.start()
+        stack.push_async_callback(provider.aclose)
+        # Only one, that it has the machine's cores for itself; the others follow the first lease.
+        await keep_warm(provider, first, 1)
+        control, extensions = await connecting
+        if first is not None and set(stages) <= set(given):
+            checking = asyncio.create_task(_checked(asking, provider, first))
+            stack.push_async_callback(_abandoned, checking)
+            places = {stage: given[stage] for stage in stages}
+        else:
+            job, request = await _asked(asking, required=bool(set(stages) - set(given)))
+            await keep_warm(provider, request if "init" in stages else None, 1)
+            places = {
+                stage: given[stage] if stage in given else getattr(job, stage).concurrency for stage in stages
+            }
+        await _work(options, control, provider, extensions, places, signals)
     return 0
 
 
+async def _connected(
+    url: str, token: str, stack: contextlib.AsyncExitStack
+) -> tuple[RestControlPlane, Registry]:
+    """A client of the control plane, once all that a worker consists of is imported."""
+    interval = sys.getswitchinterval()
+    # Imports keep the interpreter's lock: the start of a sandbox beside them is not to wait for it so long.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        await in_thread(import_module, "rollyard_pipeline.late")
+    finally:
+        sys.setswitchinterval(interval)
+    from rollyard_pipeline import late
+
+    return await stack.enter_async_context(late.RestControlPlane(url, token)), late.Registry()
+
+
 async def _job(
-    control: RestControlPlane, options: argparse.Namespace, extensions: Registry, *, required: bool
-) -> tuple[RolloutJobSpec | None, SandboxRequest | None]:
-    """The worker's own job and its rollouts' sandbox, where it has them.
+    connecting: asyncio.Task[tuple[RestControlPlane, Registry]], options: argparse.Namespace
+) -> tuple[StagesSpec, SandboxRequest | None]:
+    """The stages of the worker's own job and its rollouts' sandbox, where it has one.
+
+    Raises:
+        ControlPlaneError: the job is gone.
+    """
+    control, extensions = await asyncio.shield(connecting)
+    from rollyard_pipeline import late
+
+    if options.job is None:
+        return late.StagesSpec(), None
+    job = await control.job_when_there(options.namespace, options.job)
+    return job.stages, await asyncio.to_thread(late.request_of, job, extensions)
+
+
+async def _asked(
+    asking: asyncio.Task[tuple[StagesSpec, SandboxRequest | None]], *, required: bool
+) -> tuple[StagesSpec | None, SandboxRequest | None]:
+    """What `_job` says.
 
     Raises:
         ControlPlaneError: the job is gone, and `required`.
     """
-    if options.job is None:
-        return None, None
     try:
-        job = await control.job_when_there(options.namespace, options.job)
+        return await asyncio.shield(asking)
     except ControlPlaneError:
         if required:
             raise
         return None, None  # the first lease tells that it is over
-    return job, await asyncio.to_thread(request_of, job, extensions)
+
+
+async def _checked(
+    asking: asyncio.Task[tuple[StagesSpec, SandboxRequest | None]],
+    provider: SandboxProvider,
+    first: SandboxRequest,
+) -> None:
+    """Keeps no sandbox of a kind that the job turns out not to want."""
+    stages, request = await _asked(asking, required=False)
+    if stages is not None and (request is None or request.key != first.key):
+        await provider.warm(first, 0)
+
+
+async def _abandoned(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _work(
-    modules: tuple[ModuleType, ModuleType],
     options: argparse.Namespace,
     control: RestControlPlane,
     provider: SandboxProvider,
@@ -127,14 +177,15 @@ async def _work(
     places: dict[StageName, int],
     signals: _Signals,
 ) -> None:
-    backends, worker = modules
-    async with backends.BackendClient(request_timeout=options.request_timeout) as client:
+    from rollyard_pipeline.late import BackendClient, Worker, WorkerOptions
+
+    async with BackendClient(request_timeout=options.request_timeout) as client:
         await signals.run(
-            worker.Worker(
+            Worker(
                 control,
                 client,
                 provider,
-                worker.WorkerOptions(
+                WorkerOptions(
                     worker=options.name,
                     node=options.node,
                     concurrency=places,
@@ -149,13 +200,6 @@ async def _work(
                 ),
             )
         )
-
-
-def _late_modules() -> tuple[ModuleType, ModuleType]:
-    """Those whose import takes about as long as a sandbox's start."""
-    from rollyard_pipeline import backends, worker
-
-    return backends, worker
 
 
 class _Signals:
@@ -324,6 +368,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trouble-file", type=Path, metavar="FILE",
         help="says why this worker takes no Init work; gone while nothing is wrong",
+    )  # fmt: skip
+    parser.add_argument(
+        "--first-sandbox", metavar="JSON",
+        help="what its job's rollouts will want, begun before the job is asked for; from the driver",
     )  # fmt: skip
     parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
     parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")

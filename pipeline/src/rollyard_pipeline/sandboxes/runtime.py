@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollyard_crds.claims import RUNTIME_PATH
+from rollyard_crds.names import RUNTIME_PATH
 
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
 
-from rollyard_pipeline.ahead import first_sandbox, keep_warm
+from rollyard_pipeline.ahead import first_sandbox, keep_warm, request_of, stages_of
 from rollyard_pipeline.errors import ControlPlaneError, OptionError, PipelineError
 from rollyard_pipeline.sandboxes import PROVIDERS, open_provider
 from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
@@ -30,7 +30,7 @@ from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxReques
 from rollyard_pipeline.sandboxes.threads import in_thread
 
 if TYPE_CHECKING:
-    from rollyard_crds.rolloutjob import StagesSpec
+    from rollyard_crds.rolloutjob import RolloutJobSpec
 
     from rollyard_pipeline.registry import Registry
     from rollyard_pipeline.rest import RestControlPlane
@@ -75,8 +75,7 @@ async def _serve(
     first = first_sandbox(options.first_sandbox) if "init" in stages and options.first_sandbox else None
     async with contextlib.AsyncExitStack() as stack:
         connecting = asyncio.create_task(_connected(options.url, token, stack))
-        asking = asyncio.create_task(_job(connecting, options))
-        stack.push_async_callback(_abandoned, asking, connecting)
+        stack.push_async_callback(_abandoned, connecting)
         provider = open_provider(
             options.sandbox,
             run_dir=options.run_dir,
@@ -89,17 +88,16 @@ async def _serve(
         # Only one, that it has the machine's cores for itself; the others follow the first lease.
         await keep_warm(provider, first, 1)
         control, extensions = await connecting
-        if first is not None and set(stages) <= set(given):
-            checking = asyncio.create_task(_checked(asking, provider, first))
-            stack.push_async_callback(_abandoned, checking)
-            places = {stage: given[stage] for stage in stages}
-        else:
-            job, request = await _asked(asking, required=bool(set(stages) - set(given)))
-            await keep_warm(provider, request if "init" in stages else None, 1)
-            places = {
-                stage: given[stage] if stage in given else getattr(job, stage).concurrency for stage in stages
-            }
-        await _work(options, control, provider, extensions, places, signals)
+        required = bool(set(stages) - set(given))
+        job = None
+        if first is None or required:
+            job, wanted = await _job(control, options, extensions, required=required)
+            if "init" in stages and first is None:
+                first = wanted
+                await keep_warm(provider, first, 1)
+        spec = stages_of(job)
+        places = {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
+        await _work(options, control, provider, extensions, places, first, signals)
     return 0
 
 
@@ -120,53 +118,27 @@ async def _connected(
 
 
 async def _job(
-    connecting: asyncio.Task[tuple[RestControlPlane, Registry]], options: argparse.Namespace
-) -> tuple[StagesSpec, SandboxRequest | None]:
-    """The stages of the worker's own job and its rollouts' sandbox, where it has one.
-
-    Raises:
-        ControlPlaneError: the job is gone.
-    """
-    control, extensions = await asyncio.shield(connecting)
-    from rollyard_pipeline import late
-
-    if options.job is None:
-        return late.StagesSpec(), None
-    job = await control.job_when_there(options.namespace, options.job)
-    return job.stages, await asyncio.to_thread(late.request_of, job, extensions)
-
-
-async def _asked(
-    asking: asyncio.Task[tuple[StagesSpec, SandboxRequest | None]], *, required: bool
-) -> tuple[StagesSpec | None, SandboxRequest | None]:
-    """What `_job` says.
+    control: RestControlPlane, options: argparse.Namespace, extensions: Registry, *, required: bool
+) -> tuple[RolloutJobSpec | None, SandboxRequest | None]:
+    """The worker's own job and its rollouts' sandbox, where it has them.
 
     Raises:
         ControlPlaneError: the job is gone, and `required`.
     """
+    if options.job is None:
+        return None, None
     try:
-        return await asyncio.shield(asking)
+        job = await control.job_when_there(options.namespace, options.job)
     except ControlPlaneError:
         if required:
             raise
         return None, None  # the first lease tells that it is over
+    return job, await asyncio.to_thread(request_of, job, extensions)
 
 
-async def _checked(
-    asking: asyncio.Task[tuple[StagesSpec, SandboxRequest | None]],
-    provider: SandboxProvider,
-    first: SandboxRequest,
-) -> None:
-    """Keeps no sandbox of a kind that the job turns out not to want."""
-    stages, request = await _asked(asking, required=False)
-    if stages is not None and (request is None or request.key != first.key):
-        await provider.warm(first, 0)
-
-
-async def _abandoned(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _abandoned(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def _work(
@@ -175,6 +147,7 @@ async def _work(
     provider: SandboxProvider,
     extensions: Registry,
     places: dict[StageName, int],
+    begun: SandboxRequest | None,
     signals: _Signals,
 ) -> None:
     from rollyard_pipeline.late import BackendClient, Worker, WorkerOptions
@@ -197,6 +170,7 @@ async def _work(
                     drain_seconds=options.drain_seconds,
                     backend_budget=options.backend_budget,
                     extensions=extensions,
+                    begun=begun,
                 ),
             )
         )

@@ -11,7 +11,7 @@ from rollyard_pipeline.sandboxes.errors import SandboxError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
 
 if TYPE_CHECKING:
-    from rollyard_crds.rolloutjob import RolloutJobSpec
+    from rollyard_crds.rolloutjob import RolloutJobSpec, StagesSpec
 
     from rollyard_pipeline.registry import Registry
 
@@ -31,6 +31,13 @@ def request_of(job: RolloutJobSpec, extensions: Registry) -> SandboxRequest | No
             if extensions.load(HANDLERS, job.handler).needs_sandbox:
                 return SandboxRequest.of(job.sandbox)
     return None
+
+
+def stages_of(job: RolloutJobSpec | None) -> StagesSpec:
+    """A job's stages; the defaults where there is no job."""
+    from rollyard_crds.rolloutjob import StagesSpec
+
+    return StagesSpec() if job is None else job.stages
 
 
 def first_sandbox(text: str) -> SandboxRequest | None:

@@ -1,9 +1,6 @@
 """What the start of a worker's first sandbox does not wait for: models, HTTP, backends, stages."""
 
-from rollyard_crds.rolloutjob import StagesSpec
-
 from rollyard_pipeline import httpx_alone  # noqa: F401 - before whatever imports httpx
-from rollyard_pipeline.ahead import request_of
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.rest import RestControlPlane
@@ -13,8 +10,6 @@ __all__ = [
     "BackendClient",
     "Registry",
     "RestControlPlane",
-    "StagesSpec",
     "Worker",
     "WorkerOptions",
-    "request_of",
 ]

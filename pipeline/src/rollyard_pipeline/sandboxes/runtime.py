@@ -226,7 +226,8 @@ def _write_compiled(path: Path, origin: Path, shown: str) -> None:
         raise SandboxStartFailed(f"{origin} is no Python module")
     # Not checked against the source (PEP 552, flags 0b01): nobody can change either.
     head = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little")
-    target = Path(importlib.util.cache_from_source(str(path)))
+    # By name, and not by `cache_from_source`: PYTHONPYCACHEPREFIX is this process's own matter.
+    target = path.parent / "__pycache__" / f"{path.stem}.{sys.implementation.cache_tag}.pyc"
     target.parent.mkdir(exist_ok=True)
     target.write_bytes(
         head + importlib.util.source_hash(path.read_bytes()) + marshal.dumps(_shown_as(code, shown))

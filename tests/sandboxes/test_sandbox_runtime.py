@@ -38,7 +38,8 @@ def test_python_takes_them_without_their_source(tmp_path: Path) -> None:
 
 
 def test_without_compiled_modules_here_they_are_compiled(tmp_path: Path) -> None:
-    code = "import sys; sys.pycache_prefix = sys.argv[2]; sys.dont_write_bytecode = True; from pathlib import Path; "
+    code = "import sys; sys.pycache_prefix = sys.argv[2]; sys.dont_write_bytecode = True\n"
+    code += "from pathlib import Path\n"
     code += "from rollyard_pipeline.sandboxes.runtime import make_runtime; make_runtime(Path(sys.argv[1]))"
     (tmp_path / "b").mkdir()
     subprocess.check_call(

@@ -138,7 +138,7 @@ async def _job(
 
 async def _abandoned(task: asyncio.Task[Any]) -> None:
     task.cancel()
-    await asyncio.wait([task])
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _work(

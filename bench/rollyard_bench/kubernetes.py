@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from rollyard_client import WorkerClient
-from rollyard_crds.claims import EXEC_LISTEN, EXEC_SERVER_ARGV, RUNTIME_PATH, Claim, ClaimRequest, shape_of
+from rollyard_crds.claims import EXEC_LISTEN, EXEC_SERVER_ARGV, Claim, ClaimRequest, shape_of
 from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, SandboxHandle, StageResult
+from rollyard_crds.names import RUNTIME_PATH
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_sandbox.client import ExecClient
 

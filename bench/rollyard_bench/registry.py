@@ -76,6 +76,7 @@ FIGURES: tuple[Figure, ...] = (
         _ratio("<=", 1.3, "≤ 1.3× bare sbatch + instance"),
         "times the baseline",
     ),
+    Figure("slurm_first_rollout_sbatch", "slurm_start", "ms", None, "times the baseline"),
     Figure("slurm_efficiency", "slurm_nodes", "of 1", _value(">=", 0.95, "≥ 0.95"), "times the baseline"),
     Figure("slurm_of_ideal", "slurm_nodes", "rollouts/s", None, "times the baseline"),
     Figure("slurm_nodes_at_95", "slurm_nodes", "nodes", None, "times the baseline"),

@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import subprocess
 import time
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +25,11 @@ CPUS, MEMORY = 2, "1500M"
 """Of the bare job and of the worker's alike."""
 CLOCK = "date +%s.%N"
 """The first command: what it prints is when it ran. All clocks here are of one machine."""
+STARTS = {
+    "salloc": ("slurm_first_rollout", "a step of an allocation that is granted at once (`start: salloc`)"),
+    "sbatch": ("slurm_first_rollout_sbatch", "a batch job of its own"),
+}
+"""How the bridge starts workers: the figure that shows it, and in words."""
 LONGEST_SECONDS = 60.0
 PAUSE_SECONDS = 1.5
 """After each: sandboxes and processes of the last one are gone, and the scheduler has nothing to do."""
@@ -111,37 +118,44 @@ async def _measured(settings: Settings) -> list[Measurement]:
     program, image = lab.apptainer(), await lab.default_image()
     rounds = 4 if settings.quick else 12
     profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}}
-    ours: list[float] = []
+    ours: dict[str, list[float]] = {start: [] for start in STARTS}
     bare: list[float] = []
-    parts: dict[str, list[float]] = {}
-    async with shared_folder() as folder, bridge(folder, profile, ["--default-image", image]) as running:
-        numbers = itertools.count()
+    parts: dict[str, dict[str, list[float]]] = {start: {} for start in STARTS}
+    numbers = itertools.count()
 
-        async def step_ours() -> None:
-            await asyncio.sleep(PAUSE_SECONDS)
-            ours.append(await _ours(running, image, next(numbers), parts))
+    async def step_ours(running: Bridge, start: str) -> None:
+        await asyncio.sleep(PAUSE_SECONDS)
+        ours[start].append(await _ours(running, image, next(numbers), parts[start]))
 
-        async def step_bare() -> None:
-            await asyncio.sleep(PAUSE_SECONDS)
-            bare.append(await _bare(program, image, folder, next(numbers)))
+    async def step_bare() -> None:
+        await asyncio.sleep(PAUSE_SECONDS)
+        bare.append(await _bare(program, image, folder, next(numbers)))
 
-        contestants = {
-            "bare": Contestant(step_bare, rounds, warm_up=1),
-            "ours": Contestant(step_ours, rounds, warm_up=1),
-        }
+    async with AsyncExitStack() as stack:
+        folder = await stack.enter_async_context(shared_folder())
+        contestants = {"bare": Contestant(step_bare, rounds, warm_up=1)}
+        for start in STARTS:
+            (folder / start).mkdir()
+            running = await stack.enter_async_context(
+                bridge(folder / start, {**profile, "start": start}, ["--default-image", image])
+            )
+            step = partial(step_ours, running, start)
+            contestants[start] = Contestant(step, rounds, warm_up=1)
         await interleave(contestants, rounds)
-    mine, theirs = Sample(tuple(ours[1:])), Sample(tuple(bare[1:]))
+    theirs = Sample(tuple(bare[1:]))
+    return [_measurement(start, Sample(tuple(ours[start][1:])), parts[start], theirs) for start in STARTS]
+
+
+def _measurement(start: str, mine: Sample, parts: dict[str, list[float]], theirs: Sample) -> Measurement:
     moments = ", ".join(f"{part} begins after {median(taken[1:]):.0f} ms" for part, taken in parts.items())
-    return [
-        Measurement(
-            "slurm_first_rollout",
-            mine.p50,
-            Baseline("sbatch + apptainer instance start + exec, bare", theirs.p50),
-            f"POST of a RolloutJob of one rollout until its first command runs in its Apptainer sandbox, the "
-            f"worker a batch job of its own {mine.text()} ({moments}); `sbatch` of a script that starts an "
-            f"instance of the same SIF and executes the same command in it {theirs.text()}",
-        )
-    ]
+    return Measurement(
+        STARTS[start][0],
+        mine.p50,
+        Baseline("sbatch + apptainer instance start + exec, bare", theirs.p50),
+        f"POST of a RolloutJob of one rollout until its first command runs in its Apptainer sandbox, "
+        f"the worker {STARTS[start][1]} {mine.text()} ({moments}); `sbatch` of a script that starts "
+        f"an instance of the same SIF and executes the same command in it {theirs.text()}",
+    )
 
 
 async def measure(settings: Settings) -> list[Measurement]:

@@ -9,8 +9,8 @@ import pytest
 import sqlalchemy as sa
 from rollyard_api import nodes, schema
 from rollyard_api.database import Transaction
-from rollyard_crds.claims import NODE
 from rollyard_crds.jobtoken import job_of, job_token
+from rollyard_crds.names import NODE
 
 SILENT = 60.0
 

@@ -17,7 +17,9 @@ from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_pipeline.backends.session import Route
-from rollyard_pipeline.chat import ChatFormat, ChatTemplate, ChatTokenizer
+from rollyard_pipeline.chat import ChatFormat
+from rollyard_pipeline.chat.template import ChatTemplate
+from rollyard_pipeline.chat.tokenizer import ChatTokenizer
 from tokenizers import Tokenizer
 
 # The shipped tiny policy's own.

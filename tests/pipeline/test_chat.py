@@ -7,8 +7,9 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from rollyard_pipeline.chat import ChatTemplate, ChatTokenizer, FormatCache
-from rollyard_pipeline.chat.tokenizer import MARK, load_folder, locate
+from rollyard_pipeline.chat import FormatCache
+from rollyard_pipeline.chat.template import ChatTemplate
+from rollyard_pipeline.chat.tokenizer import MARK, ChatTokenizer, load_folder, locate
 from rollyard_pipeline.errors import TemplateError, TokenizerUnavailable
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 

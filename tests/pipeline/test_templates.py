@@ -13,8 +13,9 @@ import pytest
 from families import FAMILIES, MARKERS, SPECIAL, Family, train_tokenizer
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from rollyard_pipeline.chat import ChatFormat, ChatTemplate, ChatTokenizer
-from rollyard_pipeline.chat.tokenizer import MARK
+from rollyard_pipeline.chat import ChatFormat
+from rollyard_pipeline.chat.template import ChatTemplate
+from rollyard_pipeline.chat.tokenizer import MARK, ChatTokenizer
 from rollyard_pipeline.errors import TemplateError
 from rollyard_pipeline.recorder import Prompt, Sample, TrajectoryRecorder
 

@@ -15,8 +15,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from rollyard_crds.claims import EXEC_SERVER_ARGV, RUNTIME_PATH
+from rollyard_crds.claims import EXEC_SERVER_ARGV
 from rollyard_crds.lease import LeaseRef
+from rollyard_crds.names import RUNTIME_PATH
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
 from rollyard_pipeline.sandboxes.cgroups import find_places

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_crds.claims import NODE, PROVIDER, Claim, ClaimRequest, shape_of
+from rollyard_crds.claims import Claim, ClaimRequest, shape_of
 from rollyard_crds.lease import Lease, LeaseRef, SandboxHandle, StageTimes
+from rollyard_crds.names import NODE, PROVIDER
 from rollyard_crds.rolloutjob import RolloutJobSpec, SandboxSpec
 from rollyard_crds.task import Task
 from rollyard_pipeline.control import ControlPlaneUnavailable

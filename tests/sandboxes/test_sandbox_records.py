@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def record(folder: SandboxFolder, **changes: object) -> SandboxRecord:
         "worker": Process.of(this_process()),
         "created": time.time(),
     }
-    return SandboxRecord.model_validate({**values, **changes})
+    return SandboxRecord(**{**values, **changes})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def folder(run_dir: Path) -> SandboxFolder:
 def test_records_are_private_and_survive_a_round_trip(folder: SandboxFolder) -> None:
     first = record(folder, env={"A": "b"})
     folder.create(first)
-    claimed = first.model_copy(update={"state": "claimed", "owner": "r-1"})
+    claimed = replace(first, state="claimed", owner="r-1")
     folder.save(claimed)
     assert folder.load(first.id) == claimed
     assert folder.ids() == [first.id]
@@ -73,8 +74,8 @@ async def test_sweep_removes_broken_dead_and_abandoned(run_dir: Path) -> None:
     provider = open_provider("process", run_dir=run_dir, node="n")
     await provider.start()
     folder = SandboxFolder(run_dir)
-    broken, dead, foreign = folder.new_id(), record(folder, root={"pid": 2**22 - 1, "started": 1}), record(
-        folder, provider="other", root={"pid": 2**22 - 1, "started": 1}
+    broken, dead, foreign = folder.new_id(), record(folder, root=Process(2**22 - 1, 1)), record(
+        folder, provider="other", root=Process(2**22 - 1, 1)
     )  # fmt: skip
     (folder.path / broken).mkdir()
     (folder.path / broken / "sandbox.json").write_text("{")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -457,3 +458,19 @@ def test_health_survives_in_the_record(tmp_path: Path) -> None:
     assert again.workload == workload
     assert (again.job, again.restarts, again.url, again.health.ready) == (5, 2, "http://n:1", True)
     assert (tmp_path / "r" / "bb.unreadable").exists()
+
+
+def test_a_record_of_an_earlier_version_names_no_sandbox(tmp_path: Path) -> None:
+    from rollyard_operator.plan import Owner, Workload
+    from rollyard_slurm.submissions import Records, fresh
+
+    folder = tmp_path / "r"
+    folder.mkdir()
+    records = Records(folder)
+    workload = Workload("w-0", "stage-worker", Owner("RolloutJob", "default", "j", "u"), sandbox='{"cpu":1}')
+    records.save(fresh("aa", workload, 0, datetime.now(UTC)))
+    assert [one.workload for one in records.load()] == [workload]
+    document = json.loads((folder / "aa.json").read_text())
+    del document["workload"]["sandbox"]
+    (folder / "aa.json").write_text(json.dumps(document))
+    assert [one.workload.sandbox for one in records.load()] == [""]

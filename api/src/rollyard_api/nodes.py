@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
-from rollyard_crds.claims import NODE
+from rollyard_crds.names import NODE
 from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 

@@ -12,16 +12,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rollyard_crds.names import RUNTIME_PATH
 from rollyard_crds.quantity import parse_quantity
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_crds.trajectory import Record
 
-PROVIDER = "kubernetes"
-"""`SandboxHandle.provider` of a claimed sandbox; its `id` is the claim's id, its `node` NODE."""
-NODE = "kubernetes"
-"""Node name of workers and sandboxes whose sandboxes are reached over a pod network."""
-RUNTIME_PATH = "/.rollyard"
-"""Where the runtime (exec server, its Python and its libraries) is mounted read-only in a sandbox."""
 EXEC_PORT = 7411
 """TCP port of the exec server in a sandbox pod."""
 EXEC_LISTEN = f"tcp://*:{EXEC_PORT}"

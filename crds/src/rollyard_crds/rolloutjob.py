@@ -19,14 +19,14 @@ from rollyard_crds.base import (
     ShortText,
     cel,
 )
+from rollyard_crds.names import STAGES as STAGES
+from rollyard_crds.names import StageName as StageName
 from rollyard_crds.podtemplate import Placement, PodTemplate
 from rollyard_crds.quantity import Quantity
 from rollyard_crds.task import Task
 
 EntryPointName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]*$", max_length=63)]
 Seconds = Annotated[int, Field(ge=1, le=604_800)]
-StageName = Literal["init", "run", "eval"]
-STAGES: tuple[StageName, ...] = ("init", "run", "eval")
 
 MAX_INLINE_TASKS = 4096
 

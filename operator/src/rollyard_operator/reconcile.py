@@ -13,6 +13,7 @@ from datetime import datetime
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, RolloutJobStatus, StageName
 
 from rollyard_operator.conditions import Claim, find, holds, since, updated
+from rollyard_operator.firstsandbox import first_sandbox
 from rollyard_operator.fleet import FleetPlan, earliest, exit_text, keep, restarts_in_a_row
 from rollyard_operator.naming import child_index, child_name, made_of, owner_of
 from rollyard_operator.plan import ObservedJob, ObservedWorkload, Owner, Plan, Profile, Stop, Workload
@@ -54,6 +55,7 @@ def job_workloads(
             index=index,
             stages=stages,
             concurrency=tuple((stage, specs[stage].concurrency) for stage in stages),
+            sandbox=first_sandbox(job.spec) if "init" in stages else "",
             made_of=made_of(specs[stages[0]].template, job.metadata.labels, profile),
         )
         for role, stages, replicas in groups

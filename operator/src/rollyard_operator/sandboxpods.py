@@ -17,9 +17,9 @@ from rollyard_crds.claims import (
     EXEC_LISTEN,
     EXEC_PORT,
     EXEC_SERVER_ARGV,
-    RUNTIME_PATH,
     SandboxShape,
 )
+from rollyard_crds.names import RUNTIME_PATH
 from rollyard_crds.podtemplate import Placement
 
 from rollyard_operator import labels

@@ -1,9 +1,14 @@
-"""`python -m rollyard_pipeline`: a stage worker."""
+"""`python -m rollyard_pipeline`: a stage worker.
+
+What is imported here is what starts a sandbox; the rest, which takes longer than that, is imported beside
+the start of the first one (`rollyard_pipeline.late`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -11,34 +16,30 @@ import secrets
 import signal
 import socket
 import sys
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from rollyard_crds.claims import NODE, PROVIDER
-from rollyard_crds.rolloutjob import STAGES, RolloutJobSpec, StageName, StagesSpec
+from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
 
-from rollyard_pipeline import httpx_alone  # noqa: F401 - before whatever imports httpx
-from rollyard_pipeline.ahead import keep_warm, request_of
-from rollyard_pipeline.errors import ControlPlaneError, PipelineError
-from rollyard_pipeline.registry import Registry
-from rollyard_pipeline.rest import RestControlPlane
+from rollyard_pipeline.ahead import first_sandbox, keep_warm, request_of, stages_of
+from rollyard_pipeline.errors import ControlPlaneError, OptionError, PipelineError
 from rollyard_pipeline.sandboxes import PROVIDERS, open_provider
 from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
+from rollyard_pipeline.sandboxes.threads import in_thread
 
 if TYPE_CHECKING:
+    from rollyard_crds.rolloutjob import RolloutJobSpec
+
+    from rollyard_pipeline.registry import Registry
+    from rollyard_pipeline.rest import RestControlPlane
     from rollyard_pipeline.worker import Worker
 
 _DEFAULT_HOME: Final = "~/.local/state/rollyard"
+_SWITCH_SECONDS: Final = 0.0005
 NODE_UNUSABLE: Final = 73
 """Exit status (EX_CANTCREAT of sysexits.h): this node lacks what sandboxes need; another one may have it."""
-
-
-class OptionError(PipelineError):
-    """A command-line option cannot be used."""
-
-    reason = "OptionInvalid"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,33 +71,50 @@ async def _run(options: argparse.Namespace) -> int:
 async def _serve(
     options: argparse.Namespace, stages: list[StageName], given: dict[StageName, int], signals: _Signals
 ) -> int:
-    extensions = Registry()
-    async with RestControlPlane(options.url, _token(options.token_file)) as control:
+    token = _token(options.token_file)
+    first = first_sandbox(options.first_sandbox) if "init" in stages and options.first_sandbox else None
+    async with contextlib.AsyncExitStack() as stack:
+        connecting = asyncio.create_task(_connected(options.url, token, stack))
+        stack.push_async_callback(_abandoned, connecting)
+        provider = open_provider(
+            options.sandbox,
+            run_dir=options.run_dir,
+            node=options.node,
+            claims=(await connecting)[0] if options.sandbox == PROVIDER else None,
+            apptainer=_apptainer(options),
+        )
+        await provider.start()
+        stack.push_async_callback(provider.aclose)
+        # Only one, that it has the machine's cores for itself; the others follow the first lease.
+        await keep_warm(provider, first, 1)
+        control, extensions = await connecting
         required = bool(set(stages) - set(given))
-        asking = asyncio.create_task(_job(control, options, extensions, required=required))
-        try:
-            provider = open_provider(
-                options.sandbox,
-                run_dir=options.run_dir,
-                node=options.node,
-                claims=control,
-                apptainer=_apptainer(options),
-            )
-            await provider.start()
-            try:
-                job, request = await asking
-                request = request if "init" in stages else None
-                # Only one, that it has the machine's cores for itself; the others follow the first lease.
-                await keep_warm(provider, request, 1)
-                modules = await asyncio.to_thread(_late_modules)
-                spec = StagesSpec() if job is None else job.stages
-                places = {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
-                await _work(modules, options, control, provider, extensions, places, signals)
-            finally:
-                await provider.aclose()
-        finally:
-            asking.cancel()
+        job = None
+        if first is None or required:
+            job, wanted = await _job(control, options, extensions, required=required)
+            if "init" in stages and first is None:
+                first = wanted
+                await keep_warm(provider, first, 1)
+        spec = stages_of(job)
+        places = {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
+        await _work(options, control, provider, extensions, places, first, signals)
     return 0
+
+
+async def _connected(
+    url: str, token: str, stack: contextlib.AsyncExitStack
+) -> tuple[RestControlPlane, Registry]:
+    """A client of the control plane, once all that a worker consists of is imported."""
+    interval = sys.getswitchinterval()
+    # Imports keep the interpreter's lock: the start of a sandbox beside them is not to wait for it so long.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        await in_thread(import_module, "rollyard_pipeline.late")
+    finally:
+        sys.setswitchinterval(interval)
+    from rollyard_pipeline import late
+
+    return await stack.enter_async_context(late.RestControlPlane(url, token)), late.Registry()
 
 
 async def _job(
@@ -118,23 +136,29 @@ async def _job(
     return job, await asyncio.to_thread(request_of, job, extensions)
 
 
+async def _abandoned(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def _work(
-    modules: tuple[ModuleType, ModuleType],
     options: argparse.Namespace,
     control: RestControlPlane,
     provider: SandboxProvider,
     extensions: Registry,
     places: dict[StageName, int],
+    begun: SandboxRequest | None,
     signals: _Signals,
 ) -> None:
-    backends, worker = modules
-    async with backends.BackendClient(request_timeout=options.request_timeout) as client:
+    from rollyard_pipeline.late import BackendClient, Worker, WorkerOptions
+
+    async with BackendClient(request_timeout=options.request_timeout) as client:
         await signals.run(
-            worker.Worker(
+            Worker(
                 control,
                 client,
                 provider,
-                worker.WorkerOptions(
+                WorkerOptions(
                     worker=options.name,
                     node=options.node,
                     concurrency=places,
@@ -146,16 +170,10 @@ async def _work(
                     drain_seconds=options.drain_seconds,
                     backend_budget=options.backend_budget,
                     extensions=extensions,
+                    begun=begun,
                 ),
             )
         )
-
-
-def _late_modules() -> tuple[ModuleType, ModuleType]:
-    """Those whose import takes about as long as a sandbox's start."""
-    from rollyard_pipeline import backends, worker
-
-    return backends, worker
 
 
 class _Signals:
@@ -324,6 +342,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trouble-file", type=Path, metavar="FILE",
         help="says why this worker takes no Init work; gone while nothing is wrong",
+    )  # fmt: skip
+    parser.add_argument(
+        "--first-sandbox", metavar="JSON",
+        help="what its job's rollouts will want, begun before the job is asked for; from the driver",
     )  # fmt: skip
     parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
     parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")

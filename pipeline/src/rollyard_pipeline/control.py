@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import random
-from typing import Protocol
-
-from rollyard_crds.claims import Claim, ClaimRequest
-from rollyard_crds.lease import (
-    CompleteRequest,
-    FailRequest,
-    HeartbeatRequest,
-    HeartbeatResponse,
-    LeaseRequest,
-    LeaseResponse,
-    OutcomeResponse,
-    RouteRequest,
-    RouteResponse,
-)
-from rollyard_crds.rolloutjob import RolloutJobSpec
+from typing import TYPE_CHECKING, Protocol
 
 from rollyard_pipeline.errors import PipelineError
+
+if TYPE_CHECKING:
+    from rollyard_crds.claims import Claim, ClaimRequest
+    from rollyard_crds.lease import (
+        CompleteRequest,
+        FailRequest,
+        HeartbeatRequest,
+        HeartbeatResponse,
+        LeaseRequest,
+        LeaseResponse,
+        OutcomeResponse,
+        RouteRequest,
+        RouteResponse,
+    )
+    from rollyard_crds.rolloutjob import RolloutJobSpec
 
 
 class ControlPlaneUnavailable(PipelineError):

@@ -7,9 +7,10 @@ observation, or a low score.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from rollyard_crds.rolloutjob import StageName
+if TYPE_CHECKING:
+    from rollyard_crds.rolloutjob import StageName
 
 
 class PipelineError(Exception):
@@ -22,6 +23,12 @@ class PipelineError(Exception):
     """False: nothing that this rollout's attempts should pay for; whoever raises it bounds how often."""
     of_node: ClassVar[bool] = False
     """At a worker's start: another node may well do."""
+
+
+class OptionError(PipelineError):
+    """A command-line option cannot be used."""
+
+    reason = "OptionInvalid"
 
 
 class ExtensionError(PipelineError):

@@ -22,6 +22,8 @@ AGENTS: Final = "rollyard.agents"
 TOOLS: Final = "rollyard.tools"
 TOOL_PARSERS: Final = "rollyard.tool_parsers"
 
+_OURS: Final = "rollyard"
+"""The distribution that ships with Rollyard itself."""
 _UNKNOWN: Final[dict[str, type[ExtensionError]]] = {
     HANDLERS: UnknownHandler,
     AGENTS: UnknownAgent,
@@ -45,10 +47,25 @@ class Registry:
 
     def __init__(self, overrides: dict[str, dict[str, Any]] | None = None) -> None:
         self._loaded: dict[tuple[str, str], Any] = {}
+        self._own: metadata.EntryPoints | None = None
         self._entries: Any = None
         for group, classes in (overrides or {}).items():
             for name, cls in classes.items():
                 self._loaded[group, name] = cls
+
+    def _found(self, group: str, name: str) -> list[metadata.EntryPoint]:
+        """Ours first, from the one file that names them: the others' are in a file of each distribution."""
+        if self._own is None:
+            try:
+                self._own = metadata.distribution(_OURS).entry_points
+            except metadata.PackageNotFoundError:  # the packages stand on the path without being installed
+                self._own = metadata.EntryPoints(())
+        found = list(self._own.select(group=group, name=name))
+        if not found:
+            if self._entries is None:
+                self._entries = metadata.entry_points()
+            found = list(self._entries.select(group=group, name=name))
+        return found
 
     def load(self, group: str, name: str) -> Any:
         """The class behind `name`.
@@ -58,10 +75,7 @@ class Registry:
         """
         key = (group, name)
         if key not in self._loaded:
-            if self._entries is None:
-                # Once: every look reads a file of each distribution that is installed.
-                self._entries = metadata.entry_points()
-            found = list(self._entries.select(group=group, name=name))
+            found = self._found(group, name)
             if not found:
                 names = ", ".join(installed(group)) or "none"
                 raise _UNKNOWN[group](

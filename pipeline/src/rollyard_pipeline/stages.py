@@ -66,6 +66,7 @@ class Stages:
         *,
         backend_budget: float = 60.0,
         eval_grace: float = 30.0,
+        begun: SandboxRequest | None = None,
     ) -> None:
         self._control = control
         self._backends = backends
@@ -78,6 +79,7 @@ class Stages:
         self._handlers: dict[str, Handler] = {}
         self._vocabularies: dict[str, int] = {}
         self._warmed: set[str] = set()
+        self._begun = begun
 
     async def close(self) -> None:
         """Close every handler."""
@@ -111,6 +113,7 @@ class Stages:
         # Bad names are found here, before a sandbox is started for them.
         self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
         needed = handler.needs_sandbox or any(tool.needs_sandbox for tool in tools.values())
+        await self._check_begun(SandboxRequest.of(spec.sandbox) if needed and spec.sandbox.warm else None)
         context = _context(lease, spec, timeout)
         try:
             async with asyncio.timeout(timeout):
@@ -235,6 +238,13 @@ class Stages:
             reward_components={name: float(value) for name, value in evaluation.components.items()},
             times=times,
         )
+
+    async def _check_begun(self, wanted: SandboxRequest | None) -> None:
+        """Keeps no sandbox that was begun before the job was known and that the job does not want."""
+        begun, self._begun = self._begun, None
+        if begun is None or self._provider is None or (wanted is not None and wanted.key == begun.key):
+            return
+        await self._provider.warm(begun, 0)
 
     async def _acquire(self, held: HeldLease, spec: RolloutJobSpec) -> Sandbox:
         provider = self._provider

@@ -21,7 +21,7 @@ from rollyard_pipeline.outbox import Outbox
 from rollyard_pipeline.pool import Identity, StagePool
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes.errors import SandboxError
-from rollyard_pipeline.sandboxes.interface import SandboxProvider
+from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
 from rollyard_pipeline.stages import Stages
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class WorkerOptions:
     backend_budget: float = 60.0
     eval_grace: float = 30.0
     extensions: Registry = field(default_factory=Registry)
+    begun: SandboxRequest | None = None
+    """The sandbox that the provider keeps warm already, before any lease has told what the job wants."""
 
     @property
     def sandbox_limit(self) -> int:
@@ -89,6 +91,7 @@ class Worker:
             options.extensions,
             backend_budget=options.backend_budget,
             eval_grace=options.eval_grace,
+            begun=options.begun,
         )
         self._outbox = Outbox(control, options.worker, self._reported)
         self._heartbeat = Heartbeat(

@@ -209,6 +209,7 @@ def _worker(workload: Workload, site: Site) -> list[str]:
         *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
         *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
         *("--sandbox", site.sandbox, *site.sandbox_options),
+        *(("--first-sandbox", workload.sandbox) if workload.sandbox else ()),
         *("--drain-seconds", str(site.profile.workers.drain_seconds), "--sandboxes-end"),
     ]
     run = f"{site.profile.workers.run_dir.rstrip('/')}/ry-$UID-{site.instance}"

@@ -57,7 +57,10 @@ async def find_program(wanted: str | None = None) -> Program:
         if path is None:
             found.append(f"{name}: not found")
             continue
-        code, text = await run_program([path, "--version"], seconds=20, env=dict(os.environ))
+        # Side by side: a worker's first rollout waits for both.
+        (code, text), takes = await asyncio.gather(
+            run_program([path, "--version"], seconds=20, env=dict(os.environ)), _takes_config(path)
+        )
         match = _ANSWER.search(text)
         if code != 0 or match is None:
             found.append(f"{path} answers {text.strip()[:200]!r}")
@@ -68,7 +71,6 @@ async def find_program(wanted: str | None = None) -> Program:
             found.append(f"{path} is {match[0]}, which is too old")
             continue
         answered = text[match.start() :].split()[2]
-        takes = await _takes_config(path)
         if kind == "apptainer":
             return Program(path, "apptainer", answered, (), takes)
         options = ("--no-oci",) if version >= _OCI_SINCE else ()

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Final
 
 from packaging.requirements import Requirement
-from rollyard_crds.claims import COPY_ARGV, EXEC_SERVER_ARGV, RUNTIME_PATH
+from rollyard_crds.claims import COPY_ARGV, EXEC_SERVER_ARGV
+from rollyard_crds.names import RUNTIME_PATH
 
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 from rollyard_pipeline.sandboxes.runtime import (

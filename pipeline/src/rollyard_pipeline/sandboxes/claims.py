@@ -14,8 +14,9 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from typing import Final, TypeVar
 
-from rollyard_crds.claims import NODE, PROVIDER, Claim, ClaimRequest, SandboxShape
+from rollyard_crds.claims import Claim, ClaimRequest, SandboxShape
 from rollyard_crds.lease import LeaseRef, SandboxHandle
+from rollyard_crds.names import NODE, PROVIDER
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import FileError
 from rollyard_sandbox.errors import SandboxError as ExecError

@@ -6,19 +6,20 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from rollyard_crds.claims import NODE, PROVIDER
+from rollyard_crds.names import NODE, PROVIDER
 
-from rollyard_pipeline.control import ClaimCalls
 from rollyard_pipeline.sandboxes import cgroups
 from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions, ApptainerStarter
 from rollyard_pipeline.sandboxes.bubblewrap import BubblewrapStarter
-from rollyard_pipeline.sandboxes.claims import ClaimProvider
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.sandboxes.process import WARNING, ProcessStarter
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.records import SandboxFolder
+
+if TYPE_CHECKING:
+    from rollyard_pipeline.control import ClaimCalls
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ def open_provider(
                 f"--node {node}: sandbox pods are reached from every worker alike, so that workers with "
                 f"--sandbox {name} have --node {NODE}"
             )
+        from rollyard_pipeline.sandboxes.claims import ClaimProvider
+
         return ClaimProvider(claims)
     folder = SandboxFolder(Path(run_dir))
     places = list(find_places())

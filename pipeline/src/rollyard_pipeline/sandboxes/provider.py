@@ -7,9 +7,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rollyard_crds.lease import LeaseRef, SandboxHandle
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.sandboxes import cgroups
@@ -28,6 +29,9 @@ from rollyard_pipeline.sandboxes.room import DiskRoom, is_full
 from rollyard_pipeline.sandboxes.starters import LEASE_SECONDS, Starter, limits_of
 from rollyard_pipeline.sandboxes.threads import in_thread
 from rollyard_pipeline.sandboxes.warmpool import WarmPool, WarmSandbox
+
+if TYPE_CHECKING:
+    from rollyard_crds.lease import LeaseRef, SandboxHandle
 
 log = logging.getLogger(__name__)
 
@@ -195,20 +199,19 @@ class NodeProvider:
                 state="starting",
                 worker=self._worker,
                 created=time.time(),
-                cgroups=[str(path) for path in groups],
+                cgroups=tuple(str(path) for path in groups),
                 workdir=self._starter.workdir(self._folder.folder(sandbox_id)),
             )
             try:
                 await in_thread(self._folder.create, record)
                 await in_thread(self._make_groups, sandbox_id, key)
                 started = await self._starter.start(key, self._folder.folder(sandbox_id), groups)
-                record = record.model_copy(
-                    update={
-                        "state": "warm",
-                        "root": Process.of(started.root),
-                        "monitor": Process.of(started.monitor) if started.monitor else None,
-                        "helpers": [Process.of(helper) for helper in started.helpers],
-                    }
+                record = replace(
+                    record,
+                    state="warm",
+                    root=Process.of(started.root),
+                    monitor=Process.of(started.monitor) if started.monitor else None,
+                    helpers=tuple(Process.of(helper) for helper in started.helpers),
                 )
                 self._folder.save(record)
                 client = await connect(self._address(sandbox_id), CONNECT_SECONDS)
@@ -230,9 +233,9 @@ class NodeProvider:
             ) from error
 
     async def _claim(self, warm: WarmSandbox, request: SandboxRequest, owner: LeaseRef) -> Sandbox:
-        record = warm.record.model_copy(
-            update={"state": "claimed", "owner": owner.rollout, "env": dict(request.env)}
-        )
+        from rollyard_crds.lease import SandboxHandle
+
+        record = replace(warm.record, state="claimed", owner=owner.rollout, env=dict(request.env))
         try:
             await apply(warm.client, record.workdir, request, LEASE_SECONDS)
             self._folder.save(record)

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import Any, Literal
 
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, RunDirUnusable
 from rollyard_pipeline.sandboxes.processes import ProcessRef
@@ -29,12 +29,13 @@ SOCKET_NAME = "exec.sock"
 # sockaddr_un.sun_path holds 108 bytes, the last of them 0 (unix(7)).
 SOCKET_PATH_MAX = 107
 ID_LENGTH = 12
+_STATES = ("starting", "warm", "claimed")
 
 
-class Process(BaseModel):
+@dataclass(frozen=True, slots=True)
+class Process:
     """A ProcessRef on disk."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     pid: int
     started: int
 
@@ -43,37 +44,70 @@ class Process(BaseModel):
 
     @classmethod
     def of(cls, ref: ProcessRef) -> Process:
-        return cls(pid=ref.pid, started=ref.started)
+        return cls(ref.pid, ref.started)
+
+    @classmethod
+    def from_json(cls, document: Any) -> Process:
+        """Raises KeyError, TypeError or ValueError for what is none."""
+        return cls(int(document["pid"]), int(document["started"]))
 
 
-class SandboxRecord(BaseModel):
+@dataclass(frozen=True, slots=True)
+class SandboxRecord:
     """What is known of one sandbox: enough for any process of the node to use or remove it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     id: str
     provider: str
     state: Literal["starting", "warm", "claimed"]
-    owner: str | None = None
-    """The rollout that claimed it."""
     worker: Process
     """Who started it."""
+    created: float
+    """Unix time, seconds."""
+    owner: str | None = None
+    """The rollout that claimed it."""
     root: Process | None = None
     """Killing this one kills everything inside."""
     monitor: Process | None = None
     """The process outside that keeps it (bubblewrap's, Apptainer's), which ends by itself after `root`."""
-    helpers: list[Process] = []
+    helpers: tuple[Process, ...] = ()
     """Further processes outside, which end after `monitor`."""
-    created: float
-    """Unix time, seconds."""
-    cgroups: list[str] = []
+    cgroups: tuple[str, ...] = ()
     workdir: str = "/work"
-    env: dict[str, str] = {}
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def alive(self) -> bool:
         """Whether its processes run; a starting sandbox lives as long as its worker."""
         if self.root is None:
             return self.worker.ref().alive()
         return self.root.ref().alive()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> SandboxRecord:
+        """The record that `sandbox.json` holds.
+
+        Raises:
+            ValueError: it holds none: a part of one, or one of another version.
+        """
+        try:
+            document = json.loads(text)
+            found = {
+                **document,
+                "worker": Process.from_json(document["worker"]),
+                "root": _process(document.get("root")),
+                "monitor": _process(document.get("monitor")),
+                "helpers": tuple(Process.from_json(each) for each in document.get("helpers", ())),
+                "cgroups": tuple(map(str, document.get("cgroups", ()))),
+                "env": dict(document.get("env", {})),
+            }
+            if document["state"] not in _STATES:
+                raise ValueError(f"state {document['state']!r}")
+            return cls(**found)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no record of a sandbox: {error}") from error
+
+
+def _process(document: Any) -> Process | None:
+    return None if document is None else Process.from_json(document)
 
 
 class SandboxFolder:
@@ -134,8 +168,8 @@ class SandboxFolder:
         if not _is_id(sandbox_id):
             return None
         try:
-            return SandboxRecord.model_validate_json((self.folder(sandbox_id) / "sandbox.json").read_bytes())
-        except (FileNotFoundError, NotADirectoryError, ValidationError):
+            return SandboxRecord.from_json((self.folder(sandbox_id) / "sandbox.json").read_bytes())
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
 
     def ids(self) -> list[str]:
@@ -186,7 +220,7 @@ class SandboxFolder:
         temporary = folder / f".{secrets.token_hex(4)}"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.write(fd, record.model_dump_json().encode())
+            os.write(fd, json.dumps(asdict(record)).encode())
         except OSError:
             temporary.unlink(missing_ok=True)
             raise

@@ -1,0 +1,15 @@
+"""Names without the models that use them, for programs that must not wait for those."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+StageName = Literal["init", "run", "eval"]
+STAGES: tuple[StageName, ...] = ("init", "run", "eval")
+
+PROVIDER = "kubernetes"
+"""`SandboxHandle.provider` of a claimed sandbox; its `id` is the claim's id, its `node` NODE."""
+NODE = "kubernetes"
+"""Node name of workers and sandboxes whose sandboxes are reached over a pod network."""
+RUNTIME_PATH = "/.rollyard"
+"""Where the runtime (exec server, its Python and its libraries) is mounted read-only in a sandbox."""

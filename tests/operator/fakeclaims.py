@@ -104,7 +104,7 @@ class ClaimDesk:
             return None
         if known is None:
             raise NotFound("no such claim", reason="ClaimNotFound", status=404)
-        if known.state == "Released" or (known.state == "Failed" and status.state == "Bound"):
+        if known.state == "Released" or (status.state == "Bound" and known.state != "Pending"):
             return known
         changes: dict[str, Any] = {"state": status.state, "reason": status.reason, "message": status.message}
         if status.state == "Bound":

@@ -138,8 +138,19 @@ class FakeKube:
         ]
 
     async def patch(
-        self, kind: str, namespace: str, name: str, body: Object, *, uid: str | None = None
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        body: Object,
+        *,
+        uid: str | None = None,
+        version: str | None = None,
     ) -> Object | None:
+        there = self.objects.get((kind, namespace, name))
+        same = there is not None and uid in (None, there["metadata"]["uid"])
+        if there is not None and same and version not in (None, there["metadata"]["resourceVersion"]):
+            raise KubeConflict(409, "Conflict", "the object has been modified")
         return await self._patch("patch", kind, namespace, name, body, uid)
 
     async def patch_status(

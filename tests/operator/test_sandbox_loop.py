@@ -383,8 +383,105 @@ async def test_a_warm_pod_that_broke_unseen_is_not_handed_out(world: World) -> N
     await world.turn()
     assert world.state(claim) == "Pending"
     assert not [status for _, status in world.plane.told if status.state == "Bound"]
+    await world.turn(2)
+    world.start()
     await world.turn()
-    assert world.plane.claims_[claim].reason == "OutOfMemory"
+    assert world.state(claim) == "Bound", "to another pod"
+    assert not labels.label_of(world.pod(key_of(pod)[1]), labels.CLAIM)
+
+
+class Beside:
+    """A second operator on the same cluster and control plane, told of pods only when a test says so."""
+
+    def __init__(self, world: World) -> None:
+        self.world, first, seen = world, world.loop, world.pods
+        self.loop, self.pods = world.operator(), world.pods
+        world.loop, world.pods = first, seen
+
+    async def turn(self) -> None:
+        await self.loop.turn()
+
+    async def lists_claims(self) -> None:
+        self.loop.learn(await self.world.plane.claims())
+
+
+async def test_a_warm_pod_is_taken_for_one_claim_by_two_operators(world: World) -> None:
+    world.plane.want(1)
+    await world.turn()
+    world.start()
+    await world.turn()
+    second = Beside(world)
+    one = world.plane.file()
+    await world.turn()
+    (address,) = [claim.address for claim in world.plane.claims_.values() if claim.state == "Bound"]
+    other = world.plane.file()
+    await second.lists_claims()
+    # It sees the warm pod as nobody's still, and has a claim that wants one.
+    assert [not labels.label_of(pod, labels.CLAIM) for pod in second.pods] == [True]
+    await second.turn()
+    assert labels.label_of(world.pod(key_of(next(iter(second.pods)))[1]), labels.CLAIM) == one
+    await second.turn()
+    assert (world.state(other), world.plane.claims_[one].address) == ("Pending", address)
+
+
+async def test_an_operator_that_is_behind_with_pods_loses_no_sandbox(world: World) -> None:
+    second = Beside(world)
+    claim = world.plane.file()
+    await world.turn()
+    world.start()
+    await world.turn()
+    assert world.state(claim) == "Bound"
+    await second.lists_claims()
+    await second.turn()
+    assert world.state(claim) == "Bound", "its pod was not seen yet"
+    assert [key_of(pod)[1] for pod in second.pods] == [f"sb-{claim}"]
+    # Gone for good, for both.
+    world.kube.remove("Pod", "team", f"sb-{claim}")
+    second.pods.remove(("team", f"sb-{claim}"), uid_of(next(iter(second.pods))))
+    await second.turn()
+    assert (world.state(claim), world.plane.claims_[claim].reason) == ("Failed", "SandboxLost")
+
+
+async def test_an_operator_that_is_behind_with_claims_deletes_no_sandbox(world: World) -> None:
+    second = Beside(world)
+    await second.lists_claims()
+    claim = world.plane.file()
+    await world.turn()
+    world.start()
+    await world.turn()
+    for pod in world.kube.of("Pod"):
+        second.pods.put(pod)
+    await second.turn()
+    assert "deletionTimestamp" not in world.pod(f"sb-{claim}")["metadata"]
+    # While the control plane is away nobody can say whose it is.
+    world.plane.claims_.clear()
+    world.plane.fault = lambda: True
+    third = Beside(world)
+    await third.turn()
+    third.loop.learn(ClaimList(revision=9, claims=[], warm=[]))
+    await third.turn()
+    assert "deletionTimestamp" not in world.pod(f"sb-{claim}")["metadata"]
+    world.plane.fault = lambda: False
+    await third.turn()
+    assert "deletionTimestamp" in world.pod(f"sb-{claim}")["metadata"]
+
+
+async def test_of_two_pods_of_a_claim_none_goes_before_one_is_bound(world: World) -> None:
+    """Two operators have each found one; the other may be binding its own just now."""
+    claim = world.plane.file()
+    await world.turn()
+    world.plane.want(1)
+    await world.turn()
+    world.plane.want(0)
+    (warm,) = [name for name in world.kube.names("Pod") if name != f"sb-{claim}"]
+    await world.kube.patch("Pod", "team", warm, {"metadata": {"labels": {labels.CLAIM: claim}}})
+    await world.turn(2)
+    assert [pod["metadata"].get("deletionTimestamp") for pod in world.kube.of("Pod")] == [None, None]
+    world.start()
+    await world.turn(2)
+    assert world.state(claim) == "Bound"
+    left = [pod for pod in world.kube.of("Pod") if "deletionTimestamp" not in pod["metadata"]]
+    assert [pod["status"]["podIP"] in world.plane.claims_[claim].address for pod in left] == [True]
 
 
 async def test_what_is_deleted_is_deleted_once(world: World) -> None:

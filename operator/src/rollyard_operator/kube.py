@@ -81,9 +81,19 @@ class Kube(Protocol):
         ...
 
     async def patch(
-        self, kind: str, namespace: str, name: str, body: Object, *, uid: str | None = None
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        body: Object,
+        *,
+        uid: str | None = None,
+        version: str | None = None,
     ) -> Object | None:
-        """Merge patch; None where it is gone, or has another uid."""
+        """Merge patch; None where it is gone, or has another uid.
+
+        Raises KubeConflict where it has another resource version than the given one.
+        """
         ...
 
     async def patch_status(
@@ -364,12 +374,21 @@ class KubeClient:
             raise
 
     async def patch(
-        self, kind: str, namespace: str, name: str, body: Object, *, uid: str | None = None
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        body: Object,
+        *,
+        uid: str | None = None,
+        version: str | None = None,
     ) -> Object | None:
-        if uid is not None:
-            body = body | {"metadata": {**body.get("metadata", {}), "uid": uid}}
+        conditions = {"uid": uid, "resourceVersion": version}
+        given = {key: value for key, value in conditions.items() if value is not None}
+        if given:
+            body = body | {"metadata": {**body.get("metadata", {}), **given}}
         try:
-            return await self._merge(RESOURCES[kind].path(namespace, name), body)
+            return await self._merge(RESOURCES[kind].path(namespace, name), body, again=version is None)
         except KubeError as error:
             if uid is not None and error.status in (409, 422) and "uid" in error.message.lower():
                 return None

@@ -18,6 +18,7 @@ from rollyard_client import NotFound, RollyardError
 from rollyard_crds.claims import Claim, ClaimList, ClaimStatus, SandboxShape, WarmWant
 
 from rollyard_operator import labels
+from rollyard_operator.doubts import Doubts, doubts_of, without
 from rollyard_operator.fleet import earliest
 from rollyard_operator.kube import Kube, KubeConflict, KubeError
 from rollyard_operator.labels import Object
@@ -197,7 +198,7 @@ class SandboxLoop:
 
     async def turn(self) -> float | None:
         """Plan, and carry it out. Seconds after which to look again, if nothing happens before."""
-        plan = self.plan()
+        plan = await self._sure(self.plan())
         taking = {take.claim: take for take in plan.take}
         binding = {bind.claim: bind for bind in plan.bind}
         steps: list[Awaitable[None]] = [
@@ -215,6 +216,26 @@ class SandboxLoop:
         if any(claim.state == "Pending" and self._owner(claim) is None for claim in self._claims.values()):
             waits.append(OWNER_SECONDS)
         return earliest(waits)
+
+    async def _sure(self, plan: SandboxPlan) -> SandboxPlan:
+        """A plan that destroys nothing on the word of a view that is behind: it looks again before."""
+        doubts = self._doubts(plan)
+        if not doubts:
+            return plan
+        try:
+            self.learn(await self._control.claims())
+            for claim in doubts.lost & self._claims.keys():
+                mine = f"{labels.selector(self._settings.instance)},{labels.CLAIM}={claim}"
+                for pod in await self._kube.list("Pod", self._claims[claim].namespace, mine):
+                    self._pods.put(pod)
+        except (KubeError, RollyardError) as error:
+            _log.warning("sandboxes: cannot look again: %s: %s", type(error).__name__, error)
+            return without(plan, doubts)
+        plan = self.plan()
+        return without(plan, self._doubts(plan) - doubts)
+
+    def _doubts(self, plan: SandboxPlan) -> Doubts:
+        return doubts_of(plan, self._claims.keys(), (seen for _, seen in self._seen.values()))
 
     async def _step(self, step: Awaitable[None]) -> bool:
         """Whether it went well; what did not is planned again."""
@@ -363,13 +384,26 @@ class SandboxLoop:
         if owner is None:
             return
         pod = take.pod
+        there = self._pods.get((pod.namespace, pod.name))
+        if there is None or uid_of(there) != pod.uid or labels.label_of(there, labels.CLAIM):
+            return  # it was taken since the plan was made
         body = {
             "metadata": {
                 "labels": claim_labels(take.claim, owner),
                 "ownerReferences": [job_reference(owner)],
             }
         }
-        taken = await self._kube.patch("Pod", pod.namespace, pod.name, body, uid=pod.uid)
+        try:
+            # As it was seen: another operator may be taking it for another claim.
+            version = str(there["metadata"]["resourceVersion"])
+            taken = await self._kube.patch(
+                "Pod", pod.namespace, pod.name, body, uid=pod.uid, version=version
+            )
+        except KubeConflict:
+            if (newer := await self._kube.get("Pod", pod.namespace, pod.name)) is not None:
+                self._pods.put(newer)
+            self._wake.set()
+            return
         if taken is None:
             self._pods.remove((pod.namespace, pod.name), pod.uid)
             return

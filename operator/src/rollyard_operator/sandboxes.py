@@ -14,6 +14,7 @@ from datetime import datetime
 
 from rollyard_operator.fleet import earliest
 from rollyard_operator.sandboxplan import (
+    LOST,
     BindSandbox,
     DeleteSandbox,
     FailSandbox,
@@ -46,7 +47,7 @@ def patience_left(trouble: Trouble, waited: float, limits: Limits) -> float | No
 
 
 def _lost(claim: WantedSandbox, now: datetime) -> Trouble:
-    return Trouble("SandboxLost", f"the pod of sandbox {claim.id} is gone", now)
+    return Trouble(LOST, f"the pod of sandbox {claim.id} is gone", now)
 
 
 class _Reconcile:
@@ -106,13 +107,12 @@ class _Reconcile:
         own = self._of_claim.get(claim.id, [])
         alive = [pod for pod in own if pod.state != "stopping" and pod.usable]
         self._remove_pods(pod for pod in own if pod not in alive)
-        # The oldest is its pod; a second one (of an operator that died in between) is too much.
         alive.sort(key=lambda pod: (pod.state != "ready", pod.created_at, pod.name))
         if not alive:
             self._find_pod(claim)
             return
-        pod, *others = alive
-        self._remove_pods(others)
+        # A second one goes once the claim is bound: until then another operator may be binding that.
+        pod = alive[0]
         if pod.state == "ready":
             self._bind.append(BindSandbox(claim.id, pod))
         elif pod.trouble is not None and self._has_ready(claim):
@@ -190,7 +190,8 @@ class _Reconcile:
         if its:
             self._remove_pods(pod for pod in own if pod not in its)
             return
-        ended = [pod.trouble for pod in own if pod.trouble is not None]
+        over = [pod for pod in own if pod.state in ("failed", "stopping")]
+        ended = [pod.trouble for pod in over if pod.trouble is not None]
         self._fail.append(FailSandbox(claim.id, ended[0] if ended else _lost(claim, self._now)))
 
     def _over(self, claim: WantedSandbox) -> None:

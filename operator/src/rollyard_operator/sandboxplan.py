@@ -28,6 +28,10 @@ class Trouble:
     """Whether another pod may fare better."""
 
 
+LOST = "SandboxLost"
+"""Reason of a bound claim's trouble: nothing is seen of its pod."""
+
+
 @dataclass(frozen=True, slots=True)
 class ObservedSandbox:
     """A sandbox pod as the cluster shows it."""

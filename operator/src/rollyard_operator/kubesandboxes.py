@@ -396,9 +396,7 @@ class SandboxLoop:
         try:
             # As it was seen: another operator may be taking it for another claim.
             version = str(there["metadata"]["resourceVersion"])
-            taken = await self._kube.patch(
-                "Pod", pod.namespace, pod.name, body, uid=pod.uid, version=version
-            )
+            taken = await self._kube.patch("Pod", pod.namespace, pod.name, body, uid=pod.uid, version=version)
         except KubeConflict:
             if (newer := await self._kube.get("Pod", pod.namespace, pod.name)) is not None:
                 self._pods.put(newer)

@@ -6,8 +6,6 @@ import asyncio
 import itertools
 import subprocess
 import time
-from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -115,35 +113,36 @@ async def _bare(program: str, image: str, folder: Path, number: int) -> float:
 
 
 async def _measured(settings: Settings) -> list[Measurement]:
-    program, image = lab.apptainer(), await lab.default_image()
     rounds = 4 if settings.quick else 12
-    profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}}
-    ours: dict[str, list[float]] = {start: [] for start in STARTS}
+    async with shared_folder() as folder:
+        return [await _one(start, folder, rounds) for start in STARTS]
+
+
+async def _one(start: str, folder: Path, rounds: int) -> Measurement:
+    """One way to start workers beside the bare job; the bridge of the other one is not there meanwhile."""
+    program, image = lab.apptainer(), await lab.default_image()
+    profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}, "start": start}
+    ours: list[float] = []
     bare: list[float] = []
-    parts: dict[str, dict[str, list[float]]] = {start: {} for start in STARTS}
+    parts: dict[str, list[float]] = {}
     numbers = itertools.count()
+    (folder / start).mkdir()
+    async with bridge(folder / start, profile, ["--default-image", image]) as running:
 
-    async def step_ours(running: Bridge, start: str) -> None:
-        await asyncio.sleep(PAUSE_SECONDS)
-        ours[start].append(await _ours(running, image, next(numbers), parts[start]))
+        async def step_ours() -> None:
+            await asyncio.sleep(PAUSE_SECONDS)
+            ours.append(await _ours(running, image, next(numbers), parts))
 
-    async def step_bare() -> None:
-        await asyncio.sleep(PAUSE_SECONDS)
-        bare.append(await _bare(program, image, folder, next(numbers)))
+        async def step_bare() -> None:
+            await asyncio.sleep(PAUSE_SECONDS)
+            bare.append(await _bare(program, image, folder / start, next(numbers)))
 
-    async with AsyncExitStack() as stack:
-        folder = await stack.enter_async_context(shared_folder())
-        contestants = {"bare": Contestant(step_bare, rounds, warm_up=1)}
-        for start in STARTS:
-            (folder / start).mkdir()
-            running = await stack.enter_async_context(
-                bridge(folder / start, {**profile, "start": start}, ["--default-image", image])
-            )
-            step = partial(step_ours, running, start)
-            contestants[start] = Contestant(step, rounds, warm_up=1)
+        contestants = {
+            "bare": Contestant(step_bare, rounds, warm_up=1),
+            "ours": Contestant(step_ours, rounds, warm_up=1),
+        }
         await interleave(contestants, rounds)
-    theirs = Sample(tuple(bare[1:]))
-    return [_measurement(start, Sample(tuple(ours[start][1:])), parts[start], theirs) for start in STARTS]
+    return _measurement(start, Sample(tuple(ours[1:])), parts, Sample(tuple(bare[1:])))
 
 
 def _measurement(start: str, mine: Sample, parts: dict[str, list[float]], theirs: Sample) -> Measurement:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollyard_client import Client, NotFound
-from rollyard_client.worker import DriverClient
+from rollyard_client.driver import DriverClient
 from rollyard_crds.claims import Claim
 
 if TYPE_CHECKING:

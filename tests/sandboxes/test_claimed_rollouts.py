@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rollyard_client import AsyncClient
-from rollyard_client.worker import DriverClient
+from rollyard_client.driver import DriverClient
 from rollyard_crds.claims import ClaimStatus
 
 pytestmark = pytest.mark.real

@@ -9,25 +9,32 @@ Example:
         rewards = [t.reward for t in client.trajectories("quickstart")]
 """
 
-from rollyard_client.async_client import AsyncClient
-from rollyard_client.context import Context, context_path, read_token, resolve
-from rollyard_client.errors import (
-    Conflict,
-    ContextError,
-    Invalid,
-    NotFound,
-    RollyardError,
-    ServerUnavailable,
-    StorageFull,
-    TooMany,
-    Unauthorized,
-    WaitTimeout,
-)
-from rollyard_client.requests import Group, RolloutSummary
-from rollyard_client.sse import JobEvent
-from rollyard_client.sync_client import Client
-from rollyard_client.transport import Retry
-from rollyard_client.worker import DriverClient, WorkerClient
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from rollyard_client.async_client import AsyncClient
+    from rollyard_client.context import Context, context_path, read_token, resolve
+    from rollyard_client.driver import DriverClient
+    from rollyard_client.errors import (
+        Conflict,
+        ContextError,
+        Invalid,
+        NotFound,
+        RollyardError,
+        ServerUnavailable,
+        StorageFull,
+        TooMany,
+        Unauthorized,
+        WaitTimeout,
+    )
+    from rollyard_client.requests import Group, RolloutSummary
+    from rollyard_client.sse import JobEvent
+    from rollyard_client.sync_client import Client
+    from rollyard_client.transport import Retry
+    from rollyard_client.worker import WorkerClient
 
 __all__ = [
     "AsyncClient",
@@ -53,3 +60,25 @@ __all__ = [
     "read_token",
     "resolve",
 ]
+
+_MODULES: Final = (
+    "errors",
+    "context",
+    "transport",
+    "worker",
+    "driver",
+    "requests",
+    "sse",
+    "async_client",
+    "sync_client",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name's module when it is first asked for: a worker needs few of the models of a client."""
+    if name in __all__:
+        for module in _MODULES:
+            found = getattr(import_module(f"{__name__}.{module}"), name, None)
+            if found is not None:
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,20 +10,20 @@ import httpx
 import orjson
 from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
 from rollyard_crds.base import ObjectMeta
-from rollyard_crds.claims import Claim, ClaimList, ClaimRequest, ClaimStatus
-from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec, RolloutJobStatus
+from rollyard_crds.claims import Claim, ClaimList, ClaimStatus
+from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.unfinished import UnfinishedJobs
 from rollyard_crds.weights import WeightUpdate, WeightUpdateRequest
 
 from rollyard_client.call import Call, as_json, encode, nothing, segment
+from rollyard_client.workercalls import CLAIMS, claim_of
 
 NDJSON = "application/x-ndjson"
 PARQUET = "application/vnd.apache.parquet"
 JOBS = "/v1/rolloutjobs"
 POOLS = "/v1/backendpools"
-CLAIMS = "/v1/claims"
 
 Manifest = RolloutJob | BackendPool | Mapping[str, Any]
 
@@ -328,30 +328,6 @@ def put_pool_status(name: str, namespace: str, status: BackendPoolStatus) -> Cal
     return Call("PUT", path, _pool, query={"namespace": namespace}, body=encode(status.to_json()))
 
 
-def job_spec(namespace: str, name: str, uid: str | None) -> Call[RolloutJobSpec]:
-    def parse(answer: httpx.Response) -> RolloutJobSpec:
-        return RolloutJobSpec.model_validate(as_json(answer)["spec"])
-
-    return Call("GET", "/v1/leases/job", parse, query={"namespace": namespace, "name": name, "uid": uid})
-
-
-def _claim(answer: httpx.Response) -> Claim:
-    return Claim.model_validate_json(answer.content)
-
-
-def file_claim(asked: ClaimRequest) -> Call[Claim]:
-    # The same rollout and token again is the same claim.
-    return Call("POST", CLAIMS, _claim, body=asked.model_dump_json().encode(), wait=asked.wait)
-
-
-def claim(name: str, wait: float) -> Call[Claim]:
-    return Call("GET", f"{CLAIMS}/{segment(name)}", _claim, query={"wait": wait}, wait=wait)
-
-
-def release_claim(name: str) -> Call[None]:
-    return Call("DELETE", f"{CLAIMS}/{segment(name)}", nothing)
-
-
 def claims(namespace: str | None, revision: int | None, wait: float) -> Call[ClaimList]:
     def parse(answer: httpx.Response) -> ClaimList:
         return ClaimList.model_validate_json(answer.content)
@@ -369,7 +345,7 @@ def unfinished(revision: int | None, wait: float) -> Call[UnfinishedJobs]:
 
 def put_claim_status(name: str, status: ClaimStatus) -> Call[Claim | None]:
     def parse(answer: httpx.Response) -> Claim | None:
-        return None if answer.status_code == 204 else _claim(answer)
+        return None if answer.status_code == 204 else claim_of(answer)
 
     body = status.model_dump_json().encode()
     return Call("PUT", f"{CLAIMS}/{segment(name)}/status", parse, body=body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 StageName = Literal["init", "run", "eval"]
 STAGES: tuple[StageName, ...] = ("init", "run", "eval")
@@ -13,3 +13,8 @@ NODE = "kubernetes"
 """Node name of workers and sandboxes whose sandboxes are reached over a pod network."""
 RUNTIME_PATH = "/.rollyard"
 """Where the runtime (exec server, its Python and its libraries) is mounted read-only in a sandbox."""
+
+UNVERIFIED: Final = "unverified:"
+"""Prefix of a server's version label between loading and verification. A paused server answers
+nothing, so it must run while it is verified; what it samples meanwhile carries this label, and
+workers throw those tokens away and ask again."""

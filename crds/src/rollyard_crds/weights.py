@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rollyard_crds.backendpool import BackendUrl
 from rollyard_crds.base import Model, Path
-
-UNVERIFIED: Final = "unverified:"
-"""Prefix of a server's version label between loading and verification. A paused server answers
-nothing, so it must run while it is verified; what it samples meanwhile carries this label, and
-workers throw those tokens away and ask again."""
+from rollyard_crds.names import UNVERIFIED as UNVERIFIED
 
 PolicyVersion = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\s:]+$")]
 """No spaces and no colons, so that none can be mistaken for one marked `UNVERIFIED`."""

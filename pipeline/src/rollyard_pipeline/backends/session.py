@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from rollyard_crds.lease import BackendAssignment, RouteResponse, RunStats
+from rollyard_crds.names import UNVERIFIED
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_crds.trajectory import FinishReason
-from rollyard_crds.weights import UNVERIFIED
 
 from rollyard_pipeline.backends.client import UNKNOWN_MODE, BackendClient
 from rollyard_pipeline.backends.wire import Sampling

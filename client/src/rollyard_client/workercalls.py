@@ -1,0 +1,36 @@
+"""The calls of stage workers beside their leases: apart from the others, whose models they never need."""
+
+from __future__ import annotations
+
+import httpx
+from rollyard_crds.claims import Claim, ClaimRequest
+from rollyard_crds.rolloutjob import RolloutJobSpec
+
+from rollyard_client.call import Call, as_json, nothing, segment
+
+CLAIMS = "/v1/claims"
+
+
+def job_spec(namespace: str, name: str, uid: str | None) -> Call[RolloutJobSpec]:
+    def parse(answer: httpx.Response) -> RolloutJobSpec:
+        return RolloutJobSpec.model_validate(as_json(answer)["spec"])
+
+    return Call("GET", "/v1/leases/job", parse, query={"namespace": namespace, "name": name, "uid": uid})
+
+
+def claim_of(answer: httpx.Response) -> Claim:
+    """The claim that an answer holds."""
+    return Claim.model_validate_json(answer.content)
+
+
+def file_claim(asked: ClaimRequest) -> Call[Claim]:
+    # The same rollout and token again is the same claim.
+    return Call("POST", CLAIMS, claim_of, body=asked.model_dump_json().encode(), wait=asked.wait)
+
+
+def claim(name: str, wait: float) -> Call[Claim]:
+    return Call("GET", f"{CLAIMS}/{segment(name)}", claim_of, query={"wait": wait}, wait=wait)
+
+
+def release_claim(name: str) -> Call[None]:
+    return Call("DELETE", f"{CLAIMS}/{segment(name)}", nothing)

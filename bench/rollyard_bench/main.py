@@ -21,7 +21,7 @@ from rollyard_bench.registry import FIGURES, Measurement, Settings, failed, judg
 from rollyard_bench.results import Entry
 from rollyard_bench.scheduling import shared_evenly
 
-GROUP_SECONDS = 900.0
+GROUP_SECONDS = 1500.0
 
 Measure = Callable[[Settings], Coroutine[Any, Any, list[Measurement]]]
 

@@ -11,8 +11,9 @@ Example:
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
+
+from rollyard_crds.lazy import lazily
 
 if TYPE_CHECKING:
     from rollyard_client.async_client import AsyncClient
@@ -61,24 +62,18 @@ __all__ = [
     "resolve",
 ]
 
-_MODULES: Final = (
-    "errors",
-    "context",
-    "transport",
-    "worker",
-    "driver",
-    "requests",
-    "sse",
-    "async_client",
-    "sync_client",
+__getattr__ = lazily(
+    __name__,
+    __all__,
+    (
+        "errors",
+        "context",
+        "transport",
+        "worker",
+        "driver",
+        "requests",
+        "sse",
+        "async_client",
+        "sync_client",
+    ),
 )
-
-
-def __getattr__(name: str) -> Any:
-    """Imports a name's module when it is first asked for: a worker needs few of the models of a client."""
-    if name in __all__:
-        for module in _MODULES:
-            found = getattr(import_module(f"{__name__}.{module}"), name, None)
-            if found is not None:
-                return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

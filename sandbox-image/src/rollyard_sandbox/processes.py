@@ -81,6 +81,34 @@ def descendants(root: int, processes: dict[int, Process]) -> list[Process]:
     return found
 
 
+def stop_below(root: int) -> set[int]:
+    """Stops every process below `root`, each as soon as it is found, the newest first; zombies too.
+
+    Nothing is found where the kernel does not list children (proc(5), CONFIG_PROC_CHILDREN).
+    """
+    stopped: set[int] = set()
+    queue = [root]
+    while queue:
+        for pid in reversed(children_of(queue.pop())):
+            if pid not in stopped:
+                send_signal((pid,), signal.SIGSTOP)
+                stopped.add(pid)
+                queue.append(pid)
+    return stopped
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process, the newest last; some may be left out while others end."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
+                found.extend(map(int, file.read().split()))
+    except OSError:
+        return found  # it ended, or this kernel has no such file
+    return found
+
+
 def session_members(leader: int) -> list[Process]:
     """The processes of session `leader` and everything below it, the leader included."""
     processes = snapshot()
@@ -139,7 +167,9 @@ def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: flo
 
     In a pid namespace of our own `kill(-1)` reaches all of them at once. Elsewhere the tree below the server
     is walked (as a subreaper it inherits every orphan): stopped first, so that nothing forks while it is
-    being killed, and again until nothing is left.
+    being killed, and again until nothing is left. A process that keeps forking and ending, each time under a
+    new pid, is gone before a picture of the whole /proc is complete: what is below the server is therefore
+    read once more and stopped as it is found, with no pause while there is anything new.
 
     Args:
         reap: collects ended children; False where there are none.
@@ -162,13 +192,15 @@ def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: flo
         unreaped = any(p.parent == me and p.state in "ZX" for p in processes.values())
         if not (alive or unreaped) or monotonic() > deadline:
             return len(killed)
-        pids = [p.pid for p in alive]
-        killed.update(pids)
+        pids = {p.pid for p in alive}
         if own_namespace and alive:
             send_signal((-1,), signal.SIGKILL)
         else:
             send_signal(pids, signal.SIGSTOP)
+            pids.update(pid for pid in stop_below(me) if pid not in processes)
             send_signal(pids, signal.SIGKILL)
-        # Dying takes the kernel a moment; SIGCHLD only tells of our own children.
-        sleep(pause)
-        pause = min(pause * 2, 0.05)
+        if pids <= killed:
+            # Dying takes the kernel a moment; SIGCHLD only tells of our own children.
+            sleep(pause)
+            pause = min(pause * 2, 0.05)
+        killed |= pids

@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine that stands still for a moment makes no example wrong: pytest's limit bounds a test.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 Missing = Callable[[str], NoReturn]
 

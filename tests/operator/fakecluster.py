@@ -147,19 +147,12 @@ class FakeKube:
         uid: str | None = None,
         version: str | None = None,
     ) -> Object | None:
-        there = self.objects.get((kind, namespace, name))
-        same = there is not None and uid in (None, there["metadata"]["uid"])
-        if there is not None and same and version not in (None, there["metadata"]["resourceVersion"]):
-            raise KubeConflict(409, "Conflict", "the object has been modified")
-        return await self._patch("patch", kind, namespace, name, body, uid)
+        return await self._patch("patch", (kind, namespace, name), body, uid, version)
 
     async def patch_status(
         self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
     ) -> Object | None:
-        there = self.objects.get((kind, namespace, name))
-        if there is not None and version not in (None, there["metadata"]["resourceVersion"]):
-            raise KubeConflict(409, "Conflict", "the object has been modified")
-        return await self._patch("patch_status", kind, namespace, name, {"status": status}, None)
+        return await self._patch("patch_status", (kind, namespace, name), {"status": status}, None, version)
 
     async def event(self, obj: Object, type: str, reason: str, message: str) -> None:
         await asyncio.sleep(0)
@@ -168,12 +161,16 @@ class FakeKube:
     # How it works
 
     async def _patch(
-        self, verb: str, kind: str, namespace: str, name: str, body: Object, uid: str | None
+        self, verb: str, where: Where, body: Object, uid: str | None, version: str | None
     ) -> Object | None:
+        kind, namespace, name = where
         await self._enter(verb, {"kind": kind, "metadata": {"namespace": namespace, "name": name}})
-        there = self.objects.get((kind, namespace, name))
+        there = self.objects.get(where)
         if there is None or uid not in (None, there["metadata"]["uid"]):
             return None
+        # Nothing else happens between this comparison and the write, as in the real one.
+        if version not in (None, there["metadata"]["resourceVersion"]):
+            raise KubeConflict(409, "Conflict", "the object has been modified")
         return copy.deepcopy(self._save(_merge(there, body)))
 
     async def _enter(self, verb: str, obj: Object) -> None:

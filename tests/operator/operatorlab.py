@@ -19,6 +19,8 @@ from rollyard_operator.settings import OperatorSettings
 
 NAMESPACE = "team"
 KEY = (NAMESPACE, "math")
+PATIENCE_SECONDS = 50.0
+"""It bounds a hang and says nothing of speed; less than pytest's limit, which ends a test less gently."""
 
 
 def settings_in(folder: Path, **more: Any) -> OperatorSettings:
@@ -69,7 +71,7 @@ class Lab:
         self.sick: set[str] = set()
         """Hosts of backends that do not answer."""
         self.http = httpx.AsyncClient(transport=httpx.MockTransport(self._backend))
-        profile = Profile(backoff_seconds=0.01, blocked_seconds=0.05, max_active_jobs=2)
+        profile = Profile(backoff_seconds=0.01, blocked_seconds=0.05, max_active_jobs=2, drain_seconds=3600.0)
         self.operator = Operator(settings, profile, kube, control, self.http)
         kube.watchers.append(self._watch)
 
@@ -119,10 +121,18 @@ class Lab:
         self.kube.pod_status(NAMESPACE, name, {"phase": phase, "containerStatuses": [ended]})
 
 
-async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(true: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
     async with asyncio.timeout(seconds):
         while not true():  # noqa: ASYNC110 - what is waited for is somebody else's
             await asyncio.sleep(0.01)
+
+
+async def at_rest(kube: FakeKube) -> None:
+    """Wait until the operators call the API server no more."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while kube.calls:
+            kube.calls.clear()
+            await asyncio.sleep(0.3)
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakecluster import FakeControlPlane, FakeKube
-from operatorlab import KEY, NAMESPACE, Lab, hurry, job, running, settings_in, until
+from fakecluster import FakeControlPlane, FakeKube, Object
+from operatorlab import KEY, NAMESPACE, Lab, at_rest, hurry, job, running, settings_in, until
 from rollyard_client import Invalid
 from rollyard_crds import RolloutJob
 from rollyard_operator.kube import KubeError
@@ -59,6 +59,7 @@ async def test_an_end_is_told_with_counts_and_reward_and_workers_go(lab: Lab) ->
     assert (status["phase"], status["rewardMean"], status["counts"]["succeeded"]) == ("Succeeded", 0.5, 2)
     await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
     await until(lambda: lab.control.all_jobs[KEY].status.phase == "Succeeded")
+    await until(lambda: len(lab.kube.events) >= 3)  # beside the work
     told = [reason for _, _, reason, _ in lab.kube.events]
     assert told == ["Admitted", "Running", "Succeeded"]
 
@@ -285,11 +286,38 @@ async def test_two_operators_at_once_make_each_pod_once(tmp_path: Path, quick: N
         uids = {pod["metadata"]["uid"] for pod in kube.of("Pod")}
         lab.start_pods()
         await until(lambda: lab.holds("Running"))
-        async with asyncio.timeout(20):  # they come to rest, and do not answer each other's writes
-            while kube.calls:
-                kube.calls.clear()
-                await asyncio.sleep(0.3)
+        await at_rest(kube)  # they do not answer each other's writes
         assert {pod["metadata"]["uid"] for pod in kube.of("Pod")} == uids
+
+
+async def test_workers_that_another_operator_made_since_the_plan_are_left_alone(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kube, control, settings = FakeKube(), FakeControlPlane(), settings_in(tmp_path)
+    waits, answer, apply = asyncio.Event(), asyncio.Event(), kube.apply
+
+    async def slow(obj: Object, *, force: bool = True) -> Object:
+        if not waits.is_set():  # the first of the two, between its plan and its launches
+            waits.set()
+            await answer.wait()
+        return await apply(obj, force=force)
+
+    monkeypatch.setattr(kube, "apply", slow)
+    deleted: list[str] = []
+    async with running(Lab(settings, kube, control)) as lab, running(Lab(settings, kube, control)):
+        kube.watchers.append(lambda verb, obj: deleted.append(verb) if verb == "DELETED" else None)
+        kube.put(job())
+        await until(lambda: waits.is_set() and len(kube.of("Pod")) == 3)
+        uids = {pod["metadata"]["uid"] for pod in kube.of("Pod")}
+        lab.start_pods()
+        await until(lambda: lab.holds("Running"))
+        await at_rest(kube)
+        answer.set()
+        await until(lambda: "patch_status" in [verb for verb, _, _ in kube.calls])  # it goes on
+        await at_rest(kube)
+        assert {pod["metadata"]["uid"] for pod in kube.of("Pod")} == uids
+        assert deleted == []
+        assert lab.holds("Running")
 
 
 async def test_what_went_while_no_operator_ran_is_cleaned_up(tmp_path: Path, quick: None) -> None:

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
+from operatorlab import PATIENCE_SECONDS
 from rollyard_crds import Condition, RolloutJob
 from rollyard_operator.__main__ import main
 from rollyard_operator.admission import Admissions
@@ -178,6 +179,7 @@ def refusal(code: int, reason: str, message: str = "no", **details: Any) -> tupl
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollyard_operator.kube.LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_operator.kube.TIMEOUT_SECONDS", PATIENCE_SECONDS)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+from operatorlab import PATIENCE_SECONDS
 from rollyard_operator.portprobes import PortProbes
 
 
@@ -17,7 +18,8 @@ async def told() -> asyncio.Event:
 
 
 @pytest.fixture
-async def probes(told: asyncio.Event) -> AsyncIterator[PortProbes]:
+async def probes(told: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PortProbes]:
+    monkeypatch.setattr("rollyard_operator.portprobes.CONNECT_SECONDS", PATIENCE_SECONDS)
     made = PortProbes(told.set)
     task = asyncio.create_task(made.run())
     yield made

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fakeclaims import SHAPE, ClaimDesk
 from fakecluster import FakeKube
+from operatorlab import PATIENCE_SECONDS
 from rollyard_client import RollyardError
 from rollyard_crds.claims import ClaimList, ClaimStatus, SandboxShape
 from rollyard_operator import labels
@@ -189,14 +190,14 @@ async def test_a_pod_that_answers_is_handed_out_before_the_kubelet_has_looked(
     status = running("10.1.0.9")
     status["conditions"] = [{"type": "Ready", "status": "False"}]
     world.status(world.pod(f"sb-{claim}"), **status)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not tried:
             await world.turn()
             await asyncio.sleep(0)
     await world.turn()
     assert (world.state(claim), tried) == ("Pending", [("10.1.0.9", 7411)])
     listens.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while world.state(claim) == "Pending":
             await world.turn()
             await asyncio.sleep(0.01)
@@ -680,7 +681,7 @@ async def test_it_runs_by_itself(world: World) -> None:
     """The tasks of `run`: claims by long poll, pods by the cache, no timer."""
     running_loop = asyncio.create_task(world.loop.run())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             claim = world.plane.file()
             await until(lambda: f"sb-{claim}" in world.kube.names("Pod"))
             world.start()

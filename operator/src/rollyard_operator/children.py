@@ -69,31 +69,39 @@ class Children:
         return [*seen.values(), *refused]
 
     async def carry_out(
-        self, namespace: str, plan: Plan[Any], build: Callable[[Workload], Object], known: Iterable[str] = ()
+        self, namespace: str, plan: Plan[Any], build: Callable[[Workload], Object], pods: Iterable[Object]
     ) -> None:
         """Stop, launch and mark what a plan says.
 
         Args:
             build: makes the pod of a workload.
-            known: names of all pods of the owner, for marks of draining to be taken away.
+            pods: those of the owner that the plan was made from. It says nothing of one that has come
+                since then, which another operator may have made: that one is left to the next turn.
 
         Raises:
             KubeError: the API server does not answer; the next turn tries again. A pod that it
                 refuses is not an error but observed as blocked.
         """
-        steps = [self._stop(namespace, stop) for stop in plan.stop]
-        steps += [self._launch(namespace, launch, build) for launch in plan.launch]
-        steps += [self._mark(namespace, name, name in plan.drain) for name in known]
+        seen = {key_of(pod)[1]: pod for pod in pods}
+        steps = [self._stop(stop, seen.get(stop.name)) for stop in plan.stop]
+        steps += [
+            self._launch(namespace, launch, build, seen.get(launch.workload.name)) for launch in plan.launch
+        ]
+        steps += [self._mark(pod, name in plan.drain) for name, pod in seen.items()]
         failed = [one for one in await asyncio.gather(*steps, return_exceptions=True) if one is not None]
         for one in failed:
             raise one
 
-    async def _stop(self, namespace: str, stop: Stop) -> None:
+    async def _stop(self, stop: Stop, seen: Object | None) -> None:
         self._refused.pop(stop.name, None)
         self._replaced.note(stop)
-        pod = self._cache.get((namespace, stop.name))
-        if pod is not None:
-            await self._delete(pod, math.ceil(stop.grace_seconds))
+        if seen is not None and self._newest(seen) is not None:
+            await self._delete(seen, math.ceil(stop.grace_seconds))
+
+    def _newest(self, seen: Object) -> Object | None:
+        """A pod as it is by now; None: it is gone, and maybe another one has its name."""
+        pod = self._cache.get(key_of(seen))
+        return pod if pod is not None and uid_of(pod) == uid_of(seen) else None
 
     async def _delete(self, pod: Object, grace: int) -> None:
         (namespace, name), uid = key_of(pod), uid_of(pod)
@@ -102,7 +110,9 @@ class Children:
         while len(self._deleting) > REMEMBERED:
             self._deleting.pop(next(iter(self._deleting)))
 
-    async def _launch(self, namespace: str, launch: Launch, build: Callable[[Workload], Object]) -> None:
+    async def _launch(
+        self, namespace: str, launch: Launch, build: Callable[[Workload], Object], seen: Object | None
+    ) -> None:
         launch = self._replaced.counted(launch)
         workload = launch.workload
         self._refused.pop(workload.name, None)
@@ -111,9 +121,12 @@ class Children:
         except TemplateError as error:
             self._refuse(launch, str(error))
             return
-        before = self._cache.get((namespace, workload.name))
-        if before is not None:
-            await self._delete(before, 0)
+        there = self._cache.get((namespace, workload.name))
+        if there is not None:
+            known = seen is not None and uid_of(seen) == uid_of(there)
+            if not known and there in self.pods(workload.owner.uid, workload.kind):
+                return  # it came after the plan, and may run already: what came has also woken the next turn
+            await self._delete(there, 0)
         notes = pod["metadata"].setdefault("annotations", {})
         notes[labels.RESTARTS] = str(launch.restarts)
         if launch.last_end:
@@ -156,12 +169,12 @@ class Children:
         )
         self._wake()  # no watch will tell
 
-    async def _mark(self, namespace: str, name: str, draining: bool) -> None:
-        pod = self._cache.get((namespace, name))
+    async def _mark(self, seen: Object, draining: bool) -> None:
+        pod = self._newest(seen)
         if pod is None or bool(labels.annotation_of(pod, labels.DRAINING_SINCE)) == draining:
             return
         since = datetime.now(UTC).isoformat().replace("+00:00", "Z") if draining else None
         body = {"metadata": {"annotations": {labels.DRAINING_SINCE: since}}}
-        marked = await self._kube.patch("Pod", namespace, name, body, uid=uid_of(pod))
+        marked = await self._kube.patch("Pod", *key_of(pod), body, uid=uid_of(pod))
         if marked is not None:
             self._cache.put(marked)

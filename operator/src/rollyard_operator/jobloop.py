@@ -214,7 +214,7 @@ class JobLoop(ObjectLoop):
         build = partial(worker_pod, job=job, settings=yard.settings)
         # The status is of what was seen before this turn: neither waits for the other.
         carried, written = await asyncio.gather(
-            self._children.carry_out(self.key[0], plan, build),
+            self._children.carry_out(self.key[0], plan, build, pods),
             self._write(obj, before, plan.status),
             return_exceptions=True,
         )

@@ -150,8 +150,7 @@ class PoolLoop(ObjectLoop):
             await yard.kube.apply(pool_service(pool, yard.settings))
             life.service = generation_of(obj)
         build = partial(backend_pod, pool=pool, settings=yard.settings)
-        names = [pod["metadata"]["name"] for pod in pods]
-        await self._children.carry_out(self.key[0], plan, build, names)
+        await self._children.carry_out(self.key[0], plan, build, pods)
         if not external:
             await self._report_backends(pool, view, plan.status.backends)
         wait = await self._write(obj, before, plan.status)

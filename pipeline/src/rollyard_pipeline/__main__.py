@@ -44,6 +44,8 @@ NODE_UNUSABLE: Final = 73
 
 def main(argv: list[str] | None = None) -> int:
     """Run a worker; 0 when drained or when its job is over, 2 for unusable options, 73 for a node."""
+    # They are for applications that watch their own models; to look for them reads a file of each package.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     options = _parser().parse_args(argv)
     if options.node is None:
         options.node = NODE if options.sandbox == PROVIDER else socket.gethostname()
@@ -73,8 +75,12 @@ async def _serve(
 ) -> int:
     token = _token(options.token_file)
     first = first_sandbox(options.first_sandbox) if "init" in stages and options.first_sandbox else None
+    # The interpreter has one lock: what leads to the start of the first sandbox comes before the imports.
+    begun = asyncio.Event()
+    if first is None or options.sandbox == PROVIDER:
+        begun.set()
     async with contextlib.AsyncExitStack() as stack:
-        connecting = asyncio.create_task(_connected(options.url, token, stack))
+        connecting = asyncio.create_task(_connected(options.url, token, stack, begun))
         stack.push_async_callback(_abandoned, connecting)
         provider = open_provider(
             options.sandbox,
@@ -87,6 +93,7 @@ async def _serve(
         stack.push_async_callback(provider.aclose)
         # Only one, that it has the machine's cores for itself; the others follow the first lease.
         await keep_warm(provider, first, 1)
+        begun.set()
         control, extensions = await connecting
         required = bool(set(stages) - set(given))
         job = None
@@ -102,9 +109,10 @@ async def _serve(
 
 
 async def _connected(
-    url: str, token: str, stack: contextlib.AsyncExitStack
+    url: str, token: str, stack: contextlib.AsyncExitStack, begun: asyncio.Event
 ) -> tuple[RestControlPlane, Registry]:
-    """A client of the control plane, once all that a worker consists of is imported."""
+    """A client of the control plane, once all that a worker consists of is imported, which starts at `begun`."""
+    await begun.wait()
     interval = sys.getswitchinterval()
     # Imports keep the interpreter's lock: the start of a sandbox beside them is not to wait for it so long.
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -299,6 +299,8 @@ class Stages:
         if lease.backend is None:
             raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
 
+        self._backends.begin()  # beside the chat template's loading
+
         async def route(failed_url: str, error: str, blame: bool) -> RouteResponse:
             request = RouteRequest(
                 rollout=lease.rollout, token=lease.token, failed_url=failed_url, error=error, blame=blame

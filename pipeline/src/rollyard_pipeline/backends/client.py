@@ -83,6 +83,10 @@ class BackendClient:
     ) -> None:
         await self._http.__aexit__(kind, error, trace)
 
+    def begin(self) -> None:
+        """Prepares for requests in the background: who calls this has something else to do before the first."""
+        self._http.begin()
+
     async def sample(
         self,
         backend: BackendAssignment,

@@ -46,14 +46,22 @@ class Http:
 
     def __init__(self, connect_timeout: float) -> None:
         self._connect_timeout = connect_timeout
+        self._entered = False
         self._opening: asyncio.Task[aiohttp.ClientSession] | None = None
 
     async def __aenter__(self) -> Http:
-        self._opening = asyncio.create_task(self._open(), name="backend connections")
+        self._entered = True
         return self
 
+    def begin(self) -> asyncio.Task[aiohttp.ClientSession]:
+        """Imports what requests need, once, in the background: a rollout of no model does without it."""
+        if not self._entered:
+            raise RuntimeError("BackendClient is used outside of its 'async with'")
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open(), name="backend connections")
+        return self._opening
+
     async def _open(self) -> aiohttp.ClientSession:
-        # In the background: the import takes a third of a second, in which a worker starts a sandbox.
         await asyncio.to_thread(importlib.import_module, "aiohttp")
         import aiohttp
 
@@ -65,6 +73,7 @@ class Http:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._entered = False
         if self._opening is not None:
             opening, self._opening = self._opening, None
             await (await opening).close()
@@ -76,9 +85,7 @@ class Http:
             BackendUnavailable: no connection, or it broke.
             BackendMismatch: the answer is too long.
         """
-        if self._opening is None:
-            raise RuntimeError("BackendClient is used outside of its 'async with'")
-        session = await asyncio.shield(self._opening)
+        session = await asyncio.shield(self.begin())
         import aiohttp
 
         data = orjson.dumps(body) if body is not None else None

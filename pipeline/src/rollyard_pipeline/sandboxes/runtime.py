@@ -159,17 +159,20 @@ def _library_folders() -> list[Path]:
     names = [f"/lib/{triplet}", f"/usr/lib/{triplet}", "/lib64", "/usr/lib64", "/lib", "/usr/lib"]
     prefix = Path(sys.base_prefix).resolve()
     folders: list[Path] = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if ".so" in path and path.startswith("/") and prefix not in Path(path).parents:
-            names.append(str(Path(path).parent))
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    for loaded in dict.fromkeys(
+        os.path.dirname(line.split(maxsplit=5)[-1]) for line in lines if ".so" in line
+    ):
+        if loaded.startswith("/") and prefix not in (Path(loaded), *Path(loaded).parents):
+            names.append(loaded)
     site = _package_folders()
     for name in names:
         folder = Path(name).resolve()
         if not folder.is_dir() or folder in folders or any(s in folder.parents for s in site):
             continue
-        if any(entry.name.startswith("lib") and ".so" in entry.name for entry in folder.iterdir()):
-            folders.append(folder)
+        with os.scandir(folder) as entries:
+            if any(entry.name.startswith("lib") and ".so" in entry.name for entry in entries):
+                folders.append(folder)
     return folders
 
 
@@ -200,10 +203,13 @@ def _write(cache: Path, files: dict[str, str], origins: dict[str, Path]) -> Path
     if folder.is_dir():
         return folder
     temporary = cache / f".runtime-{secrets.token_hex(6)}"
+    for parent in dict.fromkeys(os.path.dirname(name) for name in files):
+        (temporary / parent).mkdir(parents=True)
+    for package in dict.fromkeys(os.path.dirname(name) for name in origins):
+        (temporary / package / "__pycache__").mkdir()
     for name, text in files.items():
         path = temporary / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         path.chmod(0o755 if name.endswith("bin/python") else 0o644)
         if name.endswith(".py"):
             _write_compiled(path, origins[name], f"{INSIDE}/{name}")
@@ -228,7 +234,6 @@ def _write_compiled(path: Path, origin: Path, shown: str) -> None:
     head = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little")
     # By name, and not by `cache_from_source`: PYTHONPYCACHEPREFIX is this process's own matter.
     target = path.parent / "__pycache__" / f"{path.stem}.{sys.implementation.cache_tag}.pyc"
-    target.parent.mkdir(exist_ok=True)
     target.write_bytes(
         head + importlib.util.source_hash(path.read_bytes()) + marshal.dumps(_shown_as(code, shown))
     )

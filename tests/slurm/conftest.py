@@ -314,7 +314,7 @@ _PROGRAMS = (
     "head", "id", "ls", "mkdir", "mv", "printf", "rm", "sed", "seq", "sleep", "sort", "tail", "tee", "touch",
     "tr", "uniq", "wc", "xargs",
 )  # fmt: skip
-_BUILD_SECONDS = 180.0
+_BUILD_SECONDS = 500.0
 
 
 @pytest.fixture(scope="session")

@@ -97,7 +97,7 @@ class Run:
         return httpx.Client(
             base_url=context["url"],
             headers={"Authorization": f"Bearer {token}"},
-            timeout=20,
+            timeout=60,
             trust_env=False,
         )
 

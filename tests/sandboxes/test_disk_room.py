@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 import pytest
 from fulldisk import fill
-from rollyard_pipeline.sandboxes.errors import NodeDiskFull
+from rollyard_pipeline.sandboxes.errors import ImageNotUsable, NodeDiskFull, SandboxError, SandboxStartFailed
+from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.processes import ProcessRef
 from rollyard_pipeline.sandboxes.records import SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.room import LONGEST_PAUSE_SECONDS, ROOM_BYTES, DiskRoom
@@ -83,6 +84,61 @@ async def test_a_disk_that_is_full_in_the_middle_of_a_start_leaves_no_process(
         await kit.clean(provider)
 
 
+@pytest.mark.real
+async def test_nothing_begins_with_the_little_that_ended_sandboxes_leave(kit: Any, small: Path) -> None:
+    """It is enough for a start, but neither lease nor warm pool takes it from those that run."""
+    provider = kit.open("process", small / "r")
+    await provider.start()
+    try:
+        filler = small / "filler"
+        fill(filler)
+        os.truncate(filler, filler.stat().st_size - ROOM_BYTES // 2)
+        assert "node node-a starts no sandboxes" in provider.trouble()
+        await provider.warm(SandboxRequest(**kit.SMALL), 1)
+        with pytest.raises(NodeDiskFull, match="no room left"):
+            await kit.acquire(provider, "r-1")
+        assert kit.left_behind(small / "r")["folders"] == []
+        filler.unlink()
+        assert provider._room.full() == ""
+        assert provider.trouble() == "", "there is room: no pause is left of it"
+        first = await kit.acquire(provider, "r-2")
+        assert await kit.sh(first, "echo goes on") == (0, "goes on")
+    finally:
+        await kit.clean(provider)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("words", [SandboxStartFailed("exit status 255"), ImageNotUsable("no such file")])
+async def test_what_fails_on_a_full_disk_fails_for_it_whatever_its_words(
+    kit: Any, small: Path, monkeypatch: pytest.MonkeyPatch, words: SandboxError
+) -> None:
+    provider = kit.open("process", small / "r")
+    await provider.start()
+
+    async def start(*arguments: object) -> None:
+        raise words
+
+    monkeypatch.setattr(provider._starter, "start", start)
+    try:
+        with pytest.raises(type(words)):
+            await kit.acquire(provider)
+        assert provider.trouble() == ""
+
+        async def fills(*arguments: object) -> None:
+            fill(small / "filler")
+            raise words
+
+        monkeypatch.setattr(provider._starter, "start", fills)
+        with pytest.raises(NodeDiskFull, match=str(words)):
+            await kit.acquire(provider)
+        assert "no room left" in provider.trouble()
+        (small / "filler").unlink()
+        assert provider._room.full() == ""
+        assert provider.trouble() == ""
+    finally:
+        await kit.clean(provider)
+
+
 def test_pauses_grow_while_starts_fail_and_end_with_one_that_works(tmp_path: Path) -> None:
     now = [100.0]
     room = DiskRoom(tmp_path, lambda: now[0])
@@ -99,8 +155,13 @@ def test_pauses_grow_while_starts_fail_and_end_with_one_that_works(tmp_path: Pat
     assert pauses[-1] == LONGEST_PAUSE_SECONDS
     room.worked()
     room.failed("no room")
-    now[0] += 2
+    now[0] += 1
+    assert room.trouble() == "no room"
+    now[0] += 1
     assert room.trouble() == ""
+    room.failed("no room")
+    room.worked()
+    assert room.trouble() == "", "a start that works ends the pause"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from rollyard_slurm.profile import RestProfile
 from rollyard_slurm.rest import slurm
 from rollyard_slurm.script import Batch
 
-SECONDS = 60.0
+SECONDS = 240.0
 SHOWN = (
     "JobName", "Requeue", "TimeLimit", "Partition", "ExcNodeList", "NumNodes", "NumTasks", "CPUs/Task",
     "MinMemoryNode", "MinMemoryCPU", "OverSubscribe", "WorkDir", "Comment", "StdErr", "StdIn", "StdOut",

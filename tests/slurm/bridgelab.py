@@ -19,14 +19,20 @@ from rollyard_crds import RolloutJob
 
 ROLLYARD = [sys.executable, "-m", "rollyard"]
 READY_SECONDS = 90.0
+PATIENCE = 4.0
+"""How many times as long anything may take on a machine that does other work too."""
 
 
 def until(condition: Callable[[], Any], seconds: float = 60.0, what: str = "it") -> Any:
     """What the condition says once it is true.
 
+    Args:
+        seconds: within which it comes on a machine of its own; it may take PATIENCE times that.
+
     Raises:
         AssertionError: not in time.
     """
+    seconds *= PATIENCE
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} did not come within {seconds:.0f} s"
@@ -121,7 +127,7 @@ class Bridge:
 
         until(ready, READY_SECONDS, "the bridge")
 
-    def stop(self, number: signal.Signals = signal.SIGINT, seconds: float = 120.0) -> int:
+    def stop(self, number: signal.Signals = signal.SIGINT, seconds: float = 240.0) -> int:
         """Ends it with a signal; its exit status."""
         assert self.process is not None
         if self.process.poll() is None:
@@ -136,9 +142,12 @@ class Bridge:
     def instance(self) -> str:
         return str(_read(self.files / "bridge.json")["instance"])
 
-    def jobs(self, kind: str = "") -> dict[int, dict[str, str]]:
-        """The Slurm jobs of this home that have not ended: state, node, and what their comments say."""
-        command = ["squeue", "-h", "-o", "%A|%T|%N|%r|%k"]
+    def jobs(self, kind: str = "", states: str = "") -> dict[int, dict[str, str]]:
+        """The Slurm jobs of this home that have not ended: state, node, and what their comments say.
+
+        `states`: those of these states instead, as squeue takes them; `all` are also those that ended.
+        """
+        command = ["squeue", "-h", "-o", "%A|%T|%N|%r|%k", *(["-t", states] if states else [])]
         done = subprocess.run(command, env=self.slurm.env, capture_output=True, text=True, timeout=60)
         found = {}
         for line in done.stdout.splitlines():

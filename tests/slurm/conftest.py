@@ -29,8 +29,8 @@ LAB = ROOT / "scripts" / "slurm-lab"
 IN_USE = Path("/tmp/rollyard-slurm-lab.use")
 START_SECONDS = 600.0
 """The first start on a machine installs packages."""
-COMMAND_SECONDS = 60.0
-HEAL_SECONDS = 60.0
+COMMAND_SECONDS = 120.0
+HEAL_SECONDS = 240.0
 
 
 class CommandFailed(AssertionError):
@@ -122,7 +122,7 @@ class Slurm:
         done = self.run_as_user(["squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T"], check=False)
         return done.stdout.strip()
 
-    def wait_state(self, job: int, *states: str, seconds: float = 30.0) -> str:
+    def wait_state(self, job: int, *states: str, seconds: float = 120.0) -> str:
         """Waits until a job is in one of these states; which.
 
         Raises:
@@ -236,7 +236,7 @@ class Slurm:
         """Everything runs, nothing is queued, all nodes are idle.
 
         Raises:
-            AssertionError: not within a minute.
+            AssertionError: not within HEAL_SECONDS.
         """
         self.heal_nodes()
         deadline = time.monotonic() + HEAL_SECONDS
@@ -314,7 +314,7 @@ _PROGRAMS = (
     "head", "id", "ls", "mkdir", "mv", "printf", "rm", "sed", "seq", "sleep", "sort", "tail", "tee", "touch",
     "tr", "uniq", "wc", "xargs",
 )  # fmt: skip
-_BUILD_SECONDS = 180.0
+_BUILD_SECONDS = 500.0
 
 
 @pytest.fixture(scope="session")

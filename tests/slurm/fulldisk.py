@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def fill(path: Path) -> None:
-    """Takes all that is left on a disk, by a file."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    """Takes all that is left on a disk, by a file; called again, also what has become free since."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         while os.write(fd, bytes(4096)):
             pass

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from bridgelab import Bridge, accounted_for, condition, job, until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

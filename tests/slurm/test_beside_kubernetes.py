@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from conftest import Slurm
     from kubelab import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = 4

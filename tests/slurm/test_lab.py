@@ -14,12 +14,12 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Slurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(900)]
 
 SLEEPER = "#!/bin/bash\nexec sleep 600\n"
 
 
-def wait(met: Callable[[], bool], seconds: float = 30.0) -> bool:
+def wait(met: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Whether it was met in time."""
     deadline = time.monotonic() + seconds
     while not met():
@@ -113,7 +113,7 @@ sleep 600 & wait
     assert files_on_nodes(slurm) - before != set()
     slurm.run_as_user(["scancel", "--signal=TERM", "--batch", str(job)])
     slurm.wait_state(job, "COMPLETED")
-    assert wait(lambda: slurm.job_processes() == {}, 10)
+    assert wait(lambda: slurm.job_processes() == {})
     assert files_on_nodes(slurm) <= before
 
 
@@ -122,11 +122,11 @@ def test_a_killed_slurmd_leaves_its_job_s_processes_running(slurm: Slurm) -> Non
     slurm.wait_state(job, "RUNNING")
     assert wait(lambda: any("sleep 600" in line for line in slurm.job_processes().values()))
     slurm.kill_slurmd("cn2")
-    assert slurm.wait_state(job, "NODE_FAIL", seconds=60) == "NODE_FAIL"
+    assert slurm.wait_state(job, "NODE_FAIL", seconds=240) == "NODE_FAIL"
     assert any("sleep 600" in line for line in slurm.job_processes().values()), "a double execution"
     slurm.start_slurmd("cn2")
     # A slurmd that comes back is told what should not run any more.
-    assert wait(lambda: slurm.job_processes() == {}, 60)
+    assert wait(lambda: slurm.job_processes() == {}, 240)
 
 
 def test_doctor_on_login_and_compute_node_and_without_a_controller(slurm: Slurm, shared: Path) -> None:

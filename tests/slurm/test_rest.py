@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from bridgelab import Bridge, accounted_for, job, until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(900)]
 ASKED = Path(__file__).with_name("asked.py")
 
 
@@ -65,7 +65,7 @@ def test_both_ways_to_ask_have_the_same_effects(slurm: Any, shared: Path, restd:
     def asked(name: str, how: str) -> dict[str, Any]:
         home = shared / name
         slurm.run_as_user(["mkdir", "-m", "700", str(home)])
-        done = slurm.run_as_user([sys.executable, str(ASKED), how, str(home)], timeout=150)
+        done = slurm.run_as_user([sys.executable, str(ASKED), how, str(home)], timeout=600)
         return dict(json.loads(done.stdout))
 
     with ThreadPoolExecutor() as both:
@@ -117,6 +117,6 @@ def test_a_bridge_outlives_its_slurmrestd(slurm: Any, shared: Path, restd: Restd
 def test_a_slurmrestd_that_is_not_there_is_named(slurm: Any, shared: Path) -> None:
     bridge = Bridge(slurm, shared / "h")
     command = bridge.command("up", "--rest-url", f"unix:{shared}/nothing")
-    done = slurm.run_as_user(command, check=False, timeout=90)
+    done = slurm.run_as_user(command, check=False, timeout=240)
     assert done.returncode == 1
     assert "rest.url: there is no socket" in done.stderr

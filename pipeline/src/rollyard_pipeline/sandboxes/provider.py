@@ -17,6 +17,7 @@ from rollyard_pipeline.sandboxes import cgroups
 from rollyard_pipeline.sandboxes.connection import apply, connect
 from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
+    ImageNotUsable,
     NodeDiskFull,
     ResourceLimitsUnavailable,
     SandboxLost,
@@ -174,14 +175,13 @@ class NodeProvider:
         """
         try:
             warm = await self._start(key)
-        except (DiskFull, OSError) as error:
-            # What a program says of a full disk may be of the sandbox's own: then the node has room.
+        except (DiskFull, ImageNotUsable, SandboxStartFailed, OSError) as error:
+            # The disk is asked whatever the words: what a program says of a full disk may be of the
+            # sandbox's own, and on a full disk many a program says nothing of it.
             of_node = isinstance(error, NodeDiskFull) or is_full(error)
-            if not of_node and isinstance(error, DiskFull):
-                of_node = bool(await in_thread(self._room.full))
-            if not of_node:
+            if not of_node and not await in_thread(self._room.full):
                 raise
-            self._room.failed(str(error))
+            await in_thread(self._room.failed, str(error))
             if isinstance(error, NodeDiskFull):
                 raise
             raise NodeDiskFull(f"no room left on the disk of node {self._node!r}: {error}") from error
@@ -191,6 +191,11 @@ class NodeProvider:
     async def _start(self, key: SandboxKey) -> WarmSandbox:
         await self._starter.prepare(key)
         async with self._starts:
+            # Before the look: what is created after the disk is known to be full is not started.
+            created = time.time()
+            if full := await in_thread(self._room.look):
+                # A little room would do for a start, and be missing to the sandboxes that run.
+                raise NodeDiskFull(full)
             sandbox_id = self._folder.new_id()
             groups = cgroups.group_paths(self._places, sandbox_id)
             record = SandboxRecord(
@@ -198,7 +203,7 @@ class NodeProvider:
                 provider=self.name,
                 state="starting",
                 worker=self._worker,
-                created=time.time(),
+                created=created,
                 cgroups=tuple(str(path) for path in groups),
                 workdir=self._starter.workdir(self._folder.folder(sandbox_id)),
             )
@@ -244,7 +249,7 @@ class NodeProvider:
             raise SandboxLost(f"sandbox {record.id} was removed by another process") from error
         except BaseException as error:
             if isinstance(error, NodeDiskFull):
-                self._room.failed(str(error))
+                await in_thread(self._room.failed, str(error))
             await self._remove_warm(warm)
             raise
         handle = SandboxHandle(

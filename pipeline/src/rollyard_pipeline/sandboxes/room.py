@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ class DiskRoom:
     """Asks the disk itself, by taking some room and giving it back: so that quotas and inodes count too.
 
     Where a start finds no room all the same, a growing pause keeps a node that fails at once from
-    taking one rollout after the other.
+    taking one rollout after the other. Methods that ask the disk block, shortly; threads may share it.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,22 +36,35 @@ class DiskRoom:
         self._clock = clock
         self._looked = float("-inf")
         self._full = ""
+        self._asking = threading.Lock()
         self._pause = FIRST_PAUSE_SECONDS
         self._paused_until = float("-inf")
         self._why = ""
 
     def trouble(self) -> str:
-        """Why no sandbox should be started now; empty: nothing is known against it. Blocking, shortly."""
-        now = self._clock()
-        if now < self._paused_until:
-            return self._why
-        if now >= self._looked + LOOK_SECONDS:
-            self._full = self.full()
-            self._looked = now
-        return self._full
+        """Why no sandbox should be started now; empty: nothing is known against it."""
+        # The disk's own word first: it stays the same while the disk is full.
+        return self.look() or (self._why if self._clock() < self._paused_until else "")
+
+    def look(self) -> str:
+        """What the disk said last, at most LOOK_SECONDS ago; empty: there was room."""
+        with self._asking:
+            if self._clock() >= self._looked + LOOK_SECONDS:
+                self._ask()
+            return self._full
 
     def full(self) -> str:
         """What the disk says now; empty: there is room."""
+        with self._asking:
+            self._ask()
+            return self._full
+
+    def _ask(self) -> None:
+        # One at a time: an older answer never replaces a later one.
+        self._looked = self._clock()
+        self._full = self._take_room()
+
+    def _take_room(self) -> str:
         path = self._folder / f".room-{secrets.token_hex(4)}"
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -67,12 +81,15 @@ class DiskRoom:
         return ""
 
     def failed(self, why: str) -> None:
-        """A sandbox found no room."""
-        now = self._clock()
-        if now >= self._paused_until:  # starts that fail together count once
-            self._paused_until, self._why = now + self._pause, why
-            self._pause = min(LONGEST_PAUSE_SECONDS, 2 * self._pause)
+        """A sandbox found no room. No pause where the disk says so too: that holds as long as it is so."""
+        with self._asking:
+            self._ask()
+            now = self._clock()
+            if not self._full and now >= self._paused_until:  # starts that fail together count once
+                self._paused_until, self._why = now + self._pause, why
+                self._pause = min(LONGEST_PAUSE_SECONDS, 2 * self._pause)
 
     def worked(self) -> None:
-        """A sandbox has started."""
+        """A sandbox has started: there is no more reason for a pause."""
         self._pause = FIRST_PAUSE_SECONDS
+        self._paused_until = float("-inf")

@@ -12,7 +12,7 @@ from installedchart import job
 if TYPE_CHECKING:
     from installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(240, func_only=True)]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 TOKENS = "/var/run/secrets"
 PROBE = """
 import json, socket, struct, sys

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from installedchart import Installation
     from rollyard_client import Client
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(240, func_only=True)]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 
 
 def gone_from_rest(client: Client, name: str) -> bool:

@@ -20,7 +20,7 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 WORKER = {"template": {"resources": {"requests": {"cpu": "25m", "memory": "64Mi"}}}}
 STAGES = dict.fromkeys(("init", "run", "eval"), WORKER)
 QUOTA = "90m"
-"""Room for a job's three workers and its sandbox (10m); beside the workers alone, for not one further worker."""
+"""Room for a job's three workers and its sandbox (10m); beside the workers alone for not one more."""
 
 
 @pytest.fixture(scope="module")

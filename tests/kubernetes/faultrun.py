@@ -173,7 +173,7 @@ class Run:
 
     def delete(self) -> None:
         """The object goes, and with it all that the control plane and the cluster knew of it."""
-        self.release.kubectl("delete", "rj", self.name, "--timeout=60s")
+        self.release.kubectl("delete", "rj", self.name, "--timeout=180s")
         deadline = time.monotonic() + GONE
         with self.release.http() as http:
             while (code := http.get(f"/v1/rolloutjobs/{self.name}").status_code) == 200:
@@ -270,7 +270,7 @@ def a_run(release: Release, name: str) -> Iterator[Run]:
             yield run
         except BaseException:
             done.set()
-            release.cluster.run("kubectl", "delete", "rj", name, "-n", release.jobs, "--timeout=60s")
+            release.cluster.run("kubectl", "delete", "rj", name, "-n", release.jobs, "--timeout=180s")
             raise
         finally:
             done.set()

@@ -87,11 +87,11 @@ class Release:
         """So many operators; returns when they are ready, and no others are there any more."""
         name = self.deployment("operator")
         self.cluster.kubectl("scale", f"deployment/{name}", "-n", self.name, f"--replicas={replicas}")
-        self.cluster.kubectl("rollout", "status", f"deployment/{name}", "-n", self.name, "--timeout=60s")
+        self.cluster.kubectl("rollout", "status", f"deployment/{name}", "-n", self.name, "--timeout=180s")
         if replicas == 0:
             selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=operator"
             self.cluster.kubectl(
-                "wait", "--for=delete", "pod", "-l", selector, "-n", self.name, "--timeout=60s"
+                "wait", "--for=delete", "pod", "-l", selector, "-n", self.name, "--timeout=180s"
             )
 
     def words(self) -> str:
@@ -196,7 +196,7 @@ def _release(cluster: Cluster, name: str, jobs: str, lines: list[str]) -> Releas
 
 def _remove(cluster: Cluster, release: Release) -> None:
     """What kubectl applied, while there is an operator to clean up after it."""
-    release.kubectl("delete", "rj,bp", "--all", "--timeout=60s")
+    release.kubectl("delete", "rj,bp", "--all", "--timeout=180s")
     with ClusterReader(cluster.kubeconfig) as reader:
         deadline = time.monotonic() + 60
         while (left := reader.pods(release.name)) and time.monotonic() < deadline:

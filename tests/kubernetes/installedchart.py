@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kubelab import Cluster
 
 LOOK_SECONDS = 0.2
+PATIENCE_SECONDS = 180
+"""For what takes a second or two on a machine with nothing else to do: under load it takes a minute."""
 SOLVED = {"name": "submit", "arguments": {"answer": "yes"}}
 SMALL_POD = {"resources": {"requests": {"cpu": "5m", "memory": "64Mi"}}}
 HOLD = "until [ -e /work/go ]; do sleep 0.1; done"
@@ -187,7 +189,9 @@ class Installation:
         )  # fmt: skip
         return "" if done.returncode == 0 else done.stderr
 
-    def wait(self, kind: str, name: str, what: str, namespace: str = "", seconds: int = 90) -> None:
+    def wait(
+        self, kind: str, name: str, what: str, namespace: str = "", seconds: int = PATIENCE_SECONDS
+    ) -> None:
         """`kubectl wait --for=condition=WHAT`; tells what there is where it does not come."""
         where = namespace or self.jobs
         done = self.cluster.run(
@@ -226,7 +230,9 @@ class Installation:
 
     def delete(self, kind: str, name: str, namespace: str = "") -> None:
         """Delete an object, and wait until it is gone."""
-        self.cluster.kubectl("delete", kind, name, "-n", namespace or self.jobs, "--timeout=60s")
+        self.cluster.kubectl(
+            "delete", kind, name, "-n", namespace or self.jobs, f"--timeout={PATIENCE_SECONDS}s"
+        )
 
     @contextmanager
     def made(self, document: dict[str, Any], namespace: str = "") -> Iterator[dict[str, Any]]:
@@ -237,12 +243,14 @@ class Installation:
         finally:
             self.cluster.run(
                 "kubectl", "delete", kind, name, "-n", namespace or self.jobs, "--ignore-not-found",
-                "--timeout=60s",
+                f"--timeout={PATIENCE_SECONDS}s",
             )  # fmt: skip
 
     # Waiting
 
-    def until(self, holds: Callable[[], Any], what: str, seconds: float = 60.0, namespace: str = "") -> Any:
+    def until(
+        self, holds: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS, namespace: str = ""
+    ) -> Any:
         """The first true answer of `holds`.
 
         Raises:
@@ -262,7 +270,7 @@ class Installation:
 
     def until_condition(
         self, kind: str, name: str, what: str, words: str, status: str = "False", namespace: str = "",
-        seconds: float = 60.0,
+        seconds: float = PATIENCE_SECONDS,
     ) -> dict[str, Any]:  # fmt: skip
         """The condition, once it has this status and `words` in its reason or message."""
 

@@ -141,7 +141,7 @@ def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
     env = dict(pair.split("=", 1) for pair in given.split("\0") if "=" in pair)
     made = Cluster(Path(env["KUBECONFIG"]), env)
     made.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
-    made.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), "--timeout=60s")
+    made.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), "--timeout=180s")
     yield made
     if made.made:
         # Nobody waits for their end: the next session has namespaces of its own.

@@ -280,7 +280,7 @@ def test_both_outcomes_can_be_waited_for(cluster: Cluster) -> None:
         )  # fmt: skip
         for condition in ("Finished", outcome):
             cluster.kubectl(
-                "wait", f"--for=condition={condition}", f"rj/{name}", "-n", namespace, "--timeout=30s"
+                "wait", f"--for=condition={condition}", f"rj/{name}", "-n", namespace, "--timeout=120s"
             )
     done = cluster.run(
         "kubectl", "wait", "--for=condition=Succeeded", "rj/failed", "-n", namespace, "--timeout=1s"

@@ -79,7 +79,7 @@ def release(cluster: Cluster, images: str, tmp_path_factory: pytest.TempPathFact
         made.apply()
         yield made
     finally:
-        cluster.kubectl("delete", "rj,bp", "--all", "-n", jobs, "--timeout=60s")
+        cluster.kubectl("delete", "rj,bp", "--all", "-n", jobs, "--timeout=180s")
         cluster.helm("uninstall", "yard", "-n", home, "--wait", "--ignore-not-found")
         cluster.kubectl("delete", "pvc", "state", "-n", home, "--wait=false")
         cluster.kubectl("delete", "pv", f"{home}-state", "--wait=false")
@@ -144,8 +144,8 @@ def test_a_task_file_of_this_machine_goes_along(release: Release, tmp_path: Path
         assert done.returncode == 0, done.stderr
         assert "carried submitted (2 rollouts)" in done.stdout
         assert f"does not see {tmp_path / 'tasks.jsonl'}" in done.stderr
-    release.cluster.kubectl("wait", "--for=create", "rj/carried", "-n", release.jobs, "--timeout=60s")
-    release.cluster.kubectl("delete", "rj", "carried", "-n", release.jobs, "--timeout=60s")
+    release.cluster.kubectl("wait", "--for=create", "rj/carried", "-n", release.jobs, "--timeout=180s")
+    release.cluster.kubectl("delete", "rj", "carried", "-n", release.jobs, "--timeout=180s")
 
 
 def account(release: Release, name: str, rules: list[dict[str, Any]], folder: Path) -> Release:

@@ -193,10 +193,13 @@ async def test_an_image_that_is_not_there_is_told(cluster: Cluster, images: dict
         assert (failed.reason, failed.retryable) == ("ImagePullFailed", False)
         assert "registry.local/absent:1" in failed.message
         await world.until(lambda: not len(world.pods))
-        events = cluster.items("events", world.namespace)
-        assert [one["involvedObject"]["name"] for one in events if one["reason"] == "SandboxFailed"] == [
-            "job"
-        ]
+
+        def told() -> list[str]:
+            events = cluster.items("events", world.namespace)
+            return [one["involvedObject"]["name"] for one in events if one["reason"] == "SandboxFailed"]
+
+        await world.until(lambda: bool(told()))
+        assert told() == ["job"]
 
 
 async def test_a_killed_sandbox_is_lost(cluster: Cluster, images: dict[str, str]) -> None:

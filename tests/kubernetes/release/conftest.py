@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from installedchart import Installation
+from installedchart import PATIENCE_SECONDS, Installation
 
 if TYPE_CHECKING:
     from kubelab import Cluster
 
 ROOT = Path(__file__).resolve().parents[3]
-GONE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +38,9 @@ def installation(
     finally:
         # While their operator is there: it takes jobs and pools out of the control plane.
         for namespace in namespaces:
-            cluster.run("kubectl", "delete", "rj,bp", "--all", "-n", namespace, "--timeout=60s")
+            cluster.run(
+                "kubectl", "delete", "rj,bp", "--all", "-n", namespace, f"--timeout={PATIENCE_SECONDS}s"
+            )
         cluster.helm("uninstall", release, "-n", release, "--wait", "--ignore-not-found")
     nothing_left(made)
 
@@ -62,7 +63,7 @@ def nothing_left(made: Installation) -> None:
     """No pod of the operator outlives its job, and nothing of the chart its release."""
     selectors = (f"rollyard.dev/instance={made.release}", f"app.kubernetes.io/instance={made.release}")
     kinds = "pods,services,secrets,roles,rolebindings,serviceaccounts,deployments"
-    deadline = time.monotonic() + GONE_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         left = [
             f"{item['kind']} {item['metadata']['namespace']}/{item['metadata']['name']}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from installedchart import Installation
     from rollyard_client import Client
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(240, func_only=True)]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 
 
 def gone_from_rest(client: Client, name: str) -> bool:
@@ -23,23 +23,28 @@ def gone_from_rest(client: Client, name: str) -> bool:
     return False
 
 
+def tells(installation: Installation, name: str, reasons: set[str]) -> None:
+    """Wait for events of a job: the operator tells them after the status that they are about."""
+    installation.until(
+        lambda: reasons <= {one["reason"] for one in installation.events(name)}, f"events {sorted(reasons)}"
+    )
+
+
 def test_an_applied_job_succeeds_and_its_trajectories_are_in_rest(installation: Installation) -> None:
-    with installation.made(job("good", task("a"), task("b"), samplesPerTask=2)):
+    tasks = task("a", hold=HOLD), task("b", hold=HOLD)
+    with installation.client() as client, installation.made(job("good", *tasks, samplesPerTask=2)):
+        installation.wait("rj", "good", "Running")
+        installation.until(lambda: client.job("good").status.counts.run.active == 4, "all are in Run")
+        installation.let_go("good")
         installation.wait("rj", "good", "Succeeded")
         found = installation.get("rj", "good")
         assert found is not None
         assert found["status"]["phase"] == "Succeeded"
         assert found["status"]["observedGeneration"] == found["metadata"]["generation"]
         assert found["status"]["counts"]["succeeded"] == found["status"]["counts"]["total"] == 4
-        reasons = {one["reason"] for one in installation.events("good")}
-        assert {"Admitted", "Running", "Succeeded"} <= reasons
-        with installation.client() as client:
-            assert (
-                client.job("good").metadata.annotations["rollyard.dev/object-uid"] == found["metadata"]["uid"]
-            )
-            rewards = sorted(
-                (one.task_id, one.sample_index, one.reward) for one in client.trajectories("good")
-            )
+        tells(installation, "good", {"Admitted", "Running", "Succeeded"})
+        assert client.job("good").metadata.annotations["rollyard.dev/object-uid"] == found["metadata"]["uid"]
+        rewards = sorted((one.task_id, one.sample_index, one.reward) for one in client.trajectories("good"))
         assert rewards == [("a", 0, 1.0), ("a", 1, 1.0), ("b", 0, 1.0), ("b", 1, 1.0)]
         installation.until(lambda: not installation.pods(), "the workers of a finished job go")
 
@@ -118,8 +123,7 @@ def test_suspended_jobs_have_no_workers_and_go_on(installation: Installation) ->
         installation.wait("rj", "stopped", "Running")
         client.push_tasks("stopped", [task("first")])
         installation.until(lambda: client.job("stopped").status.counts.succeeded == 1, "the first task")
-        before = {pod["metadata"]["uid"] for pod in installation.pods("stage-worker")}
-        assert len(before) == 3
+        assert len(installation.pods("stage-worker", job="stopped")) == 3
         assert installation.patch("rj", "stopped", {"suspend": True}) == ""
         installation.wait("rj", "stopped", "Suspended")
         installation.until(lambda: not installation.pods(job="stopped"), "its workers are gone")
@@ -130,8 +134,7 @@ def test_suspended_jobs_have_no_workers_and_go_on(installation: Installation) ->
         client.close("stopped")
         installation.wait("rj", "stopped", "Succeeded")
         assert client.job("stopped").status.counts.succeeded == 2
-        reasons = [one["reason"] for one in installation.events("stopped")]
-        assert {"Suspended", "Resumed"} <= set(reasons)
+        tells(installation, "stopped", {"Suspended", "Resumed"})
 
 
 def run_workers(installation: Installation, name: str) -> dict[str, str]:
@@ -195,4 +198,4 @@ def test_a_job_deleted_during_init_leaves_nothing(installation: Installation) ->
         installation.until(
             lambda: not installation.cluster.items("pods", installation.jobs), "no pod is left"
         )
-        assert installation.claims() == []
+        installation.until(lambda: installation.claims() == [], "the control plane has no claim of it")

@@ -9,31 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from installedchart import job, task
+from installedchart import PATIENCE_SECONDS, condition, is_so, job, task
 
 if TYPE_CHECKING:
     from installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300, func_only=True)]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 API = "kueue.x-k8s.io/v1beta1"
 QUEUE = "kueue.x-k8s.io/queue-name"
 WORKER = {"template": {"resources": {"requests": {"cpu": "25m", "memory": "64Mi"}}}}
 STAGES = dict.fromkeys(("init", "run", "eval"), WORKER)
+QUOTA = "90m"
+"""Room for a job's three workers and its sandbox (10m); beside the workers alone for not one more."""
 
 
 @pytest.fixture(scope="module")
 def queue(installation: Installation) -> Iterator[str]:
-    """A queue with room for one job's three workers and a sandbox."""
+    """A queue with room for one job's three workers and a sandbox, and beside them for no other worker."""
     cluster, name, namespace = installation.cluster, installation.release, installation.namespaces[2]
     there = cluster.run("kubectl", "get", "deployment/kueue-controller-manager", "-n", "kueue-system")
-    if there.returncode:
-        lab = Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab"
-        subprocess.run([lab, "kueue"], check=True, capture_output=True, timeout=240)
-    cluster.kubectl(
-        "wait", "--for=condition=Available", "deployment/kueue-controller-manager", "-n", "kueue-system",
-        "--timeout=120s",
-    )  # fmt: skip
-    quotas = {"cpu": "100m", "memory": "100Gi", "ephemeral-storage": "100Gi"}
+    quotas = {"cpu": QUOTA, "memory": "100Gi", "ephemeral-storage": "100Gi"}
     documents: list[dict[str, Any]] = [
         {"kind": "ResourceFlavor", "metadata": {"name": name}},
         {
@@ -59,6 +54,13 @@ def queue(installation: Installation) -> Iterator[str]:
         {"kind": "LocalQueue", "metadata": {"name": "team"}, "spec": {"clusterQueue": name}},
     ]
     try:
+        if there.returncode:
+            lab = Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab"
+            subprocess.run([lab, "kueue"], check=True, capture_output=True, timeout=240)
+        cluster.kubectl(
+            "wait", "--for=condition=Available", "deployment/kueue-controller-manager", "-n", "kueue-system",
+            "--timeout=120s",
+        )  # fmt: skip
         for document in documents:
             # Its webhooks take a moment longer than its pod.
             installation.until(
@@ -69,9 +71,10 @@ def queue(installation: Installation) -> Iterator[str]:
             )
         yield namespace
     finally:
-        cluster.run("kubectl", "delete", "rj", "--all", "-n", namespace, "--timeout=60s")
-        cluster.run("kubectl", "delete", "localqueue", "team", "-n", namespace, "--timeout=60s")
-        cluster.run("kubectl", "delete", f"clusterqueue/{name}", f"resourceflavor/{name}", "--timeout=60s")
+        patience = f"--timeout={PATIENCE_SECONDS}s"
+        cluster.run("kubectl", "delete", "rj", "--all", "-n", namespace, patience)
+        cluster.run("kubectl", "delete", "localqueue", "team", "-n", namespace, patience)
+        cluster.run("kubectl", "delete", f"clusterqueue/{name}", f"resourceflavor/{name}", patience)
         if there.returncode:
             # Its webhooks see every pod of the cluster, other tests' too. Its pods' finalizers come first.
             installation.until(lambda: not cluster.items("pods", namespace), "no pod is left of the queue")
@@ -86,6 +89,23 @@ def queued(name: str, *tasks: dict[str, Any]) -> dict[str, Any]:
 
 def gated(pod: dict[str, Any]) -> bool:
     return any(one["name"].startswith("kueue") for one in pod["spec"].get("schedulingGates", ()))
+
+
+def without_room(installation: Installation, namespace: str) -> set[str]:
+    """Uids of the pods that Kueue has looked at and found no room for."""
+    return {
+        workload["metadata"]["ownerReferences"][0]["uid"]
+        for workload in installation.cluster.items("workloads", namespace)
+        if is_so(workload, "QuotaReserved", "False")
+        and "insufficient unused quota for cpu" in condition(workload, "QuotaReserved")["message"]
+    }
+
+
+def all_wait(installation: Installation, namespace: str, name: str) -> bool:
+    """Whether a job's three workers are there and held back: not just until Kueue has looked at them."""
+    waiting = [one for one in installation.pods(namespace=namespace, job=name) if gated(one)]
+    uids = {one["metadata"]["uid"] for one in waiting}
+    return len(uids) == 3 and uids <= without_room(installation, namespace)
 
 
 def test_a_job_over_quota_waits_then_runs(installation: Installation, queue: str) -> None:
@@ -105,9 +125,7 @@ def test_a_job_over_quota_waits_then_runs(installation: Installation, queue: str
             "rj", "second", "Running", "held back until queue 'team'", namespace=queue
         )
         assert said["reason"] == "WorkersStarting"
-        waiting = installation.pods(namespace=queue, job="second")
-        assert len(waiting) == 3
-        assert all(gated(pod) for pod in waiting)
+        installation.until(lambda: all_wait(installation, queue, "second"), "its pods wait", namespace=queue)
         # Suspended, it does not even stand in the queue.
         assert installation.patch("rj", "second", {"suspend": True}, queue) == ""
         installation.until(
@@ -115,9 +133,8 @@ def test_a_job_over_quota_waits_then_runs(installation: Installation, queue: str
         )
         assert installation.patch("rj", "second", {"suspend": False}, queue) == ""
         installation.until(
-            lambda: [gated(pod) for pod in installation.pods(namespace=queue, job="second")] == [True] * 3,
-            "its pods wait again", namespace=queue,
-        )  # fmt: skip
+            lambda: all_wait(installation, queue, "second"), "its pods wait again", namespace=queue
+        )
         client.close("first")
         installation.wait("rj", "first", "Succeeded", queue)
         installation.wait("rj", "second", "Succeeded", queue)

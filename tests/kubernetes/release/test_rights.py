@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(240, func_only=True)]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 
 MAY = [
     ("list", "rolloutjobs.rollyard.dev"),

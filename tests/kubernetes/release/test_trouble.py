@@ -12,7 +12,7 @@ from installedchart import condition, in_namespace, is_so, job, pool, task
 if TYPE_CHECKING:
     from installedchart import Installation
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(240, func_only=True)]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 
 
 def test_a_job_that_names_no_pool(installation: Installation) -> None:
@@ -26,7 +26,6 @@ def test_a_job_that_names_no_pool(installation: Installation) -> None:
         assert not installation.pods(job="lonely")
         # One that comes later is noticed.
         with installation.made(pool("nowhere", replicas=0)):
-            said = installation.until_condition("rj", "lonely", "Running", "Starting")
             installation.until_condition("rj", "lonely", "Running", "BackendPoolNotReady")
             assert len(installation.pods("stage-worker", job="lonely")) == 3
 

@@ -111,7 +111,7 @@ async def _serve(
 async def _connected(
     url: str, token: str, stack: contextlib.AsyncExitStack, begun: asyncio.Event
 ) -> tuple[RestControlPlane, Registry]:
-    """A client of the control plane, once all that a worker consists of is imported, which starts at `begun`."""
+    """A client of the control plane, once all that a worker consists of is imported, from `begun` on."""
     await begun.wait()
     interval = sys.getswitchinterval()
     # Imports keep the interpreter's lock: the start of a sandbox beside them is not to wait for it so long.

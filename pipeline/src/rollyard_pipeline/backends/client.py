@@ -84,7 +84,7 @@ class BackendClient:
         await self._http.__aexit__(kind, error, trace)
 
     def begin(self) -> None:
-        """Prepares for requests in the background: who calls this has something else to do before the first."""
+        """Prepares for requests in the background, beside what comes before the first."""
         self._http.begin()
 
     async def sample(

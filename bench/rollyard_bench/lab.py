@@ -62,8 +62,7 @@ async def as_user(
     if os.geteuid() != 0:
         return list(await measured(settings))
     before = len(json.loads(await output(str(LAB), "info"))["nodes"])
-    # As an installation does: the user may not write into this checkout, and would compile anew each time.
-    await output(sys.executable, "-m", "compileall", "-q", *(str(path) for path in ROOT.glob("*/src")))
+    await _compiled()
     await output(str(LAB), "start", *(["--nodes", str(nodes)] if nodes else []))
     try:
         command = [str(LAB), "run", "--chdir", str(ROOT / "bench"), "--", sys.executable, "-m", module]
@@ -82,6 +81,19 @@ async def as_user(
         )
         for entry in entries
     ]
+
+
+async def _compiled() -> None:
+    """As an installation does: the user may not write into this checkout, and would compile anew each time.
+
+    The packages that Rollyard needs are compiled by `scripts/setup`.
+    """
+    await output(sys.executable, "-m", "compileall", "-q", *(str(path) for path in ROOT.glob("*/src")))
+    for folder in ROOT.glob("*/src/**/__pycache__"):
+        # A process of a stricter umask may have made it.
+        folder.chmod(0o755)
+        for file in folder.iterdir():
+            file.chmod(0o644)
 
 
 def program(module: str, measured: Measured) -> None:

@@ -338,7 +338,9 @@ def _turn(trajectory: dict[str, Any]) -> float:
 
 async def _measured(settings: Settings) -> list[Measurement]:
     work, image = plan(settings), await lab.default_image()
-    profile = {"partition": "debug", "time_limit": "30", "workers": {"cpus": 4, "memory": "3000M"}}
+    # As many rollouts as places in all: none may take what another node has room for.
+    workers = {"cpus": 4, "memory": "3000M", "max_sandboxes": AT_ONCE}
+    profile = {"partition": "debug", "time_limit": "30", "workers": workers}
     rounds: list[Round] = []
     growing: list[str] = []
     ended = ""

@@ -452,6 +452,25 @@ async def test_init_waits_while_the_node_is_full_of_sandboxes(handler: type[Stee
         await plane.wait_for(2)
 
 
+async def test_init_takes_no_more_at_once_than_the_node_may_have_sandboxes(handler: type[Steered]) -> None:
+    class Looked(Provider):
+        looks = 0
+
+        def trouble(self) -> str:
+            self.looks += 1
+            return super().trouble()
+
+    plane, provider = Plane(spec()), Looked()
+    async with working(plane, handler, provider, max_sandboxes=2, concurrency={"init": 4}):
+        plane.offer(lease(1), lease(2), lease(3))
+        await until(lambda: len(handler.entered) == 2)
+        looks = provider.looks
+        await until(lambda: provider.looks >= looks + 2)
+        assert len(plane.queues["init"]) == 1, "two are about to have their sandboxes"
+        handler.gate.set()
+        await plane.wait_for(3)
+
+
 async def test_init_waits_while_the_nodes_disk_is_full(handler: type[Steered], tmp_path: Path) -> None:
     plane, provider, told = Plane(spec()), Provider(), tmp_path / "w-7"
     provider.full = "node n starts no sandboxes: No space left on device"

@@ -110,6 +110,12 @@ def test_a_backend_gets_gpus_and_its_image() -> None:
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
+def test_a_profile_may_bound_the_sandboxes_of_a_node() -> None:
+    profile = SiteProfile.model_validate({"workers": {"maxSandboxes": 16}})
+    assert " --max-sandboxes 16 " in script(WORKER, site(profile))
+    assert "--max-sandboxes" not in script(WORKER, site())
+
+
 def test_workers_are_told_whom_to_trust() -> None:
     given = replace(site(), ca_file=Path("/shared/h/ca.crt"))
     assert "export ROLLYARD_CA_FILE=/shared/h/ca.crt" in script(WORKER, given)

@@ -192,7 +192,9 @@ class Worker:
         self._tell(trouble)
         if trouble:
             return 0
-        return self._options.sandbox_limit - len(self._provider.claimed())
+        # Those in Init that have none yet are about to claim one.
+        coming = sum(held.lease.stage == "init" and held.sandbox is None for held in self._table)
+        return self._options.sandbox_limit - coming - len(self._provider.claimed())
 
     def _tell(self, trouble: str) -> None:
         """Says what keeps this node from starting sandboxes, once for each change."""

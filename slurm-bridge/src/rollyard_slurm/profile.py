@@ -102,6 +102,9 @@ class WorkersProfile(JobProfile):
     """Node-local folder for the sandboxes' files and sockets; short, since sockets' paths are limited."""
     drain_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
     """Rollouts that a worker holds when it winds up may go on so long before they are handed over."""
+    max_sandboxes: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Rollouts on a node that have a sandbox; default: a worker's places of Run and Eval and twice those of
+    Init, so that the next ones are ready early."""
 
 
 class BackendsProfile(JobProfile):

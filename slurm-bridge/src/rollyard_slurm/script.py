@@ -210,6 +210,7 @@ def _worker(workload: Workload, site: Site) -> list[str]:
         *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
         *("--sandbox", site.sandbox, *site.sandbox_options),
         *(("--first-sandbox", workload.sandbox) if workload.sandbox else ()),
+        *(("--max-sandboxes", str(most)) if (most := site.profile.workers.max_sandboxes) else ()),
         *("--drain-seconds", str(site.profile.workers.drain_seconds), "--sandboxes-end"),
     ]
     run = f"{site.profile.workers.run_dir.rstrip('/')}/ry-$UID-{site.instance}"

@@ -197,6 +197,29 @@ class Slurm:
         """Starts slurmctld again unless it runs; it knows its jobs from disk."""
         _lab("restart", "slurmctld")
 
+    @contextmanager
+    def accounting(self) -> Iterator[None]:
+        """The controller with accounts, whose limits count, for a while; it soon forgets what has ended."""
+        self.stop_controller()
+        try:
+            _lab("restart", "slurmctld", "--accounting", timeout=START_SECONDS)
+            self.heal()
+            yield
+            self.heal()
+        finally:
+            if self.node_states():
+                self.stop_controller()
+            self.start_controller()
+            self.heal()
+
+    def sacctmgr(self, *words: str) -> str:
+        """What an administrator's command about accounts prints."""
+        command = ["sacctmgr", "--immediate", "--noheader", "--parsable2", *words]
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+        if done.returncode != 0:
+            raise CommandFailed(command, done)
+        return done.stdout
+
     def job_processes(self) -> dict[int, str]:
         """Command lines of the user's processes in control groups of Slurm's jobs, by pid."""
         found = {}

@@ -1,4 +1,4 @@
-"""The bridge where the site keeps accounts (slurmdbd): limits on jobs, QOS, and jobs known to accounts alone."""
+"""The bridge where the site keeps accounts (slurmdbd): limits, QOS, and jobs that accounts alone know."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.kubernetes,
     pytest.mark.faults,
     pytest.mark.real,
-    pytest.mark.timeout(300, func_only=True),
+    pytest.mark.timeout(900, func_only=True),
 ]
 
 LATER = 7

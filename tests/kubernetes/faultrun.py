@@ -33,8 +33,8 @@ TASKS = 12
 SAMPLES = 3
 END = 150.0  # seconds for a disturbed run to end; an undisturbed one takes about 20
 GONE = 180.0
-"""Seconds for what nobody wants to be gone: killing a pod takes the kubelet some. Where the watch began anew with
-an empty list just as a job was deleted, the operator sees it with its next look at everything (120 s)."""
+"""Seconds for what nobody wants to be gone: killing a pod takes the kubelet some. Where the watch began
+anew with an empty list just as a job was deleted, the operator's next look at everything sees it (120 s)."""
 LOOK_SECONDS = 0.4
 STAGES = {"init", "run", "eval"}
 

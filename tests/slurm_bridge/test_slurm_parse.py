@@ -177,7 +177,8 @@ WANTED = JobProfile(signal_seconds=90)
         (shown("COMPLETED"), 0, False, ""),
         (shown("COMPLETED", used="00:58:00"), 0, True, ""),
         (shown("COMPLETED", used="00:58:00", limit="UNLIMITED"), 0, False, ""),
-        (shown("COMPLETED", used="00:00:10", limit="00:01:00"), 0, False, ""),
+        (shown("COMPLETED", used="00:00:05", limit="00:01:00"), 0, False, ""),
+        (shown("COMPLETED", used="00:00:16", limit="00:01:00"), 0, True, ""),
         (shown("FAILED", "1:0", used="00:58:00"), 1, False, ""),
     ],
 )

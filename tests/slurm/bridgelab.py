@@ -134,6 +134,12 @@ class Bridge:
             os.kill(self.process.pid, number)
         return self.process.wait(seconds)
 
+    def kill(self) -> None:
+        """Ends it at once unless it has ended; its Slurm jobs go on."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(30)
+
     def client(self) -> Client:
         context = _read(self.files / "context.json")
         tokens = _read(self.files / "state" / "tokens.json")

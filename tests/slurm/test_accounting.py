@@ -18,7 +18,7 @@ SLEEPER = "#!/bin/sh\nexec sleep 600\n"
 
 @pytest.fixture(scope="module")
 def accounts(slurm_lab: Any) -> Iterator[Any]:
-    """The lab with accounts, and three QOS that its user may have."""
+    """The lab with accounts, and two QOS with limits that its user may have."""
     with slurm_lab.accounting():
         known = slurm_lab.sacctmgr("show", "qos", "format=name").split()
         for name, limit in (("one-submitted", "MaxSubmitJobsPerUser=1"), ("one-running", "MaxJobsPerUser=1")):
@@ -32,9 +32,7 @@ def accounts(slurm_lab: Any) -> Iterator[Any]:
 def bridge(accounts: Any, slurm: Any, shared: Path) -> Iterator[Bridge]:
     made = Bridge(slurm, shared / "h")
     yield made
-    if made.process is not None and made.process.poll() is None:
-        made.process.kill()
-        made.process.wait(30)
+    made.kill()
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(900)]
 def bridge(slurm: Any, shared: Path) -> Iterator[Bridge]:
     made = Bridge(slurm, shared / "h", ["--start", "salloc"])
     yield made
-    if made.process is not None and made.process.poll() is None:
-        made.process.kill()
-        made.process.wait(30)
+    made.kill()
 
 
 def details(slurm: Any, number: int) -> dict[str, str]:

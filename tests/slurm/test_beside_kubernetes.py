@@ -115,9 +115,7 @@ def bridge(slurm: Slurm, shared: Path, installation: Shared, sif: Path) -> Itera
     made = Bridge(slurm, shared / "h", [*options, "--sandbox", "apptainer", "--default-image", str(sif)])
     made.start()
     yield made
-    if made.process is not None and made.process.poll() is None:
-        made.process.kill()
-        made.process.wait(30)
+    made.kill()
 
 
 def pool(name: str, model: str, **spec: Any) -> dict[str, Any]:

@@ -40,9 +40,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(900)]
 def bridge(slurm: Any, shared: Path) -> Iterator[Bridge]:
     made = Bridge(slurm, shared / "h")
     yield made
-    if made.process is not None and made.process.poll() is None:
-        made.process.kill()
-        made.process.wait(30)
+    made.kill()
 
 
 def test_a_job_over_nodes_from_submit_to_nothing_left(slurm: Any, bridge: Bridge, shared: Path) -> None:
@@ -214,9 +212,7 @@ def test_a_bridge_ends_its_own_jobs_only_or_leaves_them(slurm: Any, bridge: Brid
         assert other.stop(signal.SIGINT) == 0
         assert other.jobs() == {}
     finally:
-        if other.process is not None and other.process.poll() is None:
-            other.process.kill()
-            other.process.wait(30)
+        other.kill()
 
 
 def test_commands_that_hang_change_nothing(slurm: Any, bridge: Bridge, shared: Path) -> None:

@@ -235,9 +235,7 @@ def a_run(
         done.set()
         if thread.ident is not None:
             thread.join(60)
-        if bridge.process is not None and bridge.process.poll() is None:
-            bridge.process.kill()
-            bridge.process.wait(30)
+        bridge.kill()
 
 
 def test_a_node_whose_slurmd_dies_while_its_processes_run_on(slurm: Slurm, shared: Path, sif: Path) -> None:

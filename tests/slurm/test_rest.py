@@ -104,9 +104,7 @@ def test_a_bridge_outlives_its_slurmrestd(slurm: Any, shared: Path, restd: Restd
         assert "not known" not in told
         assert bridge.stop() == 0
     finally:
-        if bridge.process is not None and bridge.process.poll() is None:
-            bridge.process.kill()
-            bridge.process.wait(30)
+        bridge.kill()
     said = bridge.log.read_text()
     assert "Slurm was asked" in said
     assert "submit 1" in said, "one job, by slurmrestd"

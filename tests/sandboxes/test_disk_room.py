@@ -110,6 +110,31 @@ async def test_nothing_begins_with_the_little_that_ended_sandboxes_leave(kit: An
 
 
 @pytest.mark.real
+async def test_room_that_comes_back_while_the_disk_refuses_leaves_no_pause(
+    kit: Any, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = kit.open("process", small / "r")
+    await provider.start()
+    filler = small / "filler"
+    look = provider._room.look
+
+    def looked() -> str:
+        full: str = look()
+        filler.unlink(missing_ok=True)
+        return full
+
+    try:
+        fill(filler)
+        monkeypatch.setattr(provider._room, "look", looked)
+        with pytest.raises(NodeDiskFull, match="no room left"):
+            await kit.acquire(provider, "r-1")
+        assert provider._room.full() == ""
+        assert provider.trouble() == ""
+    finally:
+        await kit.clean(provider)
+
+
+@pytest.mark.real
 @pytest.mark.parametrize("words", [SandboxStartFailed("exit status 255"), ImageNotUsable("no such file")])
 async def test_what_fails_on_a_full_disk_fails_for_it_whatever_its_words(
     kit: Any, small: Path, monkeypatch: pytest.MonkeyPatch, words: SandboxError

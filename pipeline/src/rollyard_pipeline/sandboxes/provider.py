@@ -26,7 +26,7 @@ from rollyard_pipeline.sandboxes.errors import (
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRequest
 from rollyard_pipeline.sandboxes.processes import this_process
 from rollyard_pipeline.sandboxes.records import Process, SandboxFolder, SandboxRecord
-from rollyard_pipeline.sandboxes.room import DiskRoom, is_full
+from rollyard_pipeline.sandboxes.room import DiskRefuses, DiskRoom, is_full
 from rollyard_pipeline.sandboxes.starters import LEASE_SECONDS, Starter, limits_of
 from rollyard_pipeline.sandboxes.threads import in_thread
 from rollyard_pipeline.sandboxes.warmpool import WarmPool, WarmSandbox
@@ -175,13 +175,15 @@ class NodeProvider:
         """
         try:
             warm = await self._start(key)
+        except DiskRefuses:
+            raise
         except (DiskFull, ImageNotUsable, SandboxStartFailed, OSError) as error:
             # The disk is asked whatever the words: what a program says of a full disk may be of the
             # sandbox's own, and on a full disk many a program says nothing of it.
-            of_node = isinstance(error, NodeDiskFull) or is_full(error)
-            if not of_node and not await in_thread(self._room.full):
+            if isinstance(error, NodeDiskFull) or is_full(error):
+                await in_thread(self._room.failed, str(error))
+            elif not await in_thread(self._room.full):
                 raise
-            await in_thread(self._room.failed, str(error))
             if isinstance(error, NodeDiskFull):
                 raise
             raise NodeDiskFull(f"no room left on the disk of node {self._node!r}: {error}") from error
@@ -195,7 +197,7 @@ class NodeProvider:
             created = time.time()
             if full := await in_thread(self._room.look):
                 # A little room would do for a start, and be missing to the sandboxes that run.
-                raise NodeDiskFull(full)
+                raise DiskRefuses(full)
             sandbox_id = self._folder.new_id()
             groups = cgroups.group_paths(self._places, sandbox_id)
             record = SandboxRecord(

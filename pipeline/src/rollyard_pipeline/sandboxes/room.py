@@ -12,11 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from rollyard_pipeline.sandboxes.errors import NodeDiskFull
+
 ROOM_BYTES: Final = 4 << 20
 """More than a sandbox's records, logs and socket take."""
 LOOK_SECONDS: Final = 1.0
 FIRST_PAUSE_SECONDS: Final = 2.0
 LONGEST_PAUSE_SECONDS: Final = 120.0
+
+
+class DiskRefuses(NodeDiskFull):
+    """The disk said itself that it has no room: nothing was tried, and nothing outlasts its being full."""
 
 
 def is_full(error: BaseException) -> bool:

@@ -41,15 +41,27 @@ def until(condition: Callable[[], Any], seconds: float = 60.0, what: str = "it")
 
 
 def job(
-    name: str, tasks: int = 4, samples: int = 2, pause: float = 0.0, workers: int = 1, **spec: Any
+    name: str,
+    tasks: int = 4,
+    samples: int = 2,
+    pause: float = 0.0,
+    workers: int = 1,
+    gate: Path | None = None,
+    **spec: Any,
 ) -> RolloutJob:
-    """A job whose rollouts replay a known solution, each taking `pause` seconds in Run."""
+    """A job whose rollouts replay a known solution, each taking `pause` seconds in Run.
+
+    `gate`: a file that each waits for first, up to a minute and a half.
+    """
+    work = f"sleep {pause}"
+    if gate is not None:
+        work = f"for _ in $(seq 450); do [ ! -e {gate} ] || break; sleep 0.2; done; {work}"
     listed = [
         {
             "id": f"t{number}",
             "prompt": "say it",
             "test_script": f'[ "$(cat said)" = {number} ]',
-            "solution": [{"name": "bash", "arguments": {"command": f"sleep {pause}; echo {number} > said"}}],
+            "solution": [{"name": "bash", "arguments": {"command": f"{work}; echo {number} > said"}}],
         }
         for number in range(tasks)
     ]

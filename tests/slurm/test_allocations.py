@@ -56,7 +56,7 @@ def nothing_left(slurm: Any, bridge: Bridge) -> None:
 
 
 def test_workers_in_allocations_survive_the_bridge_and_are_replaced(slurm: Any, bridge: Bridge) -> None:
-    wanted = job("alloc", tasks=8, samples=2, pause=3.0, workers=2)
+    wanted = job("alloc", tasks=8, samples=3, pause=4.0, workers=2)
     bridge.start()
     with bridge.client() as client:
         client.submit(wanted)

@@ -48,7 +48,7 @@ def test_a_job_over_nodes_from_submit_to_nothing_left(slurm: Any, bridge: Bridge
     written(shared / "sitecustomize.py", CLOCKS)
     profile = written(shared / "profile.yaml", f"workers: {{env: {{PYTHONPATH: {shared}}}}}\n")
     bridge.options = ["--profile", str(profile), "--lease-seconds", "5"]
-    wanted = job("nodes", tasks=6, samples=2, pause=6.0, workers=3)
+    wanted = job("nodes", tasks=6, samples=2, pause=6.0, workers=3, gate=shared / "seen")
     bridge.start()
     with bridge.client() as client:
         client.submit(wanted)
@@ -66,7 +66,8 @@ def test_a_job_over_nodes_from_submit_to_nothing_left(slurm: Any, bridge: Bridge
     assert "stop it with `rollyard slurm-bridge down`" in second.stderr
 
     told = slurm.run_as_user(bridge.command("status")).stdout
-    assert all(str(number) in told for number in jobs)
+    assert [number for number in jobs if str(number) not in told] == [], told
+    written(shared / "seen", "")
 
     bridge.ended("nodes")
     accounted_for(bridge, wanted)
@@ -232,7 +233,7 @@ def test_commands_that_hang_change_nothing(slurm: Any, bridge: Bridge, shared: P
     # Long enough for an sbatch that a busy machine lets wait.
     bridge.options = ["--command-timeout", "5"]
     bridge.env = {"PATH": f"{programs}:{slurm.env['PATH']}"}
-    first = job("hangs", tasks=6, samples=2, pause=8.0)
+    first = job("hangs", tasks=6, samples=2, pause=12.0)
     # Still there when squeue answers: of a job that came and went unseen nothing is known for 90 s.
     second = job("later", tasks=2, samples=1, pause=12.0)
     bridge.start()
@@ -338,7 +339,7 @@ exec {sys.executable} "$@"
     bridge.sandbox = "apptainer"
     bridge.options = ["--profile", str(profile), "--default-image", str(sif)]
     # Long enough for the other worker's end to be noticed, and for its next submission.
-    wanted = job("nodes", samples=4, pause=6.0, workers=2)
+    wanted = job("nodes", samples=4, pause=8.0, workers=2)
     before = set(slurm.job_processes())
 
     def left() -> list[str]:

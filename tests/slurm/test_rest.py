@@ -87,7 +87,7 @@ def test_both_ways_to_ask_have_the_same_effects(slurm: Any, shared: Path, restd:
 
 def test_a_bridge_outlives_its_slurmrestd(slurm: Any, shared: Path, restd: Restd) -> None:
     bridge = Bridge(slurm, shared / "h", ["--rest-url", restd.url])
-    wanted = job("rest", tasks=4, samples=2, pause=4.0)
+    wanted = job("rest", tasks=4, samples=4, pause=5.0)
     try:
         bridge.start()
         with bridge.client() as client:

@@ -373,9 +373,10 @@ async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None
 
 async def test_hidden_tests_come_after_every_process_of_run_is_dead(rollout: Rollout) -> None:
     mark = f"spy-{secrets.token_hex(8)}"
-    watch = f"setsid bash -c 'while :; do sleep 0.05; done' {mark} & disown; sleep 0.2"
+    watch = f"setsid bash -c 'while :; do sleep 0.05; done' {mark} & disown"
     count = f"pgrep -fc '^bash -c while.*{mark}$'"
-    rollout.configure({"test_script": f"! {count}", **oracle(("bash", {"command": f"{watch}; {count}"}))})
+    started = f"{watch}; until {count}; do sleep 0.05; done"
+    rollout.configure({"test_script": f"! {count}", **oracle(("bash", {"command": started}))})
     trajectory = await rollout.play()
     assert trajectory.messages[-1].content.endswith("\n1")
     assert (await rollout.score()).reward == 1.0

@@ -191,11 +191,16 @@ async def test_release_by_the_worker(served: Any, worker: Any) -> None:
     assert (await served.worker.delete("/v1/claims/cnobody")).status_code == 204
 
 
-async def test_filing_while_it_is_released_and_removed_is_a_lost_lease(served: Any, worker: Any) -> None:
+async def test_filing_while_it_is_released_and_removed_is_a_lost_lease(
+    served: Any, worker: Any, eventually: Callable[..., Any]
+) -> None:
     (lease,) = await worker.lease(init=1)
     waiting = asyncio.create_task(_file(served, lease, wait=30))
-    await asyncio.sleep(0.1)
-    (claim,) = (await _listed(served)).claims
+
+    async def listed() -> list[Claim]:
+        return (await _listed(served)).claims
+
+    (claim,) = await eventually(listed)
 
     def op(tx: Transaction) -> None:
         tx.conn.execute(sa.delete(claim_table))

@@ -162,7 +162,9 @@ async def _judge(http: httpx.AsyncClient, folder: Path, rewards: dict[str, float
     assert sorted(stored) == sorted(answer.content.splitlines()), "the store holds each record exactly once"
 
 
-async def test_events(tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any) -> None:
+async def test_events(
+    tmp_path: Path, start_api: Any, make_manifest: Any, worker_of: Any, eventually: Any
+) -> None:
     from rollyard_client.sse import JobEvent, Parser
 
     with start_api(tmp_path) as process:
@@ -180,7 +182,11 @@ async def test_events(tmp_path: Path, start_api: Any, make_manifest: Any, worker
                             return
 
             listening = asyncio.create_task(listen("", 2))
-            await asyncio.sleep(0.5)
+
+            async def told() -> bool:
+                return bool(got)
+
+            await eventually(told)
             worker = worker_of(http)
             leases = await worker.lease(init=2)
             await asyncio.wait_for(listening, 20)

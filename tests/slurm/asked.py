@@ -43,7 +43,7 @@ def batch(home: Path, name: str, *more: tuple[str, str | None]) -> Batch:
         ("open-mode", "append"), ("signal", "B:USR1@30"), ("nodes", "1"), ("ntasks", "1"),
         ("chdir", str(home)), *more,
     )  # fmt: skip
-    before = ("heard=; trap 'heard=${heard}1' USR1; trap 'heard=${heard}2' USR2",)
+    before = ("heard=; trap 'heard=${heard}1; echo USR1' USR1; trap 'heard=${heard}2; echo USR2' USR2",)
     after = (
         "echo ready",
         "sleep 300 & child=$!",
@@ -74,7 +74,7 @@ async def contract(commands: Commands, home: Path) -> dict[str, Any]:
     await until(lambda: _says(log, "ready"))
     for name in ("USR1", "USR2"):
         await commands.signal([job], name)
-        await asyncio.sleep(3.0)  # two of one kind, or both at once, would be one to bash
+        await until(lambda name=name: _says(log, name))  # both at once have no order
 
     async def ended() -> Any:
         found = await commands.details(job)

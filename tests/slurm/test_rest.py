@@ -73,7 +73,7 @@ def test_both_ways_to_ask_have_the_same_effects(slurm: Any, shared: Path, restd:
     assert rest["shown"] == commands["shown"], "an option has got lost"
     assert rest["shown"][0]["TresPerNode"].endswith("gpu:1"), "it is there to get lost"
     for one in (commands, rest):
-        assert one["log"] == "ready\nheard 12\n", "signals reach the script, and not its child"
+        assert one["log"] == "ready\nUSR1\nUSR2\nheard 12\n", "signals reach the script, and not its child"
         assert (one["ended"]["state"], one["ended"]["exit_status"]) == ("FAILED", 5)
         assert one["queued"]["limit"] == 420.0
         assert 380 < one["queued"]["left"] <= 420

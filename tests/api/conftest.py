@@ -334,7 +334,7 @@ def worker_of() -> type[Worker]:
     return Worker
 
 
-async def until(look: Callable[[], Any], seconds: float = 10.0) -> Any:
+async def until(look: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Wait until `look()` (awaited) gives something true; it is returned."""
     async with asyncio.timeout(seconds):
         while not (found := await look()):  # noqa: ASYNC110 (what is looked at may be another process)

@@ -132,15 +132,15 @@ async def test_a_pause_counts_against_no_timeout(
         generate=reply, states={"/is_paused": lambda: {"is_paused": paused and not resumed.is_set()}}
     )
     waited: list[float] = []
-    async with server, BackendClient(request_timeout=0.4) as backends:
+    async with server, BackendClient(request_timeout=1.0) as backends:
         talk = server.session(backends, budget=0.2)
-        asyncio.get_running_loop().call_later(1.5, resumed.set)
+        asyncio.get_running_loop().call_later(4.0, resumed.set)
         if not paused:
-            with pytest.raises(BackendUnavailable, match=r"no answer within 0\.4 s"):
+            with pytest.raises(BackendUnavailable, match="no answer within 1 s"):
                 await talk.turn([1], 8, 0)
             assert talk.waited_seconds == 0.0
             return
-        async with asyncio.timeout(1.0) as limit:
+        async with asyncio.timeout(2.5) as limit:
 
             def extend(seconds: float) -> None:
                 waited.append(seconds)
@@ -151,7 +151,7 @@ async def test_a_pause_counts_against_no_timeout(
     assert sample.token_ids == (5, 6)
     assert len(server.requests) == 1
     assert sum(waited) == talk.waited_seconds
-    assert talk.waited_seconds + talk.model_seconds > 1.0
+    assert talk.waited_seconds + talk.model_seconds > 2.5
     assert talk.model_seconds < talk.waited_seconds
 
 

@@ -43,11 +43,11 @@ async def test_a_dead_holders_lock_is_taken(tmp_path: Path) -> None:
 
 async def test_a_living_holder_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
-    async with shared_lock(path, stale_seconds=1.5):
+    async with shared_lock(path, stale_seconds=4.0):
         held = path.read_text()
         # Longer than stale_seconds: only the holder's touching keeps the other away.
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(3), shared_lock(path, stale_seconds=1.5):
+            async with asyncio.timeout(7), shared_lock(path, stale_seconds=4.0):
                 raise AssertionError("two holders")
         assert path.read_text() == held
     assert list(tmp_path.iterdir()) == []

@@ -238,7 +238,7 @@ async def test_an_update_in_the_middle_of_a_turn(server: VllmServer, mode: str) 
 
 
 async def test_a_paused_server_is_waited_for(server: VllmServer) -> None:
-    async with BackendClient(request_timeout=1.5) as client:
+    async with BackendClient(request_timeout=4.0) as client:
         talk = talk_to(client, server)
         await talk.turn(PROMPT, 2, 0)
         await asyncio.to_thread(server.call, "/pause?mode=abort")
@@ -248,13 +248,13 @@ async def test_a_paused_server_is_waited_for(server: VllmServer) -> None:
             async def waited() -> float:
                 return talk.waited_seconds
 
-            await until(waited, lambda number: number >= 3.0)
+            await until(waited, lambda number: number >= 8.0)
             assert not turn.done()
         finally:
             await asyncio.to_thread(server.call, "/resume")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             sample = await turn
     assert sample.token_ids
     assert talk.stats.requests == 2
-    assert talk.waited_seconds >= 3.0
+    assert talk.waited_seconds >= 8.0
     assert talk.failing is None

@@ -102,8 +102,7 @@ class Run:
             there = sum(record["status"] == outcome for record in whole.seen.values())
             assert counts[outcome] == there, outcome
 
-        # A lease, and what a busy machine takes to end them.
-        deadline = time.monotonic() + 3 * LEASE_SECONDS
+        deadline = time.monotonic() + LEASE_SECONDS
         while (used := self.yard.in_use()) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert used == [], "sandboxes outlive their rollouts by more than a lease"

@@ -121,7 +121,7 @@ class Yard:
             here += [f"folder {path}" for path in folder.iterdir()]
         return sorted(here)
 
-    def settled_listing(self, seconds: float = 60.0) -> list[str]:
+    def settled_listing(self, seconds: float = 3.0) -> list[str]:
         """The listing once it is empty, or as it is after `seconds`.
 
         A process killed by the kernel with its parent may need a moment to be gone.

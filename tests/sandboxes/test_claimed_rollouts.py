@@ -128,7 +128,7 @@ async def test_every_rollout_gets_its_sandbox_and_gives_it_back(
                             await asyncio.sleep(0.1)
                     assert status.counts.total == ROLLOUTS
                     assert status.reward_mean == 1.0
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(10):
                     while driver.running or (await calls.claims()).claims:  # noqa: ASYNC110 - level-based
                         await asyncio.sleep(0.1)
                 # One was lost before it was used: that rollout got another.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from fulldisk import fill
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, NodeDiskFull, SandboxError, SandboxStartFailed
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.processes import ProcessRef
+from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.records import SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.room import LONGEST_PAUSE_SECONDS, ROOM_BYTES, DiskRoom
 
@@ -30,38 +31,40 @@ def small(tmp_path: Path, missing: Callable[[str], NoReturn]) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(point)], check=True, timeout=20)
 
 
+@pytest.fixture
+async def provider(kit: Any, small: Path) -> AsyncIterator[NodeProvider]:
+    """Over a run folder on that file system."""
+    made: NodeProvider = kit.open("process", small / "r")
+    await made.start()
+    yield made
+    await kit.clean(made)
+
+
 @pytest.mark.real
-async def test_a_full_disk_is_told_and_passes(kit: Any, small: Path) -> None:
-    provider = kit.open("process", small / "r")
-    await provider.start()
-    try:
-        assert provider.trouble() == ""
-        first = await kit.acquire(provider, "r-1")
-        filler = small / "filler"
-        fill(filler)
-        with pytest.raises(NodeDiskFull, match="no room left"):
-            await kit.acquire(provider, "r-2")
-        assert "node node-a starts no sandboxes" in provider.trouble()
-        assert await kit.sh(first, "echo goes on") == (0, "goes on"), "what runs is not touched"
-        assert provider.claimed() == [first.handle.id]
-        assert provider._folder.ids() == [first.handle.id]
-        await provider.release(first.handle)
-        filler.unlink()
-        assert provider._room.full() == ""
-        second = await kit.acquire(provider, "r-3")
-        assert await kit.sh(second, "echo again") == (0, "again")
-        left = [name for name in os.listdir(small / "r" / "sandboxes") if name.startswith(".new")]
-        assert left == []
-    finally:
-        await kit.clean(provider)
+async def test_a_full_disk_is_told_and_passes(kit: Any, provider: NodeProvider, small: Path) -> None:
+    assert provider.trouble() == ""
+    first = await kit.acquire(provider, "r-1")
+    filler = small / "filler"
+    fill(filler)
+    with pytest.raises(NodeDiskFull, match="no room left"):
+        await kit.acquire(provider, "r-2")
+    assert "node node-a starts no sandboxes" in provider.trouble()
+    assert await kit.sh(first, "echo goes on") == (0, "goes on"), "what runs is not touched"
+    assert provider.claimed() == [first.handle.id]
+    assert provider._folder.ids() == [first.handle.id]
+    await provider.release(first.handle)
+    filler.unlink()
+    assert provider._room.full() == ""
+    second = await kit.acquire(provider, "r-3")
+    assert await kit.sh(second, "echo again") == (0, "again")
+    left = [name for name in os.listdir(small / "r" / "sandboxes") if name.startswith(".new")]
+    assert left == []
 
 
 @pytest.mark.real
 async def test_a_disk_that_is_full_in_the_middle_of_a_start_leaves_no_process(
-    kit: Any, small: Path, monkeypatch: pytest.MonkeyPatch
+    kit: Any, provider: NodeProvider, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provider = kit.open("process", small / "r")
-    await provider.start()
     started: list[ProcessRef] = []
     save = SandboxFolder.save
 
@@ -74,47 +77,39 @@ async def test_a_disk_that_is_full_in_the_middle_of_a_start_leaves_no_process(
         save(folder, record)
 
     monkeypatch.setattr(SandboxFolder, "save", saved)
-    try:
-        with pytest.raises(NodeDiskFull):
-            await kit.acquire(provider)
-        assert len(started) == 1
-        assert not started[0].alive()
-        assert provider._folder.ids() == []
-    finally:
-        await kit.clean(provider)
+    with pytest.raises(NodeDiskFull):
+        await kit.acquire(provider)
+    assert len(started) == 1
+    assert not started[0].alive()
+    assert provider._folder.ids() == []
 
 
 @pytest.mark.real
-async def test_nothing_begins_with_the_little_that_ended_sandboxes_leave(kit: Any, small: Path) -> None:
+async def test_nothing_begins_with_the_little_that_ended_sandboxes_leave(
+    kit: Any, provider: NodeProvider, small: Path
+) -> None:
     """It is enough for a start, but neither lease nor warm pool takes it from those that run."""
-    provider = kit.open("process", small / "r")
-    await provider.start()
-    try:
-        filler = small / "filler"
-        fill(filler)
-        os.truncate(filler, filler.stat().st_size - ROOM_BYTES // 2)
-        assert "node node-a starts no sandboxes" in provider.trouble()
-        await provider.warm(SandboxRequest(**kit.SMALL), 1)
-        with pytest.raises(NodeDiskFull, match="no room left"):
-            await kit.acquire(provider, "r-1")
-        # The warm pool may just be asking the disk.
-        left = kit.left_behind(small / "r")["folders"]
-        assert [name for name in left if not name.startswith(".room-")] == []
-        filler.unlink()
-        assert provider._room.full() == ""
-        assert provider.trouble() == "", "there is room: no pause is left of it"
-        first = await kit.acquire(provider, "r-2")
-        assert await kit.sh(first, "echo goes on") == (0, "goes on")
-    finally:
-        await kit.clean(provider)
+    filler = small / "filler"
+    fill(filler)
+    os.truncate(filler, filler.stat().st_size - ROOM_BYTES // 2)
+    assert "node node-a starts no sandboxes" in provider.trouble()
+    await provider.warm(SandboxRequest(**kit.SMALL), 1)
+    with pytest.raises(NodeDiskFull, match="no room left"):
+        await kit.acquire(provider, "r-1")
+    # The warm pool may just be asking the disk.
+    left = kit.left_behind(small / "r")["folders"]
+    assert [name for name in left if not name.startswith(".room-")] == []
+    filler.unlink()
+    assert provider._room.full() == ""
+    assert provider.trouble() == "", "there is room: no pause is left of it"
+    first = await kit.acquire(provider, "r-2")
+    assert await kit.sh(first, "echo goes on") == (0, "goes on")
 
 
 @pytest.mark.real
 async def test_room_that_comes_back_while_the_disk_refuses_leaves_no_pause(
-    kit: Any, small: Path, monkeypatch: pytest.MonkeyPatch
+    kit: Any, provider: NodeProvider, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provider = kit.open("process", small / "r")
-    await provider.start()
     filler = small / "filler"
     look = provider._room.look
 
@@ -123,47 +118,39 @@ async def test_room_that_comes_back_while_the_disk_refuses_leaves_no_pause(
         filler.unlink(missing_ok=True)
         return full
 
-    try:
-        fill(filler)
-        monkeypatch.setattr(provider._room, "look", looked)
-        with pytest.raises(NodeDiskFull, match="no room left"):
-            await kit.acquire(provider, "r-1")
-        assert provider._room.full() == ""
-        assert provider.trouble() == ""
-    finally:
-        await kit.clean(provider)
+    fill(filler)
+    monkeypatch.setattr(provider._room, "look", looked)
+    with pytest.raises(NodeDiskFull, match="no room left"):
+        await kit.acquire(provider, "r-1")
+    assert provider._room.full() == ""
+    assert provider.trouble() == ""
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("words", [SandboxStartFailed("exit status 255"), ImageNotUsable("no such file")])
 async def test_what_fails_on_a_full_disk_fails_for_it_whatever_its_words(
-    kit: Any, small: Path, monkeypatch: pytest.MonkeyPatch, words: SandboxError
+    kit: Any, provider: NodeProvider, small: Path, monkeypatch: pytest.MonkeyPatch, words: SandboxError
 ) -> None:
-    provider = kit.open("process", small / "r")
-    await provider.start()
 
     async def start(*arguments: object) -> None:
         raise words
 
     monkeypatch.setattr(provider._starter, "start", start)
-    try:
-        with pytest.raises(type(words)):
-            await kit.acquire(provider)
-        assert provider.trouble() == ""
+    with pytest.raises(type(words)):
+        await kit.acquire(provider)
+    assert provider.trouble() == ""
 
-        async def fills(*arguments: object) -> None:
-            fill(small / "filler")
-            raise words
+    async def fills(*arguments: object) -> None:
+        fill(small / "filler")
+        raise words
 
-        monkeypatch.setattr(provider._starter, "start", fills)
-        with pytest.raises(NodeDiskFull, match=str(words)):
-            await kit.acquire(provider)
-        assert "no room left" in provider.trouble()
-        (small / "filler").unlink()
-        assert provider._room.full() == ""
-        assert provider.trouble() == ""
-    finally:
-        await kit.clean(provider)
+    monkeypatch.setattr(provider._starter, "start", fills)
+    with pytest.raises(NodeDiskFull, match=str(words)):
+        await kit.acquire(provider)
+    assert "no room left" in provider.trouble()
+    (small / "filler").unlink()
+    assert provider._room.full() == ""
+    assert provider.trouble() == ""
 
 
 def test_pauses_grow_while_starts_fail_and_end_with_one_that_works(tmp_path: Path) -> None:

@@ -41,12 +41,6 @@ def here(slurm: Any, folder: Path) -> dict[int, str]:
     }
 
 
-def kill(bridge: Bridge) -> None:
-    assert bridge.process is not None
-    bridge.process.kill()
-    bridge.process.wait(30)
-
-
 def nothing_left(slurm: Any, bridge: Bridge) -> None:
     """No job, no process, no file of an allocation."""
     assert bridge.jobs() == {}
@@ -66,7 +60,7 @@ def test_workers_in_allocations_survive_the_bridge_and_are_replaced(slurm: Any, 
     assert asked["JobName"].startswith("rollyard-alloc-")
     assert (asked["Partition"], asked["NumNodes"]) == ("debug", "1")
     assert "mem=2G" in asked["TRES"]
-    kill(bridge)
+    bridge.kill()
     assert set(bridge.running(count=2)) == set(first)
     bridge.start()
     with bridge.client() as client:
@@ -100,7 +94,7 @@ def test_an_allocation_whose_salloc_was_killed_is_not_lost(slurm: Any, bridge: B
     with bridge.client() as client:
         client.submit(wanted)
     until(once.exists, 60, "an allocation")
-    kill(bridge)
+    bridge.kill()
     (empty,) = bridge.running()
     assert is_allocation(slurm, empty)
     bridge.start()

@@ -104,9 +104,7 @@ def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
         assert why in condition(client.pool("default"), "Degraded", "message")
         # A restart of the bridge: the backend goes on, and is known at once.
         (again,) = bridge.jobs("backend")
-        assert bridge.process is not None
-        bridge.process.kill()
-        bridge.process.wait(30)
+        bridge.kill()
     bridge.start()
     with bridge.client() as client:
         until(ready, 30, "the same backend")

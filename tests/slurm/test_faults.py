@@ -390,9 +390,7 @@ def test_a_controller_that_is_away_and_a_bridge_that_is_killed(slurm: Slurm, sha
 
         run.further(rng)
         jobs, url = set(run.bridge.jobs()), run.url
-        assert run.bridge.process is not None
-        run.bridge.process.kill()
-        run.bridge.process.wait(30)
+        run.bridge.kill()
         print(f"bridge killed with {run.unfinished} to go")
         run.bridge.start()
         assert jobs & set(run.bridge.jobs("stage-worker")), "its jobs are found again"

@@ -199,6 +199,41 @@ async def test_an_interrupt_reaches_jobs_that_are_just_starting(client: ExecClie
         assert (result.exit_code, result.timed_out, result.killed) == (130, False, False), command
 
 
+@pytest.mark.parametrize("interrupts", ["dies of an interrupt", "ignores interrupts"])
+async def test_a_job_that_outlives_its_interrupted_command(
+    client: ExecClient, tmp_path: Path, interrupts: str
+) -> None:
+    """Bash that is interrupted as it forks a job says that the command is over, and then waits for the job.
+
+    Here a trap makes it start one between its report and its next command.
+    """
+    job, mark = tmp_path / "job", tmp_path / "mark"
+    ignored = "trap '' INT; " if interrupts == "ignores interrupts" else ""
+    job.write_text(f"{ignored}echo $$ > {job}.pid; exec sleep 100")
+    late = f'[[ $BASH_COMMAND == *"read -r -N"* ]] && {{ trap - DEBUG; bash {job}; }}'
+    running = await client.start(f"trap '{late}' DEBUG; echo > {mark}; sleep 100", timeout=20)
+    ended = asyncio.ensure_future(running.result())
+    await there(mark, ended)
+    await running.interrupt()
+    assert (await ended).exit_code == 130
+    after = await client.bash("echo after", timeout=20)
+    assert (after.text().splitlines()[-1], after.exit_code, after.shell_restarted) == ("after", 0, False)
+    pid = Path(f"{job}.pid").read_text().strip()
+    assert not Path("/proc", pid).exists()
+
+
+async def test_a_shell_that_hangs_after_an_interrupt_is_replaced(client: ExecClient, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    stop = '[[ $BASH_COMMAND == *"read -r -N"* ]] && kill -STOP $$'
+    running = await client.start(f"cd /tmp; trap '{stop}' DEBUG; echo > {mark}; sleep 100", timeout=20)
+    ended = asyncio.ensure_future(running.result())
+    await there(mark, ended)
+    await running.interrupt()
+    assert (await ended).exit_code == 130
+    after = await client.bash("pwd", timeout=20)
+    assert (after.text(), after.exit_code, after.shell_restarted) == ("/tmp\n", 0, True)
+
+
 async def test_a_command_after_an_interrupt_is_not_lost(client: ExecClient) -> None:
     """Bash may act on a SIGINT only when it has read what it is to do next."""
     rng = random.Random(0)

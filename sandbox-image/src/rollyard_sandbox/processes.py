@@ -117,8 +117,12 @@ def session_members(leader: int) -> list[Process]:
     return list(members.values())
 
 
-def copies_of(shell: int, group: int) -> frozenset[int]:
-    """The processes of a process group that `shell` has forked and that have not become a program yet."""
+def forked_by(shell: int) -> tuple[dict[int, int], dict[int, int]]:
+    """What runs below a shell, pid: process group.
+
+    Returns:
+        The copies of the shell that have not become a program yet, and the programs that it started itself.
+    """
 
     def arguments(pid: int) -> bytes:
         try:
@@ -128,11 +132,16 @@ def copies_of(shell: int, group: int) -> frozenset[int]:
             return b""  # it has ended
 
     own = arguments(shell)
-    return frozenset(
-        member.pid
-        for member in session_members(shell)
-        if member.pid != shell and member.group == group and own and arguments(member.pid) == own
-    )
+    copies: dict[int, int] = {}
+    programs: dict[int, int] = {}
+    for member in session_members(shell):
+        if member.pid == shell:
+            continue
+        if own and arguments(member.pid) == own:
+            copies[member.pid] = member.group
+        elif member.parent == shell:
+            programs[member.pid] = member.group
+    return copies, programs
 
 
 def with_descendants(roots: Iterable[int]) -> set[int]:

@@ -10,7 +10,7 @@ from rollyard_sandbox.capture import Capture
 from rollyard_sandbox.commands import Command, Outcome
 from rollyard_sandbox.errors import LaunchError, NoCommandRunning, SandboxError, SessionBusy
 from rollyard_sandbox.eventloop import READ, WRITE
-from rollyard_sandbox.interrupts import Interrupt, signal_foreground
+from rollyard_sandbox.interrupts import INTERRUPT_GRACE, Interrupt, Stragglers, signal_foreground
 from rollyard_sandbox.processes import send_signal, session_members
 from rollyard_sandbox.settling import AT_INTERRUPT, Settling
 from rollyard_sandbox.shell import Report, Shell, parse_report
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.eventloop import EventLoop
 
-START_LIMIT = 10.0  # seconds for bash to report for the first time
-INTERRUPT_GRACE = 1.0  # seconds between SIGINT and SIGKILL
+START_LIMIT = 10.0  # seconds for bash to report for the first time, and after an interrupt
 KILL_GRACE = 0.5  # seconds between killing the foreground and killing the shell
 REAP_GRACE = 2.0  # seconds for a killed shell to end
 _INTERRUPTED = 128 + signal.SIGINT
@@ -100,8 +99,6 @@ class BashSession:
         if self._shell is None:
             self._start_shell()
         self._command = running
-        if self._shell is not None and self._ready and self._signalled:
-            self._settle(self._shell)
         if self._ready:
             self._dispatch(running)
         else:
@@ -110,10 +107,21 @@ class BashSession:
     def _begin_queued(self) -> None:
         running, self._queued = self._queued, None
         if running is not None:
-            try:
-                self._begin(running)
-            except SandboxError as error:
-                running.done(error)
+            self._begin_or_fail(running)
+
+    def _begin_anew(self, running: Command) -> None:
+        """Gives a command that waits for a shell a new one."""
+        if self._shell is not None:
+            self._cwd = self._shell.cwd() or self._cwd
+        self._command = None
+        self._discard_shell()
+        self._begin_or_fail(running)
+
+    def _begin_or_fail(self, running: Command) -> None:
+        try:
+            self._begin(running)
+        except SandboxError as error:
+            running.done(error)
 
     def send_input(self, data: bytes) -> None:
         """Types `data` on the terminal of the running command.
@@ -255,9 +263,11 @@ class BashSession:
         self._ready = False
         self._signalled = False
         try:
-            self._settling = Settling(shell, self._next_number)
+            settling = self._settling = Settling(shell, self._next_number)
         except OSError:
             self._discard_shell()
+        else:
+            Stragglers(self._loop, shell, lambda: self._shell is shell and self._settling is settling)
 
     def _next_number(self) -> str:
         self._count += 1
@@ -326,6 +336,8 @@ class BashSession:
         running = self._command
         if running is not None and self._withdrawn:
             self._finish(_INTERRUPTED)
+        elif self._signalled and self._shell is not None:
+            self._settle(self._shell)
         elif running is not None:
             self._dispatch(running)
 
@@ -396,6 +408,8 @@ class BashSession:
         outcome.cwd = self._cwd
         outcome.shell_restarted = self._lost_state or lost
         self._lost_state = False
+        if self._shell is not None and self._ready and self._signalled and not lost:
+            self._settle(self._shell)
         self._ended(running, outcome)
 
     def _fail(self, error: SandboxError) -> None:
@@ -422,8 +436,11 @@ class BashSession:
         if running is None:
             return
         if not self._ready and not self._withdrawn:
-            self._fail(LaunchError(f"bash was not ready in time: {self._idle_text()}"))
-            self._discard_shell()
+            if self._settling is None:
+                self._fail(LaunchError(f"bash was not ready in time: {self._idle_text()}"))
+                self._discard_shell()
+            else:
+                self._begin_anew(running)
             return
         running.outcome.timed_out = True
         self._stop_command()

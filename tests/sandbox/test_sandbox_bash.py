@@ -222,14 +222,20 @@ async def test_a_job_that_outlives_its_interrupted_command(
     assert not Path("/proc", pid).exists()
 
 
-async def test_a_shell_that_hangs_after_an_interrupt_is_replaced(client: ExecClient, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
+@pytest.mark.parametrize("idle", [False, True])
+async def test_a_shell_that_hangs_after_an_interrupt_is_replaced(
+    client: ExecClient, tmp_path: Path, idle: bool
+) -> None:
+    mark, shell = tmp_path / "mark", tmp_path / "shell"
     stop = '[[ $BASH_COMMAND == *"read -r -N"* ]] && kill -STOP $$'
-    running = await client.start(f"cd /tmp; trap '{stop}' DEBUG; echo > {mark}; sleep 100", timeout=20)
+    running = await client.start(f"cd /tmp; trap '{stop}' DEBUG; echo $$ > {shell}; echo > {mark}; sleep 100")
     ended = asyncio.ensure_future(running.result())
     await there(mark, ended)
     await running.interrupt()
     assert (await ended).exit_code == 130
+    async with asyncio.timeout(30):
+        while idle and Path("/proc", shell.read_text().strip()).exists():  # noqa: ASYNC110 - another process ends it
+            await asyncio.sleep(0.05)
     after = await client.bash("pwd", timeout=20)
     assert (after.text(), after.exit_code, after.shell_restarted) == ("/tmp\n", 0, True)
 

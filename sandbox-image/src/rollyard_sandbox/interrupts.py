@@ -61,21 +61,28 @@ class Interrupt:
             return
         group = self._shell.foreground()
         in_shell = group in (0, self._shell.pid)
-        # A shell that is about to start a job is signalled before it does, where that is still possible.
-        at_once = in_shell and group != self._signalled
-        copies, programs = ({}, {}) if at_once else forked_by(self._shell.pid)
-        if group == self._signalled:
-            self._reach_late(copies, programs)
-        elif not (in_shell and self._spare_shell):
-            self._signal(group, copies, programs)
+        unsettled = True
+        if not (in_shell and self._spare_shell):
+            unsettled = self._look(group, in_shell)
         self._signalled = group
-        # One that only the shell got may be forgotten until the job is there; a job that is gone may be
-        # the first program of a pipeline.
-        unsettled = self._begun or in_shell or group not in programs.values()
         looks_left = self._looks_left > 0 or (unsettled and self._looks_left > -_MOST_REPEATS)
         if looks_left or self._spare_shell:
             self._looks_left -= 1
             self._loop.call_later(_REPEAT_AFTER, self.send)
+
+    def _look(self, group: int, in_shell: bool) -> bool:
+        """Signals whom it takes now; whether somebody may still have missed it."""
+        shell = self._shell
+        first = group != self._signalled
+        # A shell that is about to start a job is signalled before it does, where that is still possible.
+        copies, programs = ({}, {}) if first and in_shell else forked_by(shell.pid)
+        if first:
+            self._signal(group, copies, programs)
+        else:
+            self._reach_late(copies, programs)
+        # One that only the shell got may be forgotten until the job is there; a job that is gone may be
+        # the first program of a pipeline.
+        return bool(self._begun) or in_shell or group not in programs.values()
 
     def _signal(self, group: int, copies: dict[int, int], programs: dict[int, int]) -> None:
         shell = self._shell

@@ -267,7 +267,17 @@ class BashSession:
         except OSError:
             self._discard_shell()
         else:
-            Stragglers(self._loop, shell, lambda: self._shell is shell and self._settling is settling)
+
+            def unsettled() -> bool:
+                return self._shell is shell and self._settling is settling
+
+            def expire() -> None:
+                if unsettled() and self._command is None:  # a command that waits has a limit of its own
+                    self._cwd = shell.cwd() or self._cwd
+                    self._discard_shell()
+
+            Stragglers(self._loop, shell, unsettled)
+            self._loop.call_later(START_LIMIT, expire)
 
     def _next_number(self) -> str:
         self._count += 1

@@ -231,24 +231,34 @@ def test_commands_that_hang_change_nothing(slurm: Any, bridge: Bridge, shared: P
     # Long enough for an sbatch that a busy machine lets wait.
     bridge.options = ["--command-timeout", "5"]
     bridge.env = {"PATH": f"{programs}:{slurm.env['PATH']}"}
-    first = job("hangs", tasks=6, samples=2, pause=12.0)
+    first = job("hangs", tasks=6, samples=2, gate=shared / "seen")
     # Still there when squeue answers: of a job that came and went unseen nothing is known for 90 s.
     second = job("later", tasks=2, samples=1, pause=12.0)
     bridge.start()
     with bridge.client() as client:
+
+        def told(text: str, since: int) -> None:
+            until(lambda: text in bridge.log.read_text()[since:], 60, "its being told")
+
         client.submit(first)
         until(lambda: client.job("hangs").status.counts.run.active == 4, 60, "rollouts in Run")
+        # A busy machine's squeue may have been too late to say so before.
+        until(lambda: condition(client.job("hangs"), "Running") == "True", 60, "its worker being seen")
         (number,) = bridge.running()
+        said = len(bridge.log.read_text())
         hang["sbatch"].touch()
         client.submit(second)
-        until(lambda: "sbatch did not answer within 5 s" in bridge.log.read_text(), 60, "its being told")
+        told("sbatch did not answer within 5 s", said)
         hang["sbatch"].unlink()
+        said = len(bridge.log.read_text())
         hang["squeue"].touch()
-        until(lambda: "squeue did not answer within 5 s" in bridge.log.read_text(), 60, "its being told")
-        assert condition(client.job("hangs"), "Running") == "True"
+        told("squeue did not answer within 5 s", said)
+        seen = client.job("hangs")
+        assert condition(seen, "Running") == "True", condition(seen, "Running", "message")
+        (shared / "seen").touch()
         hang["squeue"].unlink()
         bridge.ended("later", 150)
-        until(lambda: "Slurm answers again" in bridge.log.read_text(), 60, "its being told")
+        told("Slurm answers again", said)
         bridge.ended("hangs")
     accounted_for(bridge, first)
     accounted_for(bridge, second)

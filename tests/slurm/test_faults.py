@@ -373,6 +373,8 @@ def test_a_controller_that_is_away_and_a_bridge_that_is_killed(slurm: Slurm, sha
     later = job("later", tasks=2, samples=1)
     with a_run(slurm, shared, sif, "bridge", samples=13, pause=4.0) as run:
         run.reach(rng)
+        with run.bridge.client() as client:
+            until(lambda: condition(client.job(run.name), "Running") == "True", 30, "its workers being seen")
         slurm.stop_controller()
         try:
             assert slurm.node_states() == {}

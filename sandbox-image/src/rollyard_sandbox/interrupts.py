@@ -31,6 +31,14 @@ def signal_foreground(shell: Shell, number: int) -> None:
         return  # it ended meanwhile; its end is about to be reaped
 
 
+def kill_foreground_job(shell: Shell) -> bool:
+    """Kills the job in the terminal's foreground; False where that is the shell itself, or nothing."""
+    if shell.foreground() in (0, shell.pid):
+        return False
+    signal_foreground(shell, signal.SIGKILL)
+    return True
+
+
 class Interrupt:
     """SIGINT, again where the foreground changes: bash forgets one that comes while it starts a job.
 
@@ -77,17 +85,16 @@ class Interrupt:
         # A shell that is about to start a job is signalled before it does, where that is still possible.
         copies, programs = ({}, {}) if first and in_shell else forked_by(shell.pid)
         if first:
-            self._signal(group, copies, programs)
+            self._signal(group, in_shell, copies, programs)
         else:
             self._reach_late(copies, programs)
         # One that only the shell got may be forgotten until the job is there; a job that is gone may be
         # the first program of a pipeline.
         return bool(self._begun) or in_shell or group not in programs.values()
 
-    def _signal(self, group: int, copies: dict[int, int], programs: dict[int, int]) -> None:
+    def _signal(self, group: int, in_shell: bool, copies: dict[int, int], programs: dict[int, int]) -> None:
         shell = self._shell
         signal_foreground(shell, signal.SIGINT)
-        in_shell = group in (0, shell.pid)
         copies = {**copies, **forked_by(shell.pid)[0]}  # it may still be forking
         begun = {pid: of for pid, of in copies.items() if in_shell or of == group}
         self._begun.update(begun)
@@ -126,6 +133,5 @@ class Stragglers:
     def _kill(self) -> None:
         if not self._wanted():
             return
-        if self._shell.foreground() not in (0, self._shell.pid):
-            signal_foreground(self._shell, signal.SIGKILL)
+        kill_foreground_job(self._shell)
         self._loop.call_later(_REPEAT_AFTER, self._kill)

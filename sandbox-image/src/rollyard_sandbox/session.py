@@ -10,7 +10,7 @@ from rollyard_sandbox.capture import Capture
 from rollyard_sandbox.commands import Command, Outcome
 from rollyard_sandbox.errors import LaunchError, NoCommandRunning, SandboxError, SessionBusy
 from rollyard_sandbox.eventloop import READ, WRITE
-from rollyard_sandbox.interrupts import INTERRUPT_GRACE, Interrupt, Stragglers, signal_foreground
+from rollyard_sandbox.interrupts import INTERRUPT_GRACE, Interrupt, Stragglers, kill_foreground_job
 from rollyard_sandbox.processes import send_signal, session_members
 from rollyard_sandbox.settling import AT_INTERRUPT, Settling
 from rollyard_sandbox.shell import Report, Shell, parse_report
@@ -111,10 +111,8 @@ class BashSession:
 
     def _begin_anew(self, running: Command) -> None:
         """Gives a command that waits for a shell a new one."""
-        if self._shell is not None:
-            self._cwd = self._shell.cwd() or self._cwd
         self._command = None
-        self._discard_shell()
+        self._abandon_shell()
         self._begin_or_fail(running)
 
     def _begin_or_fail(self, running: Command) -> None:
@@ -208,6 +206,12 @@ class BashSession:
         if self._command is not None:
             self._finish(None if status is None else _exit_code(status))
 
+    def _abandon_shell(self) -> None:
+        """Discards a shell that hangs; the next one starts in its directory."""
+        if self._shell is not None:
+            self._cwd = self._shell.cwd() or self._cwd
+        self._discard_shell()
+
     def _shell_ended(self, status: int) -> None:
         shell = self._shell
         if shell is None:
@@ -273,8 +277,7 @@ class BashSession:
 
             def expire() -> None:
                 if unsettled() and self._command is None:  # a command that waits has a limit of its own
-                    self._cwd = shell.cwd() or self._cwd
-                    self._discard_shell()
+                    self._abandon_shell()
 
             Stragglers(self._loop, shell, unsettled)
             self._loop.call_later(START_LIMIT, expire)
@@ -478,9 +481,7 @@ class BashSession:
         if running is None or shell is None:
             return
         running.outcome.killed = True
-        group = shell.foreground()
-        if group and group != shell.pid:
-            signal_foreground(shell, signal.SIGKILL)
+        if kill_foreground_job(shell):
             running.timer = self._loop.call_later(KILL_GRACE, self._kill_shell)
         else:
             self._kill_shell()

@@ -38,6 +38,8 @@ class Demo:
         self.release: str = options.release
         self.home: str = options.namespace
         self.jobs = f"{options.namespace}-jobs"
+        self.host_paths: tuple[str, ...] = ()
+        """Folders of the node that its pools mount."""
 
     def say(self, text: str) -> None:
         """A line that is no command's output."""
@@ -76,6 +78,8 @@ class Demo:
             "sandboxes.cpuRequestFraction": "0.02",
             "sandboxes.memoryRequestFraction": "0.25",
         }
+        if self.host_paths:
+            values["jobs.allow.hostPath"] = f"{{{','.join(self.host_paths)}}}"
         if self.told("kubectl", "get", "namespace", self.jobs, "--ignore-not-found", quiet=True):
             self.console.print("An earlier demo was killed: removing what it left")
             self.remove()

@@ -74,6 +74,11 @@ class Mounted:
     def __str__(self) -> str:
         return "vLLM of this machine, mounted"
 
+    @property
+    def host_paths(self) -> tuple[str, ...]:
+        """What the installation has to permit to be mounted, in `jobs.allow.hostPath`."""
+        return tuple(str(folder) for folder in (*self.folders, self.libraries))
+
     def apply_to(self, spec: dict[str, Any], engine_image: str) -> None:
         """Make the pool's spec run it, in an image of Rollyard's."""
         engine, template = spec["engine"], spec["template"]

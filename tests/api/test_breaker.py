@@ -142,11 +142,20 @@ class Pool:
         await self.served.plane.database.write(op)
 
     async def open(self, server: Any) -> dict[str, Any]:
-        """A rollout that fails there until the circuit is open."""
-        (lease,) = await self.lease()
-        for _ in range(THRESHOLD):
+        """Rollouts that fail there until the circuit is open; one that is still there."""
+        mine = await self.on(server, THRESHOLD + 1)
+        for lease in mine[:THRESHOLD]:
             await self.route(lease, server.url)
-        return lease
+        return mine[THRESHOLD]
+
+    async def on(self, server: Any, n: int) -> list[dict[str, Any]]:
+        """Leases of rollouts on this server, and of others on their way."""
+        mine: list[dict[str, Any]] = []
+        while len(mine) < n:
+            leases = await self.lease()
+            assert leases, "no rollout waits any more"
+            mine += [one for one in leases if one["backend"]["url"] == server.url]
+        return mine
 
 
 @pytest.fixture
@@ -171,8 +180,7 @@ async def pooled(served: Any, scripted: Any, make_manifest: Any, worker_of: Any)
 async def test_failures_open_a_circuit_and_a_real_request_closes_it(pooled: Pool, http: Any) -> None:
     database = pooled.served.plane.database
     a, b = pooled.servers
-    (lease,) = await pooled.lease()
-    for n in range(1, THRESHOLD + 1):
+    for n, lease in enumerate(await pooled.on(a, THRESHOLD), 1):
         told = await pooled.route(lease, a.url, error="ConnectError")
         assert told["backend"]["url"] == b.url
         assert await pooled.circuits() == [("Open" if n == THRESHOLD else "Closed"), "Closed"]
@@ -211,10 +219,10 @@ async def test_on_probation_until_a_rollout_completes(pooled: Pool, http: Any) -
     await pooled.later(2 * FIRST_PAUSE)
     await circuits.probe_all(database, http)
     assert await pooled.circuits() == ["Closed", "Closed"]
-    mine = [one for one in await pooled.lease(8) if one["backend"]["url"] == a.url]
+    mine = await pooled.on(a, THRESHOLD)
     await pooled.worker.complete(pooled.worker.result(mine[0]))
-    for _ in range(THRESHOLD - 1):
-        await pooled.route(mine[1], a.url)
+    for one in mine[1:]:
+        await pooled.route(one, a.url)
     assert await pooled.circuits() == ["Closed", "Closed"], "a completed Run: failures are counted anew"
     assert b.completions == 0
 
@@ -241,8 +249,8 @@ async def test_garbage_in_rollouts_opens_a_circuit(pooled: Pool) -> None:
 async def test_the_only_backend_fails(pooled: Pool, http: Any) -> None:
     a, _ = pooled.servers
     await pooled.report(a)
-    (lease,) = await pooled.lease()
-    told = [await pooled.route(lease, a.url) for _ in range(THRESHOLD)]
+    leases = await pooled.lease(THRESHOLD)
+    told = [await pooled.route(lease, a.url) for lease in leases]
     assert [one["backend"] and one["backend"]["url"] for one in told] == [a.url, a.url, None]
     assert told[-1]["reason"] == "NoBackendReady"
     assert FIRST_PAUSE <= told[-1]["retry_after"] <= FIRST_PAUSE + 1, "once it has been probed"

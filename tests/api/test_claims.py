@@ -427,7 +427,7 @@ async def test_metrics(served: Any, worker: Any) -> None:
     one, two = await worker.lease(init=2)
     await _put(served, await _filed(served, one), **BOUND)
     await _put(served, await _filed(served, two), state="Failed", reason="QuotaExceeded")
-    text = (await served.anonymous.get("/metrics")).text
+    text = (await served.admin.get("/metrics")).text
     assert 'rollyard_claims{namespace="default",state="Bound"} 1.0' in text
     assert 'rollyard_claim_failures_total{reason="QuotaExceeded"} 1.0' in text
     assert "rollyard_claim_seconds_count 1.0" in text
@@ -452,3 +452,56 @@ async def test_a_lease_cycle_without_claims_asks_nothing_of_them(
         sa.event.remove(served.plane.database.writer, "before_cursor_execute", note)
     assert any("rollouts" in statement for statement in asked)
     assert not any("claims" in statement for statement in asked)
+
+
+async def _in_eval(served: Any, worker: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A rollout's claim of Init, bound, and its Eval lease."""
+    (lease,) = await worker.lease(init=1)
+    claim = await _filed(served, lease)
+    await _put(served, claim, **BOUND)
+    await worker.complete(worker.result(lease, sandbox=_handle(claim)))
+    (run,) = await worker.lease(run=1)
+    await worker.complete(worker.result(run))
+    (evaluated,) = await worker.lease(eval=1)
+    return claim, evaluated
+
+
+async def _fail_and_keep(served: Any, worker: Any, lease: dict[str, Any]) -> None:
+    await worker.fail(lease, "EvalSandboxFailed")
+
+
+async def _evaluate(served: Any, worker: Any, lease: dict[str, Any]) -> None:
+    await worker.complete(worker.result(lease))
+
+
+@pytest.mark.parametrize(
+    "way", [*WAYS, _fail_and_keep, _evaluate], ids=lambda way: str(way.__name__).strip("_")
+)
+async def test_an_eval_lease_has_a_claim_beside_runs_and_takes_it_along(
+    served: Any, worker: Any, way: Callable[..., Any]
+) -> None:
+    first, lease = await _in_eval(served, worker)
+    fresh = await _filed(served, lease)
+    await _put(served, fresh, **BOUND)
+    assert fresh["id"] != first["id"]
+    assert (await _filed(served, lease))["id"] == fresh["id"], "the same lease is the same claim"
+    assert await _states(served) == {first["id"]: "Bound", fresh["id"]: "Bound"}
+    await way(served, worker, lease)
+    states = await _states(served)
+    assert states.pop(fresh["id"]) == "Released"
+    still = "Bound" if way in (_fail_and_keep, _worker_dies) else "Released"
+    assert states == {first["id"]: still}, "what Run left is there for another Eval, and only for that"
+    assert (await _file(served, lease)).status_code in (404, 409), "no claim in the name of a lost lease"
+
+
+async def test_claims_of_init_never_take_those_that_eval_needs(
+    serving: Any, settings: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    async with serving(settings, max_claims=8) as served:
+        tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(9)]}
+        await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
+        worker = worker_of(served.worker, node="kubernetes")
+        _, lease = await _in_eval(served, worker)
+        answers = [await _file(served, each) for each in await worker.lease(init=8)]
+        assert [answer.status_code for answer in answers] == [200] * 6 + [429] * 2
+        await _filed(served, lease)

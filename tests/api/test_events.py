@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import pytest
+from rollyard_api import cursors, events
 from rollyard_api.events import Event, EventHub, SlowConsumer
+from rollyard_api.problems import ApiError
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the hub reads of a job's row."""
+
+    id: int
+    uid: str
+    name: str
+
+
+JOB = Row(1, str(uuid.uuid4()), "job")
 
 
 async def test_a_slow_subscriber_is_dropped_and_may_resume() -> None:
     hub = EventHub(4)
     hub.publish(1, "transition", {"n": 0})
-    slow = hub.subscribe(1, f"{hub.process}-0", 5.0)
+    slow = hub.subscribe(1, 0, 5.0)
     first = await anext(slow)
     assert isinstance(first, Event)
     assert first.number == 1
@@ -21,7 +37,7 @@ async def test_a_slow_subscriber_is_dropped_and_may_resume() -> None:
     with pytest.raises(SlowConsumer):
         await _drain(slow, got)
     assert len(got) <= 4
-    again = hub.subscribe(1, f"{hub.process}-5", 5.0)
+    again = hub.subscribe(1, hub.resume_after(JOB, f"{hub.process}-5"), 5.0)
     resumed = [await anext(again) for _ in range(3)]
     assert [event.number for event in resumed if event is not None] == [6, 7, 8]
     await again.aclose()
@@ -36,10 +52,79 @@ async def _drain(events: AsyncIterator[Event | None], into: list[int]) -> None:
 async def test_idle_and_ids_of_another_process() -> None:
     hub = EventHub(4)
     hub.publish(1, "transition", {})
-    other = hub.subscribe(1, "another-1", 0.01)
+    other = hub.subscribe(1, hub.resume_after(JOB, "0123abcd-1"), 0.01)
+    missed = await anext(other)
+    assert missed is not None
+    assert missed.name == "missed"
     assert await anext(other) is None
     await other.aclose()
+    now = hub.subscribe(1, hub.resume_after(JOB, ""), 0.01)
+    assert await anext(now) is None
+    await now.aclose()
+    text = cursors.text("events", JOB.uid, f"{hub.process}-3")
     assert (
-        hub.format(Event(3, "counts", b"{}"))
-        == f"id: {hub.process}-3\nevent: counts\ndata: {{}}\n\n".encode()
+        hub.format(JOB.uid, Event(3, "counts", b"{}"))
+        == f"id: {text}\nevent: counts\ndata: {{}}\n\n".encode()
     )
+    assert hub.format(JOB.uid, missed) == b'event: missed\ndata: {"reason":"NotKept"}\n\n', "it has no id"
+
+
+async def test_events_that_are_not_kept_are_missed_and_not_skipped() -> None:
+    hub = EventHub(4)
+    for n in range(10):
+        hub.publish(1, "transition", {"n": n})
+    late = hub.subscribe(1, hub.resume_after(JOB, f"{hub.process}-2"), 5.0)
+    found = [await anext(late) for _ in range(5)]
+    await late.aclose()
+    assert [(event.name, event.number) for event in found if event is not None] == [
+        ("missed", 0), ("transition", 7), ("transition", 8), ("transition", 9), ("transition", 10)
+    ]  # fmt: skip
+
+
+async def test_ids_of_another_job_and_of_events_to_come_are_refused() -> None:
+    hub = EventHub(4)
+    hub.publish(1, "transition", {})
+    mine = cursors.text("events", JOB.uid, f"{hub.process}-1")
+    assert hub.resume_after(JOB, mine) == 1
+    for given, reason in (
+        (cursors.text("events", str(uuid.uuid4()), f"{hub.process}-1"), "CursorGone"),
+        (cursors.text("events", JOB.uid, f"{hub.process}-2"), "CursorBeyondEnd"),
+        (cursors.text("groups", JOB.uid, f"{hub.process}-1"), "CursorInvalid"),
+        (f"{hub.process}-2", "CursorBeyondEnd"),
+        ("latest", "CursorInvalid"),
+    ):
+        with pytest.raises(ApiError) as refused:
+            hub.resume_after(JOB, given)
+        assert refused.value.reason == reason, given
+
+
+async def test_a_removed_job_leaves_no_events_to_a_later_one_with_its_number() -> None:
+    hub = EventHub(4)
+    for n in range(3):
+        hub.publish(1, "transition", {"n": n})
+    hub.forget(1)
+    hub.publish(1, "transition", {"n": "later"})
+    late = hub.subscribe(1, hub.resume_after(JOB, f"{hub.process}-2"), 5.0)
+    found = [await anext(late) for _ in range(2)]
+    await late.aclose()
+    assert [event.name for event in found if event is not None] == ["missed", "transition"]
+    assert found[1] is not None
+    assert found[1].number == 4, "numbers are not given twice"
+
+
+async def test_the_longest_past_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_PAST_BYTES", 20 * (events.EVENT_BYTES + 1000))
+    hub = EventHub(4096)
+    hub.publish(1, "transition", {"text": "small"})
+    for _ in range(100):
+        hub.publish(2, "transition", {"text": "x" * 980})
+    small = hub.subscribe(1, 0, 5.0)
+    kept = await anext(small)
+    await small.aclose()
+    assert kept is not None
+    assert kept.name == "transition", "a tenant with many events pushed out those of another"
+    large = hub.subscribe(2, 0, 5.0)
+    first = await anext(large)
+    await large.aclose()
+    assert first is not None
+    assert first.name == "missed"

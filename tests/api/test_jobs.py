@@ -103,28 +103,32 @@ def _write_tasks(path: Path, broken: dict[int, str] | None = None) -> None:
         path.write_text(text)
 
 
-async def test_broken_line_refuses_the_whole_list(served: Any, make_manifest: Any, tmp_path: Path) -> None:
-    file = tmp_path / "tasks.jsonl"
+async def test_broken_line_refuses_the_whole_list(
+    serving: Any, settings: Any, make_manifest: Any, tmp_path_factory: Any
+) -> None:
+    file = tmp_path_factory.mktemp("data") / "tasks.jsonl"
     _write_tasks(file, {7312: '{"id": "t7312", "prompt": 5}'})
-    answer = await _post(served, make_manifest(tasks={"url": f"file://{file}"}))
-    assert answer.status_code == 422
-    assert answer.json()["errors"] == [
-        f"spec.tasks.url: file://{file}: line 7312: prompt: Input should be a valid string (got 5)"
-    ]
-    assert "line 7312" in answer.json()["detail"]
-    assert (await served.admin.get("/v1/rolloutjobs")).json()["items"] == []
+    async with serving(settings, allow_tasks_from=(f"file://{file.parent}",)) as served:
+        answer = await _post(served, make_manifest(tasks={"url": f"file://{file}"}))
+        assert answer.status_code == 422
+        assert answer.json()["errors"] == [
+            f"spec.tasks.url: file://{file}: line 7312: prompt: Input should be a valid string"
+        ]
+        assert "line 7312" in answer.json()["detail"]
+        assert (await served.admin.get("/v1/rolloutjobs")).json()["items"] == []
 
 
 async def test_ten_thousand_tasks_from_a_compressed_file(
-    served: Any, make_manifest: Any, tmp_path: Path
+    serving: Any, settings: Any, make_manifest: Any, tmp_path_factory: Any
 ) -> None:
-    file = tmp_path / "tasks.jsonl.gz"
+    file = tmp_path_factory.mktemp("data") / "tasks.jsonl.gz"
     _write_tasks(file)
-    answer = await _post(served, make_manifest(tasks={"url": f"file://{file}"}))
-    assert answer.status_code == 201, answer.text
-    assert answer.json()["status"]["counts"]["init"] == {"queued": 10_000, "active": 0}
-    file.unlink()
-    assert (await _post(served, make_manifest(tasks={"url": f"file://{file}"}))).status_code == 200
+    async with serving(settings, allow_tasks_from=(f"file://{file.parent}",)) as served:
+        answer = await _post(served, make_manifest(tasks={"url": f"file://{file}"}))
+        assert answer.status_code == 201, answer.text
+        assert answer.json()["status"]["counts"]["init"] == {"queued": 10_000, "active": 0}
+        file.unlink()
+        assert (await _post(served, make_manifest(tasks={"url": f"file://{file}"}))).status_code == 200
 
 
 async def test_stream(served: Any, make_manifest: Any, worker_of: Any) -> None:
@@ -276,6 +280,6 @@ async def test_roles(served: Any, make_manifest: Any) -> None:
     assert (await served.driver.post(path, json=make_manifest())).json()["reason"] == "Forbidden"
     assert (await served.anonymous.get("/healthz")).text == "ok"
     assert (await served.anonymous.get("/readyz")).text == "ok"
-    assert b"rollyard_leases_granted_total" in (await served.anonymous.get("/metrics")).content
+    assert b"rollyard_leases_granted_total" in (await served.admin.get("/metrics")).content
     assert (await served.admin.get("/v1/nothing")).json()["reason"] == "NotFound"
-    assert "/v1/leases" in (await served.anonymous.get("/openapi.json")).json()["paths"]
+    assert "/v1/leases" in (await served.admin.get("/openapi.json")).json()["paths"]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import math
 import time
 from functools import partial
 from typing import Any
 
+import msgpack
+import pyarrow.parquet
 import pytest
 from rollyard_api import liveness
 from rollyard_api.database import Transaction
@@ -221,6 +226,67 @@ async def test_wrong_results_are_refused_by_field(served: Any, worker: Any) -> N
     assert "finite number" in (await _refused(served, worker, evaluation, reward=None))[0]
     assert "finite number" in (await _refused(served, worker, evaluation, reward="1"))[0]
     assert (await _counts(served))["succeeded"] == 0
+
+
+async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) -> None:
+    await worker.complete(worker.result((await worker.lease(init=1))[0]))
+    await worker.complete(worker.result((await worker.lease(run=1))[0]))
+    (lease,) = await worker.lease(eval=1)
+    wrong: dict[str, Any] = {"reward": 1.5e6, "reward_components": {"good": 1.0, "style": -2e6}}
+    problems = await _refused(served, worker, lease, **wrong)
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "results[0].reward",
+        "results[0].reward_components.style",
+    ]
+    assert "from -1,000,000 to 1,000,000 in stage eval (got 1500000.0)" in problems[0]
+    # As raw text, because no library that keeps to JSON would write it.
+    for number in ("NaN", "Infinity", "-Infinity", "1e999", "9" * 400):
+        for field, value in (("reward", number), ("reward_components", f'{{"style": {number}}}')):
+            item = json.dumps(worker.result(lease) | {field: "HERE"}).replace('"HERE"', value)
+            answer = await worker.http.post(
+                "/v1/leases/complete",
+                content=f'{{"worker": "{worker.name}", "results": [{item}]}}',
+                headers={"content-type": "application/json"},
+            )
+            assert answer.status_code == 400
+            name = f"results[0].{field}" + (".style" if field == "reward_components" else "")
+            assert f"{name}: must be a finite number" in answer.text
+    for number in (math.nan, math.inf):
+        body = msgpack.packb({"worker": worker.name, "results": [worker.result(lease, reward=number)]})
+        answer = await worker.http.post(
+            "/v1/leases/complete", content=body, headers={"content-type": "application/msgpack"}
+        )
+        assert answer.status_code == 422
+        assert "results[0].reward: must be a finite number" in answer.text
+    assert "only the Eval stage" in (await _refused(served, worker, lease, stage="init", reward=None,
+                                                    reward_reason="TestTimeout"))[0]  # fmt: skip
+    for reason in ("test timeout", "x" * 200, 7):
+        assert "one CamelCase word" in (await _refused(served, worker, lease, reward_reason=reason))[0]
+    assert await worker.complete(worker.result(lease, reward=-1e6)) == ["accepted"]
+
+
+async def test_the_reason_of_a_reward_reaches_the_record(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
+    worker = worker_of(served.worker)
+    await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=8)])
+    runs = [worker.result(lease) for lease in await worker.lease(run=8)]
+    for run in runs:
+        run["trajectory"]["reward_reason"] = "ByRun"  # which is not Run's to say
+    await worker.complete(*runs)
+    first, *rest = await worker.lease(eval=8)
+    results = [worker.result(first, reward=0.0, reward_reason="SandboxSabotaged")]
+    await worker.complete(*results, *[worker.result(lease) for lease in rest])
+    path = "/v1/rolloutjobs/job/trajectories"
+    records = [json.loads(line) for line in (await served.admin.get(path)).text.splitlines()]
+    by_id = {record["id"]: record for record in records}
+    assert by_id[first["rollout"]]["reward_reason"] == "SandboxSabotaged"
+    # Left out where it says nothing, because older clients refuse a field that they do not know.
+    assert [record.get("reward_reason") for record in records].count(None) == len(rest)
+    answer = await served.admin.get(path, headers={"Accept": "application/vnd.apache.parquet"})
+    table = pyarrow.parquet.read_table(io.BytesIO(answer.content)).to_pylist()
+    assert sorted(row["reward_reason"] for row in table) == [""] * len(rest) + ["SandboxSabotaged"]
 
 
 async def test_start_gives_every_lease_its_full_time(served: Any, worker: Any) -> None:

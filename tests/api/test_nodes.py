@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from rollyard_api import nodes, schema
 from rollyard_api.database import Transaction
-from rollyard_crds.jobtoken import job_of, job_token
+from rollyard_crds.jobtoken import job_token
 from rollyard_crds.names import NODE
 
 SILENT = 60.0
@@ -128,13 +128,32 @@ async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any) -> N
 # Tokens for one job
 
 
-def test_only_the_holder_of_the_worker_token_makes_them() -> None:
-    token = job_token("secret", "default", "a")
-    assert job_of(token, "secret") == ("default", "a")
-    assert job_of(token, "other") is None
-    assert job_of(token.replace(".a.", ".b."), "secret") is None
-    for text in ("", "ry-job", "ry-job.a.b", "ry-job.a.b.c.d", "secret"):
-        assert job_of(text, "secret") is None
+async def test_workers_of_one_job_keep_no_other_job_waiting(served: Any, bound: Any, worker_of: Any) -> None:
+    other = worker_of(served.worker, name="o")
+    (lease,) = await other.lease(init=1, job="other")
+    await other.complete(other.result(lease))
+    (mine,) = await bound.lease(init=1, job="job")
+    await bound.complete(bound.result(mine))
+    assert await _silent(served, 0.0) == 0, "both count as heard of when they are first waited for"
+
+    def later(tx: Transaction) -> tuple[int, int]:
+        tx.now += SILENT + 10
+        job = tx.conn.execute(sa.select(schema.jobs.c.id).where(schema.jobs.c.name == "job")).scalar_one()
+        for node in ("n", "a node of nobody"):
+            nodes.heard(tx, node, job)
+        count = tx.conn.execute(sa.select(sa.func.count()).select_from(schema.nodes)).scalar_one()
+        return nodes.give_up_silent(tx, SILENT), count
+
+    given_up, rows = await served.plane.database.write(later)
+    assert given_up == 1, "the other job's rollout, though the first one's workers speak of the same node"
+    assert rows == 2, "no row for a node that none of the job's rollouts has"
+    states = {
+        name: (await served.admin.get(f"/v1/rolloutjobs/{name}")).json()["status"]["counts"]
+        for name in ("job", "other")
+    }
+    assert states["other"]["init"]["queued"] == 1
+    assert states["job"]["run"]["queued"] == 1
+    await bound.heartbeat()
 
 
 @pytest.fixture
@@ -145,7 +164,8 @@ async def bound(served: Any, make_manifest: Any, worker_of: Any) -> Any:
         manifest["metadata"]["name"] = name
         answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
         assert answer.status_code == 201, answer.text
-    token = job_token(served.plane.tokens.worker, "default", "job")
+    uid = (await served.admin.get("/v1/rolloutjobs/job")).json()["metadata"]["uid"]
+    token = job_token(served.plane.tokens.worker, "default", "job", uid)
     transport = httpx.ASGITransport(app=served.worker._transport.app, raise_app_exceptions=False)
     headers = {"Authorization": f"Bearer {token}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http:
@@ -183,7 +203,7 @@ async def test_a_bound_worker_reaches_no_other_job(served: Any, bound: Any, work
         await post("/v1/leases/route", json=ref | {"failed_url": "http://x"}),
         await bound.http.get("/v1/leases/job", params={"name": "other"}),
         await bound.http.get("/v1/rolloutjobs"),
-        await post("/v1/claims", json={}),
+        await bound.http.get("/v1/claims"),
     ]
     assert [answer.status_code for answer in refused] == [403] * len(refused)
     assert "default/job only" in refused[0].json()["detail"]

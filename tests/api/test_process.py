@@ -30,8 +30,8 @@ async def test_tokens_and_graceful_stop_with_a_long_poll_open(
 ) -> None:
     with start_api(tmp_path) as process:
         assert stat.S_IMODE((tmp_path / "tokens.json").stat().st_mode) == 0o600
-        assert set(process.tokens) == {"admin", "worker", "driver"}
-        assert len(set(process.tokens.values())) == 3
+        assert set(process.tokens) == {"admin", "worker", "driver", "metrics"}
+        assert len(set(process.tokens.values())) == 4
         async with _http(process, "worker") as http:
             waiting = asyncio.create_task(worker_of(http).lease(wait=60, init=1))
             await asyncio.sleep(0.3)
@@ -199,7 +199,7 @@ async def test_events(
             await asyncio.wait_for(listen(first[-1].id, None), 30)
             assert got[-1].name == "end"
             resumed = [e for e in got if e.name == "transition"]
-            numbers = [int(e.id.partition("-")[2]) for e in [first[-1], *resumed]]
+            numbers = [int(e.id.rpartition("-")[2]) for e in [first[-1], *resumed]]
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
             ends = [e.data for e in resumed if e.data["status"] == "succeeded"]
             assert [e["reward"] for e in ends] == [1.0, 1.0]

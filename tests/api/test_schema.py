@@ -12,7 +12,7 @@ from rollyard_api.database import Database
 from rollyard_api.schema import metadata
 
 
-def test_upgraded_schema_is_the_metadata(settings: Any) -> None:
+async def test_upgraded_schema_is_the_metadata(settings: Any) -> None:
     database = Database(settings.database_url)
     try:
         migrate.upgrade(database.writer)
@@ -22,4 +22,4 @@ def test_upgraded_schema_is_the_metadata(settings: Any) -> None:
             assert compare_metadata(context, metadata) == []
             assert set(sa.inspect(conn).get_table_names()) == {*metadata.tables, "alembic_version"}
     finally:
-        database.close()
+        await database.close()

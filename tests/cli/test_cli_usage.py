@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard.commands import slurm_bridge
 from rollyard.doctor import check_cluster
 from rollyard.main import COMMANDS, main
 
@@ -126,7 +127,7 @@ def test_tasks_are_checked_as_their_handler_would(tmp_path: Path, capsys: pytest
     ("content", "told"),
     [
         (b"", "holds no document"),
-        (b"a: [", "not valid YAML: line 1, column 5: expected the node content"),
+        (b"a: [", "not valid YAML: line "),
         (b"\xff\xfe\x00", "not UTF-8"),
     ],
 )
@@ -163,16 +164,20 @@ def test_up_refuses_what_it_cannot_use(
 
 
 BRIDGE = ["slurm-bridge", "up"]
-JOINED = ["--join", "https://head:8765", "--token-file", "t.json"]
+JOINED = ["--join", "https://head:8765", "--token-file", "t.json", "--namespace", "team-a"]
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         (["--join", "https://head:8765"], "--join and --token-file belong together"),
-        (["--join", "head:8765", "--token-file", "t.json"], "must be a URL such as http://head:8765"),
+        (["--join", "head:8765", *JOINED[2:]], "must be a URL such as http://head:8765"),
         ([*JOINED, "--engine", "embedded"], "submit a BackendPool that says `placement: slurm`"),
         (["--listen", "unix", "--port", "80"], "no meaning with --listen unix"),
+        (JOINED[:4], "--join needs --namespace NAME (repeatable) or --all-namespaces"),
+        ([*JOINED, "--all-namespaces"], "--join needs --namespace NAME (repeatable) or --all-namespaces"),
+        ([*JOINED, "--namespace", "Team B"], "--namespace must be a name such as team-a (got 'Team B')"),
+        (["--namespace", "team-a"], "--namespace and --all-namespaces go with --join"),
     ],
 )
 def test_a_bridge_refuses_what_it_cannot_use(
@@ -194,6 +199,17 @@ def test_a_dry_run_shows_how_workers_reach_the_control_plane(
     assert f"export ROLLYARD_CA_FILE={home}/ca.crt" in shown
     assert main([*common, "--listen", "unix"]) == 0
     assert "--url http+unix://%2F" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("whose", [["--namespace=team-a", "--namespace=team-b"], ["--all-namespaces"]])
+def test_a_bridge_in_the_background_is_started_as_it_was_asked_for(tmp_path: Path, whose: list[str]) -> None:
+    asked = [f"--home={tmp_path}/h", "--join=https://head:8765", *whose, "--token-file=t.json", "--port=0"]
+    with slurm_bridge.up.make_context("up", [*asked, "--detach"]) as ctx:
+        again = slurm_bridge._arguments(ctx)
+    assert set(asked) <= set(again)
+    assert not [word for word in again if word.startswith("--detach") or word.endswith(("=False", "=True"))]
+    with slurm_bridge.up.make_context("up", again) as same:
+        assert {**same.params, "detach": True} == ctx.params
 
 
 def test_down_with_nothing_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,6 +105,7 @@ def test_why() -> None:
     assert why(record()) == ""
     assert why(failed(0)) == "failed, SandboxLost: gone"
     assert why(record(reward=0.0)) == "reward 0: not solved in 2 turns"
+    assert why(record(reward=0.0, reward_reason="SandboxSabotaged")) == "reward 0: SandboxSabotaged"
     assert "MaxTurns" in why(record(reward=0.0, truncated=True, truncated_reason="MaxTurns"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -9,22 +10,34 @@ from typing import Any, cast
 import pytest
 from rollyard.errors import InvalidInput
 from rollyard.submission import submit
-from rollyard_client import Client, Conflict, Invalid
+from rollyard_client import Client, Conflict, Invalid, NotFound
 from rollyard_crds import RolloutJob
 from rollyard_crds.rolloutjob import MAX_INLINE_TASKS
 
 
 class Elsewhere:
-    """A control plane on another machine: it reads no file of this one. What it took, by name."""
+    """A control plane on another machine: it reads no file of this one. What it took, by name.
 
-    def __init__(self) -> None:
+    Args:
+        uploads: whether it is new enough to take uploads.
+    """
+
+    def __init__(self, uploads: bool = False) -> None:
         self.taken: dict[str, dict[str, Any]] = {}
+        self.uploads = uploads
+        self.files: list[Path] = []
+
+    def upload(self, path: Path, namespace: str) -> str:
+        if not self.uploads:
+            raise NotFound("there is no /v1/blobs", status=404)
+        self.files.append(path)
+        return f"blob:sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
     def submit(self, job: RolloutJob) -> RolloutJob:
         spec = job.spec.to_json()
         if self.taken.setdefault(job.metadata.name, spec) != spec:
             raise Conflict("exists with another spec", reason="AlreadyExists", status=409)
-        if job.spec.tasks.url is not None:
+        if job.spec.tasks.url is not None and not job.spec.tasks.url.startswith("blob:"):
             del self.taken[job.metadata.name]
             text = f"spec.tasks.url: {job.spec.tasks.url} cannot be read: no such file"
             raise Invalid(text, reason="InvalidTasks", status=422, errors=[text])
@@ -50,6 +63,39 @@ def test_the_tasks_go_along_and_a_repeat_is_the_same(tmp_path: Path) -> None:
         assert [task.id for task in job.spec.tasks.inline or ()] == ["t0", "t1", "t2"]
     with pytest.raises(Conflict, match="another spec"):
         submit(cast(Client, server), job_of(path, handler="shell"))
+
+
+def test_a_file_is_uploaded(tmp_path: Path) -> None:
+    server, path = Elsewhere(uploads=True), task_file(tmp_path, MAX_INLINE_TASKS + 1)
+    for _ in range(2):
+        job, carried = submit(cast(Client, server), job_of(path))
+        assert carried is None
+        assert (job.spec.tasks.url or "").startswith("blob:sha256:")
+    assert server.files == [path, path]
+    path.write_text('{"id": "other", "prompt": "?"}\n')
+    with pytest.raises(Conflict, match="another spec"):
+        submit(cast(Client, server), job_of(path))
+
+
+def test_a_job_of_an_older_command_line_stands(tmp_path: Path) -> None:
+    server, path = Elsewhere(), task_file(tmp_path, 3)
+    submit(cast(Client, server), job_of(path))
+    server.uploads = True
+    job, _ = submit(cast(Client, server), job_of(path))
+    assert len(job.spec.tasks.inline or ()) == 3
+
+
+def test_faults_name_the_file(tmp_path: Path) -> None:
+    class Refusing(Elsewhere):
+        def submit(self, job: RolloutJob) -> RolloutJob:
+            text = f"spec.tasks.url: {job.spec.tasks.url}: line 3: prompt: is wrong"
+            raise Invalid(text, reason="InvalidTasks", status=422, errors=[text])
+
+    path = task_file(tmp_path, 3)
+    with pytest.raises(Invalid) as refused:
+        submit(cast(Client, Refusing(uploads=True)), job_of(path))
+    assert refused.value.errors == [f"spec.tasks.url: {path.as_uri()}: line 3: prompt: is wrong"]
+    assert str(refused.value) == refused.value.errors[0]
 
 
 def test_what_cannot_go_along_is_refused(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from rollyard_client import (
 from rollyard_client.call import Call, as_json
 from rollyard_client.context import Context, resolve
 from rollyard_client.transport import AsyncTransport, SyncTransport
+from rollyard_client.worker import _completed
 from rollyard_crds.backendpool import BackendPool, BackendStatus
 from rollyard_crds.base import Condition
 from rollyard_crds.claims import ClaimRequest, ClaimStatus, SandboxShape
@@ -367,3 +368,60 @@ def test_context(tmp_path: Path) -> None:
     file.write_text("[")
     with pytest.raises(ContextError, match="remove it"):
         resolve(None, None, env)
+
+
+def test_a_reason_is_sent_only_where_there_is_one() -> None:
+    """Older control planes refuse a field that they do not know."""
+    ran = Trajectory(id="r", job="j", task_id="t", group_id="g", sample_index=0)
+    results = [
+        StageResult(rollout="r0", token=1, stage="run", trajectory=ran),
+        StageResult(rollout="r1", token=1, stage="eval", reward=1.0),
+        StageResult(rollout="r2", token=1, stage="eval", reward=0.0, reward_reason="TestTimeout"),
+    ]
+    body = json.loads(_completed(CompleteRequest(worker="w", results=results)))
+    assert "reward_reason" not in json.dumps(body["results"][:2])
+    assert body["results"][2]["reward_reason"] == "TestTimeout"
+    assert CompleteRequest.model_validate(body).results == results
+
+
+def uploaded(number: int, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A task file larger than a piece of an upload, and the manifest of a job that is to use it."""
+    path = folder / f"tasks-{number}.jsonl"
+    lines = [json.dumps({"id": f"{number}/{i}", "prompt": "p" * 2000}) for i in range(700)]
+    path.write_text("\n".join(lines) + "\n")
+    return path, manifest(f"uploaded-{number}", suspend=True)
+
+
+def test_upload(server: Server, tmp_path: Path) -> None:
+    path, job = uploaded(1, tmp_path)
+    with Client(server.url, server.tokens["admin"]) as client:
+        url = client.upload(path)
+        assert client.upload(str(path)) == url, "a repeat is harmless"
+        job["spec"]["tasks"] = {"url": url}
+        assert client.submit(job).status.counts.total == 1400
+        with pytest.raises(Invalid, match="has no upload") as missing:
+            client.submit({**job, "metadata": {"name": "uploaded-1", "namespace": "other"}})
+        assert missing.value.reason == "BlobNotFound"
+        client.upload(path, namespace="other")
+        client.submit({**job, "metadata": {"name": "uploaded-1", "namespace": "other"}})
+        with pytest.raises(FileNotFoundError):
+            client.upload(tmp_path / "none")
+        for namespace in ("default", "other"):
+            client.delete("uploaded-1", namespace)
+
+
+async def test_upload_async(server: Server, tmp_path: Path) -> None:
+    path, job = uploaded(2, tmp_path)
+    async with AsyncClient(server.url, server.tokens["admin"]) as client:
+        job["spec"]["tasks"] = {"url": await client.upload(path)}
+        assert (await client.submit(job)).status.counts.total == 1400
+        await client.delete("uploaded-2")
+
+
+def test_an_older_server_takes_no_uploads(tmp_path: Path) -> None:
+    path, _ = uploaded(3, tmp_path)
+    older = httpx.MockTransport(lambda _: httpx.Response(404, json={"detail": "there is no /v1/blobs"}))
+    with Client("http://127.0.0.1:1", "token") as client:
+        client._transport.client = httpx.Client(transport=older, base_url="http://127.0.0.1:1")
+        with pytest.raises(NotFound):
+            client.upload(path)

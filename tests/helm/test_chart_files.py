@@ -113,7 +113,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        text = httpx.get(f"http://127.0.0.1:{int(port_file.read_text())}/metrics", trust_env=False).text
+        token = json.loads((folder / "tokens.json").read_text())["metrics"]
+        url = f"http://127.0.0.1:{int(port_file.read_text())}/metrics"
+        text = httpx.get(url, headers={"Authorization": f"Bearer {token}"}, trust_env=False).text
     finally:
         process.terminate()
         process.wait()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from rollyard_operator.allowed import Allowed
 from rollyard_operator.settings import parse_settings
 
 if TYPE_CHECKING:
@@ -76,8 +77,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sandboxes": {
         "sandboxes": {
             "imageVolume": "never",
-            "isolation": {"checks": ["10.96.0.1:443", "[fd00::1]:443"], "seconds": 5.5},
+            "isolation": {
+                "checks": ["10.96.0.1:443", "[fd00::1]:443"],
+                "external": ["artifacts.example.com:443"],
+                "policies": "ignore",
+                "seconds": 5.5,
+            },
             "creation": {"perSecond": 0.5, "burst": 1},
+        }
+    },
+    "allowed": {
+        "jobs": {
+            "allow": {
+                "volumes": ["persistentVolumeClaim"],
+                "hostPath": ["/data/models"],
+                "secrets": True,
+                "images": ["registry.example.com/ml/"],
+                "labels": ["team", "example.com/*"],
+                "tolerations": ["*"],
+                "priorityClasses": ["low"],
+                "crossNamespaceAffinity": True,
+            }
         }
     },
     "names": {"fullnameOverride": "ry", "instance": "blue", "commonLabels": {"team": "rl"}},
@@ -178,7 +198,7 @@ def test_rights_have_no_wildcard(cluster: Cluster, values: Any, namespaces: list
         assert not any("*" in word for words in rule.values() for word in words), rule
         if "secrets" in rule["resources"] and rule["verbs"] != ["create"]:
             assert len(rule["resourceNames"]) == 1
-            assert rule["verbs"] == ["patch"]
+            assert rule["verbs"] == ["delete"], "no verb whose answer holds a Secret"
     subjects = [document["subjects"] for document in documents if document["kind"].endswith("RoleBinding")]
     assert subjects == [[{"kind": "ServiceAccount", "name": "yard-rollyard-operator", "namespace": "home"}]]
 
@@ -221,7 +241,19 @@ def test_the_operator_understands_its_settings(cluster: Cluster, values: Any, va
         assert loaded.control_plane_ca_file is not None
     if variant == "sandboxes":
         assert loaded.isolation.checks == ["10.96.0.1:443", "[fd00::1]:443"]
+        assert loaded.isolation.external == ["artifacts.example.com:443"]
+        assert loaded.isolation.policies == "ignore"
         assert loaded.sandbox_creation.per_second == 0.5
+    tokens = {"tokens-given": "mine", "names": "ry-tokens"}.get(variant, "yard-rollyard-tokens")
+    assert loaded.reserved_secrets[0] == tokens
+    assert loaded.reserved_claims
+    if variant == "allowed":
+        assert loaded.allow.volumes == ["persistentVolumeClaim"]
+        assert loaded.allow.host_path == ["/data/models"]
+        assert loaded.allow.secrets is True
+        assert loaded.allow.annotations == []
+    else:
+        assert loaded.allow == Allowed(), "the chart's defaults are the operator's"
 
 
 def test_a_changed_setting_restarts_the_operator_and_nothing_else(cluster: Cluster, values: Any) -> None:
@@ -245,6 +277,12 @@ def test_a_changed_setting_restarts_the_operator_and_nothing_else(cluster: Clust
         ({"api": {"persistence": {"type": "existingClaim"}}}, "api.persistence.existingClaim: required"),
         ({"api": {"persistence": {"type": "hostPath"}}}, "api.persistence.hostPath: required"),
         ({"ingress": {"enabled": True}}, "ingress.host: required"),
+        ({"jobs": {"allow": {"hostPaths": ["/"]}}}, "additional properties 'hostPaths' not allowed"),
+        ({"jobs": {"allow": {"hostPath": ["data"]}}}, "/jobs/allow/hostPath"),
+        (
+            {"sandboxes": {"isolation": {"required": False, "external": ["a:1"]}}},
+            "sandboxes.isolation.external: have no effect",
+        ),
         (
             {"sandboxes": {"isolation": {"required": False, "checks": ["a:1"]}}},
             "sandboxes.isolation.checks: have no effect",
@@ -311,7 +349,7 @@ def test_tokens_and_certificate_are_made_once(cluster: Cluster, values: Any) -> 
     cluster.helm(*install, *values(given))
     try:
         first = secrets_of(cluster, namespace)
-        assert set(first["yard-rollyard-tokens"]) == {"admin", "driver", "worker", "tokens.json"}
+        assert set(first["yard-rollyard-tokens"]) == {"admin", "driver", "metrics", "worker", "tokens.json"}
         assert set(first["yard-rollyard-tls"]) == {"ca.crt", "tls.crt", "tls.key"}
         cluster.helm(*install, *values({**given, "operator": {"logLevel": "debug"}}))
         assert secrets_of(cluster, namespace) == first

@@ -89,6 +89,10 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
         yield client
 
 
+UNKNOWN = ("color", "agent.maxturns", "stages.run.sandbox")
+"""Fields that only the models refuse: the API server takes an object without them."""
+
+
 def told(answer: httpx.Response) -> list[tuple[str, str]]:
     """The field and the words of each cause for which the API server refuses something."""
     said = answer.json()
@@ -164,7 +168,7 @@ def test_every_rule_refuses_something(http: httpx.Client, job: tuple[str, dict[s
     """No CEL rule is there that none of the cases above breaks: each was seen to refuse, at its field."""
     broken: dict[str, list[tuple[str, str]]] = {kind: [] for kind in GOOD}
     for case in CASES["bad"]:
-        if case["field"] != "color" and not case["field"].endswith("maxturns"):  # fields that are pruned
+        if case["field"] not in UNKNOWN:
             broken[case["kind"]] += offered(http, manifest(case["kind"], case["patch"]))
     for case in CASES["immutable"]:
         broken["RolloutJob"] += changed(http, "RolloutJob", f"{job[0]}/steady", case["patch"])

@@ -124,7 +124,7 @@ def test_the_command_line_reaches_it_through_the_kubeconfig(release: Release) ->
     assert done.returncode == 0, done.stderr
 
 
-def test_a_task_file_of_this_machine_goes_along(release: Release, tmp_path: Path) -> None:
+def test_a_task_file_of_this_machine_is_uploaded(release: Release, tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"id": "a", "prompt": "?"}\n{"id": "b", "prompt": "?"}\n')
     spec = {"tasks": {"url": "tasks.jsonl"}, "handler": "math", "agent": {"type": "oracle"}, "suspend": True}
     manifest = tmp_path / "job.yaml"
@@ -143,8 +143,9 @@ def test_a_task_file_of_this_machine_goes_along(release: Release, tmp_path: Path
         done = release.rollyard(*words)
         assert done.returncode == 0, done.stderr
         assert "carried submitted (2 rollouts)" in done.stdout
-        assert f"does not see {tmp_path / 'tasks.jsonl'}" in done.stderr
     release.cluster.kubectl("wait", "--for=create", "rj/carried", "-n", release.jobs, "--timeout=180s")
+    where = ("-n", release.jobs, "-o", "jsonpath={.spec.tasks.url}")
+    assert release.cluster.kubectl("get", "rj/carried", *where).startswith("blob:sha256:")
     release.cluster.kubectl("delete", "rj", "carried", "-n", release.jobs, "--timeout=180s")
 
 

@@ -168,7 +168,7 @@ def test_from_kubectl_apply_to_delete(yard: Installation) -> None:
     assert set(made["metadata"]["annotations"]) == {"kubectl.kubernetes.io/last-applied-configuration"}
     assert made["status"]["observedGeneration"] == 1
     assert made["status"]["counts"]["total"] == 1
-    secret = yard.cluster.get("secret", "rollyard-worker", yard.namespace)
+    (secret,) = yard.cluster.items("secrets", yard.namespace, "rollyard.dev/job=first")
     assert set(secret["data"]) == {"token"}
 
     yard.kubectl("patch", "rj", "first", "--type=merge", "-p", '{"spec":{"suspend":true}}')

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import secrets
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +23,7 @@ from rollyard_operator.kube import KubeClient
 from rollyard_operator.kubesandboxes import SandboxLoop
 from rollyard_operator.objectcache import PodCache, key_of, uid_of
 from rollyard_operator.settings import OperatorSettings
+from rollyard_operator.witnesses import Witnesses
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError
 
@@ -87,7 +93,9 @@ class Live:
 
 
 @asynccontextmanager
-async def live(cluster: Cluster, images: dict[str, str], image_volume: str) -> AsyncIterator[Live]:
+async def live(
+    cluster: Cluster, images: dict[str, str], image_volume: str, **isolation: Any
+) -> AsyncIterator[Live]:
     namespace = cluster.namespace(restricted=True)
     settings = OperatorSettings.model_validate(
         {
@@ -98,6 +106,7 @@ async def live(cluster: Cluster, images: dict[str, str], image_volume: str) -> A
             "releaseNamespace": namespace,
             "imagePullPolicy": "Never",
             "imageVolume": image_volume,
+            "isolation": isolation,
             "images": {"worker": "unused", "engine": "unused", **images},
         }
     )
@@ -149,8 +158,18 @@ async def test_a_sandbox_from_claim_to_removal(
             )
             assert b"reached" not in tried.output
             assert b"No such file" in tried.output, "no token of a service account"
-        with pytest.raises(SandboxError):
-            await ExecClient.connect(bound.address, token="0" * 32)
+            assert sandbox.proven_token == f"v2.{bound.secret}"
+        # From now on it proves that it knows what it has been shown; commands can read no more than the hash.
+        async with await ExecClient.connect(bound.address, token=sandbox.proven_token) as again:
+            argv = await again.run(["sh", "-c", r"tr '\0' ' ' < /proc/1/cmdline"])
+            assert hashlib.sha256(bound.secret.encode()).hexdigest() in argv.text()
+            looked = await again.run(["sh", "-c", "cat /proc/1/environ /proc/1/mem; ls -l /proc/1/fd; env"])
+            assert looked.text().count("Permission denied") == 3, looked.text()
+            assert bound.secret not in looked.text() + argv.text()
+            await again.begin_eval()
+        for wrong in ("0" * 32, "v2." + "0" * 32):
+            with pytest.raises(SandboxError):
+                await ExecClient.connect(bound.address, token=wrong)
         world.desk.release(claim)
         await world.until(lambda: not world.desk.claims_)
         assert cluster.items("pods", world.namespace) == []
@@ -209,3 +228,119 @@ async def test_a_killed_sandbox_is_lost(cluster: Cluster, images: dict[str, str]
         cluster.kubectl("delete", "pod", f"sb-{claim}", "-n", world.namespace, "--now")
         await world.until(lambda: world.desk.claims_[claim].state == "Failed")
         assert world.desk.claims_[claim].reason == "SandboxLost"
+
+
+OUTSIDE = "203.0.113.1"
+"""Of the range that RFC 5737 keeps for documentation: no cluster has it."""
+LISTENER = f"""
+import socket
+server = socket.create_server(({OUTSIDE!r}, 8080), backlog=64)
+print("listening", flush=True)
+while True:
+    server.accept()[0].close()
+"""
+
+
+@pytest.fixture
+def outside() -> Iterator[str]:
+    """`IP:PORT` of a listener outside of the cluster's networks, which the node routes to."""
+    name = f"ry{secrets.token_hex(3)}"
+    near, far = f"{name}a", f"{name}b"
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
+
+    listener = None
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
+        ip("addr", "add", "203.0.113.254/24", "dev", near)
+        ip("link", "set", near, "up")
+        ip("-n", name, "addr", "add", f"{OUTSIDE}/24", "dev", far)
+        ip("-n", name, "link", "set", far, "up")
+        ip("-n", name, "route", "add", "default", "via", "203.0.113.254")
+        listener = subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, "-c", LISTENER], stdout=subprocess.PIPE, text=True
+        )
+        assert listener.stdout is not None
+        assert listener.stdout.readline().strip() == "listening"
+        yield f"{OUTSIDE}:8080"
+    finally:
+        if listener is not None:
+            listener.kill()
+            listener.wait(30)
+            assert listener.stdout is not None
+            listener.stdout.close()
+        with suppress(subprocess.CalledProcessError):
+            ip("netns", "delete", name)  # and with it the pair of links
+
+
+def permits_outside(namespace: str) -> dict[str, Any]:
+    """A tenant's policy, of which the cluster's own ranges tell nothing."""
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "artifacts", "namespace": namespace},
+        "spec": {
+            "podSelector": {},
+            "policyTypes": ["Egress"],
+            "egress": [{"to": [{"ipBlock": {"cidr": "203.0.113.0/24"}}]}],
+        },
+    }
+
+
+async def test_a_sandbox_that_reaches_an_address_outside_is_not_handed_out(
+    cluster: Cluster, images: dict[str, str], outside: str
+) -> None:
+    """The tenant's policy opens nothing of the cluster, so that only a listener outside of it can tell."""
+    witnesses = Witnesses((outside,))
+    await witnesses.look()
+    assert witnesses.doubt() == "", "it answers from here: what sandboxes do not reach is closed to them"
+    isolation = {"external": [outside], "policies": "ignore", "seconds": 3}
+    async with live(cluster, images, "always", **isolation) as world:
+        policy = json.dumps(permits_outside(world.namespace))
+        cluster.kubectl("apply", "-f", "-", input=policy)
+        refused = world.file()
+        assert await world.answered(refused) == "Failed"
+        failed = world.desk.claims_[refused]
+        assert failed.reason == "NotIsolated"
+        assert f"still reaches {outside}" in failed.message
+        world.desk.release(refused)
+        cluster.kubectl("delete", "-f", "-", input=policy)
+        closed = world.file()
+        assert await world.answered(closed) == "Bound"
+        world.desk.release(closed)
+        await world.until(lambda: not world.desk.claims_)
+
+
+async def test_a_policy_that_opens_sandboxes_is_named(
+    cluster: Cluster, images: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any check outside of the cluster: the policies themselves tell."""
+    monkeypatch.setattr("rollyard_operator.guard.LOOK_SECONDS", 0.5)
+    async with live(cluster, images, "always") as world:
+        policy = json.dumps(permits_outside(world.namespace))
+        cluster.kubectl("apply", "-f", "-", input=policy)
+        refused = world.file()
+        assert await world.answered(refused) == "Failed"
+        failed = world.desk.claims_[refused]
+        assert failed.reason == "NotIsolated"
+        assert "NetworkPolicy artifacts permits sandboxes to send" in failed.message
+        assert cluster.items("pods", world.namespace) == []
+        world.desk.release(refused)
+        cluster.kubectl("delete", "-f", "-", input=policy)
+        # What is known of policies is good for a moment: a claim that comes at once may still be refused.
+        async with asyncio.timeout(60):
+            while await world.answered(closed := world.file()) != "Bound":
+                world.desk.release(closed)
+        # One that comes while a sandbox is in use is told.
+        cluster.kubectl("apply", "-f", "-", input=policy)
+
+        def told() -> list[str]:
+            events = cluster.items("events", world.namespace)
+            return [one["message"] for one in events if one["reason"] == "SandboxesOpened"]
+
+        await world.until(lambda: bool(told()))
+        assert "NetworkPolicy artifacts permits sandboxes to send" in told()[0]
+        world.desk.release(closed)
+        await world.until(lambda: not world.desk.claims_)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_crds.claims import shape_of
+from rollyard_operator import labels
 from rollyard_operator.labels import Object
 from rollyard_operator.plan import Profile
 from rollyard_operator.pods import backend_pod, installation_digest, network_policy, pool_service, worker_pod
@@ -76,6 +77,18 @@ SANDBOXES: tuple[dict[str, Any], ...] = (
 NAMES = ("a", "job-1", "x" * 63, "0-digits")
 
 
+PERMISSIVE: dict[str, Any] = {
+    "labels": ["*"],
+    "annotations": ["*"],
+    "tolerations": ["*"],
+    "priorityClasses": True,
+    "runtimeClasses": True,
+    "secrets": True,
+    "images": True,
+}
+"""What an installation says that leaves nearly all to its authors."""
+
+
 def settings_of(dice: random.Random) -> OperatorSettings:
     """Settings as an installation may have them."""
     required = dice.random() < 0.7
@@ -88,6 +101,7 @@ def settings_of(dice: random.Random) -> OperatorSettings:
             "workerTokenFile": "/w",
             "releaseNamespace": "rollyard",
             "images": {"worker": "w:1", "engine": "e:1", "sandbox": "s:1", "sandboxDefault": "d:1"},
+            "allow": PERMISSIVE,
             "imagePullPolicy": dice.choice(["Always", "IfNotPresent", "Never"]),
             "imagePullSecrets": dice.choice([[], [{"name": "registry"}]]),
             "imageVolume": dice.choice(["always", "never"]),
@@ -130,7 +144,7 @@ def objects(dice: random.Random, namespace: str) -> Iterator[Object]:
         }
     )
     for workload in job_workloads(job, profile):
-        yield worker_pod(workload, job, settings)
+        yield worker_pod(workload, job, settings, "rollyard-job-1")
     template = {**dice.choice(PLACEMENTS), **dice.choice(TEMPLATES)}
     pool = BackendPool.model_validate(
         {
@@ -144,7 +158,9 @@ def objects(dice: random.Random, namespace: str) -> Iterator[Object]:
     yield network_policy(namespace, settings)
     yield warm_owner(namespace, settings)
     raw = {"metadata": meta, "spec": job.to_json()["spec"]}
-    owner = owner_of_object(raw)
+    # A reserved label keeps sandboxes from being made at all; workers show that ours are stronger.
+    raw["spec"]["sandbox"].get("template", {}).get("labels", {}).pop(labels.NAME, None)
+    owner = owner_of_object(raw, settings)
     assert owner is not None
     nonce = f"{dice.getrandbits(64):016x}"
     for claim in ("", f"c{dice.getrandbits(80):020x}"):

@@ -15,6 +15,7 @@ from operatorlab import settings_in
 from rollyard_crds import BackendPool
 from rollyard_operator.pods import backend_pod
 from rollyard_operator.pools import pool_workloads
+from rollyard_operator.templatecheck import pool_violations
 
 ENGINE_IMAGE = "registry.example/engine:1"
 
@@ -25,7 +26,9 @@ def container_and_pod(vllm: FromImage | Mounted, folder: Path) -> tuple[dict[str
     pool = rollyard_crds.parse(manifest)
     assert isinstance(pool, BackendPool)
     (workload,) = pool_workloads(pool)
-    spec = backend_pod(workload, pool, settings_in(folder))["spec"]
+    settings = settings_in(folder, allow={"hostPath": getattr(vllm, "host_paths", ())})
+    assert pool_violations(pool, settings) == ()
+    spec = backend_pod(workload, pool, settings)["spec"]
     return spec["containers"][0], spec
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 from fakecluster import FakeKube
-from rollyard_operator.isolation import isolation_checks
+from rollyard_operator.isolation import METADATA, external_checks, isolation_checks
 from rollyard_operator.kube import KubeError
+from rollyard_operator.labels import Object
+from rollyard_operator.policies import egress_trouble
 from rollyard_operator.settings import OperatorSettings, SettingsError
+from rollyard_operator.witnesses import Witnesses
 
 IN_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "6443"}
 
@@ -38,19 +44,103 @@ def with_service(*addresses: str) -> FakeKube:
     return kube
 
 
-async def test_in_a_pod_it_is_the_api_server_and_the_control_plane() -> None:
-    found = await isolation_checks(settings(), FakeKube(), IN_POD)
-    assert found == ("10.96.0.1:6443", "10.96.0.9:8765")
+async def test_in_a_pod_it_is_the_api_server_the_control_plane_dns_and_metadata(tmp_path: Path) -> None:
+    resolver = tmp_path / "resolv.conf"
+    resolver.write_text("search a.b\nnameserver 10.96.0.10\nnameserver fd00::a\nnameserver 127.0.0.53\n")
+    found = await isolation_checks(settings(), FakeKube(), IN_POD, resolver)
+    assert found == ("10.96.0.1:6443", "10.96.0.9:8765", "10.96.0.10:53", "[fd00::a]:53", METADATA)
 
 
 async def test_outside_a_pod_the_cluster_says_where_its_api_server_is() -> None:
     found = await isolation_checks(settings("https://127.0.0.1"), with_service("10.96.0.1", "fd00::1"), {})
-    assert found == ("10.96.0.1:443", "[fd00::1]:443"), "of loopback a pod has its own"
+    assert found == ("10.96.0.1:443", "[fd00::1]:443", METADATA), "of loopback a pod has its own"
 
 
 async def test_what_the_settings_name_is_all() -> None:
     chosen = settings(checks=["192.0.2.1:80", "[2001:db8::1]:81"])
     assert await isolation_checks(chosen, FakeKube(), IN_POD) == ("192.0.2.1:80", "[2001:db8::1]:81")
+
+
+async def test_what_lies_outside_of_the_cluster_is_added() -> None:
+    outside = settings(external=["203.0.113.1:80"])
+    found = await isolation_checks(outside, with_service("10.96.0.1"), {})
+    assert found == ("10.96.0.1:443", "10.96.0.9:8765", METADATA, "203.0.113.1:80")
+    assert await external_checks(outside) == ("203.0.113.1:80",)
+    named = settings(checks=["192.0.2.1:80"], external=["203.0.113.1:80"])
+    assert await isolation_checks(named, FakeKube(), IN_POD) == ("192.0.2.1:80", "203.0.113.1:80")
+    with pytest.raises(ValueError, match=r"isolation\.external.* have no effect"):
+        settings(required=False, external=["203.0.113.1:80"])
+
+
+async def test_what_no_check_proves_is_said() -> None:
+    assert "sandboxes.isolation.external" in Witnesses(()).doubt()
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    witnesses = Witnesses((f"127.0.0.1:{port}", "127.0.0.1:1"))
+    assert witnesses.doubt() == "", "not known yet"
+    await witnesses.look()
+    assert witnesses.doubt() == "", "one that answers is enough"
+    server.close()
+    await server.wait_closed()
+    await witnesses.look()
+    assert f"127.0.0.1:{port}" in witnesses.doubt()
+
+
+SANDBOX = {"app.kubernetes.io/component": "sandbox", "team": "a"}
+
+
+def policy(name: str = "p", **spec: object) -> Object:
+    return {"metadata": {"name": name}, "spec": {"podSelector": {}} | spec}
+
+
+OURS = policy("ours", podSelector={"matchLabels": {"team": "a"}}, policyTypes=["Egress"], egress=[])
+
+
+@pytest.mark.parametrize(
+    ("foreign", "opens"),
+    [
+        (policy(policyTypes=["Egress"], egress=[{}]), True),
+        (policy(policyTypes=["Ingress", "Egress"], egress=[{"ports": [{"port": 53}]}]), True),
+        (policy(egress=[{"to": [{"ipBlock": {"cidr": "203.0.113.0/24"}}]}]), True),
+        (policy(policyTypes=["Egress"], egress=[]), False),
+        (policy(policyTypes=["Ingress"], ingress=[{}]), False),
+        (policy(policyTypes=["Ingress"], ingress=[{}], egress=[{}]), False),
+        (policy(podSelector={"matchLabels": {"team": "a"}}, egress=[{}]), True),
+        (policy(podSelector={"matchLabels": {"team": "b"}}, egress=[{}]), False),
+        (policy(podSelector={"matchLabels": {"other": "a"}}, egress=[{}]), False),
+        (policy(podSelector=None, egress=[{}]), True),
+    ],
+)
+def test_policies_add_up(foreign: Object, opens: bool) -> None:
+    said = egress_trouble([OURS, foreign], SANDBOX, True)
+    assert bool(said) is opens
+    assert not opens or "NetworkPolicy p permits" in said
+
+
+@pytest.mark.parametrize(
+    ("operator", "values", "selects"),
+    [
+        ("In", ["a", "b"], True),
+        ("In", ["b"], False),
+        ("NotIn", ["a"], False),
+        ("NotIn", ["b"], True),
+        ("Exists", None, True),
+        ("DoesNotExist", None, False),
+        ("Later", None, True),
+    ],
+)
+def test_selectors_are_read_as_the_cluster_reads_them(
+    operator: str, values: list[str] | None, selects: bool
+) -> None:
+    expression = {"key": "team", "operator": operator, "values": values}
+    foreign = policy(podSelector={"matchExpressions": [expression]}, egress=[{}])
+    assert bool(egress_trouble([OURS, foreign], SANDBOX, True)) is selects
+
+
+def test_without_a_policy_that_denies_a_sandbox_is_open() -> None:
+    elsewhere = policy(podSelector={"matchLabels": {"team": "b"}}, policyTypes=["Egress"])
+    assert "was deleted or changed" in egress_trouble([elsewhere], SANDBOX, True)
+    assert egress_trouble([elsewhere], SANDBOX, False) == "", "policies of another kind may deny it"
 
 
 async def test_nothing_where_none_is_required() -> None:

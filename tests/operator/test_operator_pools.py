@@ -83,6 +83,20 @@ async def test_a_backend_that_goes_is_drained_first(lab: Lab) -> None:
     assert "rollyard.dev/draining-since" not in pod["metadata"]["annotations"]
 
 
+async def test_a_template_that_is_not_allowed_starts_no_backend(lab: Lab) -> None:
+    keys = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "a"}}}
+    lab.kube.put(pool(template={"env": [keys]}))
+    await until(lambda: lab.condition("Ready", "qwen", "BackendPool").get("reason") == "TemplateNotAllowed")
+    told = lab.condition("Ready", "qwen", "BackendPool")
+    assert told["status"] == "False"
+    assert "spec.template.env[0].valueFrom.secretKeyRef" in told["message"]
+    assert "jobs.allow.secrets" in told["message"]
+    await until(lambda: "TemplateNotAllowed" in str(lab.control.all_pools[KEY].status.conditions))
+    assert lab.kube.of("Pod") == []
+    lab.kube.put(pool(template={}))
+    await until(lambda: len(lab.kube.of("Pod")) == 2)
+
+
 async def test_scaling_over_rest_reaches_the_object(lab: Lab) -> None:
     await ready_pool(lab)
     lab.control.change_pool(KEY, replicas=3)

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from podcases import UID, objects, settings_of
+from podcases import PERMISSIVE, UID, objects, settings_of
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_crds.claims import SandboxShape
 from rollyard_crds.podtemplate import LocalReference
@@ -38,6 +38,7 @@ SETTINGS = OperatorSettings.model_validate(
         "releaseNamespace": "rollyard",
         "images": {"worker": "w:1", "engine": "e:1", "sandbox": "s:1", "sandboxDefault": "d:1"},
         "imageVolume": "always",
+        "allow": PERMISSIVE,
     }
 )
 SHAPE = SandboxShape(image="python:3.12", cpu=1.0, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64)
@@ -60,7 +61,7 @@ def job_of(**stage: Any) -> RolloutJob:
 
 def worker(job: RolloutJob, settings: OperatorSettings = SETTINGS) -> Object:
     (workload,) = [one for one in job_workloads(job) if one.stages == ("run",)]
-    return worker_pod(workload, job, settings)
+    return worker_pod(workload, job, settings, "rollyard-job-1")
 
 
 def backend(settings: OperatorSettings = SETTINGS, template: Any = None, **engine: Any) -> Object:
@@ -181,7 +182,7 @@ def test_a_template_says_where_pods_run() -> None:
         "metadata": {"namespace": "team", "name": "job", "uid": UID},
         "spec": {"sandbox": {"template": placement | labels_too}},
     }
-    owner = owner_of_object(raw)
+    owner = owner_of_object(raw, settings)
     assert owner is not None
     for pod in (
         worker(job_of(template=placement | labels_too), settings),
@@ -326,14 +327,14 @@ def test_a_lost_node_is_given_up_soon_unless_the_template_says_otherwise() -> No
         "metadata": {"namespace": "team", "name": "job", "uid": UID},
         "spec": {"sandbox": {"template": {"tolerations": own}}},
     }
-    owner = owner_of_object(raw)
+    owner = owner_of_object(raw, SETTINGS)
     assert owner is not None
     assert seconds(owner) == both | {"node.kubernetes.io/unreachable": None}
 
 
 def test_a_job_that_goes_gets_no_more_sandboxes() -> None:
     meta = {"namespace": "team", "name": "job", "uid": UID, "deletionTimestamp": "2026-01-01T00:00:00Z"}
-    assert owner_of_object({"metadata": meta, "spec": {}}) is None
+    assert owner_of_object({"metadata": meta, "spec": {}}, SETTINGS) is None
 
 
 def test_the_flavor_is_all_that_makes_a_difference() -> None:

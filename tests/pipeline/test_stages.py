@@ -21,7 +21,6 @@ from rollyard_pipeline.errors import (
     BackendUnavailable,
     SetupFailed,
     TemplateError,
-    TestScriptError,
     TokenizerUnavailable,
 )
 from rollyard_pipeline.failure import stage_failure
@@ -392,6 +391,7 @@ async def test_hidden_tests_come_after_every_process_of_run_is_dead(rollout: Rol
         ('[ "$ROLLYARD_ANSWER" = "4 2" ]', 1.0, {}),
         ("read line; [ -z \"$line\" ]", 1.0, {}),
         ("sleep 60", 0.0, {"test_timeout": 1.0}),
+        ('[ "$(cd; pwd)" != "$OLDPWD" ] && [ -z "$(ls -A ~)$(ls -A "$TMPDIR")" ]', 1.0, {}),
     ],
 )  # fmt: skip
 async def test_the_test_script_decides(
@@ -404,15 +404,33 @@ async def test_the_test_script_decides(
     await rollout.play()
     result = await rollout.score()
     assert (result.reward, result.reward_components) == (reward, components)
+    assert result.reward_reason == ("TestTimeout" if components == {"test_timeout": 1.0} else "")
 
 
-@pytest.mark.parametrize("written", ["1.5", "nan", "much", "-0.1", ""])
-async def test_a_reward_file_without_a_reward_is_no_reward(rollout: Rollout, written: str) -> None:
+@pytest.mark.parametrize("written", ["1.5", "nan", "much", "-0.1", "1" * 100])
+async def test_a_reward_file_without_a_reward_scores_0_at_once(rollout: Rollout, written: str) -> None:
     script = f"printf '%s' '{written}' > $ROLLYARD_REWARD_FILE"
     rollout.configure({"test_script": script, **oracle(("submit", {"answer": ""}))})
     await rollout.play()
-    with pytest.raises(TestScriptError, match="between 0 and 1"):
-        await rollout.score()
+    result = await rollout.score()
+    assert (result.reward, result.reward_reason) == (0.0, "RewardInvalid")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+async def test_an_empty_reward_file_leaves_it_to_the_exit_status(rollout: Rollout, status: int) -> None:
+    script = f'[ -f "$ROLLYARD_REWARD_FILE" ] && echo > "$ROLLYARD_REWARD_FILE"; exit {status}'
+    rollout.configure({"test_script": script, **oracle(("submit", {"answer": ""}))})
+    await rollout.play()
+    result = await rollout.score()
+    assert (result.reward, result.reward_components, result.reward_reason) == (1.0 - status, {}, "")
+
+
+async def test_a_reward_file_that_cannot_be_read_scores_0(rollout: Rollout) -> None:
+    script = 'rm "$ROLLYARD_REWARD_FILE"; mkdir "$ROLLYARD_REWARD_FILE"'
+    rollout.configure({"test_script": script, **oracle(("submit", {"answer": ""}))})
+    await rollout.play()
+    result = await rollout.score()
+    assert (result.reward, result.reward_reason) == (0.0, "SandboxSabotaged")
 
 
 async def test_an_earlier_attempts_answer_is_forgotten(rollout: Rollout) -> None:
@@ -440,6 +458,38 @@ async def test_a_lost_sandbox_goes_back_to_init(rollout: Rollout) -> None:
         with pytest.raises(SandboxLost) as caught:
             await rollout.stage(stage, sandbox=rollout.init.sandbox)
         assert (caught.value.reason, caught.value.return_to) == ("SandboxLost", "init")
+
+
+async def test_a_sandbox_that_ended_for_its_own_memory_is_scored(
+    rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def oom_killed(handle: object) -> bool:
+        return True
+
+    rollout.configure(oracle(("bash", {"command": "true"})))
+    await rollout.play()
+    assert rollout.init is not None
+    assert rollout.init.sandbox is not None
+    await rollout.provider.release(rollout.init.sandbox)
+    with pytest.raises(SandboxLost):
+        await rollout.score()
+    monkeypatch.setattr(rollout.provider, "oom_killed", oom_killed)
+    result = await rollout.score()
+    assert (result.reward, result.reward_reason) == (0.0, "SandboxOutOfMemory")
+
+
+async def test_a_sandbox_that_a_call_of_run_ends_for_memory_goes_to_eval(
+    rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def oom_killed(handle: object) -> bool:
+        return True
+
+    monkeypatch.setattr(rollout.provider, "oom_killed", oom_killed)
+    rollout.configure(oracle(("bash", {"command": "kill -9 $PPID; sleep 30"})))
+    trajectory = await rollout.play()
+    assert (trajectory.truncated, trajectory.truncated_reason) == (True, "SandboxOutOfMemory")
+    result = await rollout.score()
+    assert (result.reward, result.reward_reason) == (0.0, "SandboxOutOfMemory")
 
 
 async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path) -> None:

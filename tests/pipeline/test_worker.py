@@ -57,6 +57,7 @@ class Plane:
         self.over = False
         self.asked: list[LeaseRequest] = []
         self.refuse: Callable[[Outcome], bool] = lambda outcome: False
+        self.refusal = "refused"
         self._changed = asyncio.Event()
 
     def offer(self, *leases: Lease) -> None:
@@ -107,7 +108,7 @@ class Plane:
         self._check()
         assert len(outcomes) <= 8
         if any(self.refuse(outcome) for outcome in outcomes):
-            raise ControlPlaneError("refused")
+            raise ControlPlaneError(self.refusal)
         async with self.arrived:
             self.outcomes += outcomes
             self.arrived.notify_all()
@@ -140,6 +141,9 @@ class Provider:
     def claimed(self) -> list[str]:
         return list(self.claims)
 
+    def in_use(self) -> list[str]:
+        return list(self.claims)
+
     async def release(self, handle: SandboxHandle | str) -> None:
         self.released.append(handle if isinstance(handle, str) else handle.id)
 
@@ -167,6 +171,7 @@ class Steered(Handler):
     entered: ClassVar[list[str]]
     error: ClassVar[Exception | None] = None
     reward: ClassVar[Any] = 1.0
+    reason: ClassVar[str] = ""
 
     async def _pass(self, ctx: StageContext) -> None:
         self.entered.append(ctx.rollout)
@@ -183,7 +188,7 @@ class Steered(Handler):
 
     async def eval(self, ctx: StageContext) -> Evaluation:
         await self._pass(ctx)
-        return Evaluation(self.reward, {"part": 0.5})
+        return Evaluation(self.reward, {"part": 0.5}, self.reason)
 
 
 class Silent(Agent):
@@ -348,6 +353,19 @@ async def test_a_refused_result_fails_its_own_rollout_only(handler: type[Steered
     failure = outcomes["r1"]
     assert isinstance(failure, StageFailure)
     assert (failure.reason, failure.retryable) == ("ResultRefused", False)
+
+
+async def test_an_older_control_plane_gets_the_reward_without_its_reason(handler: type[Steered]) -> None:
+    plane = Plane(spec())
+    plane.refuse = lambda outcome: isinstance(outcome, StageResult) and outcome.reward_reason != ""
+    plane.refusal = "422: results[0].reward_reason: unknown field"
+    handler.reward, handler.reason = 0.0, "SandboxSabotaged"
+    handler.gate.set()
+    async with working(plane, handler):
+        plane.offer(lease(1, "eval"))
+        (result,) = await plane.wait_for(1)
+    assert isinstance(result, StageResult)
+    assert (result.reward, result.reward_reason) == (0.0, "")
 
 
 async def test_drain_finishes_what_is_held(handler: type[Steered]) -> None:

@@ -43,7 +43,7 @@ async def test_only_the_token_of_the_hash_opens(start_server: Callable[..., Any]
 
 
 async def test_tcp_on_every_address_needs_no_token_file(start_server: Callable[..., Any]) -> None:
-    server = start_server("--token-sha256", HASH, "--listen", "tcp://*:0")
+    server = start_server("--token-sha256", HASH, "--listen", "tcp://*:0", "--allow-loopback")
     port = server.addresses[0].rpartition(":")[2]
     async with await ExecClient.connect(f"tcp://127.0.0.1:{port}", token=SECRET) as client:
         assert (await client.run(["true"])).exit_code == 0
@@ -120,11 +120,11 @@ def test_sigterm_ends_the_wait(listener: socket.socket) -> None:
         assert process.wait(20) == 0
 
 
-async def test_no_one_may_read_a_server_with_a_secret(start_server: Callable[..., Any]) -> None:
+async def test_no_one_may_read_a_server(start_server: Callable[..., Any]) -> None:
     guarded, plain = start_server("--token-sha256", HASH), start_server()
     # The kernel gives the files of an undumpable process to root (proc(5)); as root they are ours anyway.
     owners = [os.stat(f"/proc/{server.process.pid}/environ").st_uid for server in (guarded, plain)]
-    assert owners == [0, os.getuid()]
+    assert owners == [0, 0]
     async with await guarded.connect(0, SECRET) as client:
         # What it starts is an ordinary process, with a terminal, a kernel and an adjustable OOM score.
         assert (await client.bash("readlink /proc/self/exe && ls /proc/$$/fd > /dev/null")).exit_code == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import resource
 import shutil
@@ -16,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_sandbox import errors
+from rollyard_sandbox import errors, proof
 from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.errors import Unauthorized
 from rollyard_sandbox.frames import FrameReader, encode
 
 
@@ -209,6 +212,54 @@ async def test_shutdown(start_server: Callable[..., Any]) -> None:
     client = await server.connect()
     await client.shutdown()
     assert await server.exit_status() == 0
+
+
+def hashed(text: str) -> tuple[str, str]:
+    return "--token-sha256", hashlib.sha256(text.encode()).hexdigest()
+
+
+async def test_a_token_is_proven_once_it_was_shown(start_server: Callable[..., Any]) -> None:
+    """The server has its hash only; later clients show something else, and demand a proof."""
+    server = start_server(*hashed("t"))
+    address = server.addresses[0]
+    with pytest.raises(Unauthorized):
+        await ExecClient.connect(address, token="v2.t")  # it cannot know what is derived from the token yet
+    async with await ExecClient.connect(address, token="t") as first:
+        assert first.proven_token == "v2.t"
+        await first.begin_eval()
+    async with await ExecClient.connect(address, token="v2.t") as later:
+        assert later.proven_token == "v2.t"
+        await later.begin_eval()
+    for wrong in ("v2.u", "v2.", "u", proof.derived("u")[0], proof.derived("t")[1].hex()):
+        with pytest.raises(Unauthorized):
+            await ExecClient.connect(address, token=wrong)
+
+
+@pytest.mark.parametrize("text", ["t", "v2.t"])
+async def test_clients_of_the_previous_release_show_what_they_were_given(
+    start_server: Callable[..., Any], text: str
+) -> None:
+    """They know nothing of the two forms, and send no more than the text itself."""
+    server = start_server(*hashed("t"))
+    for _ in range(2):
+        reader, writer = await asyncio.open_unix_connection(server.addresses[0].removeprefix("unix:"))
+        writer.write(encode({"id": 1, "op": "hello", "version": 1, "token": text}))
+        head, _ = struct.unpack("!II", await reader.readexactly(8))
+        answer = json.loads(await reader.readexactly(head))
+        writer.close()
+        assert answer["version"] == 1
+        assert "proof" not in answer
+    async with await ExecClient.connect(server.addresses[0], token="v2.t") as later:
+        await later.begin_eval()
+
+
+async def test_a_server_without_a_hash_proves_no_token(start_server: Callable[..., Any]) -> None:
+    """Its token lies in a file that commands may read."""
+    server = start_server(token=True)
+    async with await server.connect() as client:
+        assert client.proven_token is None
+    async with await start_server().connect(token=None) as client:
+        assert client.proven_token is None
 
 
 @pytest.mark.parametrize("token", [None, "wrong", "ünicode"])

@@ -24,15 +24,9 @@ from rollyard_pipeline.sandboxes.cgroups import find_places
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.client import ExecClient
+from rootfolder import make_image, make_root, make_sif
 
 NODE = "node-a"
-_SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
-_PROGRAMS = ("bash", "cat", "ls", "id", "env", "mkdir", "sleep", "touch", "stty", "head", "tail", "rm")
-# What the tests of all kinds of sandboxes call.
-_MORE_PROGRAMS = (
-    "chmod", "chroot", "cut", "find", "grep", "hostname", "mknod", "mount", "readlink", "seq", "setsid",
-    "sort", "stat", "tr", "tty", "umount", "unshare", "wc",
-)  # fmt: skip
 SMALL = {"memory_bytes": 192 << 20, "disk_bytes": 16 << 20, "processes": 64}
 
 
@@ -50,25 +44,7 @@ class Kit:
         assert isinstance(provider, NodeProvider)
         return provider
 
-    @staticmethod
-    def make_root(folder: Path, *further: str) -> Path:
-        """A root folder with bash, a few programs and the libraries they load; no Python."""
-        (folder / "usr/bin").mkdir(parents=True)
-        (folder / "bin").symlink_to("usr/bin")
-        (folder / "etc").mkdir()
-        (folder / "etc/image-name").write_text("made-by-test\n")
-        (folder / "opt/tool").mkdir(parents=True)
-        for name in (*_PROGRAMS, *further):
-            program = Path(shutil.which(name, path=_SYSTEM_PATH) or f"/bin/{name}").resolve()
-            shutil.copy(program, folder / "usr/bin" / name)
-            listing = subprocess.run(["ldd", program], capture_output=True, text=True, timeout=20, check=True)
-            for word in listing.stdout.split():
-                if word.startswith("/"):
-                    target = folder / word.lstrip("/")
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(word, target)
-        (folder / "usr/bin/sh").symlink_to("bash")
-        return folder
+    make_root = staticmethod(make_root)
 
     @staticmethod
     async def clean(provider: NodeProvider) -> None:
@@ -240,28 +216,13 @@ def run_dir() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def root_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An image as a folder, with all that the tests call inside, and a user as most images lack one."""
-    root = Kit.make_root(tmp_path_factory.mktemp("image") / "root", *_MORE_PROGRAMS)
-    for name in ("home", "root", "tmp", "work", "var/tmp", "proc", "sys", "dev"):
-        (root / name).mkdir(parents=True)
-    (root / "opt/tool").rmdir()
-    users = [("root", 0), ("sandbox", 1000), ("nobody", 65534)]
-    (root / "etc/passwd").write_text("".join(f"{name}:x:{uid}:{uid}::/:/bin/bash\n" for name, uid in users))
-    (root / "etc/group").write_text("".join(f"{name}:x:{uid}:\n" for name, uid in users))
-    return root
+    return make_image(tmp_path_factory.mktemp("image") / "root")
 
 
 @pytest.fixture(scope="session")
 def sif(apptainer_works: None, root_folder: Path) -> Path:
     """The same as a SIF file."""
-    target = root_folder.parent / "image.sif"
-    program = shutil.which("apptainer") or "singularity"
-    done = subprocess.run(
-        [program, "build", str(target), str(root_folder)],
-        env={**os.environ, "APPTAINER_CACHEDIR": str(root_folder.parent / "cache")},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return target
+    return make_sif(root_folder)
 
 
 _APPTAINER = pytest.param("apptainer", marks=pytest.mark.apptainer)

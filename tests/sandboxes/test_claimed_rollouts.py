@@ -81,8 +81,20 @@ async def appears(path: Path, log: Path) -> str:
     return path.read_text()
 
 
-async def test_every_rollout_gets_its_sandbox_and_gives_it_back(
-    pods: Any, bundle: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("stages", "test", "each"),
+    [
+        ({}, '[ "$(cat answer)" = xy ] && [ -e other ]', 1),
+        (
+            {"eval": {"carry": {"files": ["answer"]}}},
+            '[ "$(cat answer given made)" = "xy\nxxy" ] && [ ! -e other ]',
+            2,
+        ),
+    ],
+    ids=["shared", "fresh"],
+)
+async def test_every_rollout_gets_its_sandboxes_and_gives_them_back(
+    pods: Any, bundle: Path, tmp_path: Path, stages: dict[str, Any], test: str, each: int
 ) -> None:
     root = tmp_path / "root"
     root.mkdir()
@@ -96,14 +108,14 @@ async def test_every_rollout_gets_its_sandbox_and_gives_it_back(
     )  # fmt: skip
     task = {
         "id": "t", "prompt": "q", "sandbox": {"files": {"given": "x"}, "setup": "echo $(cat given)y > made"},
-        "solution": [{"name": "bash", "arguments": {"command": "cp made answer"}}],
-        "test_script": '[ "$(cat answer)" = xy ]',
+        "solution": [{"name": "bash", "arguments": {"command": "cp made answer; echo > other"}}],
+        "test_script": test,
     }  # fmt: skip
     manifest = {
         "apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": "claimed"},
         "spec": {
             "tasks": {"inline": [task]}, "handler": "shell", "samplesPerTask": ROLLOUTS,
-            "agent": {"type": "oracle"}, "sandbox": {"image": "docker://some/image:1"},
+            "agent": {"type": "oracle"}, "sandbox": {"image": "docker://some/image:1"}, "stages": stages,
         },
     }  # fmt: skip
     async with api:
@@ -132,7 +144,7 @@ async def test_every_rollout_gets_its_sandbox_and_gives_it_back(
                     while driver.running or (await calls.claims()).claims:  # noqa: ASYNC110 - level-based
                         await asyncio.sleep(0.1)
                 # One was lost before it was used: that rollout got another.
-                assert driver.started == ROLLOUTS + 1
+                assert driver.started == each * ROLLOUTS + 1
             finally:
                 driving.cancel()
                 await asyncio.gather(driving, return_exceptions=True)

@@ -112,6 +112,7 @@ def bridge(slurm: Slurm, shared: Path, installation: Shared, sif: Path) -> Itera
         path.chmod(0o600)
         os.chown(path, slurm.uid, slurm.gid)
     options = ["--join", installation.url, "--token-file", str(tokens), "--ca-file", str(authority)]
+    options.append("--all-namespaces")
     made = Bridge(slurm, shared / "h", [*options, "--sandbox", "apptainer", "--default-image", str(sif)])
     made.start()
     yield made

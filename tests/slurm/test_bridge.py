@@ -151,7 +151,8 @@ def test_one_control_plane_for_two_drivers(slurm: Any, bridge: Bridge, shared: P
         context = home / "context.json"
         until(context.exists, 90, "the local driver")
         url = json.loads(context.read_text())["url"]
-        bridge.options = ["--join", url, "--token-file", str(home / "state" / "tokens.json")]
+        tokens_file = str(home / "state" / "tokens.json")
+        bridge.options = ["--join", url, "--token-file", tokens_file, "--namespace", "default"]
         bridge.start()
         here, there = job("here"), job("there", placement="slurm")
         tokens = json.loads((home / "state" / "tokens.json").read_text())

@@ -15,7 +15,7 @@ from rollyard_operator.host.errors import StartFailed
 from rollyard_operator.placement import is_for
 from rollyard_slurm import identity
 from rollyard_slurm.bridge import Bridge
-from rollyard_slurm.options import CA_NAME, BridgeOptions, reconcile_profile
+from rollyard_slurm.options import CA_NAME, BridgeOptions, reconcile_profile, served
 from test_slurm_fleet import Bench, job
 
 
@@ -101,3 +101,22 @@ async def test_an_authority_that_cannot_be_used_is_told(tmp_path: Path, text: st
     with pytest.raises(StartFailed, match=rf"--ca-file {given}: cannot be used: .*{words}"):
         await bridge.run()
     assert not (tmp_path / "h" / CA_NAME).exists()
+
+
+def test_a_joined_bridge_runs_what_its_namespaces_ask_for(tmp_path: Path) -> None:
+    """The authors of other namespaces cannot run programs as the bridge's user."""
+
+    def pool(namespace: str, placement: str | None) -> BackendPool:
+        spec = {"model": "m", "placement": placement}
+        return BackendPool.model_validate({"metadata": {"name": "p", "namespace": namespace}, "spec": spec})
+
+    some = BridgeOptions(tmp_path, join="https://head:1", namespaces=("team-a", "team-b"))
+    assert [some.serves(pool(name, "slurm")) for name in ("team-a", "team-b", "team-c")] == [
+        True,
+        True,
+        False,
+    ]
+    assert not some.serves(pool("team-a", None))
+    assert BridgeOptions(tmp_path, join="https://head:1").serves(pool("team-c", "slurm"))
+    assert BridgeOptions(tmp_path).serves(pool("team-c", None))
+    assert served(some.namespaces) == "the namespaces team-a, team-b"

@@ -226,7 +226,7 @@ class Ran:
     def __init__(self, tmp_path: Path, program: str) -> None:
         (tmp_path / "child.py").write_text(program)
         text = script(WORKER, site())
-        tail = text[text.index("# USR1") :]
+        tail = text[text.index("begin() {") :]
         body = f"program=({sys.executable} {tmp_path / 'child.py'})\n{tail}"
         self.out = tmp_path / "out"
         with self.out.open("w") as out:
@@ -274,7 +274,7 @@ def test_a_second_request_to_drain_changes_nothing_and_a_hurry_does(tmp_path: Pa
 
 
 def test_a_node_whose_disk_is_full_is_told_and_keeps_no_empty_name(tmp_path: Path) -> None:
-    text = script(WORKER, site()).replace('run="/tmp/', f'run="{tmp_path}/')
+    text = script(WORKER, site()).replace("top=/tmp", f"top={tmp_path}")
     run = tmp_path / f"ry-{os.getuid()}-abcd1234" / "cn1"
     head = text[text.index("node=") : text.index("name=qs")]
     env = {"PATH": os.environ["PATH"], "SLURMD_NODENAME": "cn1", "SLURM_JOB_ID": "7"}

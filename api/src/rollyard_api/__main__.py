@@ -8,18 +8,23 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import uvicorn
+from rollyard_crds.logtext import log_to
 
+from rollyard_api import blobs, taskreader
 from rollyard_api.app import build
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
+from rollyard_api.sources import PrefixError
 
 EXIT_USAGE = 2
 SHUTDOWN_SECONDS = 2
@@ -64,6 +69,22 @@ def _write_atomically(path: Path, text: str) -> None:
     scratch.replace(path)
 
 
+STALL_SECONDS = 60
+BOUNDS: tuple[tuple[str, type[int] | type[float], str], ...] = (
+    ("store_seconds", float, "how long a request waits for the trajectory store"),
+    ("page_bytes", int, "bytes of a page of results, of a list, and of an answer with leases"),
+    ("max_polls", int, "long polls of trainers and drivers"),
+    ("max_polls_per_namespace", int, "those of one namespace"),
+    ("max_worker_polls", int, "long polls of workers"),
+    ("max_worker_polls_per_namespace", int, "those of one namespace"),
+    ("max_streams", int, "event streams"),
+    ("max_streams_per_namespace", int, "those of one namespace"),
+    ("max_pages", int, "pages of results in memory at the same time"),
+    ("max_pages_per_namespace", int, "those of one namespace"),
+)
+"""Settings that are options: name, type and help."""
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="rollyard_api", description="Rollyard's control plane.")
@@ -78,9 +99,16 @@ def parser() -> argparse.ArgumentParser:
         "--tokens",
         type=Path,
         metavar="FILE",
-        help="JSON object with the tokens of admin, worker and driver, read at start "
-        "(default: tokens.json in the state folder, made if missing)",
+        help="JSON object with the tokens of admin, worker, driver and metrics, a string or a list of them "
+        "for each (default: tokens.json in the state folder, made if missing); read again when it changes",
     )
+    made.add_argument(
+        "--refuse-older-job-tokens",
+        action="store_true",
+        help="take no job token without the job's uid, as bridges of older releases make them",
+    )
+    made.add_argument("--open-metrics", action="store_true", help="/metrics needs no token")
+    made.add_argument("--open-docs", action="store_true", help="/docs and /openapi.json need no token")
     made.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve HTTPS")
     made.add_argument("--tls-key", type=Path, metavar="FILE", help="its PEM private key, without a password")
     made.add_argument(
@@ -92,6 +120,59 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-queued", type=int, default=1_000_000, help="unfinished rollouts in all")
     made.add_argument(
         "--max-unstored", type=int, default=10_000, help="ended rollouts awaiting the trajectory store"
+    )
+    bounds = made.add_argument_group("bounds on what one namespace, or one client, may hold")
+    for name, kind, text in BOUNDS:
+        bounds.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            default=next(field.default for field in fields(Settings) if field.name == name),
+            help=f"{text} (default: %(default)s)",
+        )
+    made.add_argument(
+        "--stall-seconds",
+        type=int,
+        default=STALL_SECONDS,
+        help="a client that takes nothing of its answer for so long is cut off (default: %(default)s)",
+    )
+    made.add_argument(
+        "--allow-tasks-from",
+        action="append",
+        default=[],
+        metavar="URL-PREFIX",
+        help="what spec.tasks.url of jobs may name beside uploads, as file:///data/, https://host/path/ or "
+        "s3://bucket/key/; '{namespace}' stands for the job's; may be given several times (default: nothing)",
+    )
+    made.add_argument(
+        "--allow-tasks-network",
+        action="append",
+        default=[],
+        metavar="CIDR",
+        help="a network in which the hosts of these prefixes may be, beside public addresses",
+    )
+    made.add_argument(
+        "--max-task-bytes",
+        type=int,
+        default=taskreader.Limits().file_bytes,
+        help="of one task file, unpacked (default: %(default)s)",
+    )
+    made.add_argument(
+        "--max-blob-bytes",
+        type=int,
+        default=blobs.Limits().blob_bytes,
+        help="of one upload (default: %(default)s)",
+    )
+    made.add_argument(
+        "--max-namespace-blob-bytes",
+        type=int,
+        default=blobs.Limits().namespace_bytes,
+        help="of all uploads of a namespace (default: %(default)s)",
+    )
+    made.add_argument(
+        "--max-namespace-blobs",
+        type=int,
+        default=blobs.Limits().namespace_count,
+        help="uploads of a namespace (default: %(default)s)",
     )
     made.add_argument(
         "--sqlite-max-pages", type=int, default=0, help="bound of the database file in pages; 0: none"
@@ -125,6 +206,18 @@ def listen(host: str, port: int) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def cut_off_stalled(sock: socket.socket, seconds: int) -> None:
+    """Let the kernel close connections whose client takes nothing of what is sent for so long."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+
+
+def open_many_files() -> None:
+    """Take all the descriptors that the process may have: each long poll is a connection."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen_on(path: str) -> socket.socket:
@@ -161,11 +254,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
     if given.lease_seconds <= 0:
         parser().error("--lease-seconds must be more than 0")
+    for name in (*(name for name, _, _ in BOUNDS), "stall_seconds"):
+        if getattr(given, name) <= 0:
+            parser().error(f"--{name.replace('_', '-')} must be more than 0")
     if (given.tls_cert is None) != (given.tls_key is None):
         parser().error("--tls-cert and --tls-key belong together: give both or none")
-    logging.basicConfig(
-        level=given.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to(level=given.log_level.upper())
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     tls = None if given.tls_cert is None else (given.tls_cert, given.tls_key)
@@ -192,7 +286,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         sqlite_max_pages=given.sqlite_max_pages,
         verify_python=given.verify_python,
         tokens_file=given.tokens,
+        older_job_tokens=not given.refuse_older_job_tokens,
+        open_metrics=given.open_metrics,
+        open_docs=given.open_docs,
+        **{name: getattr(given, name) for name, _, _ in BOUNDS},
+        allow_tasks_from=tuple(given.allow_tasks_from),
+        allow_tasks_networks=tuple(given.allow_tasks_network),
+        task_limits=taskreader.Limits(file_bytes=given.max_task_bytes),
+        blob_limits=blobs.Limits(
+            blob_bytes=given.max_blob_bytes,
+            namespace_bytes=given.max_namespace_blob_bytes,
+            namespace_count=given.max_namespace_blobs,
+        ),
     )
+    try:
+        _ = settings.task_sources
+    except PrefixError as error:
+        print(f"--allow-tasks-from, --allow-tasks-network: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if sock.family != socket.AF_UNIX:
+        cut_off_stalled(sock, given.stall_seconds)
+    open_many_files()
     return serve(settings, sock, given.port_file, given.log_level, tls)
 
 
@@ -230,6 +344,8 @@ def serve(
         http="httptools",
         ws="none",
         lifespan="on",
+        # Its records go the way of all others, so that they are escaped, too.
+        log_config=None,
         log_level=log_level,
         access_log=False,
         server_header=False,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,22 +14,25 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollyard_api import auth
+from rollyard_api import access, bound
+from rollyard_api.access import Access, Rule
 from rollyard_api.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
-from rollyard_api.routes import claims, jobs, leases, pools, probes, results, unfinished, weights
+from rollyard_api.routes import blobs, claims, jobs, leases, pools, probes, results, unfinished, weights
 from rollyard_api.service import ControlPlane, running
 from rollyard_api.settings import Settings
-
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/docs", "/openapi.json"})
 
 
 class Gate:
     """Before the routes: the bearer token and the body's size. Around them: latency."""
 
-    def __init__(self, app: ASGIApp, plane: Callable[[], ControlPlane], max_body: int) -> None:
+    def __init__(
+        self, app: ASGIApp, plane: Callable[[], ControlPlane], rules: Access, max_body: int, max_blob: int
+    ) -> None:
         self.app = app
+        self._rules = rules
         self._plane = plane
         self._max_body = max_body
+        self._max_blob = max_blob
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,21 +40,31 @@ class Gate:
             return
         started, status = time.perf_counter(), 500
 
+        body = Body(receive, scope)
+
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status >= HTTPStatus.BAD_REQUEST and not body.whole:
+                    # The server would read, and drop, what a refused caller still sends, without end.
+                    message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
         try:
             headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
-            if scope["path"] not in OPEN_PATHS:
-                caller = self._plane().tokens.caller(headers.get(b"authorization", b"").decode("latin-1"))
-                auth.authorize(caller, scope["method"], scope["path"])
-                scope.setdefault("state", {})["caller"] = caller
-            if int(headers.get(b"content-length", b"0")) > self._max_body:
-                raise TooLarge(f"the body is longer than {self._max_body} bytes")
-            await self.app(scope, self._bounded(receive), watched)
+            rule = self._rules.rule(scope["method"], scope["path"])
+            if not rule.open:
+                await self._admit(scope, rule, headers.get(b"authorization", b"").decode("latin-1"))
+            # An upload is read piece by piece and may be longer; all other bodies lie in memory whole.
+            most = self._max_blob if scope["path"].startswith(blobs.PREFIX) else self._max_body
+            most = most if rule.max_body is None else min(most, rule.max_body)
+            given = headers.get(b"content-length", b"0")
+            # What is no number of this kind is the server's to refuse; it counts as too long here.
+            if not given.isdigit() or len(given) > 18 or int(given) > most:
+                raise TooLarge(f"the body of {scope['method']} {scope['path']} may have {most} bytes")
+            body.most = most
+            await self.app(scope, body, watched)
         except ApiError as error:
             await response(error)(scope, receive, watched)
         finally:
@@ -58,21 +73,41 @@ class Gate:
             elapsed = time.perf_counter() - started
             self._plane().metrics.http.labels(scope["method"], path, str(status)).observe(elapsed)
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """A chunked body has no Content-Length: count it as it comes."""
-        read = 0
+    async def _admit(self, scope: Scope, rule: Rule, authorization: str) -> None:
+        """Find out who calls, for the routes, and refuse who may not."""
+        plane = self._plane()
+        caller = plane.tokens.caller(authorization)
+        access.authorize(rule, caller, scope["method"], scope["path"])
+        state = scope.setdefault("state", {})
+        state["caller"], state["bound"] = caller, None
+        if caller.job is not None:
+            job = await plane.database.read(partial(bound.look_up, identity=caller.job))
+            if not access.still(rule, job.stand):
+                raise bound.refused(job)
+            state["bound"] = job
 
-        async def bounded() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._max_body:
-                raise TooLarge(f"the body is longer than {self._max_body} bytes")
-            return message
 
-        return bounded
+class Body:
+    """A request's body on its way to a route: counted as it comes, for a chunked one has no length."""
+
+    def __init__(self, receive: Receive, scope: Scope) -> None:
+        self._receive = receive
+        self._read = 0
+        self.most = 0
+        """Bytes that it may have."""
+        self.whole = not any(name in _LENGTHS and value != b"0" for name, value in scope["headers"])
+        """Whether nothing of it is still to come."""
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._read += len(message.get("body", b""))
+        if self._read > self.most:
+            raise TooLarge(f"the body is longer than {self.most} bytes")
+        self.whole = self.whole or not message.get("more_body", False)
+        return message
 
 
+_LENGTHS = (b"content-length", b"transfer-encoding")
 _HEADERS = (b"authorization", b"content-length")
 
 
@@ -139,7 +174,14 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
             Exception: _unexpected,
         },
     )
-    for routes in (leases, claims, results, jobs, unfinished, pools, weights, probes):
+    for routes in (leases, claims, results, jobs, blobs, unfinished, pools, weights, probes):
         app.include_router(routes.router)
-    app.add_middleware(Gate, plane=lambda: app.state.plane, max_body=settings.max_body_bytes)
+    rules = Access(open_metrics=settings.open_metrics, open_docs=settings.open_docs)
+    app.add_middleware(
+        Gate,
+        plane=lambda: app.state.plane,
+        rules=rules,
+        max_body=settings.max_body_bytes,
+        max_blob=settings.blob_limits.blob_bytes,
+    )
     return app

@@ -8,7 +8,6 @@ members under the same name, hence the same bytes.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +18,21 @@ from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
 from rollyard_api import records
+from rollyard_api.bulkhead import Bulkhead
 from rollyard_api.database import Database, Transaction
+from rollyard_api.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.schema import jobs, payloads, rollouts
 from rollyard_api.store import TrajectoryStore
 
 PART_RECORDS = 256
+PART_BYTES = 32 << 20
+"""Bytes of a part's records, unless it has a single one. Another value changes parts that are unfinished."""
+READ_THREADS = 4
+WRITE_THREADS = 2
+BUILD_THREADS = 2
+MAX_WAITING = 1024
+"""Calls that wait for a thread of each kind."""
+BUILD_SECONDS = 60.0
 
 _PLACE = (
     sa.update(rollouts)
@@ -86,41 +95,110 @@ def unfinished_parts(tx: Transaction) -> list[Part]:
     return [Part(row.job_id, row.part) for row in tx.conn.execute(query)]
 
 
-def _content(conn: Connection, part: Part) -> tuple[str, list[tuple[str, bytes]]] | None:
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """The members of a part, as far as they fit into one."""
+
+    namespace: str
+    job: str
+    uid: str
+    rows: list[Any]
+
+
+def _content(conn: Connection, part: Part) -> _Content | None:
     job = conn.execute(
         sa.select(jobs.c.namespace, jobs.c.name, jobs.c.uid).where(jobs.c.id == part.job_id)
     ).one_or_none()
     if job is None:
         return None
-    rows = conn.execute(
-        records.select()
-        .where(
-            rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None)
-        )
-        .order_by(rollouts.c.end_seq)
-    )
-    lines = [(row.id, records.record(row, job.name, job.namespace) + b"\n") for row in rows]
-    return part_path(job.namespace, job.name, job.uid, part.number), lines
+    members = (
+        rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None)
+    )  # fmt: skip
+    found = list(conn.execute(records.sizes().where(*members).order_by(rollouts.c.end_seq)))
+    count = records.fitting((row.bytes for row in found), PART_BYTES)
+    rows: list[Any] = []
+    if found:
+        chosen = records.select().where(*members, rollouts.c.end_seq <= found[count - 1].end_seq)
+        rows = list(conn.execute(chosen.order_by(rollouts.c.end_seq)))
+    return _Content(job.namespace, job.name, job.uid, rows)
 
 
-def _place(tx: Transaction, lines: Sequence[tuple[str, int]]) -> None:
+def _lines(rows: Sequence[Any], namespace: str, job: str, max_bytes: int) -> list[bytes]:
+    """Records, each with its newline: as many as fit, at least one."""
+    lines: list[bytes] = []
+    total = 0
+    for row in rows:
+        line = records.record(row, job, namespace) + b"\n"
+        total += len(line)
+        if lines and total > max_bytes:
+            break
+        lines.append(line)
+    return lines
+
+
+def _place(tx: Transaction, part: Part, lines: Sequence[tuple[str, int]]) -> None:
     offset, places = 0, []
     for rollout, length in lines:
         places.append({"b_id": rollout, "b_offset": offset, "b_length": length})
         offset += length
     tx.conn.execute(_PLACE, places)
     tx.conn.execute(_DROP, [{"b_id": rollout} for rollout, _ in lines])
+    # Members that had no room wait for another part.
+    left = (rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None))
+    tx.conn.execute(sa.update(rollouts).where(*left).values(part=None))
     tx.count("stored", value=len(places))
 
 
-class Archive:
-    """Writes parts and reads records back. `full` tells whether the store last refused for lack of space."""
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Consecutive bytes of one part."""
 
-    def __init__(self, database: Database, store: TrajectoryStore) -> None:
+    path: str
+    start: int
+    lengths: list[int]
+
+
+class Archive:
+    """Writes parts and reads records back, each in threads of its own.
+
+    Args:
+        database: where records wait for the store.
+        store: where they go to.
+        seconds: how long a caller waits for the store.
+    """
+
+    def __init__(self, database: Database, store: TrajectoryStore, seconds: float) -> None:
         self._database = database
         self._store = store
         self._left: list[Part] = []
-        self.full = False
+        self.reads = Bulkhead("trajectory store", threads=READ_THREADS, waiting=MAX_WAITING, seconds=seconds)
+        self.writes = Bulkhead(
+            "trajectory store", threads=WRITE_THREADS, waiting=MAX_WAITING, seconds=3 * seconds
+        )
+        self.builds = Bulkhead(
+            "encoding of trajectories", threads=BUILD_THREADS, waiting=MAX_WAITING, seconds=BUILD_SECONDS
+        )
+        self.refused: ApiError | None = None
+        """Why the store took nothing when it was last written to."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the store last refused for lack of space."""
+        return isinstance(self.refused, StorageFull)
+
+    async def open(self) -> None:
+        """Make the store's root where that is needed.
+
+        Raises:
+            OSError: it cannot be made.
+            TimedOut: the store does not answer now; it is opened by the first write then.
+        """
+        await self.writes.run(self._store.open)
+
+    def close(self) -> None:
+        """End the threads; what hangs is not waited for."""
+        for bulkhead in (self.reads, self.writes, self.builds):
+            bulkhead.close()
 
     async def adopt(self) -> None:
         """Take over the parts of a process that was killed."""
@@ -130,7 +208,7 @@ class Archive:
         """Store one round of what waits; returns the number of records stored.
 
         Raises:
-            StorageFull, Unavailable: the store refused; what is left is tried again by the next call.
+            StorageFull, TimedOut, Unavailable: the store refused or hangs; the next call tries again.
         """
         if not self._left:
             if not await self._database.read(_anything_pending):
@@ -138,27 +216,82 @@ class Archive:
             self._left = await self._database.write(begin_parts)
         stored = 0
         while self._left:
-            content = await self._database.read(partial(_content, part=self._left[0]))
-            if content is not None and content[1]:
-                path, lines = content
-                await asyncio.to_thread(self._store.write, path, b"".join(line for _, line in lines))
-                sizes = [(rollout, len(line)) for rollout, line in lines]
-                await self._database.write(partial(_place, lines=sizes))
-                stored += len(lines)
+            stored += await self._store_part(self._left[0])
             self._left.pop(0)
-        self.full = False
+        self.refused = None
         return stored
+
+    async def _store_part(self, part: Part) -> int:
+        content = await self._database.read(partial(_content, part=part))
+        if content is None or not content.rows:
+            return 0
+        lines = await self.builds.run(
+            partial(_lines, content.rows, content.namespace, content.job, PART_BYTES)
+        )
+        path = part_path(content.namespace, content.job, content.uid, part.number)
+        try:
+            await self.writes.run(partial(self._store.write, path, b"".join(lines)))
+        except (StorageFull, TimedOut, Unavailable) as error:
+            self.refused = error
+            raise
+        placed = [(row.id, len(line)) for row, line in zip(content.rows, lines, strict=False)]
+        await self._database.write(partial(_place, part=part, lines=placed))
+        return len(lines)
 
     async def unstored(self) -> int:
         """How many ended rollouts wait for the store."""
         return await self._database.read(_pending)
 
-    def fetch(self, row: Any, namespace: str, job: str, uid: str) -> bytes:
-        """The record of an ended rollout, from the store or the database. Blocking: call it in a thread."""
-        if row.pending is not None:
-            return records.record(row, job, namespace)
-        data = self._store.read(part_path(namespace, job, uid, row.part), row.part_offset, row.part_length)
-        return data.rstrip(b"\n")
+    async def lines(
+        self, rows: Sequence[Any], namespace: str, job: str, uid: str, max_bytes: int
+    ) -> list[bytes]:
+        """The records of ended rollouts, from the store or the database, in the order of the rows.
+
+        Fewer than asked for where they would have more than `max_bytes` together; at least one.
+
+        Raises:
+            TimedOut, Unavailable: the store does not answer, or its object was changed.
+        """
+        waiting = [row for row in rows if row.pending is not None]
+        placed = [row for row in rows if row.pending is None]
+        made: dict[str, bytes] = {}
+        if waiting:
+            build = partial(_lines, waiting, namespace, job, max_bytes)
+            for row, line in zip(waiting, await self.builds.run(build, namespace), strict=False):
+                made[row.id] = line[:-1]
+        if placed:
+            read = partial(self._read, _ranges(placed, namespace, job, uid))
+            for row, data in zip(placed, await self.reads.run(read, namespace), strict=True):
+                made[row.id] = data.rstrip(b"\n")
+        lines: list[bytes] = []
+        total = 0
+        for row in rows:
+            total += len(made.get(row.id, b""))
+            if row.id not in made or (lines and total > max_bytes):
+                break
+            lines.append(made[row.id])
+        return lines
+
+    def _read(self, ranges: Sequence[_Range]) -> list[bytes]:
+        found = []
+        for one in ranges:
+            data = memoryview(self._store.read(one.path, one.start, sum(one.lengths)))
+            for length in one.lengths:
+                found.append(bytes(data[:length]))
+                data = data[length:]
+        return found
+
+
+def _ranges(rows: Sequence[Any], namespace: str, job: str, uid: str) -> list[_Range]:
+    """Where the records lie; neighbours in a part are read together."""
+    ranges: list[_Range] = []
+    end: tuple[int, int] | None = None
+    for row in rows:
+        if end != (row.part, row.part_offset):
+            ranges.append(_Range(part_path(namespace, job, uid, row.part), row.part_offset, []))
+        ranges[-1].lengths.append(row.part_length)
+        end = (row.part, row.part_offset + row.part_length)
+    return ranges
 
 
 def _pending(conn: Connection) -> int:

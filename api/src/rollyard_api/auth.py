@@ -1,4 +1,8 @@
-"""Bearer tokens: three roles, made at first start, in a file that only the user reads."""
+"""Bearer tokens by role, made at first start, in a file that only the user reads.
+
+Several tokens of a role may be valid at once: the first is the one that is handed out, and the
+others are on their way out.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,22 @@ import hmac
 import json
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
-from rollyard_crds.jobtoken import job_of
+from rollyard_crds.jobtoken import JobIdentity, job_of
 
-from rollyard_api.problems import Forbidden, Unauthorized
+from rollyard_api.problems import Unauthorized
 
-Role = Literal["admin", "worker", "driver"]
-ROLES: tuple[Role, ...] = get_args(Role)
+Role = Literal["admin", "worker", "driver", "metrics"]
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
+REQUIRED: Final[tuple[Role, ...]] = ("admin", "worker", "driver")
+"""Files of older releases have no others."""
+MAX_FILE_BYTES: Final = 64 << 10
+MAX_VALID: Final = 16
+"""Tokens of one role that are valid at once."""
 FILE_NAME = "tokens.json"
 
 
@@ -30,17 +40,29 @@ class Caller:
     """Whose token a request bears."""
 
     role: Role
-    job: tuple[str, str] | None = None
-    """Namespace and name of the only job that it may work for; None: any."""
+    job: JobIdentity | None = None
+    """The only job that it may work for; None for any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One secret per role."""
+    """The valid secrets of each role, the one that is handed out first."""
 
-    admin: str
-    worker: str
-    driver: str
+    by_role: Mapping[Role, tuple[str, ...]]
+    older_job_tokens: bool = True
+    """Whether job tokens without a uid, which older bridges make, are accepted."""
+
+    @property
+    def admin(self) -> str:
+        return self.by_role["admin"][0]
+
+    @property
+    def worker(self) -> str:
+        return self.by_role["worker"][0]
+
+    @property
+    def driver(self) -> str:
+        return self.by_role["driver"][0]
 
     def caller(self, authorization: str) -> Caller:
         """Who is behind an Authorization header.
@@ -51,19 +73,31 @@ class Tokens:
             Unauthorized: no bearer token, or an unknown one.
         """
         scheme, _, given = authorization.partition(" ")
+        given = given.strip()
         if scheme.lower() != "bearer" or not given:
             raise Unauthorized(
                 "send 'Authorization: Bearer TOKEN'; the tokens are in tokens.json of the state folder",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        presented = given.strip().encode()
-        matches = [role for role in ROLES if hmac.compare_digest(getattr(self, role).encode(), presented)]
+        presented = given.encode()
+        matches = [
+            role
+            for role, valid in self.by_role.items()
+            for one in valid
+            if hmac.compare_digest(one.encode(), presented)
+        ]
         if matches:
             return Caller(matches[0])
-        job = job_of(given.strip(), self.worker)
-        if job is None:
+        jobs = [job for one in self.by_role["worker"] if (job := job_of(given, one)) is not None]
+        if not jobs:
             raise Unauthorized("this bearer token is not known here", headers={"WWW-Authenticate": "Bearer"})
-        return Caller("worker", job)
+        if jobs[0].uid is None and not self.older_job_tokens:
+            raise Unauthorized(
+                "this job token names no uid, as older bridges made them, and this control plane takes no "
+                "such token; update the bridge",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return Caller("worker", jobs[0])
 
 
 def load_or_make(state_dir: Path) -> Tokens:
@@ -78,27 +112,38 @@ def load_or_make(state_dir: Path) -> Tokens:
     return load(path, "remove it to have new tokens made")
 
 
-def load(path: Path, remedy: str = "write one string for each role") -> Tokens:
+def load(path: Path, remedy: str = "write one string, or a list of strings, for each role") -> Tokens:
     """Read a token file that somebody else has made, such as a mounted Secret.
 
     Raises:
         TokenFileError: the file cannot be read, or holds no such JSON object.
     """
     try:
-        document = json.loads(path.read_text())
-        tokens = Tokens(**{role: document[role] for role in ROLES})
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise TokenFileError(f"{path}: the token file cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    if len(data) > MAX_FILE_BYTES:
+        raise TokenFileError(f"{path}: the token file is longer than {MAX_FILE_BYTES} bytes")
+    try:
+        document = json.loads(data)
+        given = {role: document[role] for role in ROLES if role in REQUIRED or role in document}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TokenFileError(
-            f"{path}: must be a JSON object with the strings {', '.join(ROLES)}; {remedy}"
+            f"{path}: must be a JSON object with the strings {', '.join(REQUIRED)}; {remedy}"
         ) from error
-    values = [getattr(tokens, role) for role in ROLES]
-    if not all(isinstance(value, str) and value for value in values):
-        raise TokenFileError(f"{path}: every token must be a non-empty string")
-    if len(set(values)) < len(values):
-        raise TokenFileError(f"{path}: the tokens of two roles are the same; each role needs its own")
-    return tokens
+    by_role = {role: tuple(value if isinstance(value, list) else [value]) for role, value in given.items()}
+    for role, values in by_role.items():
+        if not values or not all(isinstance(value, str) and value for value in values):
+            raise TokenFileError(f"{path}: every token must be a non-empty string, and '{role}' has another")
+        if len(values) > MAX_VALID:
+            raise TokenFileError(f"{path}: at most {MAX_VALID} tokens of '{role}' may be valid at once")
+    all_of_them = [value for values in by_role.values() for value in values]
+    if len(set(all_of_them)) < len(all_of_them):
+        raise TokenFileError(
+            f"{path}: the tokens of two roles are the same, or one is listed twice; each role needs its own"
+        )
+    return Tokens(by_role)
 
 
 def _make(path: Path) -> None:
@@ -117,47 +162,3 @@ def _make(path: Path) -> None:
         return
     finally:
         scratch.unlink()
-
-
-_LEASES = "/v1/leases"
-_CLAIMS = "/v1/claims"
-_JOBS = "/v1/rolloutjobs"
-_POOLS = "/v1/backendpools"
-
-
-def authorize(caller: Caller, method: str, path: str) -> None:
-    """May this caller make this call?
-
-    Admin may all. A worker leases, and files, reads and releases single claims. A driver reads
-    everything, fulfils claims, registers, reports, cancels and deletes jobs, and owns pools. With the token
-    of one job a worker leases, for that job only: the routes see to it.
-
-    Raises:
-        Forbidden: it may not.
-    """
-    role = caller.role
-    if role == "admin" or path.startswith(_LEASES):
-        return
-    if caller.job is not None:
-        raise Forbidden(f"the token of the workers of one job may not {method} {path}")
-    allowed = _worker_may(method, path) if role == "worker" else _driver_may(method, path)
-    if not allowed:
-        raise Forbidden(f"the role '{role}' may not {method} {path}")
-
-
-def _worker_may(method: str, path: str) -> bool:
-    one = path.removeprefix(f"{_CLAIMS}/")
-    if one == path:
-        return method == "POST" and path == _CLAIMS
-    return method in ("GET", "DELETE") and one != "" and "/" not in one
-
-
-def _driver_may(method: str, path: str) -> bool:
-    return (
-        method in ("GET", "PUT")
-        or path == _CLAIMS
-        or path.startswith(f"{_CLAIMS}/")
-        or (method in ("POST", "PATCH", "DELETE") and path.startswith(_POOLS))
-        or (method == "DELETE" and path.startswith(f"{_JOBS}/"))
-        or (method == "POST" and path.startswith(f"{_JOBS}/") and path.endswith("/cancel"))
-    )

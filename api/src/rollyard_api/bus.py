@@ -34,6 +34,12 @@ class Bus:
         self._recheck = recheck
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._closing = False
+        self._queue_changes = 0
+
+    @property
+    def queue_changes(self) -> int:
+        """How often waits on QUEUE were woken to look again."""
+        return self._queue_changes
 
     @property
     def closing(self) -> bool:
@@ -42,6 +48,7 @@ class Bus:
     def wake(self, topics: Iterable[str]) -> None:
         """Let every wait on these topics look again."""
         for topic in topics:
+            self._queue_changes += topic == QUEUE
             for future in self._waiting.pop(topic, ()):
                 if not future.done():
                     future.set_result(None)

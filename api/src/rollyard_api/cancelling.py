@@ -8,7 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from rollyard_api import states
+from rollyard_api import blobs, states
 from rollyard_api.bus import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.codec import loads
 from rollyard_api.database import Transaction
@@ -176,5 +176,8 @@ def purge_some(tx: Transaction, job_id: int) -> bool:
     if len(ids) == BATCH:
         return False
     tx.conn.execute(sa.delete(groups).where(groups.c.job_id == job_id))
-    tx.conn.execute(sa.delete(jobs).where(jobs.c.id == job_id))
+    gone = tx.conn.execute(sa.delete(jobs).where(jobs.c.id == job_id).returning(jobs.c.blob_id))
+    blob_id = gone.scalar_one_or_none()
+    if blob_id is not None:
+        blobs.let_go(tx, blob_id)
     return True

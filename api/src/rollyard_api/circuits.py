@@ -18,7 +18,7 @@ from rollyard_api import warmup
 from rollyard_api.breaker import PROBE_SECONDS, Breaker
 from rollyard_api.bus import QUEUE
 from rollyard_api.database import Database, Transaction
-from rollyard_api.schema import backends, pools
+from rollyard_api.schema import backends, jobs, pools
 
 log = logging.getLogger("rollyard.api")
 
@@ -36,12 +36,21 @@ def values(breaker: Breaker) -> dict[str, Any]:
     return {"circuit": breaker.circuit, "failures": breaker.failures, "opened_at": breaker.opened_at}
 
 
-def failed(tx: Transaction, url: str) -> bool:
-    """Count a failed request of this backend, in every pool that has it; whether its circuit opened."""
+def _pool_of(job_id: int) -> sa.Select[tuple[int]]:
+    """Selects the pool of a job. Others that name the same server judge it by their own rollouts alone."""
+    return (
+        sa.select(pools.c.id)
+        .join_from(pools, jobs, sa.and_(jobs.c.namespace == pools.c.namespace, jobs.c.pool == pools.c.name))
+        .where(jobs.c.id == job_id)
+    )
+
+
+def failed(tx: Transaction, job_id: int, url: str) -> bool:
+    """Count a failed request of this backend of the job's pool; whether its circuit opened."""
     rows = tx.conn.execute(
         sa.select(backends, pools.c.namespace, pools.c.name)
         .join_from(backends, pools, pools.c.id == backends.c.pool_id)
-        .where(backends.c.url == url)
+        .where(backends.c.url == url, backends.c.pool_id.in_(_pool_of(job_id)))
         .order_by(backends.c.pool_id)
         .with_for_update(of=backends)
     ).all()
@@ -57,12 +66,17 @@ def failed(tx: Transaction, url: str) -> bool:
     return opened
 
 
-def completed(tx: Transaction, urls: Collection[str]) -> None:
-    """Runs were completed on these backends: their failures are counted anew."""
-    if urls:
+def completed(tx: Transaction, runs: Collection[tuple[int, str]]) -> None:
+    """Runs of these jobs were completed on these backends: their pools count failures from the start."""
+    for job_id, url in sorted(runs):
         tx.conn.execute(
             sa.update(backends)
-            .where(backends.c.url.in_(sorted(urls)), backends.c.failures > 0, backends.c.circuit == "Closed")
+            .where(
+                backends.c.pool_id.in_(_pool_of(job_id)),
+                backends.c.url == url,
+                backends.c.failures > 0,
+                backends.c.circuit == "Closed",
+            )
             .values(failures=0)
         )
 

@@ -1,7 +1,8 @@
 """Sandbox claims: filed by workers, fulfilled by a driver, released here once no rollout needs them.
 
-A claim is needed while the Init lease that it was filed under is held, and then while its sandbox
-is that of its unfinished rollout. Whether it is follows from the rollout's row alone, and once it
+A claim is needed while the lease that it was filed under is held, Init's or Eval's. One of Init is
+needed further while its sandbox is that of its unfinished rollout; one of Eval, for a fresh sandbox to
+evaluate in, ends with its lease. Whether it is follows from the rollout's row alone, and once it
 is not, it never is again: whatever ends or moves a rollout need not know of claims, and a crash
 between the two loses nothing. A released claim stays until the driver says that nothing is left.
 """
@@ -32,11 +33,14 @@ from rollyard_api.schema import claims, jobs, rollouts
 PENDING, BOUND, FAILED, RELEASED = "Pending", "Bound", "Failed", "Released"
 
 _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
+_FILING = (states.leased("init"), states.leased("eval"))
+_KEPT_FOR_EVAL = 8
+"""One of so many claims is kept for Eval, so that sandboxes that wait for Eval can never take them all."""
 _NEEDED = sa.exists().where(
     rollouts.c.id == claims.c.rollout_id,
     sa.or_(
         sa.and_(rollouts.c.sandbox_id == claims.c.id, rollouts.c.state < states.SUCCEEDED),
-        sa.and_(rollouts.c.state == states.leased("init"), rollouts.c.token == claims.c.token),
+        sa.and_(rollouts.c.state.in_(_FILING), rollouts.c.token == claims.c.token),
     ),
 )
 _HOLDER = (
@@ -82,21 +86,24 @@ def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> Any:
 
     Raises:
         NotFound: no such rollout.
-        Conflict: its Init lease is not held with this token, or it has a claim of another shape.
-        QueueFull: `max_claims` stand already.
+        Conflict: its Init or Eval lease is not held with this token, or it has a claim of another shape.
+        QueueFull: `max_claims` stand already; for an Init lease seven eighths of them.
     """
     holder = tx.conn.execute(_HOLDER, {"b_rollout": asked.rollout}).one_or_none()
     if holder is None:
         raise NotFound(f"there is no rollout {asked.rollout!r}", reason="RolloutNotFound")
-    if holder.state != states.leased("init") or holder.token != asked.token:
+    if holder.state not in _FILING or holder.token != asked.token:
         raise lease_lost(asked)
     key = {"b_rollout": asked.rollout, "b_token": asked.token}
     shape = orjson.dumps(asked.shape.model_dump(), option=orjson.OPT_SORT_KEYS)
     found = tx.conn.execute(_FILED, key).one_or_none()
     if found is None:
-        if tx.conn.execute(_COUNT).scalar_one() >= max_claims:
+        most = max_claims
+        if holder.state == states.leased("init"):
+            most -= max_claims // _KEPT_FOR_EVAL
+        if tx.conn.execute(_COUNT).scalar_one() >= most:
             raise QueueFull(
-                f"{max_claims} sandbox claims stand, and no more may; a driver has to remove sandboxes first",
+                f"{most} sandbox claims stand, and no more may; a driver has to remove sandboxes first",
                 headers={"Retry-After": "2"},
             )
         values = {
@@ -129,9 +136,9 @@ def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> Any:
 
 
 def lease_lost(asked: ClaimRequest) -> Conflict:
-    """The Init lease that a claim is asked for is not held."""
+    """The lease that a claim is asked for is not held."""
     return Conflict(
-        f"the Init lease of {asked.rollout!r} with token {asked.token} is not held", reason="LeaseLost"
+        f"no Init or Eval lease of {asked.rollout!r} with token {asked.token} is held", reason="LeaseLost"
     )
 
 

@@ -39,7 +39,7 @@ T = TypeVar("T")
 MAX_GROUP = 64
 """Ops in one transaction."""
 MAX_WAITING = 10_000
-"""Ops that wait for the writer; more is answered 503."""
+"""Ops that wait for the writer, and as many queries for a reader; more is answered 503."""
 MAX_RETRIES = 8
 """Of one op, on deadlock or serialization failure."""
 READERS = 2
@@ -176,6 +176,7 @@ class Database:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._after: AfterCommit = lambda _committed: None
         self._synchronous = ""
+        self._reading = 0
 
     def start(self, after_commit: AfterCommit) -> None:
         """Start the writer; `after_commit` is called in the event loop's thread, before the answers."""
@@ -184,12 +185,17 @@ class Database:
         self._thread = threading.Thread(target=self._write_forever, name="writer", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    async def migrate(self, upgrade: Callable[[Engine], None]) -> None:
+        """Bring the schema up to date, before `start`."""
+        await asyncio.get_running_loop().run_in_executor(self._readers, upgrade, self.writer)
+
+    async def close(self) -> None:
         """Finish what waits, then close every connection."""
-        if self._thread is not None:
+        loop = asyncio.get_running_loop()
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._waiting.put(None)
-            self._thread.join()
-            self._thread = None
+            await loop.run_in_executor(self._readers, thread.join)
         self._readers.shutdown()
         self.writer.dispose()
         self.reader.dispose()
@@ -218,8 +224,19 @@ class Database:
         return await future
 
     async def read(self, query: Callable[[Connection], T]) -> T:
-        """Run `query` on a snapshot, in a reader thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, query)
+        """Run `query` on a snapshot, in a reader thread. It reads nothing but the database.
+
+        Raises:
+            Unavailable: too many wait, or the database is gone.
+            ApiError: what the query raised.
+        """
+        if self._reading >= MAX_WAITING:
+            raise Unavailable("too many requests wait for the database", headers={"Retry-After": "1"})
+        self._reading += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, query)
+        finally:
+            self._reading -= 1
 
     def _read(self, query: Callable[[Connection], T]) -> T:
         try:

@@ -28,6 +28,7 @@ class Ending:
     stage: str
     reward: float | None = None
     components: bytes | None = None
+    reward_reason: str | None = None
     reason: str | None = None
     message: str | None = None
     timings: str = "{}"
@@ -57,6 +58,7 @@ _END = (
         sandbox_id=None,
         reward=bindparam("b_reward"),
         components=bindparam("b_components"),
+        reward_reason=bindparam("b_reward_reason"),
         reason=bindparam("b_reason"),
         message=bindparam("b_message"),
         timings=bindparam("b_timings"),
@@ -136,6 +138,7 @@ def _end_of_job(tx: Transaction, job_id: int, endings: list[Ending]) -> None:
                 "b_now": tx.now,
                 "b_reward": e.reward,
                 "b_components": e.components,
+                "b_reward_reason": e.reward_reason,
                 "b_reason": e.reason,
                 "b_message": e.message,
                 "b_timings": e.timings,

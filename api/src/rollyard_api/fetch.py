@@ -12,6 +12,7 @@ from rollyard_api.problems import ApiError
 NO_SUCH_CALL: Final = frozenset({403, 404, 405, 501})
 """How servers answer a call that they do not have (vLLM without `--enable-scale-out`: 403)."""
 CONNECT_SECONDS = 5.0
+_PLAIN: Final = {"Accept-Encoding": "identity"}
 
 
 class Unanswered(ApiError):
@@ -43,8 +44,11 @@ async def fetch(
         quiet = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         async with (
             asyncio.timeout(seconds),
-            client.stream(method, url, json=json, timeout=quiet) as answer,
+            client.stream(method, url, json=json, timeout=quiet, headers=_PLAIN) as answer,
         ):
+            # A few packed bytes may stand for gigabytes, and would be unpacked before they are counted.
+            if answer.headers.get("content-encoding", "identity").lower() != "identity":
+                raise Unanswered(f"{method} {url}: the answer is compressed, though it was not asked to be")
             body = bytearray()
             async for chunk in answer.aiter_bytes():
                 body += chunk

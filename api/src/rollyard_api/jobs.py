@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,14 @@ from rollyard_crds.claims import shape_of
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from sqlalchemy.engine import Connection
 
-from rollyard_api import states
+from rollyard_api import blobs, states
 from rollyard_api.bus import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.codec import dumps, loads
 from rollyard_api.database import Transaction
 from rollyard_api.ending import finish
 from rollyard_api.problems import Conflict, NotFound, QueueFull
 from rollyard_api.schema import groups, jobs, rollouts
+from rollyard_api.sources import blob_of
 from rollyard_api.tasks import TaskRow
 
 _OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
@@ -68,24 +69,6 @@ def find(conn: Connection, namespace: str, name: str) -> Any:
     return row
 
 
-_LOOKED_UP = 500
-"""Names in one query; SQLite bounds its variables."""
-
-
-def any_of_other(
-    conn: Connection, job: tuple[str, str], rollouts_of: Collection[str], sandboxes: Collection[str]
-) -> bool:
-    """Whether one of these rollouts, or of those with these sandboxes, belongs to another job than `job`."""
-    other = sa.or_(jobs.c.namespace != job[0], jobs.c.name != job[1])
-    for column, given in ((rollouts.c.id, sorted(rollouts_of)), (rollouts.c.sandbox_id, sorted(sandboxes))):
-        for at in range(0, len(given), _LOOKED_UP):
-            some = sa.select(rollouts.c.id).join(jobs, jobs.c.id == rollouts.c.job_id)
-            some = some.where(column.in_(given[at : at + _LOOKED_UP]), other).limit(1)
-            if conn.execute(some).first() is not None:
-                return True
-    return False
-
-
 def find_locked(tx: Transaction, namespace: str, name: str) -> Any:
     """As `find`, its row locked until the commit."""
     row = tx.conn.execute(query(namespace, name).with_for_update()).one_or_none()
@@ -118,10 +101,12 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
     Raises:
         Conflict: a job of this name has another spec.
         QueueFull: no room for so many rollouts.
+        Invalid: the upload that it names is gone.
     """
     if same(tx.conn, new):
         return False
     spec = new.spec
+    digest = blob_of(spec.tasks.url or "")
     started = None if spec.suspend else tx.now
     job_id: int = tx.conn.execute(
         sa.insert(jobs)
@@ -153,6 +138,7 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
             parts=0,
             object_uid=new.object_uid,
             warm=warm_of(spec),
+            blob_id=None if digest is None else blobs.hold(tx, new.namespace, digest),
         )
         .returning(jobs.c.id)
     ).scalar_one()

@@ -14,8 +14,11 @@ from rollyard_api import states
 from rollyard_api.codec import loads
 from rollyard_api.jobs import find
 from rollyard_api.problems import NotFound
+from rollyard_api.records import fitting
 from rollyard_api.schema import jobs, rollouts
 
+_JOB_BYTES = 1024
+"""About what a job has in a list beside its manifest."""
 CLOSED = "rollyard.dev/closed"
 """Annotation of a job to which no task will be added: every batch job, and a closed stream."""
 CANCEL_REASON = "rollyard.dev/cancel-reason"
@@ -135,17 +138,36 @@ def unfinished(conn: Connection) -> dict[str, Any]:
 
 
 def listed(
-    conn: Connection, namespace: str | None, limit: int, after: int, *, bare: bool, finished: bool | None
+    conn: Connection,
+    namespace: str | None,
+    limit: int,
+    after: int,
+    *,
+    bare: bool,
+    finished: bool | None,
+    max_bytes: int,
 ) -> tuple[list[dict[str, Any]], int | None]:
-    """Up to `limit` jobs made after the one with id `after`; and where to go on, if there are more."""
-    query = sa.select(jobs).where(jobs.c.deleted_at.is_(None), jobs.c.id > after).order_by(jobs.c.id)
+    """Jobs made after the one with id `after`, and where to go on, if there are more.
+
+    There are at most `limit`, and they have about `max_bytes` at most, unless it is a single one.
+    """
+    chosen = [jobs.c.deleted_at.is_(None), jobs.c.id > after]
     if namespace is not None:
-        query = query.where(jobs.c.namespace == namespace)
+        chosen.append(jobs.c.namespace == namespace)
     if finished is not None:
-        query = query.where(jobs.c.finished_at.is_not(None) if finished else _drivers_concern())
-    rows = list(conn.execute(query.limit(limit + 1)))
-    more = rows[limit - 1].id if len(rows) > limit else None
-    return [document(conn, row, bare=bare) for row in rows[:limit]], more
+        chosen.append(jobs.c.finished_at.is_not(None) if finished else _drivers_concern())
+    size = sum(
+        (sa.func.length(column) for column in (jobs.c.metadata, jobs.c.spec, jobs.c.status)), _JOB_BYTES
+    )
+    sizes = sa.select(jobs.c.id, sa.type_coerce(size, sa.Integer).label("bytes")).where(*chosen)
+    found = list(conn.execute(sizes.order_by(jobs.c.id).limit(limit + 1)))
+    count = min(limit, fitting((row.bytes for row in found), max_bytes))
+    if not count:
+        return [], None
+    last = found[count - 1].id
+    rows = conn.execute(sa.select(jobs).where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
+    documents = [document(conn, row, bare=bare) for row in rows]
+    return documents, last if count < len(found) else None
 
 
 def worker_spec(conn: Connection, namespace: str, name: str, uid: str | None) -> dict[str, Any]:

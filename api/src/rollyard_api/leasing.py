@@ -15,9 +15,10 @@ from rollyard_crds.rolloutjob import StageName
 from sqlalchemy import bindparam
 
 from rollyard_api import states, timing
-from rollyard_api.codec import fragment
+from rollyard_api.codec import unpack
 from rollyard_api.database import Transaction
 from rollyard_api.fairness import Share, allocate
+from rollyard_api.records import fitting
 from rollyard_api.router import Backend
 from rollyard_api.routing import ACTIVE, STICK, Routers, lock
 from rollyard_api.schema import groups, jobs, payloads, rollouts
@@ -35,6 +36,8 @@ class Ask:
     capacity: dict[StageName, int]
     job: str | None
     namespace: str | None
+    job_id: int | None = None
+    """The only job that the asking token reaches, whatever job has its name by now; None for any."""
 
 
 _LIVE = sa.select(jobs.c.id, jobs.c.uid, jobs.c.namespace, jobs.c.name, jobs.c.priority, jobs.c.pool).where(
@@ -87,16 +90,32 @@ _GRANT = (
 _GROUPS = sa.select(
     groups.c.job_id, groups.c.no, groups.c.task_id, groups.c.task, groups.c.backend, groups.c.remaining
 ).where(groups.c.job_id == bindparam("b_job"), groups.c.no.in_(bindparam("b_nos", expanding=True)))
+_TASK_BYTES = sa.select(groups.c.no, sa.func.length(groups.c.task).label("bytes")).where(
+    groups.c.job_id == bindparam("b_job"), groups.c.no.in_(bindparam("b_nos", expanding=True))
+)
+_PAYLOAD_BYTES = sa.select(
+    payloads.c.rollout_id,
+    (
+        sa.func.coalesce(sa.func.length(payloads.c.carry), 0)
+        + sa.func.coalesce(sa.func.length(payloads.c.trajectory), 0)
+    ).label("bytes"),
+).where(payloads.c.rollout_id.in_(bindparam("b_ids", expanding=True)))
 _PAYLOADS = sa.select(payloads).where(payloads.c.rollout_id.in_(bindparam("b_ids", expanding=True)))
 
 
-def grant(tx: Transaction, ask: Ask, lease_seconds: float) -> list[dict[str, Any]]:
-    """Lease up to MAX_BATCH rollouts within the worker's capacity; [] when nothing waits for it."""
+def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> list[dict[str, Any]]:
+    """Lease up to MAX_BATCH rollouts within the worker's capacity; [] when nothing waits for it.
+
+    What the leases carry of tasks and trajectories has at most `max_bytes`, unless it is a single lease;
+    the rest stays in its queue.
+    """
+    room = max_bytes
     live = {
         row.id: row
         for row in tx.conn.execute(_LIVE)
         if (ask.job is None or row.name == ask.job)
         and (ask.namespace is None or row.namespace == ask.namespace)
+        and ask.job_id in (None, row.id)
     }
     if not live:
         return []
@@ -110,7 +129,7 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float) -> list[dict[str, Any
     leases: list[dict[str, Any]] = []
     for stage in SERVED_ORDER:
         places = min(ask.capacity.get(stage, 0), MAX_BATCH - len(leases))
-        if places <= 0:
+        if places <= 0 or room <= 0:
             continue
         routers = None
         if stage == "run":
@@ -123,7 +142,9 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float) -> list[dict[str, Any
         for row in taken:
             loads[row.job_id] += 1
         if taken:
-            leases += _granted(tx, ask, live, stage, taken, routers, lease_seconds)
+            granted, size = _granted(tx, ask, live, stage, taken, routers, lease_seconds, room)
+            leases += granted
+            room -= size
         if routers is not None:
             tx.loads.update(routers.loads())
     return leases
@@ -152,15 +173,25 @@ def _granted(
     taken: list[Any],
     routers: Routers | None,
     lease_seconds: float,
-) -> list[dict[str, Any]]:
+    room: int,
+) -> tuple[list[dict[str, Any]], int]:
+    """Leases of what was taken, as far as there is room for what they carry; and its bytes."""
+    taken = _fitting(tx, taken, stage, room)
     by_group = _groups(tx, taken)
     kept = {}
     if stage != "init":
         ids = [row.id for row in taken]
         kept = {row.rollout_id: row for row in tx.conn.execute(_PAYLOADS, {"b_ids": ids})}
-    changes, leases = [], []
+    changes: list[dict[str, Any]] = []
+    leases: list[dict[str, Any]] = []
+    total = 0
     for row in taken:
         job, group = live[row.job_id], by_group[row.job_id, row.group_no]
+        carried = _carried(group, kept.get(row.id), stage)
+        size = sum(map(len, carried.values()))
+        # What is compressed in the database may be far larger here.
+        if leases and total + size > room:
+            break
         backend, policy_index, assignment = row.backend, row.policy_index, None
         if routers is not None and job.pool is not None:
             chosen = _route(tx, routers, job, row, by_group)
@@ -168,6 +199,7 @@ def _granted(
                 continue
             backend, policy_index = chosen.url, chosen.policy_index
             assignment = routers.assignment((job.namespace, job.pool), chosen)
+        total += size
         queued = max(0.0, tx.now - row.since)
         changes.append(
             {
@@ -183,7 +215,6 @@ def _granted(
                 "b_policy_index": policy_index,
             }
         )
-        payload = kept.get(row.id)
         lease = {
             "rollout": row.id,
             "token": row.token + 1,
@@ -196,21 +227,47 @@ def _granted(
             "attempt": getattr(row, f"failures_{stage}"),
             "queued_seconds": round(queued, 6),
             "lease_seconds": lease_seconds,
-            "task": fragment(group.task),
             "sandbox": None if row.sandbox is None or stage == "init" else orjson.Fragment(row.sandbox),
             "backend": assignment,
-            "carry": {} if payload is None or payload.carry is None else fragment(payload.carry),
+            "carry": {},
             "trajectory": None,
+            **{name: orjson.Fragment(data) for name, data in carried.items()},
         }
-        if stage == "eval" and payload is not None and payload.trajectory is not None:
-            lease["trajectory"] = fragment(payload.trajectory)
         leases.append(lease)
         tx.emit(row.job_id, rollout=row.id, stage=stage, status="leased", reward=None, reason="")
         tx.count("leases", stage)
         tx.count("queue_seconds", stage, value=queued)
     if changes:
         tx.conn.execute(_GRANT, changes)
-    return leases
+    return leases, total
+
+
+def _carried(group: Any, payload: Any | None, stage: StageName) -> dict[str, bytes]:
+    """The large parts of a lease, as JSON."""
+    carried = {"task": unpack(group.task)}
+    if payload is not None and payload.carry is not None:
+        carried["carry"] = unpack(payload.carry)
+    if stage == "eval" and payload is not None and payload.trajectory is not None:
+        carried["trajectory"] = unpack(payload.trajectory)
+    return carried
+
+
+def _fitting(tx: Transaction, taken: list[Any], stage: StageName, room: int) -> list[Any]:
+    """The first of what was taken, as far as their compressed parts have room; one at least."""
+    wanted: defaultdict[int, set[int]] = defaultdict(set)
+    for row in taken:
+        wanted[row.job_id].add(row.group_no)
+    tasks = {
+        (job_id, found.no): found.bytes
+        for job_id, nos in wanted.items()
+        for found in tx.conn.execute(_TASK_BYTES, {"b_job": job_id, "b_nos": sorted(nos)})
+    }
+    kept: dict[str, int] = {}
+    if stage != "init":
+        for found in tx.conn.execute(_PAYLOAD_BYTES, {"b_ids": [row.id for row in taken]}):
+            kept[found.rollout_id] = found.bytes
+    sizes = (tasks[row.job_id, row.group_no] + kept.get(row.id, 0) for row in taken)
+    return taken[: fitting(sizes, room)]
 
 
 def _groups(tx: Transaction, rows: Sequence[Any]) -> dict[tuple[int, int], Any]:

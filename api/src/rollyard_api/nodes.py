@@ -8,6 +8,7 @@ more is silent until its sandboxes have ended by themselves. Neither counts as a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ HEARD_SECONDS = 5.0
 """A node's row is written anew no more often than that."""
 BATCH = 500
 _WAITING = (states.queued("run"), states.queued("eval"))
+_UNFINISHED = tuple(range(states.SUCCEEDED))
 
 
 def _upsert(module: Any) -> Any:
@@ -45,24 +47,49 @@ _HELD = sa.select(rollouts.c.sandbox_id).where(
     rollouts.c.sandbox_id.in_(bindparam("b_ids", expanding=True)), rollouts.c.lease_expires.is_not(None)
 )
 _WAITED_FOR = (
-    sa.select(rollouts.c.node)
+    sa.select(rollouts.c.node, rollouts.c.job_id)
     .distinct()
     .where(rollouts.c.state.in_(_WAITING), rollouts.c.node.not_in(("", NODE)))
 )
 _OF_NODE = (
     sa.select(*LEASED_COLUMNS)
-    .where(rollouts.c.state.in_(_WAITING), rollouts.c.node == bindparam("b_node"))
+    .where(
+        rollouts.c.job_id == bindparam("b_job"),
+        rollouts.c.state.in_(_WAITING),
+        rollouts.c.node == bindparam("b_node"),
+    )
     .order_by(rollouts.c.id)
     .limit(BATCH)
     .with_for_update(skip_locked=True)
 )
 
 
-def heard(tx: Transaction, node: str) -> None:
-    """A worker of this node spoke just now."""
-    if node != NODE:
-        dialect = "sqlite" if tx.sqlite else "postgresql"
-        tx.conn.execute(_HEARD[dialect], {"name": node, "heard_at": tx.now})
+def heard(tx: Transaction, node: str, job_id: int | None = None) -> None:
+    """A worker of this node spoke just now.
+
+    Args:
+        job_id: the only job that it works for. It speaks for that job's rollouts alone, so that nobody
+            keeps another job waiting for a node that is gone; and only where some of them have the node,
+            so that no row is made for a name that is none. None: it speaks for every job.
+    """
+    if node == NODE or (job_id is not None and not _has_rollouts(tx, node, job_id)):
+        return
+    dialect = "sqlite" if tx.sqlite else "postgresql"
+    tx.conn.execute(_HEARD[dialect], {"name": _name(node, job_id), "heard_at": tx.now})
+
+
+def _name(node: str, job_id: int | None) -> str:
+    """The name of a row; a job's own is hashed, since a node's name may be as long as the column."""
+    if job_id is None:
+        return node
+    return f"job {job_id}: {hashlib.sha256(node.encode()).hexdigest()}"
+
+
+def _has_rollouts(tx: Transaction, node: str, job_id: int) -> bool:
+    some = sa.select(rollouts.c.id).where(
+        rollouts.c.job_id == job_id, rollouts.c.state.in_(_UNFINISHED), rollouts.c.node == node
+    )
+    return tx.conn.execute(some.limit(1)).first() is not None
 
 
 def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
@@ -85,16 +112,18 @@ def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
     A node that is not known yet counts as heard of now. Call it again after BATCH.
     """
     given_up = 0
-    waited_for = sorted(tx.conn.scalars(_WAITED_FOR))
+    waited_for = sorted((row.node, row.job_id) for row in tx.conn.execute(_WAITED_FOR))
     if not waited_for:
         return 0
     found = tx.conn.execute(sa.select(nodes.c.name, nodes.c.heard_at))
     known = {row.name: row.heard_at for row in found}
-    for node in waited_for:
-        if node not in known:
-            heard(tx, node)
-        elif known[node] < tx.now - silent_seconds:
-            rows = list(tx.conn.execute(_OF_NODE, {"b_node": node}))
+    for node, job_id in waited_for:
+        names = (node, _name(node, job_id))
+        spoke = [known[name] for name in names if name in known]
+        if not spoke:
+            heard(tx, node, job_id)
+        elif max(spoke) < tx.now - silent_seconds:
+            rows = list(tx.conn.execute(_OF_NODE, {"b_node": node, "b_job": job_id}))
             _begin_anew(tx, rows)
             given_up += len(rows)
     return given_up

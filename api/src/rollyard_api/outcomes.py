@@ -141,7 +141,7 @@ class _Batch:
         self.dropped: list[str] = []
         self.endings: list[Ending] = []
         self.seen: set[str] = set()
-        self.answering: set[str] = set()
+        self.answering: set[tuple[int, str]] = set()
 
     def judge(self, item: dict[str, Any], mark: str) -> str:
         """As _judge; a rollout named twice in one request is `repeated` the second time."""
@@ -199,6 +199,7 @@ def _accept(batch: _Batch, row: Any, item: dict[str, Any]) -> None:
                 stage=stage,
                 reward=float(item["reward"]),
                 components=None if components is None else dumps(components),
+                reward_reason=item.get("reward_reason") or None,
                 timings=timings,
                 settled=settled,
             )
@@ -234,7 +235,7 @@ def _accept(batch: _Batch, row: Any, item: dict[str, Any]) -> None:
             tx.count("template_breaks", value=breaks)
         tx.count("sampled_tokens", value=item.get("sampled_tokens", 0))
         if row.backend is not None:
-            batch.answering.add(row.backend)
+            batch.answering.add((row.job_id, row.backend))
             if not routing.moved(row.settled, row.token):
                 tx.measure(row.backend, _tokens(item), float(times.get("model_seconds", 0.0)), active)
         next_stage = "eval"
@@ -276,7 +277,7 @@ def _take_failure(batch: _Batch, row: Any, item: dict[str, Any], limits: dict[st
     timings = timing.add(row.timings, stage, active=active, worker=item.get("times"))
     tx.count("failures", stage, item["reason"])
     if stage == "run" and item["reason"] in _BACKENDS_FAULT and row.backend is not None:
-        circuits.failed(tx, row.backend)
+        circuits.failed(tx, row.job_id, row.backend)
     retryable = item.get("retryable", True) or not counts
     if retryable and failures < limits["attempts"][stage] + (0 if counts else 1):
         to: StageName = item.get("return_to") or stage

@@ -33,6 +33,7 @@ SCHEMA = pa.schema(
         ("reason", pa.string()),
         ("message", pa.string()),
         ("reward", pa.float64()),
+        ("reward_reason", pa.string()),
         ("segments", pa.list_(_SEGMENT)),
         ("backend", pa.string()),
         ("truncated", pa.bool_()),
@@ -49,6 +50,7 @@ SCHEMA = pa.schema(
 )
 _JSON = ("reward_components", "messages", "turns", "sampling", "timings", "metadata")
 _DEFAULTS: dict[str, Any] = {
+    "reward_reason": "",
     "segments": [],
     "backend": "",
     "truncated": False,
@@ -61,15 +63,29 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+GROUP_BYTES = 4 << 20
+"""JSON bytes of a row group: as Python objects, its rows take some five times as much memory."""
+
+
 def encode(lines: Sequence[bytes]) -> bytes:
     """Trajectories, each as JSON bytes, as one Parquet file; an empty list gives a file with no rows."""
-    rows = []
-    for line in lines:
-        row = _DEFAULTS | loads(line)
-        for name in _JSON:
-            row[name] = dumps(row[name]).decode()
-        rows.append(row)
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
     file = io.BytesIO()
-    pq.write_table(table, file, compression="zstd")
+    with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+        rows: list[dict[str, Any]] = []
+        size = 0
+        for line in lines:
+            rows.append(_row(line))
+            size += len(line)
+            if size >= GROUP_BYTES:
+                writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+                rows, size = [], 0
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
     return file.getvalue()
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    row: dict[str, Any] = _DEFAULTS | loads(line)
+    for name in _JSON:
+        row[name] = dumps(row[name]).decode()
+    return row

@@ -43,6 +43,13 @@ class Malformed(ApiError):
     reason = "MalformedBody"
 
 
+class BadRequest(ApiError):
+    """A parameter of the request is not what it should be; `errors` names it."""
+
+    status = 400
+    reason = "BadRequest"
+
+
 class Unauthorized(ApiError):
     """No bearer token, or one that nobody has."""
 
@@ -74,6 +81,13 @@ class Conflict(ApiError):
     reason = "Conflict"
 
 
+class Gone(ApiError):
+    """What the request refers to is no longer there, and never will be again."""
+
+    status = 410
+    reason = "Gone"
+
+
 class TooLarge(ApiError):
     status = 413
     reason = "BodyTooLarge"
@@ -93,11 +107,25 @@ class QueueFull(ApiError):
     reason = "QueueFull"
 
 
+class TooManyWaits(ApiError):
+    """As many long polls or event streams stand open as may; ask again after Retry-After seconds."""
+
+    status = 429
+    reason = "TooManyWaits"
+
+
 class Unavailable(ApiError):
-    """Shutting down, or the database cannot be reached."""
+    """Shutting down, or the database or a store cannot be reached."""
 
     status = 503
     reason = "Unavailable"
+
+
+class TimedOut(ApiError):
+    """Something behind the control plane, a store for one, did not answer in time."""
+
+    status = 504
+    reason = "TimedOut"
 
 
 class StorageFull(ApiError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -276,6 +277,9 @@ def reroute(
 ) -> Rerouted:
     """Another backend for a rollout whose own failed, or the same while no other has room.
 
+    Only the backend that the rollout is assigned to is blamed, in its own pool, and once under each
+    token: whoever holds a lease opens no circuit by naming another server, or by saying it again.
+
     The limit of a backend holds for rollouts that move, too: where every other is full, and the
     failed one takes none, the rollout is told to ask again; places that become free are kept for
     such rollouts, none goes to the queue before them (Router.reserved).
@@ -300,19 +304,24 @@ def reroute(
     if found.token != token or found.state != states.leased("run") or found.pool is None:
         return Rerouted("stale")
     key = (found.namespace, found.pool)
-    opened = False
-    if blame and not _OVERLOADED.search(error):
-        opened = circuits.failed(tx, failed_url)
+    opened, settled = False, found.settled
+    mark = _blamed(token, failed_url)
+    own = failed_url == found.backend and mark not in settled.split()
+    if blame and own and not _OVERLOADED.search(error):
+        opened = circuits.failed(tx, found.id, failed_url)
+        settled = f"{settled} {mark}".strip()
     lock(tx, [key])
     routers = Routers(tx, tx.conn.execute(ACTIVE))
     router = routers.get(key)
     chosen = None if router is None else _elsewhere(tx, router, found, failed_url)
+    changes = {} if settled == found.settled else {"settled": settled}
+    if chosen is not None and chosen.url != found.backend:
+        changes = {"backend": chosen.url, "settled": _marked(settled, token)}
+        tx.count("reroutes")
+    if changes:
+        tx.conn.execute(sa.update(rollouts).where(rollouts.c.id == rollout).values(**changes))
     if chosen is None:
         return Rerouted("accepted", None, routers.retry_after(key, tx.now), routers.why_none(key), opened)
-    if chosen.url != found.backend:
-        moved = {"backend": chosen.url, "settled": _marked(found.settled, token)}
-        tx.conn.execute(sa.update(rollouts).where(rollouts.c.id == rollout).values(**moved))
-        tx.count("reroutes")
     return Rerouted("accepted", routers.assignment(key, chosen), opened=opened)
 
 
@@ -333,6 +342,11 @@ def _elsewhere(tx: Transaction, router: Router, found: Any, failed_url: str) -> 
         # The group's other samples come after it.
         tx.conn.execute(STICK, {"b_job": found.id, "b_no": found.group_no, "b_backend": chosen.url})
     return chosen
+
+
+def _blamed(token: int, url: str) -> str:
+    """What a rollout notes once it has blamed this backend under this token."""
+    return f"b{token}:{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
 def _marked(settled: str, token: int) -> str:

@@ -63,8 +63,11 @@ jobs = sa.Table(
     sa.Column("object_uid", sa.String(128)),
     # The sandboxes to keep warm beside workers on Kubernetes: {"shape", "count"} as JSON; null for none.
     sa.Column("warm", sa.LargeBinary),
+    # The upload that its tasks were read from, which stays as long as the job's row; null for none.
+    sa.Column("blob_id", sa.Integer),
     _partial("uq_jobs_live_name", "namespace", "name", where="deleted_at IS NULL", unique=True),
     _partial("ix_jobs_unfinished", "id", where="finished_at IS NULL"),
+    _partial("ix_jobs_blob", "blob_id", where="blob_id IS NOT NULL"),
 )
 
 groups = sa.Table(
@@ -106,7 +109,7 @@ rollouts = sa.Table(
     sa.Column("expiries", sa.SmallInteger, nullable=False),
     sa.Column("eval_expiries", sa.SmallInteger, nullable=False),
     # Tokens whose outcome was accepted, "c3" completed, "f2" failed: what a repeat is told from;
-    # "m3": moved to another backend while held under that token.
+    # "m3": moved to another backend while held under that token, "b3:HASH": has blamed that backend under it.
     sa.Column("settled", sa.Text, nullable=False),
     sa.Column("timings", sa.Text, nullable=False),
     sa.Column("sandbox_id", sa.String(253)),
@@ -116,6 +119,7 @@ rollouts = sa.Table(
     sa.Column("policy_index", sa.Integer),
     sa.Column("reward", sa.Double),
     sa.Column("components", sa.LargeBinary),
+    sa.Column("reward_reason", sa.String(128)),
     sa.Column("reason", sa.String(128)),
     sa.Column("message", sa.Text),
     # Place in the order in which the job's rollouts ended: the cursor of its trajectories.
@@ -141,6 +145,34 @@ payloads = sa.Table(
     sa.Column("rollout_id", sa.String(128), primary_key=True),
     sa.Column("carry", sa.LargeBinary),
     sa.Column("trajectory", sa.LargeBinary),
+)
+
+# Uploaded files. A row is seen by others once it is complete; one that is not and was last touched long ago
+# is removed, piece by piece.
+blobs = sa.Table(
+    "blobs",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("namespace", sa.String(63), nullable=False),
+    sa.Column("sha256", sa.String(64), nullable=False),
+    # Bytes and pieces so far.
+    sa.Column("size", sa.BigInteger, nullable=False),
+    sa.Column("pieces", sa.Integer, nullable=False),
+    sa.Column("complete", sa.Boolean, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    # When a piece was added, or the whole was last asked for.
+    sa.Column("touched_at", sa.Double, nullable=False),
+    sa.Index("ix_blobs_namespace", "namespace", "sha256"),
+    _partial("uq_blobs_complete", "namespace", "sha256", where="complete", unique=True),
+)
+
+blob_pieces = sa.Table(
+    "blob_pieces",
+    metadata,
+    sa.Column("blob_id", sa.Integer, primary_key=True),
+    sa.Column("no", sa.Integer, primary_key=True),
+    # A zlib stream.
+    sa.Column("data", sa.LargeBinary, nullable=False),
 )
 
 # When each node with sandboxes of its own was last heard of.

@@ -7,12 +7,12 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from typing import Any, TypeVar
 
 import httpx
 from sqlalchemy.engine import Connection, make_url
 
 from rollyard_api import (
-    auth,
     cancelling,
     circuits,
     claims,
@@ -24,21 +24,34 @@ from rollyard_api import (
     nodes,
     verification,
 )
+from rollyard_api.admission import Idle, Quota, Turns
 from rollyard_api.archive import Archive
 from rollyard_api.auth import Tokens
+from rollyard_api.bulkhead import Bulkhead
 from rollyard_api.bus import Bus
 from rollyard_api.coordinator import Coordinator
 from rollyard_api.database import Database, Transaction
 from rollyard_api.events import EventHub
 from rollyard_api.metrics import Metrics
-from rollyard_api.problems import ApiError, StorageFull
+from rollyard_api.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.settings import Settings
 from rollyard_api.speeds import Speeds
 from rollyard_api.stats import Poller
 from rollyard_api.store import open_store
+from rollyard_api.taskreader import TaskReader
+from rollyard_api.tokenfile import TokenFile
+from rollyard_api.uploads import Uploads
 
 log = logging.getLogger("rollyard.api")
 
+T = TypeVar("T")
+
+DISK_SECONDS = 30.0
+PARSE_SECONDS = 60.0
+LOOKS = 4
+"""Looks at the database for long polls of one namespace at the same time."""
+GRANTS = 16
+"""Requests for leases of one namespace that wait for the database's writer at the same time."""
 FLUSH_SECONDS = 0.25
 """Between two looks at what waits for the trajectory store."""
 FLUSH_RETRY_SECONDS = 2.0
@@ -47,14 +60,44 @@ FLUSH_RETRY_SECONDS = 2.0
 class ControlPlane:
     """Everything that requests share; made by `running`."""
 
-    def __init__(self, settings: Settings, tokens: Tokens, database: Database) -> None:
+    def __init__(self, settings: Settings, token_file: TokenFile, database: Database) -> None:
         self.settings = settings
-        self.tokens = tokens
+        self.token_file = token_file
         self.database = database
         self.bus = Bus(None if database.sqlite else settings.recheck_seconds)
         self.events = EventHub(settings.event_buffer)
         self.metrics = Metrics()
-        self.archive = Archive(database, open_store(settings.trajectories_url))
+        patience = settings.store_seconds
+        store = open_store(settings.trajectories_url, 3 * patience)
+        self.archive = Archive(database, store, patience)
+        self.disk = Bulkhead("folder of weights", threads=4, waiting=256, seconds=DISK_SECONDS)
+        """For the folders of weights that updates name."""
+        self.parsing = Bulkhead("reading of tasks", threads=2, waiting=256, seconds=PARSE_SECONDS)
+        """For request bodies that take long to read."""
+        self.token_reads = Bulkhead("token file", threads=1, waiting=16, seconds=DISK_SECONDS)
+        self.polls = Quota("long polls", each=settings.max_polls_per_namespace, total=settings.max_polls)
+        self.worker_polls = Quota(
+            "long polls of workers",
+            each=settings.max_worker_polls_per_namespace,
+            total=settings.max_worker_polls,
+        )
+        self.streams = Quota(
+            "event streams", each=settings.max_streams_per_namespace, total=settings.max_streams
+        )
+        self._pages = {
+            source: Turns(
+                f"requests for results in the {source}",
+                each=settings.max_pages_per_namespace,
+                total=settings.max_pages,
+                seconds=settings.store_seconds,
+            )
+            for source in ("trajectory store", "database")
+        }
+        self.looks = Turns("looks at the database", each=LOOKS, total=64 * LOOKS)
+        self.grants = Turns("requests for leases", each=GRANTS, total=64 * GRANTS)
+        self.idle = Idle()
+        self.uploads = Uploads(database, settings.blob_limits)
+        self.task_reader = TaskReader(settings.task_sources, settings.task_limits, self.uploads.pieces)
         self.installed = entrypoints.installed()
         self.unclaimed = liveness.Unclaimed()
         self.speeds = Speeds()
@@ -63,9 +106,25 @@ class ControlPlane:
         """For calls to backends."""
         python = settings.verify_python or verification.default_python()
         self.coordinator = Coordinator(
-            database, self.http, verification.Forward(python), settings.weight_limits
+            database, self.http, verification.Forward(python, self.disk), settings.weight_limits
         )
         self.ready = False
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens that are in force now."""
+        return self.token_file.tokens
+
+    async def look_at_tokens(self) -> None:
+        """Read the token file again if it has changed."""
+        await self.token_reads.run(self.token_file.look)
+
+    def close(self) -> None:
+        """End the threads; those that hang are not waited for."""
+        self.archive.close()
+        self.disk.close()
+        self.parsing.close()
+        self.token_reads.close()
 
     def after_commit(self, committed: Sequence[Transaction]) -> None:
         """Tell waiters, subscribers and metrics what has just been committed."""
@@ -85,17 +144,54 @@ class ControlPlane:
             pass
         await self.database.write(claims.release_unneeded, durable=False)
 
-    async def refuse_when_full(self) -> None:
-        """Take no more results while the trajectory store is full and the database holds its share.
+    def pages_of(self, rows: Sequence[Any]) -> Turns:
+        """Places for answers with these results. A store that hangs holds no place of others."""
+        return self._pages["trajectory store" if any(row.pending is None for row in rows) else "database"]
+
+    async def poll(
+        self,
+        namespace: str,
+        topic: str,
+        look: Callable[[], Awaitable[T]],
+        enough: Callable[[T], bool],
+        wait: float,
+        gone: Callable[[], Awaitable[bool]],
+    ) -> T:
+        """A long poll of a trainer or a driver in the name of a namespace ("" for all): see `Bus.until`.
 
         Raises:
-            StorageFull: so it is.
+            TooManyWaits: as many as may stand open do already.
         """
-        if self.archive.full and await self.archive.unstored() >= self.settings.max_unstored:
+
+        async def turn() -> T:
+            async with self.looks.held(namespace):
+                return await look()
+
+        if wait <= 0:
+            return await turn()
+        with self.polls.held(namespace):
+            return await self.bus.until(topic, turn, enough, wait, gone)
+
+    async def refuse_when_full(self) -> None:
+        """Take no more results while the trajectory store takes none and the database holds its share.
+
+        Raises:
+            StorageFull: the store has no space left.
+            Unavailable: it takes nothing for another reason.
+        """
+        refused = self.archive.refused
+        if refused is None or await self.archive.unstored() < self.settings.max_unstored:
+            return
+        if isinstance(refused, StorageFull):
             raise StorageFull(
                 "no space left for trajectories, and as many as may wait in the database do; "
                 "make room in the trajectory store"
             )
+        raise Unavailable(
+            "as many trajectories as may wait in the database do, and their store takes none: "
+            f"{refused.detail}",
+            headers={"Retry-After": "2"},
+        )
 
     async def sweep(self) -> None:
         """One round of expiry, deadlines, cancellations, claims and removals."""
@@ -113,14 +209,12 @@ class ControlPlane:
         for job_id in await read(cancelling.deleted_jobs):
             while not await write(partial(cancelling.purge_some, job_id=job_id)):
                 pass
+            self.events.forget(job_id)
+        await self.uploads.remove_unneeded()
 
     async def flush(self) -> None:
-        """One round of storing trajectories; a full store is remembered until a round succeeds."""
-        try:
-            await self.archive.flush()
-        except StorageFull:
-            self.archive.full = True
-            raise
+        """One round of storing trajectories; a refusal is remembered until a round succeeds."""
+        await self.archive.flush()
 
     async def check_health(self, client: httpx.AsyncClient, *, ready: bool) -> None:
         """One round of health checks of those external backends that are ready, or that are not."""
@@ -151,6 +245,10 @@ async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awa
                 log.warning("%s: %s: %s", what, error.reason, error.detail)
             refused = error.reason
             pause = retry
+        except Exception:
+            # Whatever it is, this work continues for everybody else.
+            log.exception("%s: failed, and will be tried again", what)
+            pause = max(retry, 1.0)
         await asyncio.sleep(pause)
 
 
@@ -163,23 +261,26 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
         StateFolderInUse: another process serves this state folder.
         sqlalchemy.exc.OperationalError: the database cannot be opened.
     """
-    await asyncio.to_thread(settings.state_dir.mkdir, parents=True, exist_ok=True, mode=0o700)
+    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with ExitStack() as stack:
         if make_url(settings.database_url).get_backend_name() == "sqlite":
             stack.enter_context(lock.held(settings.state_dir))
-        given = settings.tokens_file
-        tokens = auth.load_or_make(settings.state_dir) if given is None else auth.load(given)
+        older = settings.older_job_tokens
+        tokens = TokenFile(settings.state_dir, settings.tokens_file, older_job_tokens=older)
         async with _opened(settings, tokens) as plane:
             yield plane
 
 
 @asynccontextmanager
-async def _opened(settings: Settings, tokens: Tokens) -> AsyncIterator[ControlPlane]:
+async def _opened(settings: Settings, tokens: TokenFile) -> AsyncIterator[ControlPlane]:
     database = Database(settings.database_url, sqlite_max_pages=settings.sqlite_max_pages)
+    stack = ExitStack()
     try:
-        await asyncio.to_thread(migrate.upgrade, database.writer)
+        await database.migrate(migrate.upgrade)
         plane = ControlPlane(settings, tokens, database)
+        stack.callback(plane.close)
         database.start(plane.after_commit)
+        await _open(plane.archive)
         await _resume(plane)
         async with plane.http as client:
             background = [
@@ -196,8 +297,19 @@ async def _opened(settings: Settings, tokens: Tokens) -> AsyncIterator[ControlPl
                     task.cancel()
                 await asyncio.gather(*background, return_exceptions=True)
                 await plane.coordinator.close()
+                plane.task_reader.close()
+                plane.uploads.close()
     finally:
-        await asyncio.to_thread(database.close)
+        stack.close()
+        await database.close()
+
+
+async def _open(archive: Archive) -> None:
+    try:
+        await archive.open()
+    except TimedOut as error:
+        # Jobs run without it as long as the database has room for their results.
+        log.warning("start: %s", error.detail)
 
 
 def _background(
@@ -210,6 +322,7 @@ def _background(
     starting = partial(plane.check_health, client, ready=False)
     circuit, stats = partial(plane.probe_circuits, client), partial(plane.read_stats, client)
     return [
+        (given.tokens_seconds, given.tokens_seconds, "token file", plane.look_at_tokens),
         (given.sweep_seconds, given.sweep_seconds, "sweep", plane.sweep),
         (FLUSH_SECONDS, FLUSH_RETRY_SECONDS, "trajectory store", plane.flush),
         (given.health_seconds, given.health_seconds, "health", serving),

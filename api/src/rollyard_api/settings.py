@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollyard_api import blobs, taskreader
+from rollyard_api.sources import AllowList
 from rollyard_api.weight_steps import Limits
 
 
@@ -19,7 +21,15 @@ class Settings:
     trajectories: str = ""
     """fsspec URL of the trajectory store; default: `state_dir/trajectories`."""
     tokens_file: Path | None = None
-    """JSON object with a token per role, read at start; default: `state_dir/tokens.json`, made if missing."""
+    """JSON object with the tokens of each role; default: `state_dir/tokens.json`, made if missing."""
+    tokens_seconds: float = 1.0
+    """Between two looks at whether the token file has changed."""
+    older_job_tokens: bool = True
+    """Whether job tokens without a uid, which older bridges make, are accepted."""
+    open_metrics: bool = False
+    """Whether `/metrics` needs no token."""
+    open_docs: bool = False
+    """Whether `/docs` and `/openapi.json` need no token."""
     lease_seconds: float = 30.0
     node_seconds: float = 60.0
     """Silence of all workers of a node after which its sandboxes have ended by themselves."""
@@ -32,6 +42,24 @@ class Settings:
     """Expired leases per rollout, after which it ends as Failed/LeaseExpired."""
     max_unstored: int = 10_000
     """Ended rollouts that wait for the trajectory store; beyond, completions answer 507."""
+    store_seconds: float = 15.0
+    """How long a request waits for the trajectory store; writing a part may take three times as long."""
+    page_bytes: int = 16 << 20
+    """Of one page of results or of a list, and of one answer with leases; a single larger item has a page
+    to itself."""
+    max_polls: int = 4096
+    """Long polls of trainers and drivers at the same time; more are answered 429."""
+    max_polls_per_namespace: int = 1024
+    max_worker_polls: int = 32_768
+    """Long polls of workers at the same time; more are answered 429."""
+    max_worker_polls_per_namespace: int = 8192
+    max_streams: int = 1024
+    """Event streams at the same time; more are answered 429."""
+    max_streams_per_namespace: int = 256
+    max_pages: int = 32
+    """Pages of results in memory at the same time, on their way to a client: so many from the trajectory
+    store, and as many from the database. Others wait their turn."""
+    max_pages_per_namespace: int = 8
     sweep_seconds: float = 1.0
     health_seconds: float = 5.0
     """Between two health checks of an external backend."""
@@ -49,12 +77,33 @@ class Settings:
     """Longest sleep of a long poll where another replica may have made the change."""
     event_buffer: int = 4096
     """Events kept per job for resuming, and at most owed to one subscriber."""
+    allow_tasks_from: tuple[str, ...] = ()
+    """URL prefixes that `spec.tasks.url` of a job may begin with, beside uploads; see `AllowList`."""
+    allow_tasks_networks: tuple[str, ...] = ()
+    """Networks in which hosts of these prefixes may be, beside public addresses."""
+    task_limits: taskreader.Limits = field(default_factory=taskreader.Limits)
+    """How much may be read in the name of jobs."""
+    blob_limits: blobs.Limits = field(default_factory=blobs.Limits)
+    """How much may be uploaded."""
     sqlite_max_pages: int = 0
     """Bound of the SQLite file in pages of 4 KiB; 0: the disk is the bound."""
 
     @property
     def database_url(self) -> str:
         return self.db or f"sqlite:///{self.state_dir.absolute() / 'rollyard.db'}"
+
+    @property
+    def task_sources(self) -> AllowList:
+        """What jobs may name.
+
+        Raises:
+            PrefixError: an entry cannot be used.
+        """
+        # Tokens, the database and others' trajectories are never a job's tasks.
+        kept = [self.state_dir]
+        kept += [] if self.tokens_file is None else [self.tokens_file]
+        kept += [] if "://" in self.trajectories_url else [Path(self.trajectories_url)]
+        return AllowList.of(self.allow_tasks_from, self.allow_tasks_networks, kept)
 
     @property
     def trajectories_url(self) -> str:

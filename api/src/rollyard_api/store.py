@@ -1,20 +1,31 @@
-"""The trajectory store: immutable objects of NDJSON under a URL."""
+"""The trajectory store: immutable objects of NDJSON under a URL. Everything here blocks: see `bulkhead`."""
 
 from __future__ import annotations
 
 import os
+import secrets
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
+from fsspec.asyn import sync
 from fsspec.core import url_to_fs
 
 from rollyard_api.database import is_storage_full
 from rollyard_api.problems import StorageFull, Unavailable
 
+LEFT_SECONDS = 600.0
+"""Age of a scratch file that nobody writes to any more."""
+RETRY_AFTER = {"Retry-After": "2"}
+
 
 class TrajectoryStore(Protocol):
     """Objects written whole; writing one again with the same content changes nothing."""
+
+    def open(self) -> None:
+        """Make the root where that is needed; raises OSError when it cannot be made."""
 
     def write(self, path: str, data: bytes) -> None:
         """Durably write an object, or raise StorageFull or Unavailable and leave nothing half-done."""
@@ -29,11 +40,16 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    def open(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+
     def write(self, path: str, data: bytes) -> None:
         target = self.root / path
-        scratch = target.with_name(f".{target.name}.part")
+        # An earlier write of the same object may hang still: each has a scratch file of its own.
+        scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_left(target)
             try:
                 with scratch.open("wb") as file:
                     file.write(data)
@@ -56,30 +72,61 @@ class LocalStore:
                 file.seek(start)
                 data = file.read(length)
         except OSError as error:
-            raise Unavailable(f"the trajectory store cannot be read: {error}") from error
+            raise _unreadable(error) from error
         return _whole(data, path, length)
 
 
-class RemoteStore:
-    """Any file system that fsspec knows; its objects must appear whole or not at all (S3 and its like)."""
+def _remove_left(target: Path) -> None:
+    """Remove what killed processes left of this object; another replica may be writing it at this moment."""
+    for left in target.parent.glob(f".{target.name}.*part"):
+        with suppress(FileNotFoundError):
+            if left.stat().st_mtime < time.time() - LEFT_SECONDS:
+                left.unlink()
 
-    def __init__(self, fs: Any, root: str) -> None:
+
+class RemoteStore:
+    """Any file system that fsspec knows; its objects must appear whole or not at all (S3 and its like).
+
+    Args:
+        fs: the file system.
+        root: the folder in it under which everything lies.
+        seconds: after which a call of a file system that is asynchronous inside (S3, GCS, HTTP) is given up;
+            a call of another one hangs as long as the file system lets it.
+    """
+
+    def __init__(self, fs: Any, root: str, seconds: float) -> None:
         self.fs = fs
         self.root = root.rstrip("/")
+        self._seconds = seconds
+
+    def open(self) -> None:
+        """Nothing: the folder is made with the first object."""
 
     def write(self, path: str, data: bytes) -> None:
         try:
-            self.fs.makedirs(f"{self.root}/{path}".rpartition("/")[0], exist_ok=True)
-            self.fs.pipe_file(f"{self.root}/{path}", data)
+            self._call("makedirs", f"{self.root}/{path}".rpartition("/")[0], exist_ok=True)
+            self._call("pipe_file", f"{self.root}/{path}", data)
         except OSError as error:
             raise _refusal(error, path) from error
 
     def read(self, path: str, start: int, length: int) -> bytes:
         try:
-            data = bytes(self.fs.cat_file(f"{self.root}/{path}", start=start, end=start + length))
+            data = bytes(self._call("cat_file", f"{self.root}/{path}", start=start, end=start + length))
         except OSError as error:
-            raise Unavailable(f"the trajectory store cannot be read: {error}") from error
+            raise _unreadable(error) from error
         return _whole(data, path, length)
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        inner = getattr(self.fs, f"_{method}", None)
+        try:
+            if not getattr(self.fs, "async_impl", False) or inner is None:
+                return getattr(self.fs, method)(*arguments, **options)
+            return sync(self.fs.loop, inner, *arguments, timeout=self._seconds, **options)
+        except OSError:
+            raise
+        except Exception as error:
+            # Libraries of object stores have exceptions of their own, which are no OSErrors.
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _whole(data: bytes, path: str, length: int) -> bytes:
@@ -88,17 +135,27 @@ def _whole(data: bytes, path: str, length: int) -> bytes:
     return data
 
 
+def _unreadable(error: OSError) -> Unavailable:
+    return Unavailable(f"the trajectory store cannot be read: {_said(error)}", headers=RETRY_AFTER)
+
+
 def _refusal(error: OSError, path: str) -> Exception:
     if is_storage_full(error):
         return StorageFull("no space left for trajectories; they wait in the database until there is room")
-    return Unavailable(f"the trajectory store refused {path}: {error}")
+    return Unavailable(f"the trajectory store refused {path}: {_said(error)}", headers=RETRY_AFTER)
 
 
-def open_store(url: str) -> TrajectoryStore:
-    """A store by its URL; a plain path or `file://` is a local folder, made if missing."""
+def _said(error: OSError) -> str:
+    return str(error) or type(error).__name__
+
+
+def open_store(url: str, seconds: float) -> TrajectoryStore:
+    """A store by its URL; a plain path or `file://` is a local folder.
+
+    Args:
+        seconds: how long a call of a remote store may take.
+    """
     fs, root = url_to_fs(url)
     if isinstance(fs, fsspec.get_filesystem_class("file")):
-        folder = Path(root)
-        folder.mkdir(parents=True, exist_ok=True)
-        return LocalStore(folder)
-    return RemoteStore(fs, root)
+        return LocalStore(Path(root))
+    return RemoteStore(fs, root, seconds)

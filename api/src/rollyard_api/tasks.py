@@ -1,19 +1,25 @@
-"""Reading task lists at submit time: from a URL, or pushed to a stream."""
+"""Task lists, checked at submit time: of a file, or pushed to a stream."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-import fsspec
 from pydantic import ValidationError
 from rollyard_crds.manifest import describe
 from rollyard_crds.task import Task
-from rollyard_crds.tasklist import MAX_LINE_BYTES, MAX_PROBLEMS, TaskListError, parse_lines
+from rollyard_crds.tasklist import MAX_LINE_BYTES, MAX_PROBLEMS, TaskLines, TaskListError, parse_lines
 
 from rollyard_api.codec import pack
+from rollyard_api.inflate import Damaged, Lines, LineTooLong, TooLong
 from rollyard_api.problems import Invalid
+from rollyard_api.sources import FIELD, shown
+
+MAX_LINES: Final = 1_000_000
+"""In one file, blank ones too."""
+STEP_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +35,87 @@ def row(task: Task) -> TaskRow:
     return TaskRow(task.id, pack(task.model_dump_json(exclude_none=True, exclude_defaults=True).encode()))
 
 
-def _lines(url: str) -> Iterator[str]:
-    with fsspec.open(url, "rt", compression="infer", encoding="utf-8") as file:
-        while line := file.readline(MAX_LINE_BYTES + 2):
-            yield line
+class Collector:
+    """Tasks of a JSON-lines file whose bytes come piece by piece; `.gz`, `.bz2` and `.xz` too.
 
-
-def read_url(url: str) -> list[TaskRow]:
-    """Every task of a JSON-lines file behind a URL, `.gz` too. Blocking: call it in a thread.
-
-    Raises:
-        Invalid: the file cannot be read, or a line is refused; the whole list is refused then.
+    Args:
+        url: as the job names it, for messages.
+        quote: whether messages may show what the file holds.
+        max_bytes: of the file, unpacked.
+        deadline: on the clock `time.monotonic`; unpacking stops then.
     """
-    try:
-        return [row(task) for task in parse_lines(_lines(url))]
-    except TaskListError as error:
-        problems = [f"spec.tasks.url: {url}: {problem}" for problem in error.problems]
-        raise Invalid(problems[0], reason=error.reason, errors=problems) from error
-    except (OSError, ValueError, ImportError, EOFError) as error:
-        text = f"spec.tasks.url: {url} cannot be read: {error}"
-        raise Invalid(text, reason="InvalidTasks", errors=[text]) from error
+
+    def __init__(self, url: str, *, quote: bool, max_bytes: int, deadline: float) -> None:
+        self._url = shown(url)
+        self._max_bytes = max_bytes
+        self._deadline = deadline
+        self._lines = Lines(max_bytes, MAX_LINE_BYTES)
+        self._checked = TaskLines(quote=quote)
+        self._rows: list[TaskRow] = []
+        self._waiting: Iterator[bytes] = iter(())
+        self._count = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take some of the file; `step` checks it. To be called once all before it is checked."""
+        self._waiting = self._lines.feed(data)
+
+    def finish(self) -> None:
+        """All of the file was fed; `step` checks its last line."""
+        self._waiting = self._lines.end()
+
+    def step(self) -> bool:
+        """Check what was fed, for STEP_SECONDS at most; True once it is checked.
+
+        A small piece of a compressed file may unpack to much: whoever calls this takes turns with others.
+
+        Raises:
+            Invalid: a line is refused, or the file is too long or damaged.
+            TimeoutError: the deadline has passed.
+        """
+        turn = time.monotonic() + STEP_SECONDS
+        try:
+            for line in self._waiting:
+                self._count += 1
+                task = self._checked.add(line.decode())
+                if task is not None:
+                    self._rows.append(row(task))
+                if self._count > MAX_LINES:
+                    raise TaskListError([f"holds more than {MAX_LINES} lines"])
+                now = time.monotonic()
+                if now > self._deadline:
+                    raise TimeoutError
+                if now > turn:
+                    return False
+        except TaskListError as error:
+            raise self._refused(error) from error
+        except LineTooLong as error:
+            raise self._refused(self._checked.refuse(f"longer than {MAX_LINE_BYTES} bytes")) from error
+        except UnicodeDecodeError as error:
+            raise self._refused(self._checked.refuse("not UTF-8 text")) from error
+        except TooLong as error:
+            raise self._refused(
+                TaskListError([f"holds more than {self._max_bytes} bytes of text"])
+            ) from error
+        except Damaged as error:
+            raise self._refused(TaskListError(["the compressed file is damaged"])) from error
+
+        return True
+
+    def rows(self) -> list[TaskRow]:
+        """All tasks, once all is checked.
+
+        Raises:
+            Invalid: a line was refused, or there is no task; the whole list is refused then.
+        """
+        try:
+            self._checked.end()
+        except TaskListError as error:
+            raise self._refused(error) from error
+        return self._rows
+
+    def _refused(self, error: TaskListError) -> Invalid:
+        problems = [f"{FIELD}: {self._url}: {problem}" for problem in error.problems]
+        return Invalid(problems[0], reason=error.reason, errors=problems)
 
 
 def read_lines(text: str) -> list[TaskRow]:

@@ -12,17 +12,22 @@ import json
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import httpx
 import orjson
 from rollyard_crds.weights import LogprobReference
 
 from rollyard_api import checkpoints, forward
+from rollyard_api.bulkhead import Bulkhead
 from rollyard_api.fetch import Unanswered, base_of, fetch
+from rollyard_api.problems import TimedOut, Unavailable
+
+T = TypeVar("T")
 
 PROMPT_TOKENS: Final = 48
 TOLERANCE: Final = 0.1
@@ -140,8 +145,9 @@ def default_python() -> str:
 class Forward:
     """Forward passes in a subprocess, one at a time, the last few results kept."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, disk: Bulkhead) -> None:
         self._python = python
+        self._disk = disk
         self._place = asyncio.Semaphore(1)
         self._known: OrderedDict[tuple[Any, ...], Reference] = OrderedDict()
 
@@ -155,10 +161,10 @@ class Forward:
             raise Unverifiable(
                 "no reference was given, and no Python with transformers is known (--verify-python)"
             )
-        if not await asyncio.to_thread(checkpoints.is_hugging_face, folder):
+        if not await self._look(partial(checkpoints.is_hugging_face, folder)):
             raise Unverifiable(f"no reference was given, and {folder} is no Hugging Face folder seen here")
         async with self._place:
-            key = await asyncio.to_thread(_identity, folder)
+            key = await self._look(partial(_identity, folder))
             if key not in self._known:
                 self._known[key] = await self._run(folder)
             self._known.move_to_end(key)
@@ -166,8 +172,14 @@ class Forward:
                 self._known.popitem(last=False)
             return self._known[key]
 
+    async def _look(self, function: Callable[[], T]) -> T:
+        try:
+            return await self._disk.run(function)
+        except (TimedOut, Unavailable) as error:
+            raise Unverifiable(error.detail) from error
+
     async def _run(self, folder: Path) -> Reference:
-        ids = fixed_prompt(*await asyncio.to_thread(_vocabulary, folder))
+        ids = fixed_prompt(*await self._look(partial(_vocabulary, folder)))
         command = [self._python, str(Path(forward.__file__)), str(folder)]
         try:
             process = await asyncio.create_subprocess_exec(

@@ -7,6 +7,7 @@ kept as they came, instead of being built as models and taken apart again.
 from __future__ import annotations
 
 import math
+import re
 from itertools import compress
 from operator import not_
 from typing import Any, TypeVar
@@ -14,9 +15,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from rollyard_crds.lease import MAX_BATCH, RunStats, SandboxHandle, StageFailure, StageTimes
 from rollyard_crds.manifest import describe
-from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.trajectory import MAX_REWARD, Trajectory
 
-from rollyard_api.codec import dumps, pack
+from rollyard_api.codec import check_plain, dumps, pack
 from rollyard_api.problems import Invalid
 
 M = TypeVar("M", bound=BaseModel)
@@ -35,10 +36,13 @@ _RESULT_FIELDS = frozenset(
         "trajectory",
         "reward",
         "reward_components",
+        "reward_reason",
         "stats",
         "times",
     }
 )
+_REWARD = f"a finite number from {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}"
+_REASON = re.compile(r"([A-Z][A-Za-z0-9]{0,127})?")
 _SEGMENT_FIELDS = frozenset({"prompt_ids", "response_ids", *_PARALLEL})
 
 
@@ -85,6 +89,7 @@ def check_results(document: Any) -> list[dict[str, Any]]:
     """
     problems: list[str] = []
     results = _items(document, "results")
+    check_plain([_without_segments(item) for item in results])
     for place, item in enumerate(results):
         name = f"results[{place}]"
         problems += _result_problems(item, name)
@@ -99,6 +104,14 @@ def check_results(document: Any) -> list[dict[str, Any]]:
             item["template_breaks"] = trajectory.get("template_breaks", 0)
             item["sampled_tokens"] = sum(sum(s["loss_mask"]) for s in trajectory.get("segments", []))
     return results
+
+
+def _without_segments(item: Any) -> Any:
+    """A result without its token lists, which are large, and whose entries are checked for their type."""
+    trajectory = item.get("trajectory") if isinstance(item, dict) else None
+    if not isinstance(trajectory, dict):
+        return item
+    return item | {"trajectory": trajectory | {"segments": []}}
 
 
 def _result_problems(item: Any, name: str) -> list[str]:
@@ -125,17 +138,35 @@ def _result_problems(item: Any, name: str) -> list[str]:
     elif item.get("trajectory") is not None:
         problems.append(f"{name}.trajectory: only the Run stage gives one")
     if stage == "eval":
-        if not _number(item.get("reward")):
-            problems.append(
-                f"{name}.reward: must be a finite number in stage eval (got {item.get('reward')!r})"
-            )
-        components = item.get("reward_components")
-        if components is not None and not (
-            isinstance(components, dict) and all(_number(v) for v in components.values())
-        ):
-            problems.append(f"{name}.reward_components: must be an object of finite numbers")
-    elif item.get("reward") is not None:
-        problems.append(f"{name}.reward: only the Eval stage gives one")
+        problems += _reward_problems(item, name)
+    else:
+        problems += [
+            f"{name}.{field}: only the Eval stage gives one"
+            for field in ("reward", "reward_reason")
+            if item.get(field) not in (None, "")
+        ]
+    return problems
+
+
+def _reward_problems(item: dict[str, Any], name: str) -> list[str]:
+    """What is wrong with the reward of an Eval."""
+    problems = []
+    reward, components, reason = item.get("reward"), item.get("reward_components"), item.get("reward_reason")
+    if not _is_reward(reward):
+        problems.append(f"{name}.reward: must be {_REWARD} in stage eval (got {_shown(reward)})")
+    if components is not None and not isinstance(components, dict):
+        problems.append(f"{name}.reward_components: must be an object of numbers")
+    elif components:
+        problems += [
+            f"{name}.reward_components.{str(key)[:64]}: must be {_REWARD} (got {_shown(value)})"
+            for key, value in components.items()
+            if not _is_reward(value)
+        ][:MAX_PROBLEMS]
+    if reason is not None and not (isinstance(reason, str) and _REASON.fullmatch(reason)):
+        problems.append(
+            f"{name}.reward_reason: must be one CamelCase word of at most 128 characters, or empty "
+            f"(got {_shown(reason)})"
+        )
     return problems
 
 
@@ -149,8 +180,15 @@ def _model_problems(kind: type[BaseModel], value: Any, name: str) -> list[str]:
     return []
 
 
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _is_reward(value: Any) -> bool:
+    # A comparison with NaN is false, so this also refuses what is not finite.
+    return type(value) in (int, float) and -MAX_REWARD <= value <= MAX_REWARD
+
+
+def _shown(value: Any) -> str:
+    """A wrong value for a message, shortened."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def trajectory_problems(document: Any, name: str) -> list[str]:

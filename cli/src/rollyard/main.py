@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import click
 from rollyard_operator.host.errors import HostError
 
+from rollyard import terminal
 from rollyard.errors import UsageProblem
 
 COMMANDS: dict[str, str] = {
@@ -87,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:
-        error.show()
+        said = io.StringIO()
+        error.show(said)
+        terminal.echo(said.getvalue().rstrip("\n"), err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
@@ -96,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except UsageProblem as error:
-        click.echo(f"rollyard: {error}", err=True)
+        terminal.echo(f"rollyard: {error}", err=True)
         return 2
     except HostError as error:
-        click.echo(f"rollyard: {error}", err=True)
+        terminal.echo(f"rollyard: {error}", err=True)
         return 1
     except OSError as error:
         # A file or folder that cannot be read or written, a full disk: the user's to mend.

@@ -1,15 +1,57 @@
-"""Submitting a job to a control plane that may be on another machine, and not see this one's files."""
+"""Submitting a job whose tasks stand in a file of this machine: the file is uploaded."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rollyard_client import Client, Conflict, Invalid, RollyardError
+from rollyard_client import Client, Conflict, Invalid, NotFound, RollyardError
 from rollyard_crds import RolloutJob
 from rollyard_crds.rolloutjob import MAX_INLINE_TASKS
 
 from rollyard.errors import InvalidInput
 from rollyard.manifests import local_path, read_tasks
+
+
+def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:
+    """Submit a job; a task file of this machine is uploaded first.
+
+    Returns:
+        The job, and the file whose tasks went into the manifest, which happens where the server takes no
+        uploads; None otherwise.
+
+    Raises:
+        RollyardError: it is refused.
+        InvalidInput: the server takes no uploads, and the file holds more tasks than a manifest may.
+    """
+    path = local_path(job.spec.tasks.url or "")
+    if path is None or not path.is_file():
+        return client.submit(job), None
+    try:
+        url = client.upload(path, job.metadata.namespace)
+    except NotFound:
+        return _to_older(client, job, path)
+    except OSError as error:
+        raise InvalidInput(f"spec.tasks.url: {path}: {error.strerror or error}") from error
+    try:
+        return client.submit(_with(job, url=url)), None
+    except Conflict as error:
+        if error.reason != "AlreadyExists":
+            raise
+        try:
+            # It may stand as an older command line submitted it.
+            return _to_older(client, job, path)
+        except (Conflict, Invalid, InvalidInput):
+            raise error from None
+    except Invalid as error:
+        # People know the file by its name.
+        errors = [line.replace(url, path.as_uri()) for line in error.errors]
+        message = str(error).replace(url, path.as_uri())
+        raise Invalid(message, reason=error.reason, status=error.status, errors=errors) from error
+
+
+def _with(job: RolloutJob, **source: object) -> RolloutJob:
+    tasks = job.spec.tasks.model_copy(update=source)
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"tasks": tasks})})
 
 
 def _file_unseen(error: RollyardError) -> bool:
@@ -22,21 +64,12 @@ def _file_unseen(error: RollyardError) -> bool:
     return any(line.startswith("spec.tasks.url:") and " cannot be read: " in line for line in error.errors)
 
 
-def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:
-    """Submit a job; where the control plane does not see its task file, the tasks go along.
-
-    Returns:
-        The job, and the file whose tasks went along; None: the control plane reads the tasks itself.
-
-    Raises:
-        RollyardError: it is refused.
-        InvalidInput: the file holds more tasks than a manifest may.
-    """
+def _to_older(client: Client, job: RolloutJob, path: Path) -> tuple[RolloutJob, Path | None]:
+    """Submit to a server that takes no uploads: it reads the file itself, or the tasks go along."""
     try:
         return client.submit(job), None
     except (Conflict, Invalid) as error:
-        path = local_path(job.spec.tasks.url or "")
-        if path is None or not _file_unseen(error) or not path.is_file():
+        if not _file_unseen(error):
             raise
         tasks = read_tasks(path)
         if len(tasks) > MAX_INLINE_TASKS:
@@ -45,9 +78,7 @@ def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:
                 f"than the {MAX_INLINE_TASKS} that can go with a manifest; put the file where the control "
                 "plane reads it (a volume, https://, s3://), or push the tasks to a job with 'stream: true'"
             ) from error
-        source = job.spec.tasks.model_copy(update={"url": None, "inline": tasks})
-        spec = job.spec.model_copy(update={"tasks": source})
         try:
-            return client.submit(job.model_copy(update={"spec": spec})), path
+            return client.submit(_with(job, url=None, inline=tasks)), path
         except Conflict:
             raise error from None

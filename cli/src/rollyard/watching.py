@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import click
 from rollyard_crds import RolloutJob
 
-from rollyard.errors import JobFailed
+from rollyard import terminal
+from rollyard.errors import CliError, JobFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,18 +31,21 @@ def watch(
     """Shows the job's progress until it is Finished; returns it as it ended.
 
     `also` is called with each state of the job that is seen.
+
+    Raises:
+        CliError: the job was deleted; the message says whether another one has its name.
     """
-    from rich.console import Console as RichConsole
-    from rollyard_client.errors import ServerUnavailable
-    from rollyard_client.finish import finished
+    from rollyard_client.errors import JobReplaced, NotFound, ServerUnavailable
+    from rollyard_client.finish import check_same, finished
 
     from rollyard.render.progress import progress_view
 
     # No bars for a job that there is not.
     with contextlib.suppress(ServerUnavailable):
         client.job(name, namespace)
-    with progress_view(console or RichConsole(highlight=False)) as view:
+    with progress_view(console or terminal.console()) as view:
         silent_since: float | None = None
+        uid: str | None = None
         while True:
             try:
                 job = client.job(name, namespace)
@@ -52,6 +56,18 @@ def watch(
                     raise
                 time.sleep(POLL_SECONDS)
                 continue
+            except NotFound as error:
+                if uid is None:
+                    raise
+                raise CliError(f"job {name!r} was deleted while it was watched") from error
+            try:
+                check_same(job, uid)
+            except JobReplaced as error:
+                raise CliError(
+                    f"job {name!r} was deleted while it was watched, and another one was submitted under its "
+                    f"name; `rollyard watch {name}` follows that one"
+                ) from error
+            uid = job.metadata.uid
             silent_since = None
             view.update(job)
             if also is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -15,10 +17,17 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import LogprobReference, PauseMode, WeightUpdate, WeightUpdateRequest
 
-from rollyard_client import requests
+from rollyard_client import requests, uploads
 from rollyard_client.context import resolve
-from rollyard_client.errors import WaitTimeout
-from rollyard_client.finish import POLL_SECONDS, WAIT_SECONDS, finished, timed_out, update_timed_out
+from rollyard_client.errors import NotFound, WaitTimeout
+from rollyard_client.finish import (
+    POLL_SECONDS,
+    WAIT_SECONDS,
+    check_same,
+    finished,
+    timed_out,
+    update_timed_out,
+)
 from rollyard_client.paging import Cursor, Files, Listing, P, T, Walk
 from rollyard_client.requests import Group, RolloutSummary
 from rollyard_client.sse import JobEvent, Parser
@@ -91,6 +100,24 @@ class AsyncClient:
         """Submit a RolloutJob; the same one twice is the same as once."""
         return await self._transport.send(requests.submit(manifest, SUBMIT_SECONDS))
 
+    async def upload(self, path: str | os.PathLike[str], namespace: str | None = None) -> str:
+        """Upload a task file of any size, which may be compressed; its URL for `spec.tasks.url`.
+
+        It belongs to the namespace, and is not sent where the namespace has it already. The server removes
+        it with the last job that uses it; one that no job uses is removed after an hour.
+
+        Raises:
+            OSError: the file cannot be read.
+            NotFound: the server is too old to take uploads.
+        """
+        file = await asyncio.to_thread(uploads.hashed, Path(path))
+        where = namespace or self.namespace
+        try:
+            await self._transport.send(uploads.has(file, where))
+        except NotFound:
+            await self._transport.send(uploads.put(file, where))
+        return file.url
+
     async def jobs(self, namespace: str | None = None) -> list[RolloutJob]:
         """All jobs of a namespace, or of all namespaces."""
         return [job async for job in self._walk(Listing(partial(requests.jobs, namespace)))]
@@ -104,11 +131,15 @@ class AsyncClient:
 
         Raises:
             WaitTimeout: it has not within `timeout` seconds.
+            JobReplaced: it was deleted, and another one was submitted under its name.
         """
+        uid: str | None = None
         loop = asyncio.get_running_loop()
         end = None if timeout is None else loop.time() + timeout
         while True:
             job = await self.job(name, namespace)
+            check_same(job, uid)
+            uid = job.metadata.uid
             if finished(job):
                 return job
             left = POLL_SECONDS if end is None else end - loop.time()

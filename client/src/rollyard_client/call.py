@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -15,6 +15,14 @@ from rollyard_client.errors import from_answer
 T = TypeVar("T")
 
 JSON = "application/json"
+
+
+class Upload(Protocol):
+    """A body that may be larger than memory; it can be read again when a call is sent again."""
+
+    @property
+    def size(self) -> int: ...
+    def pieces(self) -> Iterator[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,8 @@ class Call(Generic[T]):
     parse: Callable[[httpx.Response], T]
     query: Mapping[str, Any] = field(default_factory=dict)
     body: bytes | None = None
+    upload: Upload | None = None
+    """In the place of `body`: what is read while it is sent."""
     content_type: str = JSON
     accept: str = JSON
     wait: float = 0.0

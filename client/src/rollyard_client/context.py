@@ -49,7 +49,9 @@ def read_token(path: Path, role: str = "admin") -> str:
         return text
     try:
         token = json.loads(text)[role]
-    except (ValueError, KeyError) as error:
+        if isinstance(token, list):
+            token = token[0]  # of those that are valid, the one that is not on its way out
+    except (ValueError, LookupError) as error:
         raise ContextError(f"{path}: holds no token for the role {role!r}") from error
     return str(token)
 

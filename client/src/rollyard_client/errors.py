@@ -46,6 +46,27 @@ class Conflict(RollyardError):
     reason = "Conflict"
 
 
+class CursorGone(RollyardError):
+    """The cursor belongs to a job that was deleted, and another job has its name now.
+
+    Nothing of that other job was read: begin without a cursor to read it.
+    """
+
+    reason = "CursorGone"
+
+
+class CursorBeyondEnd(Conflict):
+    """The cursor has more results behind it than the job has, so it is not one of this job."""
+
+    reason = "CursorBeyondEnd"
+
+
+class JobReplaced(RollyardError):
+    """While a job was waited for, it was deleted, and another one was submitted under its name."""
+
+    reason = "JobReplaced"
+
+
 class Invalid(RollyardError):
     """The server refused the request; `errors` names each wrong field."""
 
@@ -104,10 +125,13 @@ _BY_STATUS: dict[int, type[RollyardError]] = {
 }
 
 
+_BY_REASON: dict[str, type[RollyardError]] = {one.reason: one for one in (CursorGone, CursorBeyondEnd)}
+
+
 def from_answer(status: int, problem: Any, retry_after: str | None) -> RollyardError:
     """The exception of an HTTP answer; `problem` is its decoded body, or its text."""
-    kind = _BY_STATUS.get(status, RollyardError)
     document = problem if isinstance(problem, dict) else {}
+    kind = _BY_REASON.get(str(document.get("reason"))) or _BY_STATUS.get(status, RollyardError)
     message = str(document.get("detail") or problem or f"the server answered {status}")
     seconds = float(retry_after) if retry_after is not None and retry_after.isdigit() else None
     return kind(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from rollyard_crds.rolloutjob import RolloutJob
 from rollyard_crds.weights import WeightUpdate
 
+from rollyard_client.errors import JobReplaced
+
 POLL_SECONDS = 0.5
 WAIT_SECONDS = 20.0
 
@@ -12,6 +14,20 @@ WAIT_SECONDS = 20.0
 def finished(job: RolloutJob) -> bool:
     """Condition `Finished` is True."""
     return any(c.type == "Finished" and c.status == "True" for c in job.status.conditions)
+
+
+def check_same(job: RolloutJob, uid: str | None) -> None:
+    """The job that is waited for is still the one with this uid (None: it was not seen before).
+
+    Raises:
+        JobReplaced: another one has its name.
+    """
+    if uid is not None and job.metadata.uid != uid:
+        name = job.metadata.name
+        raise JobReplaced(
+            f"RolloutJob {name!r} was deleted while it was waited for, and another one was submitted under "
+            "its name"
+        )
 
 
 def timed_out(job: RolloutJob, seconds: float) -> str:

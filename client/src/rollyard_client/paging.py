@@ -79,10 +79,11 @@ class Files:
         return self.make(self.cursor)
 
     def take(self, page: tuple[bytes, str, bool]) -> list[bytes]:
-        """The file, unless it is empty and others came before it."""
+        """The file, unless it is empty and another came before it."""
         data, after, finished = page
-        empty = after == (self.cursor or "0")
-        first = not self.cursor
+        # A page that leaves the cursor where it is has no rows. What a cursor looks like is the server's
+        # business: an empty first page is known by the one after it.
+        empty = after == self.cursor
         self.done = finished or empty
         self.cursor = after
-        return [data] if first or not empty else []
+        return [] if empty else [data]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -15,10 +17,17 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import LogprobReference, PauseMode, WeightUpdate, WeightUpdateRequest
 
-from rollyard_client import requests
+from rollyard_client import requests, uploads
 from rollyard_client.context import resolve
-from rollyard_client.errors import WaitTimeout
-from rollyard_client.finish import POLL_SECONDS, WAIT_SECONDS, finished, timed_out, update_timed_out
+from rollyard_client.errors import NotFound, WaitTimeout
+from rollyard_client.finish import (
+    POLL_SECONDS,
+    WAIT_SECONDS,
+    check_same,
+    finished,
+    timed_out,
+    update_timed_out,
+)
 from rollyard_client.paging import Cursor, Files, Listing, P, T, Walk
 from rollyard_client.requests import Group, RolloutSummary
 from rollyard_client.sse import JobEvent, Parser
@@ -90,6 +99,24 @@ class Client:
         """Submit a RolloutJob; the same one twice is the same as once."""
         return self._transport.send(requests.submit(manifest, SUBMIT_SECONDS))
 
+    def upload(self, path: str | os.PathLike[str], namespace: str | None = None) -> str:
+        """Upload a task file of any size, which may be compressed; its URL for `spec.tasks.url`.
+
+        It belongs to the namespace, and is not sent where the namespace has it already. The server removes
+        it with the last job that uses it; one that no job uses is removed after an hour.
+
+        Raises:
+            OSError: the file cannot be read.
+            NotFound: the server is too old to take uploads.
+        """
+        file = uploads.hashed(Path(path))
+        where = namespace or self.namespace
+        try:
+            self._transport.send(uploads.has(file, where))
+        except NotFound:
+            self._transport.send(uploads.put(file, where))
+        return file.url
+
     def jobs(self, namespace: str | None = None) -> list[RolloutJob]:
         """All jobs of a namespace, or of all namespaces."""
         return list(self._walk(Listing(partial(requests.jobs, namespace))))
@@ -103,10 +130,14 @@ class Client:
 
         Raises:
             WaitTimeout: it has not within `timeout` seconds.
+            JobReplaced: it was deleted, and another one was submitted under its name.
         """
+        uid: str | None = None
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             job = self.job(name, namespace)
+            check_same(job, uid)
+            uid = job.metadata.uid
             if finished(job):
                 return job
             left = POLL_SECONDS if end is None else end - time.monotonic()

@@ -47,16 +47,27 @@ class Retry:
 def request(client: httpx.Client | httpx.AsyncClient, call: Call[Any], timeout: float) -> httpx.Request:
     """The call as an httpx request."""
     headers = {"Accept": call.accept}
-    if call.body is not None:
+    content: bytes | Iterator[bytes] | AsyncIterator[bytes] | None = call.body
+    if call.upload is not None:
+        headers["Content-Length"] = str(call.upload.size)
+        pieces = call.upload.pieces()
+        content = pieces if isinstance(client, httpx.Client) else _read_beside(pieces)
+    if content is not None:
         headers["Content-Type"] = call.content_type
     return client.build_request(
         call.method,
         call.path,
         params={k: v for k, v in call.query.items() if v is not None},
-        content=call.body,
+        content=content,
         headers=headers,
         timeout=httpx.Timeout(timeout + call.wait, connect=5.0),
     )
+
+
+async def _read_beside(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Pieces of a file, read in a thread: a disk may be slow."""
+    while data := await asyncio.to_thread(next, pieces, b""):
+        yield data
 
 
 def _failed(call: Call[Any], url: str, error: httpx.TransportError) -> tuple[RollyardError, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel
 from rollyard_crds.claims import Claim, ClaimRequest
@@ -30,16 +30,26 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def _lease_call(
-    path: str, body: BaseModel, answer: type[M], *, wait: float = 0.0, again: bool = True
+    path: str, body: BaseModel | bytes, answer: type[M], *, wait: float = 0.0, again: bool = True
 ) -> Call[M]:
     return Call(
         "POST",
         f"/v1/leases{path}",
         lambda response: answer.model_validate_json(response.content),
-        body=body.model_dump_json().encode(),
+        body=body if isinstance(body, bytes) else body.model_dump_json().encode(),
         wait=wait,
         idempotent=again,
     )
+
+
+def _completed(request: CompleteRequest) -> bytes:
+    """The body, with `reward_reason` only where it says something: older control planes do not know it."""
+    silent: dict[int, dict[str, Any]] = {}
+    for place, result in enumerate(request.results):
+        silent[place] = {"trajectory": {"reward_reason"}}
+        if not result.reward_reason:
+            silent[place]["reward_reason"] = True
+    return request.model_dump_json(exclude={"results": silent}).encode()
 
 
 class Connected:
@@ -90,7 +100,7 @@ class WorkerClient(Connected):
 
     async def complete(self, request: CompleteRequest) -> OutcomeResponse:
         """Hand in stage results."""
-        return await self._transport.send(_lease_call("/complete", request, OutcomeResponse))
+        return await self._transport.send(_lease_call("/complete", _completed(request), OutcomeResponse))
 
     async def fail(self, request: FailRequest) -> OutcomeResponse:
         """Report failures, or hand leases over."""

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 from rollyard_crds.base import (
     API_VERSION,
     LIST_MAP_BY_TYPE,
+    CheckedEnv,
     Condition,
     Model,
     ObjectMeta,
@@ -61,8 +62,8 @@ class EngineSpec(Model):
         default_factory=list
     )
     """Further arguments of the engine's command line; `$(BACKEND_INDEX)` is the replica's, from 0."""
-    env: Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=128)] = Field(
-        default_factory=dict
+    env: Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=128), CheckedEnv] = (
+        Field(default_factory=dict)
     )
     """Environment of the engine; `$(BACKEND_INDEX)` as in `args`."""
     resources: EngineResources | None = None

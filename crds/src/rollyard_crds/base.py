@@ -6,10 +6,11 @@ unbounded ones, and because a bound is what turns "out of memory" into "400".
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 GROUP = "rollyard.dev"
@@ -22,6 +23,24 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN, min_length=1, max_length=63)]
 
 ShortText = Annotated[str, Field(max_length=256)]
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
+_ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*\Z")
+
+
+def _checked_env(env: dict[str, str]) -> dict[str, str]:
+    """Names as Kubernetes takes them in a container, and values that a process can have."""
+    for name, value in env.items():
+        if not _ENV_NAME.match(name):
+            raise ValueError(
+                f"{name!r} is no name of an environment variable: use letters, digits, '_', '-' and '.', and "
+                "no digit at the beginning"
+            )
+        if "\0" in value:
+            raise ValueError(f"the value of {name!r} must not hold a null character")
+    return env
+
+
+CheckedEnv = AfterValidator(_checked_env)
+"""What every map of environment variables is checked by; programs and shells get its names as they are."""
 PlacementName = Literal["kubernetes", "slurm", "local"]
 """The drivers."""
 

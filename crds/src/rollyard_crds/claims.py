@@ -72,7 +72,7 @@ class ClaimRequest(Record):
 
     rollout: Annotated[str, Field(min_length=1, max_length=253)]
     token: Annotated[int, Field(ge=1)]
-    """Fencing token of the Init lease in whose name it is filed."""
+    """Fencing token of the Init or Eval lease in whose name it is filed."""
     shape: SandboxShape
     wait: Annotated[float, Field(ge=0, le=60)] = 0.0
     """Seconds to wait for it to be bound or refused."""
@@ -93,7 +93,11 @@ class Claim(Record):
     address: str = ""
     """Bound: `tcp://host:port` of the exec server."""
     secret: str = ""
-    """Bound: what the exec server wants to be shown. It knows only its SHA-256."""
+    """Bound: what the exec server wants to be shown. It is started with its SHA-256 only.
+
+    A server that has been shown it proves from then on that it knows it; handles of sandboxes then hold
+    `v2.` and the secret, which must not begin so itself.
+    """
     reason: str = ""
     """Failed: CamelCase word, such as `ImagePullFailed`, `QuotaExceeded`, `NotIsolated`."""
     message: str = ""

@@ -1,32 +1,62 @@
 """Tokens for the workers of one job, derived from the token of all workers.
 
-Whoever holds the worker token can make them, and the control plane checks them, without a table:
-a token names its job, and an HMAC under the worker token proves it.
+Whoever holds the worker token can make them, and the control plane checks them without a table:
+a token names its job by namespace, name and uid, and an HMAC under the worker token proves it.
+A job that is deleted and made again under its name has another uid, so that the tokens of the
+old one are worth nothing to the new one. Older releases made tokens without a uid.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
+from dataclasses import dataclass
 
 _PREFIX = "ry-job"
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_UID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
-def job_token(worker_token: str, namespace: str, name: str) -> str:
-    """The token of the workers of one job. Names are DNS labels, so that they hold no dot."""
-    return f"{_PREFIX}.{namespace}.{name}.{_proof(worker_token, namespace, name)}"
+@dataclass(frozen=True, slots=True)
+class JobIdentity:
+    """The job that a token speaks for."""
+
+    namespace: str
+    name: str
+    uid: str | None
+    """As `metadata.uid` of the job or of its Kubernetes object; None in a token of the older form."""
 
 
-def job_of(token: str, worker_token: str) -> tuple[str, str] | None:
-    """Namespace and name of the job whose token this is; None: it is no such token, or a forged one."""
-    prefix, _, rest = token.partition(".")
-    parts = rest.split(".")
-    if prefix != _PREFIX or len(parts) != 3:
+def job_token(worker_token: str, namespace: str, name: str, uid: str) -> str:
+    """The token of the workers of one job.
+
+    Args:
+        worker_token: the token of all workers, which proves it.
+        namespace: a DNS label.
+        name: a DNS label.
+        uid: `metadata.uid` of the job as REST answers it, or of its Kubernetes object.
+
+    Raises:
+        ValueError: a part is not of its form; a dot, for example, would separate other parts.
+    """
+    for what, text, form in (("namespace", namespace, _LABEL), ("name", name, _LABEL), ("uid", uid, _UID)):
+        if form.fullmatch(text) is None:
+            raise ValueError(f"a job token needs the job's {what}, and {text!r} is none")
+    return f"{_PREFIX}.{namespace}.{name}.{uid}.{_proof(worker_token, f'job {namespace}/{name} {uid}')}"
+
+
+def job_of(token: str, worker_token: str) -> JobIdentity | None:
+    """The job whose token this is; None where it is no such token, or a forged one."""
+    prefix, *parts = token.split(".", 5)
+    if prefix != _PREFIX or len(parts) not in (3, 4):
         return None
-    namespace, name, proof = parts
-    genuine = hmac.compare_digest(_proof(worker_token, namespace, name).encode(), proof.encode())
-    return (namespace, name) if genuine else None
+    namespace, name = parts[:2]
+    uid = parts[2] if len(parts) == 4 else None
+    said = f"job {namespace}/{name}" if uid is None else f"job {namespace}/{name} {uid}"
+    genuine = hmac.compare_digest(_proof(worker_token, said).encode(), parts[-1].encode())
+    return JobIdentity(namespace, name, uid) if genuine else None
 
 
-def _proof(worker_token: str, namespace: str, name: str) -> str:
-    return hmac.new(worker_token.encode(), f"job {namespace}/{name}".encode(), hashlib.sha256).hexdigest()
+def _proof(worker_token: str, said: str) -> str:
+    return hmac.new(worker_token.encode(), said.encode(), hashlib.sha256).hexdigest()

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rollyard_crds.rolloutjob import StageName
 from rollyard_crds.task import Task
-from rollyard_crds.trajectory import Record, Trajectory
+from rollyard_crds.trajectory import Record, RewardReason, Trajectory
 
 MAX_BATCH = 64
 
@@ -141,6 +141,8 @@ class StageResult(Record):
     trajectory: Trajectory | None = None
     reward: float | None = None
     reward_components: dict[str, float] = Field(default_factory=dict)
+    reward_reason: RewardReason = ""
+    """Empty where the evaluation simply decided; see `Trajectory.reward_reason`."""
     stats: RunStats = Field(default_factory=RunStats)
     times: StageTimes = Field(default_factory=StageTimes)
 
@@ -194,7 +196,8 @@ class RouteRequest(Record):
     failed_url: str
     error: Annotated[str, Field(max_length=1024)] = ""
     blame: bool = True
-    """False: the backend did not fail (it is being updated, or drained), so its circuit is left alone."""
+    """False: the backend did not fail (it is being updated, or drained), so its circuit is left alone.
+    Only the backend that the rollout is assigned to is blamed, and once for each lease."""
 
 
 NoBackend = Literal["", "BackendsFull", "PoolPaused", "WeightsUpdating", "NoBackendReady"]

@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.base import API_VERSION
 from rollyard_crds.rolloutjob import RolloutJob
+from rollyard_crds.yamltext import YamlError, load_all
 
 Manifest = RolloutJob | BackendPool
 _KINDS: dict[str, type[RolloutJob] | type[BackendPool]] = {
@@ -43,24 +43,42 @@ def _fields_at(model: type[BaseModel] | None, location: Sequence[int | str]) -> 
         if model is None or isinstance(part, int):
             continue
         model = next(
-            (_model_in(field.annotation) for field in model.model_fields.values() if field.alias == part),
+            (
+                _model_in(field.annotation)
+                for name, field in model.model_fields.items()
+                if (field.alias or name) == part
+            ),
             None,
         )
     return [] if model is None else [field.alias or name for name, field in model.model_fields.items()]
 
 
-def describe(error: ValidationError, prefix: str = "", model: type[BaseModel] | None = None) -> list[str]:
+def describe(
+    error: ValidationError, prefix: str = "", model: type[BaseModel] | None = None, *, quote: bool = True
+) -> list[str]:
     """Pydantic's errors as `field: message` lines, a field written as a path (`spec.tasks.url`).
 
-    With the `model` that refused, an unknown field is told with the nearest known one, or all of them.
+    Args:
+        error: what pydantic raised.
+        prefix: the path of the document itself.
+        model: the one that refused; an unknown field is shown with the nearest known one, or all of them.
+        quote: whether lines may show what the document holds: values, and names that `model` does not know.
     """
     lines = []
     for item in error.errors(include_url=False):
         path = prefix
-        for part in item["loc"]:
+        for place, part in enumerate(item["loc"]):
+            if not quote and isinstance(part, str) and part not in _fields_at(model, item["loc"][:place]):
+                part = "(not shown)"
             path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else str(part))
         message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
+        if not quote:
+            # A validator's own words may hold the value; those about the whole task never do.
+            if item["type"] == "extra_forbidden":
+                message = "unknown field"
+            elif item["type"] == "value_error" and item["loc"]:
+                message = "this value is not allowed"
+        elif item["type"] == "extra_forbidden":
             known = _fields_at(model, item["loc"][:-1])
             near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}" if known else ""
@@ -98,13 +116,9 @@ def load(text: str) -> list[Manifest]:
         ManifestError: the text is no YAML, holds no document, or a document is refused.
     """
     try:
-        documents = [d for d in yaml.safe_load_all(text) if d is not None]
-    except yaml.YAMLError as error:
-        told = " ".join(str(error).split())
-        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-            mark = error.problem_mark
-            told = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-        raise ManifestError([f"manifest: not valid YAML: {told}"]) from error
+        documents = [d for d in load_all(text) if d is not None]
+    except YamlError as error:
+        raise ManifestError([f"manifest: not valid YAML: {error}"]) from error
     if not documents:
         raise ManifestError(["manifest: holds no document"])
     return [parse(document) for document in documents]

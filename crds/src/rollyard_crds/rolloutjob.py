@@ -11,6 +11,7 @@ from rollyard_crds.base import (
     API_VERSION,
     IMMUTABLE,
     LIST_MAP_BY_TYPE,
+    CheckedEnv,
     Condition,
     Model,
     Name,
@@ -19,6 +20,7 @@ from rollyard_crds.base import (
     ShortText,
     cel,
 )
+from rollyard_crds.evalcarry import EvalCarry
 from rollyard_crds.names import STAGES as STAGES
 from rollyard_crds.names import StageName as StageName
 from rollyard_crds.podtemplate import Placement, PodTemplate
@@ -58,7 +60,9 @@ class TaskSource(Model):
     )
 
     url: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """`file:///path/tasks.jsonl` or any URL that fsspec opens; one JSON object a line, `.gz` too."""
+    """A file with one JSON object a line, which may be compressed (`.gz`, `.bz2`, `.xz`):
+    `blob:sha256:HEX`, an upload of this namespace (`rollyard submit` makes one of a local file), or a
+    `file://`, `http(s)://` or bucket URL that the control plane's installer allows."""
     inline: Annotated[list[Task], Field(max_length=MAX_INLINE_TASKS)] | None = None
     """The tasks themselves."""
     config_map_ref: ConfigMapSource | None = None
@@ -145,7 +149,7 @@ class SandboxSpec(Model):
     """No network at all."""
     resources: SandboxResources = Field(default_factory=SandboxResources)
     """Limits of each sandbox."""
-    env: Annotated[dict[str, str], Field(max_length=256)] = Field(default_factory=dict)
+    env: Annotated[dict[str, str], Field(max_length=256), CheckedEnv] = Field(default_factory=dict)
     """Environment variables of every command."""
     warm: Annotated[int, Field(ge=0, le=1024)] = 4
     """Sandboxes kept started and unclaimed by each Init worker; on Kubernetes, for the whole job."""
@@ -154,14 +158,14 @@ class SandboxSpec(Model):
 
 
 _BOUNDS = "'maxReplicas' must be at least 'replicas'"
+_BOUNDS_RULE = ("!has(self.maxReplicas) || self.maxReplicas >= self.replicas", _BOUNDS)
+_CARRY_NEEDS_FRESH = "'carry' needs 'sandbox: fresh': a shared sandbox holds all that Run left"
 
 
 class StageSpec(Model):
     """One stage: its workers, how many rollouts each holds at once, its limit and retries."""
 
-    model_config = ConfigDict(
-        json_schema_extra=cel(("!has(self.maxReplicas) || self.maxReplicas >= self.replicas", _BOUNDS))
-    )
+    model_config = ConfigDict(json_schema_extra=cel(_BOUNDS_RULE))
 
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
     """Worker processes; with `maxReplicas`, the least of them."""
@@ -201,8 +205,30 @@ class RunStageSpec(StageSpec):
     """Tries of one rollout in this stage before it ends as Failed."""
 
 
+EvalSandbox = Literal["shared", "fresh"]
+
+
 class EvalStageSpec(StageSpec):
     """Eval: the reward."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            _BOUNDS_RULE,
+            ("!has(self.carry) || !has(self.sandbox) || self.sandbox == 'fresh'", _CARRY_NEEDS_FRESH),
+        )
+    )
+
+    sandbox: EvalSandbox | None = None
+    """`shared`: the sandbox that Run used, with all that it left. `fresh`: a new one that only Init has
+    prepared, with what `carry` names. Default: `fresh` where `carry` is given, else what the handler says."""
+    carry: EvalCarry | None = None
+    """What comes into a fresh sandbox. Default: no file, only what the policy submitted."""
+
+    @model_validator(mode="after")
+    def _carried_into_a_fresh_one(self) -> EvalStageSpec:
+        if self.carry is not None and self.sandbox == "shared":
+            raise ValueError(_CARRY_NEEDS_FRESH)
+        return self
 
 
 def _given_fields(value: Any) -> Any:

@@ -6,7 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from rollyard_crds.base import Model, Path, cel
+from rollyard_crds.base import CheckedEnv, Model, Path, cel
+from rollyard_crds.nesting import deeper_than
+
+MAX_DEPTH = 100
+"""Of lists and objects in a task. It is stored within other documents, and JSON is written to depth 254."""
 
 TaskId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
@@ -54,7 +58,7 @@ class TaskSandbox(Model):
 
     image: Annotated[str, Field(max_length=1024)] | None = None
     """Instead of the job's image."""
-    env: Annotated[dict[str, str], Field(max_length=256)] = Field(default_factory=dict)
+    env: Annotated[dict[str, str], Field(max_length=256), CheckedEnv] = Field(default_factory=dict)
     """Environment variables, beside and before the job's."""
     files: Annotated[dict[Path, Annotated[str, Field(max_length=1 << 20)]], Field(max_length=1024)] = Field(
         default_factory=dict
@@ -95,6 +99,13 @@ class Task(Model):
     """What this task adds to the job's sandbox."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """Free-form; comes back with every trajectory of the task."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_bottomless(cls, document: Any) -> Any:
+        if deeper_than(document, MAX_DEPTH):
+            raise ValueError(f"lists and objects may nest {MAX_DEPTH} deep")
+        return document
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Task:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from pydantic import ValidationError
 
@@ -24,25 +24,71 @@ class TaskListError(ValueError):
         self.problems = problems
 
 
-def _parse_line(number: int, line: str, seen: dict[str, int]) -> Task:
-    if len(line) > MAX_LINE_BYTES:
-        raise TaskListError([f"line {number}: longer than {MAX_LINE_BYTES} bytes"])
-    try:
-        document = json.loads(line)
-    except ValueError as error:
-        raise TaskListError([f"line {number}: not valid JSON: {error}"]) from error
-    if not isinstance(document, dict):
-        raise TaskListError([f"line {number}: must be a JSON object, not {type(document).__name__}"])
-    try:
-        task = Task.model_validate(document)
-    except ValidationError as error:
-        raise TaskListError(
-            [f"line {number}: {problem}" for problem in describe(error, model=Task)]
-        ) from error
-    if task.id in seen:
-        raise TaskListError([f"line {number}: id: {task.id!r} stands already on line {seen[task.id]}"])
-    seen[task.id] = number
-    return task
+class TaskLines:
+    """Checks the lines of a task list as they come.
+
+    Args:
+        quote: whether faults may show what a line holds. Where they may not, they name the line, the
+            fields that every task has, and nothing else.
+    """
+
+    def __init__(self, *, quote: bool = True) -> None:
+        self._quote = quote
+        self._seen: dict[str, int] = {}
+        self._problems: list[str] = []
+        self._number = 0
+
+    def add(self, line: str) -> Task | None:
+        """The task of the next line; None for a blank line and for one that is refused.
+
+        Raises:
+            TaskListError: as many lines are refused as are listed.
+        """
+        self._number += 1
+        if not line.strip():
+            return None
+        problems, task = self._read(line)
+        self._problems += [f"line {self._number}: {problem}" for problem in problems]
+        if len(self._problems) >= MAX_PROBLEMS:
+            raise TaskListError(self._problems[:MAX_PROBLEMS])
+        return task
+
+    def refuse(self, problem: str) -> TaskListError:
+        """What to raise where nothing can be read beyond the next line; earlier faults come first."""
+        self._problems.append(f"line {self._number + 1}: {problem}")
+        return TaskListError(self._problems[:MAX_PROBLEMS])
+
+    def end(self) -> None:
+        """There are no more lines.
+
+        Raises:
+            TaskListError: a line was refused, or there was no task.
+        """
+        if self._problems:
+            raise TaskListError(self._problems)
+        if not self._seen:
+            raise TaskListError(["the task list is empty: give at least one task"])
+
+    def _read(self, line: str) -> tuple[list[str], Task | None]:
+        if len(line) > MAX_LINE_BYTES:
+            return [f"longer than {MAX_LINE_BYTES} bytes"], None
+        try:
+            document = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            return [f"not valid JSON: {error}"], None
+        if not isinstance(document, dict):
+            what = f", not {type(document).__name__}" if self._quote else ""
+            return [f"must be a JSON object{what}"], None
+        try:
+            task = Task.model_validate(document)
+        except ValidationError as error:
+            return describe(error, model=Task, quote=self._quote), None
+        if task.id in self._seen:
+            return [
+                f"id: {repr(task.id) if self._quote else 'it'} stands already on line {self._seen[task.id]}"
+            ], None
+        self._seen[task.id] = self._number
+        return [], task
 
 
 def parse_lines(lines: Iterable[str]) -> list[Task]:
@@ -51,24 +97,7 @@ def parse_lines(lines: Iterable[str]) -> list[Task]:
     Raises:
         TaskListError: a line is malformed (up to 20 faults are listed), or there is no task.
     """
-    problems: list[str] = []
-    seen: dict[str, int] = {}
-    tasks: list[Task] = []
-    for number, line in _numbered(lines):
-        try:
-            tasks.append(_parse_line(number, line, seen))
-        except TaskListError as error:
-            problems.extend(error.problems)
-            if len(problems) >= MAX_PROBLEMS:
-                break
-    if problems:
-        raise TaskListError(problems[:MAX_PROBLEMS])
-    if not tasks:
-        raise TaskListError(["the task list is empty: give at least one task"])
+    reader = TaskLines()
+    tasks = [task for line in lines if (task := reader.add(line)) is not None]
+    reader.end()
     return tasks
-
-
-def _numbered(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield number, line

@@ -7,7 +7,7 @@ read and sampled.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,6 +15,10 @@ from rollyard_crds.task import Message
 
 TrajectoryStatus = Literal["succeeded", "failed", "cancelled"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "replayed"]
+RewardReason = Annotated[str, Field(max_length=128, pattern=r"^([A-Z][A-Za-z0-9]*)?$")]
+"""CamelCase; empty where the evaluation simply decided."""
+MAX_REWARD: Final = 1e6
+"""Rewards and their components are finite and at most this far from zero."""
 
 
 class Record(BaseModel):
@@ -123,6 +127,9 @@ class Trajectory(Record):
     message: str = ""
     reward: float | None = None
     reward_components: dict[str, float] = Field(default_factory=dict)
+    reward_reason: RewardReason = ""
+    """Why the reward is what it is, where the evaluation could not simply decide: `SandboxSabotaged`,
+    `TestTimeout`, … (CamelCase)."""
     segments: list[Segment] = Field(default_factory=list)
     messages: list[Message] = Field(default_factory=list)
     turns: list[Turn] = Field(default_factory=list)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from rollyard_crds.logtext import log_to
 
 from rollyard_engine.errors import EngineError
 from rollyard_engine.settings import Settings
@@ -93,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imported late: --help and bad arguments answer at once.
     from rollyard_engine.server import run
 
+    log_to(level=logging.WARNING)
     try:
         run(settings)
     except EngineError as error:

@@ -118,6 +118,8 @@ async def _serve(settings: Settings, listener: socket.socket, max_model_len: int
     service = build_service(settings, max_model_len, notify)
     config = uvicorn.Config(
         create_app(service),
+        # Its records go the way of all others, so that what they quote of requests is escaped.
+        log_config=None,
         log_level="warning",
         access_log=False,
         lifespan="off",

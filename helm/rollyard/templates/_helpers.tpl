@@ -134,6 +134,9 @@ priorityClassName: {{ . }}
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) }}
 {{- fail "ingress.host: required with ingress.enabled" }}
 {{- end }}
+{{- if and .Values.sandboxes.isolation.external (not .Values.sandboxes.isolation.required) }}
+{{- fail "sandboxes.isolation.external: have no effect with sandboxes.isolation.required=false" }}
+{{- end }}
 {{- if and .Values.sandboxes.isolation.checks (not .Values.sandboxes.isolation.required) }}
 {{- fail "sandboxes.isolation.checks: have no effect with sandboxes.isolation.required=false" }}
 {{- end }}

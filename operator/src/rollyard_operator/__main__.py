@@ -15,10 +15,11 @@ from pathlib import Path
 import httpx
 from rollyard_client import DriverClient, Retry
 from rollyard_client.transport import CA_FILE
+from rollyard_crds.logtext import log_to
 
 from rollyard_operator import labels
 from rollyard_operator.installation import Operator
-from rollyard_operator.isolation import isolation_checks
+from rollyard_operator.isolation import external_checks, isolation_checks
 from rollyard_operator.kube import KubeClient, KubeError
 from rollyard_operator.kubesandboxes import SandboxLoop
 from rollyard_operator.kubewatch import KubeWatch
@@ -28,6 +29,7 @@ from rollyard_operator.pods import installation_digest
 from rollyard_operator.reflector import Reflector
 from rollyard_operator.settings import OperatorSettings, SettingsError, load_settings
 from rollyard_operator.shell import LIVENESS, login_of, on_signals, watch
+from rollyard_operator.witnesses import Witnesses
 
 _log = logging.getLogger("rollyard_operator")
 MAX_ACTIVE_JOBS = 100
@@ -95,6 +97,7 @@ async def _run(
     liveness: str,
     leave: Callable[[bool], None],
 ) -> None:
+    witnesses = Witnesses(await external_checks(settings))
     profile = Profile(max_active_jobs=MAX_ACTIVE_JOBS, made_of=installation_digest(settings))
     operator = Operator(settings, profile, kube, client, http)
     sandboxes = SandboxLoop(
@@ -105,6 +108,7 @@ async def _run(
         settings,
         key=_token(settings.token_file),
         checks=await isolation_checks(settings, kube, os.environ),
+        doubt=witnesses.doubt if settings.isolation.required else (lambda: ""),
     )
     operator.job_changed = sandboxes.wake
     filled, asked, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -132,8 +136,9 @@ async def _run(
         finally:
             over.set()
 
+    looking = (witnesses.run,) if settings.isolation.external else ()
     began = time.monotonic()
-    working = asyncio.create_task(operator.run(begun, sandboxes.run), name="operator")
+    working = asyncio.create_task(operator.run(begun, sandboxes.run, *looking), name="operator")
     watches = asyncio.create_task(watching(), name="watches")
     pod_watches = asyncio.create_task(watching_pods(), name="watches of pods")
     ends = [asyncio.create_task(one.wait()) for one in (asked, over)]
@@ -195,7 +200,7 @@ def _leave(begin_anew: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 0 when it was asked to end, 1 after a failure, 2 for unusable settings."""
     options = _options(arguments)
-    logging.basicConfig(level=options.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to(level=options.log_level)
     for noisy in ("kopf", "httpx", "httpcore", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     try:

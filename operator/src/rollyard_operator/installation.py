@@ -18,6 +18,7 @@ from rollyard_operator.kube import Kube, KubeError
 from rollyard_operator.labels import Object
 from rollyard_operator.loops import ObjectLoop
 from rollyard_operator.objectcache import Key, ObjectCache, PodCache, key_of, uid_of
+from rollyard_operator.oldtoken import OldToken
 from rollyard_operator.plan import Profile
 from rollyard_operator.plane import POLL_SECONDS, ControlPlane, Plane
 from rollyard_operator.poolloop import PoolLoop
@@ -39,6 +40,8 @@ SETTLED_SECONDS = 15.0
 """After the start, until the watches are there for sure."""
 GATHER_SECONDS = 2.0
 """After a watch has begun anew, for those of the other kinds and namespaces that do so too."""
+TOKEN_SECONDS = 10.0
+"""Between two looks at the file with the token of all workers."""
 PATIENCE_SECONDS = 5.0
 """Between two tries to list what the cluster cannot list yet."""
 FORBIDDEN = 403
@@ -81,6 +84,7 @@ class Operator:
             pool_changed=self._wake_jobs_of,
         )
         self._sync = Sync(self.yard)
+        self._old_token = OldToken(kube, settings)
         self.job_changed: Callable[[], None] = lambda: None
         """Called when a RolloutJob appeared, changed or went."""
         self._polled_at = 0.0
@@ -176,6 +180,7 @@ class Operator:
             group.create_task(self.yard.recorder.run(), name="events")
             group.create_task(self._poll(), name="poll of the control plane")
             group.create_task(self._resync(), name="resync")
+            group.create_task(self._watch_token(), name="token of all workers")
             for one in beside:
                 group.create_task(_awaited(one), name=getattr(one, "__qualname__", "beside"))
 
@@ -215,12 +220,37 @@ class Operator:
             try:
                 await self._list(KINDS)  # pods are compared by their watch
                 await self._sync.sweep()
+                await self._forget_old_token()
             except KubeError as error:
                 _log.warning("resync: %s", error)
                 due = min(due, clock() + SETTLED_SECONDS)
             await self._until_due(due - clock())
             if clock() >= due:
                 due = clock() + RESYNC_SECONDS
+
+    async def _forget_old_token(self) -> None:
+        home = self.yard.settings.release_namespace
+        found = {key_of(obj)[0] for cache in (self.yard.jobs, self.yard.pods) for obj in cache}
+        # In its own namespace the chart removes it.
+        namespaces = (found | {*self.yard.settings.namespaces}) - self.yard.denied - {home}
+        await self._old_token.remove(namespaces, self.yard.pods)
+
+    async def _watch_token(self) -> None:
+        """Wakes all jobs when the token of all workers has changed: theirs are derived from it."""
+        known = ""
+        while True:
+            try:
+                state = self.yard.token.state()
+            except KubeError as error:
+                _log.warning("%s", error)
+            else:
+                if known and state != known:
+                    _log.info("the workers' token has changed: jobs get new ones")
+                    for loop, _ in list(self._loops.values()):
+                        if isinstance(loop, JobLoop):
+                            loop.wake()
+                known = state
+            await asyncio.sleep(TOKEN_SECONDS)
 
     async def _until_due(self, seconds: float) -> None:
         """Waits so long, or until watches have begun anew."""

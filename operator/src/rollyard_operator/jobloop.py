@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from rollyard_client import Conflict, Invalid, NotFound, TooMany
@@ -23,6 +23,7 @@ from rollyard_operator.objectcache import Key, uid_of
 from rollyard_operator.placement import is_for
 from rollyard_operator.plan import Plan, PoolState
 from rollyard_operator.plane import POLL_SECONDS, thing_key
+from rollyard_operator.podparts import digest
 from rollyard_operator.pods import worker_pod
 from rollyard_operator.reconcile import reconcile_job
 from rollyard_operator.resource import (
@@ -33,6 +34,7 @@ from rollyard_operator.resource import (
     registration,
     write_status,
 )
+from rollyard_operator.templatecheck import job_violations
 from rollyard_operator.yard import DRIVER, Yard
 
 COMPONENT = "stage-worker"
@@ -205,13 +207,20 @@ class JobLoop(ObjectLoop):
             wait = await self._write(obj, before, plan.status)
             return await self._conclude(obj, plan, view, wait)
         observed = turn.observed_job(
-            job, self._children.observed(pods), self._pool_state(), yard.admissions.others(self.key, job)
+            job,
+            self._children.observed(pods),
+            self._pool_state(),
+            yard.admissions.others(self.key, job),
+            "; ".join(job_violations(job, yard.settings)),
         )
-        plan = reconcile_job(job, observed, yard.now(), yard.profile)
+        # Workers that mount an earlier token's Secret are replaced.
+        secret = yard.token.of(job)
+        profile = replace(yard.profile, made_of=digest(yard.profile.made_of, secret.name))
+        plan = reconcile_job(job, observed, yard.now(), profile)
         yard.admissions.note(self.key, job.model_copy(update={"status": plan.status}))
         if plan.launch:
-            await yard.token.ensure(self.key[0])
-        build = partial(worker_pod, job=job, settings=yard.settings)
+            await yard.token.ensure(job, secret)
+        build = partial(worker_pod, job=job, settings=yard.settings, secret=secret.name)
         # The status is of what was seen before this turn: neither waits for the other.
         carried, written = await asyncio.gather(
             self._children.carry_out(self.key[0], plan, build, pods),

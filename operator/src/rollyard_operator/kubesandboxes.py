@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Protocol
 
 from rollyard_client import NotFound, RollyardError
@@ -20,6 +21,7 @@ from rollyard_crds.claims import Claim, ClaimList, ClaimStatus, SandboxShape, Wa
 from rollyard_operator import labels
 from rollyard_operator.doubts import Doubts, doubts_of, without
 from rollyard_operator.fleet import earliest
+from rollyard_operator.guard import Guard
 from rollyard_operator.kube import Kube, KubeConflict, KubeError
 from rollyard_operator.labels import Object
 from rollyard_operator.namespaces import Namespaces
@@ -27,7 +29,7 @@ from rollyard_operator.objectcache import PodCache, key_of, uid_of
 from rollyard_operator.podstatus import observed_sandbox, starting_address
 from rollyard_operator.portprobes import Address, PortProbes
 from rollyard_operator.rate import Bucket
-from rollyard_operator.refusals import Refusals
+from rollyard_operator.refusals import NOT_ISOLATED, Refusals
 from rollyard_operator.sandboxes import reconcile_sandboxes
 from rollyard_operator.sandboxplan import (
     BindSandbox,
@@ -91,6 +93,7 @@ class SandboxLoop:
         jobs: the RolloutJob object of a namespace and name, as the cluster has it.
         key: only operators of this installation know it; secrets of sandboxes are derived from it.
         checks: `ADDRESS:PORT` that sandboxes must not reach.
+        doubt: what these checks do not prove; empty: nothing.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class SandboxLoop:
         key: str,
         checks: Sequence[str],
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        doubt: Callable[[], str] = lambda: "",
     ) -> None:
         self._kube = kube
         self._pods = pods
@@ -131,6 +135,7 @@ class SandboxLoop:
         self._seen: dict[str, tuple[str, ObservedSandbox]] = {}
         self._deleted: dict[str, datetime] = {}
         self._namespaces = Namespaces(kube, settings)
+        self._guard = Guard(kube, self._namespaces, doubt)
         self._probes = PortProbes(self.wake)
         self._told: dict[tuple[str, str], float] = {}
         self._failures = 0
@@ -142,6 +147,8 @@ class SandboxLoop:
             group.create_task(self._watch(), name="changes of pods")
             group.create_task(self._work(), name="sandboxes")
             group.create_task(self._probes.run(), name="ports of sandboxes")
+            policies = self._guard.run(lambda: self._pods.pods(component="sandbox"), self._jobs)
+            group.create_task(policies, name="policies over sandboxes")
 
     def wake(self) -> None:
         """Look again: a job's object appeared or changed."""
@@ -201,14 +208,15 @@ class SandboxLoop:
         plan = await self._sure(self.plan())
         taking = {take.claim: take for take in plan.take}
         binding = {bind.claim: bind for bind in plan.bind}
-        steps: list[Awaitable[None]] = [
-            self._take(take, binding.get(claim)) for claim, take in taking.items()
+        # They become coroutines only in their turn: an operator that ends meanwhile leaves none behind.
+        steps: list[Callable[[], Awaitable[None]]] = [
+            partial(self._take, take, binding.get(claim)) for claim, take in taking.items()
         ]
-        steps += [self._bind(bind) for claim, bind in binding.items() if claim not in taking]
-        steps += [self._launch(launch) for launch in plan.launch]
-        steps += [self._fail(fail) for fail in plan.fail]
-        steps += [self._removed(claim) for claim in plan.remove]
-        steps += [self._delete(delete) for delete in plan.delete]
+        steps += [partial(self._bind, bind) for claim, bind in binding.items() if claim not in taking]
+        steps += [partial(self._launch, launch) for launch in plan.launch]
+        steps += [partial(self._fail, fail) for fail in plan.fail]
+        steps += [partial(self._removed, claim) for claim in plan.remove]
+        steps += [partial(self._delete, delete) for delete in plan.delete]
         fine = await asyncio.gather(*(self._step(step) for step in steps))
         self._failures = 0 if all(fine) else self._failures + 1
         pause = min(LONGEST_PAUSE_SECONDS, 0.25 * 2.0 ** min(self._failures, 10))
@@ -237,11 +245,11 @@ class SandboxLoop:
     def _doubts(self, plan: SandboxPlan) -> Doubts:
         return doubts_of(plan, self._claims.keys(), (seen for _, seen in self._seen.values()))
 
-    async def _step(self, step: Awaitable[None]) -> bool:
+    async def _step(self, step: Callable[[], Awaitable[None]]) -> bool:
         """Whether it went well; what did not is planned again."""
         async with self._places:
             try:
-                await step
+                await step()
             except (KubeError, RollyardError) as error:
                 _log.warning("sandboxes: %s: %s", type(error).__name__, error)
                 return False
@@ -284,7 +292,7 @@ class SandboxLoop:
     def _owner(self, wish: Claim | WarmWant | None) -> SandboxOwner | None:
         """The object of its job; None where there is none, or it goes."""
         obj = self._jobs(wish.namespace, wish.job) if wish is not None else None
-        return owner_of_object(obj) if obj is not None else None
+        return owner_of_object(obj, self._settings) if obj is not None else None
 
     def _observed(self, now: datetime) -> list[ObservedSandbox]:
         found = []
@@ -331,7 +339,6 @@ class SandboxLoop:
             return
         self._bucket.take(self._clock())
         try:
-            await self._namespaces.close(launch.namespace)
             if launch.claim:
                 reference = job_reference(owner)
             else:
@@ -348,8 +355,10 @@ class SandboxLoop:
                 claim=launch.claim,
                 checks=self._checks,
             )
+            await self._guard.close(launch.namespace, pod["metadata"]["labels"])
             self._pods.put(await self._kube.create(pod))
             self._refusals.clear(key)
+            await self._guard.tell_doubt(self._jobs(launch.namespace, owner.name))
         except KubeConflict as error:
             self._bucket.give_back()
             await self._look(key, error)
@@ -414,8 +423,22 @@ class SandboxLoop:
         pod = self._pods.get((bind.pod.namespace, bind.pod.name))
         if pod is None or uid_of(pod) != bind.pod.uid:
             return
+        if await self._was_opened(bind, pod):
+            return
         status = ClaimStatus(state="Bound", address=bind.pod.address, secret=self._secret(pod))
         await self._report(bind.claim, status)
+
+    async def _was_opened(self, bind: BindSandbox, pod: Object) -> bool:
+        """Whether policies have opened the sandbox since it started; then it is deleted."""
+        opened = await self._guard.opened(pod)
+        if opened:
+            namespace, name = bind.pod.namespace, bind.pod.name
+            _log.warning("%s/%s is not handed out: %s", namespace, name, opened)
+            if (claim := self._claims.get(bind.claim)) is not None:
+                await self._tell(namespace, claim.job, NOT_ISOLATED, opened)
+            await self._delete(DeleteSandbox(namespace, name, bind.pod.uid))
+            self._wake.set()
+        return bool(opened)
 
     async def _fail(self, fail: FailSandbox) -> None:
         trouble, claim = fail.trouble, self._claims.get(fail.claim)

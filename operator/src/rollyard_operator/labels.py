@@ -33,6 +33,8 @@ NONCE = "rollyard.dev/nonce"
 TOKEN_HASH = "rollyard.dev/token-sha256"
 
 MANAGER = "rollyard-operator"
+JOB_SECRET_PREFIX = "rollyard-job-"
+"""Of the Secrets with the tokens of jobs, one for each job."""
 
 
 def own_labels(instance: str, component: Component) -> dict[str, str]:

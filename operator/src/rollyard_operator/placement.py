@@ -16,7 +16,7 @@ UNSPOKEN_SECONDS = 10.0
 REASON = "NoDriver"
 _WHO: Final[dict[PlacementName, str]] = {
     "kubernetes": "a control plane that the Helm chart installed has one",
-    "slurm": "`rollyard slurm-bridge up --join URL` starts one",
+    "slurm": "`rollyard slurm-bridge up --join URL --namespace NAMESPACE` starts one",
     "local": "the control plane of `rollyard up` has one",
 }
 

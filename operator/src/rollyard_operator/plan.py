@@ -18,6 +18,8 @@ WorkloadState = Literal["starting", "running", "stopping", "exited"]
 EngineType = Literal["embedded", "external", "vllm"]
 STARTING = "starting"
 """Message of a backend that is expected not to answer yet."""
+TEMPLATE_NOT_ALLOWED = "TemplateNotAllowed"
+"""Reason of a job or a pool whose template the installation does not permit."""
 StatusT = TypeVar("StatusT", RolloutJobStatus, BackendPoolStatus)
 
 
@@ -127,6 +129,8 @@ class ObservedJob:
     """Why the job was cancelled (`Cancelled`, `DeadlineExceeded`, `Deleted`); empty if it was not."""
     admitted_others: int = 0
     """Other jobs of this driver that are admitted and not finished."""
+    refused: str = ""
+    """Kubernetes: what of its templates the installation does not permit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,8 @@ class ObservedPool:
     workloads: tuple[ObservedWorkload, ...] = ()
     external: tuple[BackendStatus, ...] = ()
     """External pools: what the probes of its URLs say."""
+    refused: str = ""
+    """Kubernetes: what of its template the installation does not permit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,6 @@ def installation_digest(settings: OperatorSettings) -> str:
     return digest(
         settings.control_plane_url,
         settings.control_plane_ca_file is not None,
-        settings.worker_token_secret,
         (settings.images.worker, settings.images.engine, settings.images.vllm),
         settings.image_pull_policy,
         [secret.name for secret in settings.image_pull_secrets],
@@ -117,8 +116,11 @@ def _pod(
     }
 
 
-def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings) -> Object:
+def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, secret: str) -> Object:
     """The pod of a stage worker.
+
+    Args:
+        secret: name of the Secret with the token of its job.
 
     Raises:
         TemplateError: the stage's template cannot be used.
@@ -151,7 +153,7 @@ def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings) 
     volumes: list[Object] = [
         {
             "name": "rollyard-token",
-            "secret": {"secretName": settings.worker_token_secret, "defaultMode": 0o440},
+            "secret": {"secretName": secret, "defaultMode": 0o440},
         }
     ]
     field = f"spec.stages.{stage}.template"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from rollyard_operator.resource import (
     registration,
     write_status,
 )
+from rollyard_operator.templatecheck import pool_violations
 from rollyard_operator.yard import DRIVER, Yard
 
 COMPONENT = "backend"
@@ -144,9 +145,10 @@ class PoolLoop(ObjectLoop):
         pool = pool.model_copy(update={"status": with_backends(before, view.status)})
         external = pool.spec.engine.type == "external"
         pods = self._children.pods(life.uid, COMPONENT)
-        observed = self._observed(pods, pool, external)
+        refused = "; ".join(pool_violations(pool, yard.settings))
+        observed = replace(self._observed(pods, pool, external), refused=refused)
         plan = reconcile_pool(pool, observed, yard.now(), yard.profile)
-        if not external and life.service != generation_of(obj):
+        if not external and not refused and life.service != generation_of(obj):
             await yard.kube.apply(pool_service(pool, yard.settings))
             life.service = generation_of(obj)
         build = partial(backend_pod, pool=pool, settings=yard.settings)

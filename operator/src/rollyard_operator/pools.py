@@ -12,6 +12,7 @@ from rollyard_operator.fleet import FleetPlan, earliest, keep, restarts_in_a_row
 from rollyard_operator.naming import child_name, made_of, owner_of
 from rollyard_operator.plan import (
     STARTING,
+    TEMPLATE_NOT_ALLOWED,
     Launch,
     ObservedPool,
     ObservedWorkload,
@@ -123,7 +124,7 @@ def reconcile_pool(
     pool: BackendPool, observed: ObservedPool, now: datetime, profile: Profile = _PROFILE
 ) -> Plan[BackendPoolStatus]:
     """What to do for `pool` now. Ready means that at least one backend takes rollouts."""
-    wanted = pool_workloads(pool, profile)
+    wanted = () if observed.refused else pool_workloads(pool, profile)
     leaving = retire(wanted, observed.workloads, pool.status.backends, now, profile)
     # Those that still serve, or drain, are left alone; everything else is kept as it should be.
     alone = leaving.drain | leaving.waiting
@@ -154,11 +155,15 @@ def reconcile_pool(
         for backend in backends
         if backend.message not in ("", STARTING) and backend.url in begun
     ]
-    claims = (
+    claims: tuple[Claim, ...] = (
         _ready(ready, expected, troubles),
         _progressing(pool, observed, fleet, drain, ready, expected),
         _degraded(fleet, troubles),
     )
+    if observed.refused:
+        # What an earlier installation started drains; nothing takes its place.
+        refusals = (Claim(one.type, False, TEMPLATE_NOT_ALLOWED, observed.refused) for one in claims[:2])
+        claims = (*refusals, claims[2])
     status = pool.status.model_copy(
         update={
             "conditions": updated(pool.status.conditions, claims, pool.metadata.generation, now),

@@ -16,7 +16,16 @@ from rollyard_operator.conditions import Claim, find, holds, since, updated
 from rollyard_operator.firstsandbox import first_sandbox
 from rollyard_operator.fleet import FleetPlan, earliest, exit_text, keep, restarts_in_a_row
 from rollyard_operator.naming import child_index, child_name, made_of, owner_of
-from rollyard_operator.plan import ObservedJob, ObservedWorkload, Owner, Plan, Profile, Stop, Workload
+from rollyard_operator.plan import (
+    TEMPLATE_NOT_ALLOWED,
+    ObservedJob,
+    ObservedWorkload,
+    Owner,
+    Plan,
+    Profile,
+    Stop,
+    Workload,
+)
 from rollyard_operator.scaling import scales, wanted_replicas
 
 _PROFILE = Profile()
@@ -137,6 +146,8 @@ def _phase(job: RolloutJob, outcome: _Outcome | None, admitted: bool) -> str:
 
 
 def _admission(job: RolloutJob, observed: ObservedJob, profile: Profile) -> Claim:
+    if observed.refused:
+        return Claim("Admitted", False, TEMPLATE_NOT_ALLOWED, observed.refused)
     if job.spec.suspend:
         return Claim("Admitted", False, "Suspended", "the job is suspended")
     if holds(job.status.conditions, "Admitted") or observed.admitted_others < profile.max_active_jobs:

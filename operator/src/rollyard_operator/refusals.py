@@ -13,6 +13,8 @@ FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 FINAL_PAUSE_SECONDS = 60.0
 FORGET_SECONDS = 600.0
+NOT_ISOLATED = "NotIsolated"
+"""A policy of somebody else opens the network of sandboxes."""
 Key = tuple[str, str]
 
 
@@ -21,6 +23,9 @@ def trouble_of(error: KubeError, now: datetime) -> Trouble:
     message = error.message[:512]
     if error.status == 403 and "exceeded quota" in error.message:
         return Trouble("QuotaExceeded", message, now, "scheduler")
+    if error.reason == NOT_ISOLATED:
+        # The policy may be mended before the next try; a sandbox is not waited for until then.
+        return Trouble(NOT_ISOLATED, message, now, "none")
     if error.status in (0, 429) or error.status >= 500:
         return Trouble("ApiServerBusy", message, now, "scheduler")
     # A schema, a policy or a right says no, and will say it again.

@@ -26,6 +26,7 @@ from rollyard_operator import labels
 from rollyard_operator.labels import Object
 from rollyard_operator.podparts import digest, foreign_pull_policy, pod_security, restricted, with_placement
 from rollyard_operator.settings import OperatorSettings
+from rollyard_operator.templatecheck import sandbox_violations
 
 WORK_FOLDER = "/work"
 RUNTIME_BYTES = 256 << 20
@@ -47,8 +48,8 @@ class SandboxOwner:
     placement: Placement = field(default_factory=Placement)
 
 
-def owner_of_object(obj: Object) -> SandboxOwner | None:
-    """What of a RolloutJob object its sandboxes need; None where it goes, or its template is unreadable.
+def owner_of_object(obj: Object, settings: OperatorSettings) -> SandboxOwner | None:
+    """What of a RolloutJob object its sandboxes need; None where it goes, or has a template that is refused.
 
     Reads only that: a job's spec may hold thousands of tasks.
     """
@@ -60,6 +61,8 @@ def owner_of_object(obj: Object) -> SandboxOwner | None:
         placement = Placement.model_validate(template)
     except ValidationError:
         return None
+    if sandbox_violations(placement, meta["namespace"], settings):
+        return None  # the job's loop says why
     return SandboxOwner(
         meta["namespace"], meta["name"], meta["uid"], labels.label_of(obj, labels.QUEUE), placement
     )

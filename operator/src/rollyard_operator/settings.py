@@ -11,6 +11,8 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from rollyard_crds.base import Model, Name
 from rollyard_crds.podtemplate import LocalReference, PodResources
 
+from rollyard_operator.allowed import Allowed
+
 Image = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+$")]
 _HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):([0-9]{1,5})")
 
@@ -51,7 +53,11 @@ class Isolation(Model):
     """False: sandboxes are handed out unchecked (a cluster without a NetworkPolicy engine, at your risk)."""
     checks: Annotated[list[HostPort], Field(max_length=16)] = Field(default_factory=list)
     """Addresses that answer from an unrestricted pod. Names are resolved by the operator. Empty: the API
-    server and the control plane."""
+    server, the control plane, the cluster's DNS and the metadata address of clouds."""
+    external: Annotated[list[HostPort], Field(max_length=16)] = Field(default_factory=list)
+    """Further ones outside of the cluster's own networks. The operator says so where none of them answers."""
+    policies: Literal["refuse", "ignore"] = "refuse"
+    """What becomes of sandboxes that a NetworkPolicy of their namespace permits to send."""
     seconds: Annotated[float, Field(gt=0, le=300)] = 10.0
     """After which a sandbox that still reaches one of them gives up."""
 
@@ -106,17 +112,24 @@ class OperatorSettings(Model):
     """As the operator and the stage workers reach it."""
     control_plane_ca_file: Path | None = None
     """CA certificates (PEM) of the control plane, where the system's do not do. The operator hands it on to
-    the workers as key `ca.crt` of their Secret."""
+    the workers as key `ca.crt` of their job's Secret."""
     token_file: Path
     """File with the control plane's token of the role `driver`."""
     worker_token_file: Path
-    """File with the control plane's token of the role `worker`."""
+    """File with the control plane's token of the role `worker`, from which those of jobs are derived. It is
+    read again, so that the token may change."""
     worker_token_secret: Annotated[str, Field(min_length=1, max_length=253)] = "rollyard-worker"
-    """Secret that the operator puts into each job's namespace for the workers: keys `token`, `ca.crt`."""
+    """Secret with that token that earlier versions put into each job's namespace; it is removed."""
     release_namespace: Name
     """Where the operator and the control plane run."""
     namespaces: Annotated[list[Name], Field(max_length=256)] = Field(default_factory=list)
     """Namespaces that it looks after; empty: all."""
+    allow: Allowed = Field(default_factory=Allowed)
+    """What templates of jobs and pools may hold beside what is always permitted."""
+    reserved_secrets: Annotated[list[str], Field(max_length=64)] = Field(default_factory=list)
+    """Secrets of the release's namespace that no template may name, whatever `allow` says."""
+    reserved_claims: Annotated[list[str], Field(max_length=64)] = Field(default_factory=list)
+    """PersistentVolumeClaims of the release's namespace that no template may name."""
     images: Images
     """Container images."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
@@ -151,10 +164,11 @@ class OperatorSettings(Model):
 
     @model_validator(mode="after")
     def _checks_need_required(self) -> OperatorSettings:
-        if self.isolation.checks and not self.isolation.required:
-            raise ValueError(
-                "'isolation.checks' have no effect with 'isolation.required: false'; remove them"
-            )
+        for name in ("checks", "external"):
+            if getattr(self.isolation, name) and not self.isolation.required:
+                raise ValueError(
+                    f"'isolation.{name}' have no effect with 'isolation.required: false'; remove them"
+                )
         return self
 
     @property

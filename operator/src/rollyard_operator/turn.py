@@ -37,7 +37,11 @@ def rank(job: RolloutJob) -> tuple[int, datetime]:
 
 
 def observed_job(
-    job: RolloutJob, workloads: Sequence[ObservedWorkload], pool: PoolState | None, admitted_others: int
+    job: RolloutJob,
+    workloads: Sequence[ObservedWorkload],
+    pool: PoolState | None,
+    admitted_others: int,
+    refused: str = "",
 ) -> ObservedJob:
     """What surrounds a job whose annotations are the control plane's."""
     annotations = job.metadata.annotations
@@ -47,6 +51,7 @@ def observed_job(
         closed=CLOSED in annotations,
         cancelled=annotations.get(CANCEL_REASON, ""),
         admitted_others=admitted_others,
+        refused=refused,
     )
 
 

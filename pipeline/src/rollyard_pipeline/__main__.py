@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from rollyard_crds.logtext import log_to
 from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
 
 from rollyard_pipeline.ahead import first_sandbox, keep_warm, request_of, stages_of
@@ -49,11 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.node is None:
         options.node = NODE if options.sandbox == PROVIDER else socket.gethostname()
-    logging.basicConfig(
-        level=options.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    log_to(level=options.log_level.upper())
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         with asyncio.Runner(loop_factory=_loop) as runner:
@@ -294,7 +291,9 @@ def _token(file: Path) -> str:
         return text
     try:
         token = json.loads(text)["worker"]
-    except (ValueError, KeyError) as error:
+        if isinstance(token, list):
+            token = token[0]  # of those that are valid, the one that is not on its way out
+    except (ValueError, LookupError) as error:
         raise OptionError(f"--token-file: {file} holds no token of the role 'worker'") from error
     return str(token)
 

@@ -152,17 +152,35 @@ class EvalTimeout(PipelineError):
 
 
 class EvaluationInvalid(PipelineError):
-    """A handler's evaluation is no finite number."""
+    """A handler's evaluation is no finite number, or lies outside of its `reward_range`."""
 
     reason = "EvaluationInvalid"
     retryable = False
 
 
-class TestScriptError(PipelineError):
-    """The test script broke its contract (an unreadable reward file), so that there is no score."""
+class CarryRefused(PipelineError):
+    """What Run left cannot be carried into Eval's sandbox: the policy's own failing, which is scored."""
 
-    reason = "TestScriptError"
-    __test__ = False  # keeps pytest from collecting it
+    reason = "CarryRefused"
+
+
+class EvalOutOfMemory(PipelineError):
+    """With what was carried from Run, a test used up the sandbox's memory: scored like `CarryRefused`."""
+
+    reason = "SandboxOutOfMemory"
+
+
+class CarryUnusable(PipelineError):
+    """The job asks for a carry that its own Init makes impossible; the message names the field."""
+
+    reason = "CarryUnusable"
+    retryable = False
+
+
+class EvalSandboxFailed(PipelineError):
+    """Eval's fresh sandbox could not be made ready, or was lost; what Run left is still there."""
+
+    reason = "EvalSandboxFailed"
 
 
 class WorkerDrained(PipelineError):
@@ -179,6 +197,10 @@ class ControlPlaneError(PipelineError):
 
 class NotThere(ControlPlaneError):
     """What was asked for does not exist (any more)."""
+
+
+class JobEnded(ControlPlaneError):
+    """The job that this worker's token serves has ended, or was deleted or replaced."""
 
 
 class SandboxMissing(PipelineError):

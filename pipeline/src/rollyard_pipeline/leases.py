@@ -29,6 +29,8 @@ class HeldLease:
     """The outcome is on its way to the control plane."""
     sandbox: SandboxHandle | None = None
     """The rollout's sandbox, also while Init has not reported it yet."""
+    eval_sandbox: SandboxHandle | None = None
+    """Eval's own fresh sandbox, while there is one."""
     done_with_sandbox: bool = False
     """Remove the sandbox once the outcome is answered. Not before: were this worker killed in
     between, whoever leases the stage next would meet a lost sandbox and count a failure."""
@@ -73,8 +75,10 @@ class LeaseTable:
         return [held for held in found if held is not None]
 
     def unreported_sandboxes(self) -> set[str]:
-        """Ids of sandboxes that Init made and the control plane does not know yet."""
-        return {held.sandbox.id for held in self if held.lease.stage == "init" and held.sandbox is not None}
+        """Ids of sandboxes that the control plane does not know: Init's not yet, Eval's own never."""
+        handles = [held.sandbox for held in self if held.lease.stage == "init"]
+        handles += [held.eval_sandbox for held in self]
+        return {handle.id for handle in handles if handle is not None}
 
     async def empty(self) -> None:
         """Wait until nothing is held."""

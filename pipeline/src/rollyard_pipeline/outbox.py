@@ -119,6 +119,11 @@ class Outbox:
             await self._reported(item.held, "unknown")
             return
         lease = item.held.lease
+        if item.outcome.reward_reason and "reward_reason: unknown field" in str(error):
+            # A control plane that is older than the field: the reward counts all the same.
+            known = item.outcome.model_copy(update={"reward_reason": ""})
+            await self._deliver([Item(item.held, known)])
+            return
         failure = StageFailure(
             rollout=lease.rollout,
             token=lease.token,

@@ -11,7 +11,7 @@ from rollyard_crds.lease import MAX_BATCH, Lease, LeaseRequest
 from rollyard_crds.rolloutjob import StageName
 
 from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable, backoff
-from rollyard_pipeline.errors import ControlPlaneError
+from rollyard_pipeline.errors import ControlPlaneError, JobEnded
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,9 @@ class StagePool:
             )
             try:
                 answer = await self._control.lease(request)
+            except JobEnded as error:
+                log.info("%s: no more leases: %s", self.stage, error)
+                return
             except (ControlPlaneUnavailable, ControlPlaneError) as error:
                 tries += 1
                 if tries in (1, 10, 100):

@@ -23,7 +23,7 @@ from rollyard_crds.lease import (
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
 from rollyard_pipeline.control import ControlPlaneUnavailable, backoff
-from rollyard_pipeline.errors import ControlPlaneError, NotThere
+from rollyard_pipeline.errors import ControlPlaneError, JobEnded, NotThere
 
 T = TypeVar("T")
 
@@ -105,5 +105,7 @@ async def _translated(call: Callable[[], Awaitable[T]]) -> T:
     except RollyardError as error:
         if error.status is not None and error.status >= 500:
             raise ControlPlaneUnavailable(str(error), error.retry_after) from error
+        if error.reason == JobEnded.__name__:
+            raise JobEnded(str(error)) from error
         kind = NotThere if error.status == 404 else ControlPlaneError
         raise kind(str(error)) from error

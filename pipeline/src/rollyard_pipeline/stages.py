@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import math
+import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
 from rollyard_crds.lease import Lease, RouteRequest, RouteResponse, RunStats, StageResult, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_sandbox.errors import ConnectionLost
 
 from rollyard_pipeline import registry
 from rollyard_pipeline.agents.base import Agent, AgentContext
@@ -20,24 +21,31 @@ from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_pipeline.backends.vocabulary import vocabulary_size
 from rollyard_pipeline.chat.format import ChatFormat, FormatCache, to_chat
 from rollyard_pipeline.chat.tokenizer import locate
+from rollyard_pipeline.clean import clean_text
 from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable
 from rollyard_pipeline.episode import Episode
 from rollyard_pipeline.errors import (
     BackendUnavailable,
-    EvalTimeout,
-    EvaluationInvalid,
+    CarryRefused,
+    EvalOutOfMemory,
     HandlerStateInvalid,
     InitTimeout,
     SandboxMissing,
 )
-from rollyard_pipeline.handlers.base import ANSWER, Handler, StageContext
+from rollyard_pipeline.evalsandbox import EvalSandboxes, eval_sandbox
+from rollyard_pipeline.evaluation import evaluate
+from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
 from rollyard_pipeline.jobs import JobSpecs
 from rollyard_pipeline.leases import HeldLease
+from rollyard_pipeline.places import SandboxPlaces
 from rollyard_pipeline.recorder import TrajectoryRecorder
+from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 from rollyard_pipeline.tool_parsers.base import configured
 from rollyard_pipeline.tools.base import Tool, ToolContext
+
+log = logging.getLogger(__name__)
 
 _CARRY_LIMIT: Final = 1 << 20  # bytes, as the wire bounds it
 _ROUTE_RETRY: Final = 1.0  # seconds
@@ -55,6 +63,7 @@ class Stages:
         backend_budget: seconds without any backend before a rollout gives up.
         eval_grace: seconds that Eval gets beyond its limit, in which a handler that keeps the
             limit itself (tests that ran out of time) still gives its score.
+        places: bounds the sandboxes of Run and Eval together.
     """
 
     def __init__(
@@ -67,6 +76,7 @@ class Stages:
         backend_budget: float = 60.0,
         eval_grace: float = 30.0,
         begun: SandboxRequest | None = None,
+        places: SandboxPlaces | None = None,
     ) -> None:
         self._control = control
         self._backends = backends
@@ -80,6 +90,10 @@ class Stages:
         self._vocabularies: dict[str, int] = {}
         self._warmed: set[str] = set()
         self._begun = begun
+        self._places = places or SandboxPlaces(provider, usual=4096)
+        self._eval_sandboxes = (
+            EvalSandboxes(provider, self._places, self._attached) if provider is not None else None
+        )
 
     async def close(self) -> None:
         """Close every handler."""
@@ -116,13 +130,14 @@ class Stages:
         await self._check_begun(SandboxRequest.of(spec.sandbox) if needed and spec.sandbox.warm else None)
         context = _context(lease, spec, timeout)
         try:
-            async with asyncio.timeout(timeout):
-                if needed:
+            if needed:
+                async with self._init_place(held, spec, handler), asyncio.timeout(timeout):
                     sandbox = await self._acquire(held, spec)
                     async with sandbox:
                         context.client, context.workdir = sandbox.client, sandbox.workdir
                         await handler.init(context)
-                else:
+            else:
+                async with asyncio.timeout(timeout):
                     await handler.init(context)
         except TimeoutError as error:
             if time.monotonic() - held.started < timeout:
@@ -210,24 +225,27 @@ class Stages:
         handler = self._handler(spec)
         context = _context(lease, spec, timeout)
         context.trajectory = lease.trajectory
-        limit = asyncio.timeout(timeout + self._eval_grace)
+        fresh = eval_sandbox(spec, handler) == "fresh"
         try:
-            async with limit, self._attached(lease) as sandbox:
+            async with self._eval_place(held, spec, handler, context) as sandbox:
                 if sandbox is not None:
                     context.client, context.workdir = sandbox.client, sandbox.workdir
-                evaluation = await handler.eval(context)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise EvalTimeout(
-                f"Eval took longer than {timeout} s, and {self._eval_grace:g} s of grace"
-            ) from error
-        values = {"reward": evaluation.reward, **evaluation.components}
-        for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise EvaluationInvalid(
-                    f"handler '{spec.handler}': {name} is {value!r}, expected a finite number"
+                evaluation = await evaluate(
+                    handler,
+                    context,
+                    timeout + self._eval_grace,
+                    untouched=fresh and spec.stages.eval.carry is None,
                 )
+        except CarryRefused as error:
+            log.info("eval of %s: %s: %s", lease.rollout, error.reason, clean_text(str(error), 1000))
+            evaluation = Evaluation(0.0, {}, SABOTAGED)
+        except EvalOutOfMemory as error:
+            log.info("eval of %s: %s", lease.rollout, clean_text(str(error), 1000))
+            evaluation = Evaluation(0.0, {}, OUT_OF_MEMORY)
+        except (SandboxLost, ConnectionLost):
+            if not await self._lost_for_memory(lease):
+                raise
+            evaluation = Evaluation(0.0, {}, OUT_OF_MEMORY)
         return StageResult(
             rollout=lease.rollout,
             token=lease.token,
@@ -236,8 +254,17 @@ class Stages:
             carry=_checked_carry(context),
             reward=float(evaluation.reward),
             reward_components={name: float(value) for name, value in evaluation.components.items()},
+            reward_reason=evaluation.reason,
             times=times,
         )
+
+    async def _lost_for_memory(self, lease: Lease) -> bool:
+        """Whether a sandbox that is gone has used up its own memory, which is the policy's failing."""
+        if lease.sandbox is None or self._provider is None or self._provider.name != lease.sandbox.provider:
+            return False
+        if lease.trajectory is not None and lease.trajectory.truncated_reason == OUT_OF_MEMORY:
+            return True
+        return await self._provider.oom_killed(lease.sandbox)
 
     async def _check_begun(self, wanted: SandboxRequest | None) -> None:
         """Keeps no sandbox that was begun before the job was known and that the job does not want."""
@@ -257,6 +284,26 @@ class Stages:
             self._warmed.add(held.lease.job_uid)
             await provider.warm(SandboxRequest.of(spec.sandbox), spec.sandbox.warm)
         return sandbox
+
+    @asynccontextmanager
+    async def _init_place(
+        self, held: HeldLease, spec: RolloutJobSpec, handler: Handler
+    ) -> AsyncIterator[None]:
+        if eval_sandbox(spec, handler) == "shared":
+            yield
+            return
+        async with self._places.for_init(held):
+            held.started = time.monotonic()  # the wait for a place counts against no limit
+            yield
+
+    def _eval_place(
+        self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
+    ) -> AbstractAsyncContextManager[Sandbox | None]:
+        """The sandbox that Eval works in: Run's own, a fresh one, or none where Run had none."""
+        fresh = held.lease.sandbox is not None and eval_sandbox(spec, handler) == "fresh"
+        if not fresh or self._eval_sandboxes is None:
+            return self._attached(held.lease)
+        return self._eval_sandboxes.fresh(held, spec, handler, context)
 
     @asynccontextmanager
     async def _attached(self, lease: Lease) -> AsyncIterator[Sandbox | None]:

@@ -18,6 +18,7 @@ from rollyard_pipeline.failure import hand_over, stage_failure
 from rollyard_pipeline.heartbeat import Heartbeat
 from rollyard_pipeline.leases import HeldLease, LeaseTable
 from rollyard_pipeline.outbox import Outbox
+from rollyard_pipeline.places import SandboxPlaces
 from rollyard_pipeline.pool import Identity, StagePool
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes.errors import SandboxError
@@ -43,7 +44,7 @@ class WorkerOptions:
     job: str | None = None
     namespace: str | None = None
     max_sandboxes: int | None = None
-    """Claimed sandboxes on the node beyond which Init waits; None: see `sandbox_limit`."""
+    """Sandboxes on the node beyond which Init waits; None: see `sandbox_limit`. See `places`, too."""
     sandboxes_end: bool = False
     """The sandboxes that it started end with it, as those of a batch job do."""
     trouble_file: Path | None = None
@@ -84,6 +85,12 @@ class Worker:
         self._options = options
         self._provider = provider
         self._table = LeaseTable()
+        self._places = SandboxPlaces(
+            provider,
+            usual=options.sandbox_limit,
+            limit=options.max_sandboxes,
+            evals=options.concurrency.get("eval", 0),
+        )
         self._stages = Stages(
             control,
             backends,
@@ -92,6 +99,7 @@ class Worker:
             backend_budget=options.backend_budget,
             eval_grace=options.eval_grace,
             begun=options.begun,
+            places=self._places,
         )
         self._outbox = Outbox(control, options.worker, self._reported)
         self._heartbeat = Heartbeat(
@@ -194,7 +202,7 @@ class Worker:
             return 0
         # Those in Init that have none yet are about to claim one.
         coming = sum(held.lease.stage == "init" and held.sandbox is None for held in self._table)
-        return self._options.sandbox_limit - coming - len(self._provider.claimed())
+        return self._places.room(coming)
 
     def _tell(self, trouble: str) -> None:
         """Says what keeps this node from starting sandboxes, once for each change."""

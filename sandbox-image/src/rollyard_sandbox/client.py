@@ -12,14 +12,26 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine
+from hmac import compare_digest
 from typing import Any
 
+from rollyard_sandbox import olderservers, proof
 from rollyard_sandbox.clientwire import Wire
-from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxError
+from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxError, SandboxSabotaged
 from rollyard_sandbox.frames import PROTOCOL_VERSION
-from rollyard_sandbox.results import DirEntry, ExecResult, FileContent, ServerInfo
+from rollyard_sandbox.results import DirEntry, EvalPlace, ExecResult, FileContent, ServerInfo
+from rollyard_sandbox.workfolder import WorkFolder
 
-__all__ = ["DirEntry", "ExecClient", "ExecResult", "FileContent", "RunningCommand", "ServerInfo"]
+__all__ = [
+    "DirEntry",
+    "EvalPlace",
+    "ExecClient",
+    "ExecResult",
+    "FileContent",
+    "RunningCommand",
+    "ServerInfo",
+    "WorkFolder",
+]
 
 _KERNEL_START = 60.0  # seconds that the first cell may wait for its kernel
 _LIMIT_MARGIN = 15.0  # seconds beyond a command's timeout: the server interrupts, kills and answers within 5
@@ -86,21 +98,45 @@ class RunningCommand:
 class ExecClient:
     """One connection to a sandbox's exec server. Any number of requests may be in flight."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        features: frozenset[str] = frozenset(),
+        secret: bytes | None = None,
+        proven_token: str | None = None,
+    ) -> None:
         self._wire = wire
+        self.proven_token = proven_token
+        """What to connect with from now on, so that the server must prove each time that it knows the token.
+
+        None where no token was shown, or where the server is older than this proof.
+        """
+        self._secret = secret
+        self._features = features
         self._running: set[asyncio.Task[ExecResult]] = set()
 
     @classmethod
-    async def connect(cls, address: str, *, token: str | None = None, timeout: float = 10.0) -> ExecClient:
+    async def connect(
+        cls, address: str, *, token: str | None = None, secret: bytes | None = None, timeout: float = 10.0
+    ) -> ExecClient:
         """Connects to `unix:/path` or `tcp://host:port`.
+
+        With `secret` the server must prove that it knows the same, here and whenever an evaluation begins. So
+        it must with a `token` that is another client's `proven_token`, which itself is never sent. A token in
+        its plain form is sent as it is: show it to a server that no command can have replaced yet.
 
         Raises:
             BadRequest: the address is neither.
             ConnectionLost: nobody answers there within `timeout` seconds.
             Unauthorized: the token is missing or wrong.
+            SandboxSabotaged: somebody answers who does not know the secret.
         """
         loop = asyncio.get_running_loop()
         wire = Wire(loop)
+        proven = None
+        if token is not None and token.startswith(proof.PROVEN):
+            proven = token
+            token, secret = proof.derived(token.removeprefix(proof.PROVEN))
         try:
             async with asyncio.timeout(timeout):
                 if address.startswith("unix:"):
@@ -111,20 +147,30 @@ class ExecClient:
                 hello: dict[str, Any] = {"op": "hello", "version": PROTOCOL_VERSION}
                 if token is not None:
                     hello["token"] = token
-                await wire.request(hello, limit=timeout)
+                challenge = hello["challenge"] = proof.new_challenge()
+                answer, _ = await wire.request(hello, limit=timeout)
+                features = frozenset(map(str, answer.get("features", ())))
+                if secret is None and token is not None and proof.TOKEN_PROOF in features:
+                    proven, secret = f"{proof.PROVEN}{token}", proof.derived(token)[1]
+                _check_proof(secret, "hello", challenge, answer)
         except (OSError, TimeoutError) as error:
             wire.fail(ConnectionLost("not connected"))
             raise ConnectionLost(f"no exec server answers at {address}: {error or 'timeout'}") from error
         except BaseException:
             wire.fail(ConnectionLost("not connected"))
             raise
-        return cls(wire)
+        return cls(wire, features, secret, proven)
 
     async def __aenter__(self) -> ExecClient:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that the server has not answered yet; after a cancellation they count until it does."""
+        return self._wire.unanswered
 
     # bash
 
@@ -191,18 +237,25 @@ class ExecClient:
         stdin: bytes = b"",
         timeout: float = 60.0,
         max_output: int = 1 << 20,
+        clean_env: bool = False,
     ) -> ExecResult:
         """Runs a program in a fresh process: no shell, no terminal, a process group of its own.
 
-        `env` is added to the sandbox's environment; `cwd` is the work folder where not given. What the
+        `env` is added to the sandbox's environment, or is all of the program's environment where `clean_env`
+        is given (`argv[0]` is then looked up in its PATH); `cwd` is the work folder where not given. What the
         program leaves running in its group is killed when it ends; past `timeout` seconds all of it is.
 
         Raises:
             LaunchError: it cannot be started.
         """
+        if clean_env and "clean_env" not in self._features:
+            argv, env = (
+                ["env", "-i", *(f"{name}={value}" for name, value in (env or {}).items()), *argv],
+                None,
+            )
         header = {
             "op": "run", "argv": argv, "env": env or {}, "cwd": cwd,
-            "timeout": timeout, "max_output": max_output,
+            "timeout": timeout, "max_output": max_output, "clean_env": clean_env,
         }  # fmt: skip
         return _result(*await self._wire.request(header, stdin, limit=timeout + _LIMIT_MARGIN))
 
@@ -260,6 +313,19 @@ class ExecClient:
         """
         await self._wire.request({"op": "remove", "path": path})
 
+    def beneath(self) -> WorkFolder:
+        """The work folder, by operations that follow no symbolic link.
+
+        Raises:
+            SandboxError: the server is older than these operations (reason ServerTooOld).
+        """
+        if "beneath" not in self._features:
+            raise SandboxError(
+                "the sandbox's exec server is older than stages.eval.carry: upgrade the sandbox image",
+                reason="ServerTooOld",
+            )
+        return WorkFolder(self._wire)
+
     # The sandbox
 
     async def kill_all(self) -> int:
@@ -272,6 +338,28 @@ class ExecClient:
         count = fields["count"]
         assert isinstance(count, int)
         return count
+
+    async def begin_eval(self) -> EvalPlace:
+        """Kills every process of the sandbox, then makes a private place that none of them could write to.
+
+        All sessions have ended afterwards. Called again, it makes another place, and the earlier one is gone.
+        A server that does not know the call yet is asked for the same through `kill_all` and `write_file`.
+
+        Raises:
+            SandboxSabotaged: programs of the sandbox have made it impossible (they filled or locked folders),
+                or somebody else answers in the server's name.
+            FileError: it is impossible for another reason, such as a disk of the node that is full.
+            SandboxError: processes survive SIGKILL (reason ProcessesSurvive).
+        """
+        if "begin_eval" not in self._features:
+            # No server that proves anything is as old as that: somebody has taken the word out.
+            _check_proof(self._secret, "begin_eval", "", {})
+            return await olderservers.begin_eval(self)
+        challenge = proof.new_challenge()
+        fields, _ = await self._wire.request({"op": "begin_eval", "challenge": challenge})
+        _check_proof(self._secret, f"begin_eval {fields['folder']}", challenge, fields)
+        sabotage = tuple(map(str, fields.get("sabotage", ())))
+        return EvalPlace(fields["folder"], fields["home"], fields["tmp"], fields["reward_file"], sabotage)
 
     async def renew(self, seconds: float) -> None:
         """The server kills everything and exits unless renewed again within `seconds`."""
@@ -315,6 +403,19 @@ class ExecClient:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
+
+
+def _check_proof(secret: bytes | None, purpose: str, challenge: str, answer: dict[str, Any]) -> None:
+    if secret is None:
+        return
+    given = answer.get("proof")
+    if not isinstance(given, str) or not compare_digest(
+        given.encode("utf-8", "surrogatepass"), proof.answer(secret, purpose, challenge).encode()
+    ):
+        raise SandboxSabotaged(
+            "whoever answers on the exec server's socket does not know its secret: a program of the sandbox "
+            "has taken its place"
+        )
 
 
 def _encoded(text: str) -> bytes:

@@ -75,6 +75,11 @@ class Wire(asyncio.Protocol):
         if not self.closed.done():
             self.closed.set_result(None)
 
+    @property
+    def unanswered(self) -> int:
+        """Requests that were sent and not answered yet, those included for which nobody waits any more."""
+        return len(self._waiting)
+
     async def request(
         self,
         header: dict[str, Any],

@@ -16,6 +16,7 @@ __all__ = [
     "NoCommandRunning",
     "ProtocolError",
     "SandboxError",
+    "SandboxSabotaged",
     "SessionBusy",
     "TooManySessions",
     "Unauthorized",
@@ -83,7 +84,7 @@ class CommandTooLarge(SandboxError):
 
 
 class LaunchError(SandboxError):
-    """A shell or a program could not be started."""
+    """A shell or a program could not be started: LaunchFailed, ProgramNotFound, ResourceExhausted, …"""
 
     reason = "LaunchFailed"
 
@@ -92,6 +93,12 @@ class IPythonUnavailable(SandboxError):
     """ipykernel or jupyter_client cannot be imported in the sandbox, or the kernel does not start."""
 
     reason = "IPythonUnavailable"
+
+
+class SandboxSabotaged(SandboxError):
+    """Programs of the sandbox have made its evaluation impossible; the message names the evidence."""
+
+    reason = "SandboxSabotaged"
 
 
 class FileError(SandboxError):
@@ -132,9 +139,12 @@ _CLASSES: dict[str, type[SandboxError]] = {
         LaunchError,
         IPythonUnavailable,
         FileError,
+        SandboxSabotaged,
     )
 }
 _CLASSES.update(dict.fromkeys(_FILE_REASONS.values(), FileError))
+_CLASSES.update(dict.fromkeys(("NotAFile", "TooManyEntries", "WouldBlock"), FileError))
+_CLASSES.update(dict.fromkeys(("ConfinementFailed", "ProgramNotFound", "ResourceExhausted"), LaunchError))
 
 
 def file_error(error: OSError, path: str) -> FileError:

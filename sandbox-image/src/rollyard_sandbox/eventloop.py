@@ -12,6 +12,8 @@ import select
 import signal
 from time import monotonic
 
+from rollyard_sandbox.outsidesignals import OutsideSignals
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,11 +54,23 @@ class EventLoop:
         self.watch(self._wake_read, self._woken)
 
     def install_signals(self, handlers: dict[int, Callable[[], None]]) -> None:
-        """SIGCHLD reaps; `handlers` are called in the loop, never inside a signal handler."""
-        self._signals = handlers
+        """SIGCHLD reaps; `handlers` are called in the loop, never inside a signal handler.
+
+        In process 1 of a namespace they are called for signals from outside only: commands may send others.
+        """
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        if os.getpid() == 1:
+            outside = OutsideSignals(handlers)
+            self.watch(outside.fd, lambda events: self._signalled(outside.read(), handlers))
+            handlers = {}
+        self._signals = handlers
         for number in (signal.SIGCHLD, *handlers):
             signal.signal(number, lambda number, frame: None)
+
+    @staticmethod
+    def _signalled(numbers: set[int], handlers: dict[int, Callable[[], None]]) -> None:
+        for number in numbers:
+            handlers[number]()
 
     def watch(self, fd: int, handler: Callable[[int], None], events: int = READ) -> None:
         """Calls `handler(events)` whenever `fd` is ready."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.eventloop import EventLoop
     from rollyard_sandbox.kernelwire import Wire
+    from rollyard_sandbox.walls import Walls
 
 _START_LIMIT = 45.0  # seconds until a new kernel answers
 _INTERRUPT_GRACE = 2.0  # seconds between SIGINT and SIGKILL
@@ -69,7 +70,7 @@ class Cell:
 class Kernel:
     """One kernel process and the thread that speaks to it."""
 
-    def __init__(self, loop: EventLoop, cwd: str) -> None:
+    def __init__(self, loop: EventLoop, walls: Walls, cwd: str) -> None:
         import subprocess
         from queue import SimpleQueue
         from threading import Thread
@@ -89,7 +90,7 @@ class Kernel:
             json.dump(connection, file)
         own = [sys.executable, "-m", "ipykernel_launcher", "-f", path, "--HistoryManager.enabled=False"]
         image_python = _image_python()
-        with open(f"{self.directory}/log", "wb") as log:
+        with open(f"{self.directory}/log", "wb") as log, walls.across():
             process = subprocess.Popen(
                 [image_python, "-c", _CHOOSE, *own] if image_python else own,
                 cwd=cwd,
@@ -99,6 +100,7 @@ class Kernel:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=lambda: walls.enter(cwd),  # noqa: PLW1509 - no locks, no imports
             )  # fmt: skip
         self._process = process
         self.pid = process.pid
@@ -216,8 +218,9 @@ class Kernel:
 class IPython:
     """The sandbox's kernel, started when first used and replaced when it is lost."""
 
-    def __init__(self, loop: EventLoop, cwd: str) -> None:
+    def __init__(self, loop: EventLoop, walls: Walls, cwd: str) -> None:
         self._loop = loop
+        self._walls = walls
         self._cwd = cwd
         self._kernel: Kernel | None = None
         self._cell: Cell | None = None
@@ -286,6 +289,7 @@ class IPython:
 
     def _start(self) -> Kernel:
         from importlib.util import find_spec
+        from subprocess import SubprocessError
 
         missing = [name for name in ("ipykernel", "jupyter_client", "zmq") if find_spec(name) is None]
         if missing:
@@ -293,8 +297,8 @@ class IPython:
                 f"{sys.executable} cannot import {', '.join(missing)}; install ipykernel"
             )
         try:
-            return Kernel(self._loop, self._cwd)
-        except OSError as error:
+            return Kernel(self._loop, self._walls, self._cwd)
+        except (OSError, SubprocessError) as error:
             raise IPythonUnavailable(f"the kernel cannot be started: {error}") from error
 
 

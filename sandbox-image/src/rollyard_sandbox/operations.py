@@ -16,7 +16,9 @@ from rollyard_sandbox.errors import (
     SandboxError,
     TooManySessions,
 )
+from rollyard_sandbox.evalplace import EvalPlaces
 from rollyard_sandbox.frames import MAX_BODY, PROTOCOL_VERSION
+from rollyard_sandbox.proof import TOKEN_PROOF, answer
 from rollyard_sandbox.session import BashSession
 
 TYPE_CHECKING = False
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from rollyard_sandbox.eventloop import EventLoop
     from rollyard_sandbox.ipython import IPython
     from rollyard_sandbox.programs import Program
+    from rollyard_sandbox.walls import Walls
 
     class Control(Protocol):
         """What operations need of the server."""
@@ -35,9 +38,12 @@ if TYPE_CHECKING:
         def renew(self, seconds: float) -> None: ...
         def lease_left(self) -> float | None: ...
         def kill_all(self) -> int: ...
+        def survivors(self) -> int: ...
         def shutdown(self) -> None: ...
 
 
+# What a client may ask for beyond version 1 of the protocol as it was first released.
+FEATURES = ("begin_eval", "clean_env", "beneath")
 _MAX_COMMAND = 32 * 1024 * 1024  # bytes
 _MAX_SECONDS = 7 * 24 * 3600.0
 _MAX_RESULT = 16 * 1024  # characters of a cell's result, besides its output
@@ -49,16 +55,29 @@ class Operations:
     """Sessions, programs, files and the kernel of one sandbox."""
 
     def __init__(
-        self, loop: EventLoop, *, workdir: str, max_sessions: int, max_output: int, control: Control
+        self,
+        loop: EventLoop,
+        *,
+        workdir: str,
+        max_sessions: int,
+        max_output: int,
+        own_namespace: bool,
+        walls: Walls,
+        secret: bytes | None,
+        control: Control,
     ) -> None:
         self._loop = loop
         self._workdir = workdir
+        self._walls = walls
+        self._secret = secret
+        self._features: tuple[str, ...] = FEATURES
         self._max_sessions = max_sessions
         self._max_output = max_output
         self._control = control
         self._sessions: dict[str, BashSession] = {}
         self._programs: set[Program] = set()
         self._ipython: IPython | None = None
+        self._places = EvalPlaces(workdir, own_folders=own_namespace, border=walls.border)
         self._handlers: dict[str, Callable[[Connection, int, dict[str, Any], bytes], None]] = {
             "hello": self._hello,
             "info": self._info,
@@ -72,11 +91,19 @@ class Operations:
             "write": self._write,
             "list": self._list,
             "remove": self._remove,
+            "beneath": self._beneath,
             "kill_all": self._kill_all,
+            "begin_eval": self._begin_eval,
             "renew": self._renew,
             "set_env": self._set_env,
             "shutdown": self._shutdown,
         }
+
+    def prove_token(self, key: bytes) -> None:
+        """From now on the server proves that it knows `key`, unless it has a secret beside its token."""
+        if self._secret is None:
+            self._secret = key
+            self._features = (*FEATURES, TOKEN_PROOF)
 
     def handle(self, connection: Connection, header: dict[str, Any], body: bytes) -> None:
         """Answers one request, now or later."""
@@ -116,7 +143,8 @@ class Operations:
         if header.get("version") != PROTOCOL_VERSION:
             raise ProtocolError(f"version: this server speaks {PROTOCOL_VERSION}")
         connection.greet(MAX_BODY)
-        connection.answer(request, {"version": PROTOCOL_VERSION, "pid": os.getpid()})
+        fields = {"version": PROTOCOL_VERSION, "pid": os.getpid(), "features": list(self._features)}
+        connection.answer(request, fields | self._proof("hello", header))
 
     def _info(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         from importlib.util import find_spec
@@ -157,6 +185,26 @@ class Operations:
         self._control.shutdown()
 
     def _kill_all(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        connection.answer(request, {"count": self._end_everything()})
+
+    def _begin_eval(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        self._end_everything()
+        if left := self._control.survivors():
+            raise SandboxError(f"{left} processes of the sandbox survive SIGKILL", reason="ProcessesSurvive")
+        place = self._places.make()
+        fields = {
+            "folder": place.folder, "home": place.home, "tmp": place.tmp, "reward_file": place.reward_file,
+            "sabotage": self._places.sabotage(),
+        }  # fmt: skip
+        connection.answer(request, fields | self._proof(f"begin_eval {place.folder}", header))
+
+    def _proof(self, purpose: str, header: dict[str, Any]) -> dict[str, Any]:
+        """The answer to the request's challenge, where there is one and a secret to prove."""
+        if self._secret is None or "challenge" not in header:
+            return {}
+        return {"proof": answer(self._secret, purpose, header["challenge"])}
+
+    def _end_everything(self) -> int:
         for session in self._sessions.values():
             session.expect_kill()
         for program in self._programs:
@@ -169,7 +217,7 @@ class Operations:
         self._sessions.clear()
         if self._ipython is not None:
             self._ipython.forget()
-        connection.answer(request, {"count": count})
+        return count
 
     # bash
 
@@ -182,7 +230,7 @@ class Operations:
             if len(self._sessions) >= self._max_sessions:
                 raise TooManySessions(f"{self._max_sessions} sessions are open; close one first")
             environment = {**os.environ, **_PAGERS, "PS1": "", "PS2": ""}
-            session = BashSession(self._loop, name, self._workdir, environment)
+            session = BashSession(self._loop, name, self._workdir, environment, self._walls)
             self._sessions[name] = session
         return session
 
@@ -242,6 +290,7 @@ class Operations:
         extra = header.get("env") or {}
         if not isinstance(extra, dict) or not all(isinstance(value, str) for value in extra.values()):
             raise BadRequest("env: an object of strings is needed")
+        environment = extra if header.get("clean_env") is True else {**os.environ, **extra}
         cwd = header.get("cwd") or self._workdir
         if not isinstance(cwd, str):
             raise BadRequest("cwd: a string is needed")
@@ -252,7 +301,7 @@ class Operations:
             _reply(connection, request, outcome)
 
         program = Program(
-            self._loop, argv, {**os.environ, **extra}, os.path.join(self._workdir, cwd), body,
+            self._loop, self._walls, argv, environment, os.path.join(self._workdir, cwd), body,
             _seconds(header, "timeout"), self._limit(header), done,
         )  # fmt: skip
         self._programs.add(program)
@@ -267,7 +316,7 @@ class Operations:
         except UnicodeDecodeError as error:
             raise BadRequest(f"code: not UTF-8: {error}") from None
         if self._ipython is None:
-            self._ipython = IPython(self._loop, self._workdir)
+            self._ipython = IPython(self._loop, self._walls, self._workdir)
 
         def done(outcome: Outcome | SandboxError, result: str) -> None:
             # The result travels in the header, whose size is limited; the output has all of it.
@@ -295,6 +344,31 @@ class Operations:
     def _remove(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         files.remove(self._path(header))
         connection.answer(request, {})
+
+    def _beneath(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        """The operations of `beneath`: none follows a symbolic link, and all keep to the work folder."""
+        from rollyard_sandbox import beneath
+
+        action, workdir = header.get("action"), self._workdir
+        if action == "tree":
+            path = header.get("path")
+            answer = beneath.tree(workdir, beneath.name(path) if path else b"")
+        elif action == "digests":
+            answer = beneath.digests(workdir, _list(body))
+        elif action == "read":
+            offset, most = _whole(header, "offset", 0, 1 << 62), _whole(header, "max_bytes", 0, MAX_BODY)
+            answer = beneath.read(workdir, beneath.name(header.get("path")), offset, most)
+        else:
+            answer = b""
+            if action == "put":
+                beneath.put(workdir, beneath.name(header.get("path")), body, _whole(header, "mode", 0, 0o777))
+            elif action == "make":
+                beneath.make(workdir, _list(body))
+            elif action == "remove":
+                beneath.remove(workdir, _list(body))
+            else:
+                raise BadRequest(f"action: {action!r} is unknown")
+        connection.answer(request, {}, answer)
 
     def _path(self, header: dict[str, Any]) -> str:
         path = _text(header, "path")
@@ -324,6 +398,18 @@ def _reply(connection: Connection, request: int, outcome: Outcome | SandboxError
         },
         outcome.output,
     )
+
+
+def _list(body: bytes) -> list[Any]:
+    from json import loads
+
+    try:
+        found = loads(body)
+    except ValueError as error:
+        raise BadRequest(f"body: not JSON: {error}") from None
+    if not isinstance(found, list):
+        raise BadRequest("body: a list is needed")
+    return found
 
 
 def _text(header: dict[str, Any], field: str) -> str:

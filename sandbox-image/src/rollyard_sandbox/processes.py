@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_PR_SET_DUMPABLE = 4
 _OOM_SCORE = 500  # children die of a full memory limit before the server does
 
 
@@ -30,23 +29,11 @@ class Process:
 
 def become_subreaper() -> None:
     """Orphans below this process become its children, however often they fork and detach."""
-    _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 1)
-
-
-def forbid_reading() -> None:
-    """No unprivileged process may trace this one or read its memory, environment and descriptors.
-
-    What it executes from now on is an ordinary process again (prctl(2), PR_SET_DUMPABLE).
-    """
-    _prctl("PR_SET_DUMPABLE", _PR_SET_DUMPABLE, 0)
-
-
-def _prctl(name: str, option: int, value: int) -> None:
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({name}) failed")
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def snapshot() -> dict[int, Process]:
@@ -79,6 +66,14 @@ def descendants(root: int, processes: dict[int, Process]) -> list[Process]:
         queue.extend(process.pid for process in below)
         found.extend(process for process in below if process.state not in "ZX")
     return found
+
+
+def alive_below(processes: dict[int, Process], *, own_namespace: bool) -> list[Process]:
+    """The processes of the sandbox: all but this one and its init, or those below this one."""
+    me = os.getpid()
+    if not own_namespace:
+        return descendants(me, processes)
+    return [p for p in processes.values() if p.pid not in (1, me) and p.state not in "ZX"]
 
 
 def stop_below(root: int) -> set[int]:
@@ -195,8 +190,7 @@ def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: flo
     while True:
         reap()
         processes = snapshot()
-        alive = [p for p in processes.values() if p.pid not in (1, me) and p.state not in "ZX"]
-        alive = alive if own_namespace else descendants(me, processes)
+        alive = alive_below(processes, own_namespace=own_namespace)
         # A zombie whose other threads are still exiting cannot be reaped yet.
         unreaped = any(p.parent == me and p.state in "ZX" for p in processes.values())
         if not (alive or unreaped) or monotonic() > deadline:

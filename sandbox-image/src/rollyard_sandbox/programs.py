@@ -17,10 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollyard_sandbox.eventloop import EventLoop
+    from rollyard_sandbox.walls import Walls
 
 _REAP_GRACE = 2.0  # seconds for a killed program to end
 _READ = 65536
 _DRAIN_LIMIT = 1024 * 1024 + _READ  # bytes; more than the largest pipe holds
+
+
+def _launch_reason(error: Exception, program: str) -> str | None:
+    """ProgramNotFound, ConfinementFailed, or None where the program's folder or arguments are in the way."""
+    if not isinstance(error, OSError | ValueError):
+        return "ConfinementFailed"  # before the program was begun, and by nothing that it was given
+    absent = isinstance(error, FileNotFoundError) and error.filename == program and "/" not in program
+    return "ProgramNotFound" if absent else None
 
 
 class Program:
@@ -32,6 +41,7 @@ class Program:
     def __init__(
         self,
         loop: EventLoop,
+        walls: Walls,
         argv: list[str],
         environment: dict[str, str],
         cwd: str,
@@ -52,18 +62,22 @@ class Program:
         self._started = monotonic()
         self._input = memoryview(stdin)
         try:
-            self._process = subprocess.Popen(
-                argv,
-                cwd=cwd,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                bufsize=0,
-            )
-        except (OSError, ValueError) as error:
-            raise LaunchError(f"{argv[0]} could not be started in {cwd}: {error}") from error
+            with walls.across():
+                self._process = subprocess.Popen(
+                    argv,
+                    cwd=cwd,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    bufsize=0,
+                    preexec_fn=lambda: walls.enter(cwd),  # noqa: PLW1509 - no locks, no imports
+                )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            raise LaunchError(
+                f"{argv[0]} could not be started in {cwd}: {error}", reason=_launch_reason(error, argv[0])
+            ) from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.pid = self._process.pid

@@ -37,6 +37,26 @@ class ExecResult:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalPlace:
+    """A private place for an evaluation, which no program that ran before could write to.
+
+    Attributes:
+        folder: an absolute path, as programs of the sandbox see it; the others lie in it.
+        home: an empty folder.
+        tmp: an empty folder.
+        reward_file: an empty file.
+        sabotage: what shows that programs of the sandbox have filled or locked folders which could be written
+            to when it started, one entry for each folder.
+    """
+
+    folder: str
+    home: str
+    tmp: str
+    reward_file: str
+    sabotage: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class FileContent:
     """A part of a file.
 

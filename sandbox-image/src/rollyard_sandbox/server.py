@@ -13,23 +13,27 @@ import socket
 import sys
 from time import monotonic
 
-from rollyard_sandbox import isolation, processes
+from rollyard_sandbox import isolation, peers, processes, proof
 from rollyard_sandbox.connection import Connection
 from rollyard_sandbox.errors import Unauthorized
 from rollyard_sandbox.eventloop import EventLoop
 from rollyard_sandbox.operations import Operations
+from rollyard_sandbox.walls import FAILED, NOT_CONFINED, Walls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
     from typing import Any
 
+    from rollyard_sandbox.border import Inside
     from rollyard_sandbox.eventloop import Timer
 
 LEASE_ENDED = 75  # exit status when the lease was not renewed (EX_TEMPFAIL)
 MAX_SESSIONS = 64
 MAX_OUTPUT = 16 * 1024 * 1024
-_MAX_CONNECTIONS = 64
+_MAX_CONNECTIONS = 64  # that have greeted
+_MAX_STRANGERS = 32  # that have not
+_ACCEPTS_AT_ONCE = 64
 
 
 class Options:
@@ -40,18 +44,25 @@ class Options:
         workdir: where sessions start.
         lease: seconds after which the server kills everything and ends when nobody renews; None: never.
         token: what clients must show; None: nothing. TCP needs one, or its hash.
-        token_sha256: the SHA-256 of what clients must show, in hex: the server then never knows it.
+        token_sha256: the SHA-256 of what clients must show, in hex: the server knows no more until a client
+            shows it, and proves from then on that it does (see `proof`).
         isolation_checks: addresses that must be out of reach before the server listens.
         isolation_seconds: how long it waits for that, before it exits with NOT_ISOLATED.
         max_sessions: sessions at once.
         max_output: bytes, upper bound of a request's max_output.
         ready_fd: where one JSON line (pid, listen) is written when the server is ready.
         own_pid_namespace: only the server and pid 1 may survive kill_all.
+        secret: what the server proves to know when a client asks it; None: it proves nothing.
+        allow_loopback: whether connections over TCP may come from this machine itself, that is from the
+            sandbox's own commands; where it listens on a loopback address only, they may in any case.
+        inside: what commands find beyond a border between them and the server; None: there is none.
+        filter_calls: whether commands get a filter of system calls (see `callfilter`).
     """
 
     __slots__ = (
-        "isolation_checks", "isolation_seconds", "lease", "listen", "max_output", "max_sessions",
-        "own_pid_namespace", "ready_fd", "token", "token_sha256", "workdir",
+        "allow_loopback", "filter_calls", "inside", "isolation_checks", "isolation_seconds", "lease",
+        "listen", "max_output", "max_sessions", "own_pid_namespace", "ready_fd", "secret", "token",
+        "token_sha256", "workdir",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +79,10 @@ class Options:
         max_output: int = MAX_OUTPUT,
         ready_fd: int | None = None,
         own_pid_namespace: bool = False,
+        filter_calls: bool = True,
+        inside: Inside | None = None,
+        secret: bytes | None = None,
+        allow_loopback: bool = False,
     ) -> None:
         self.listen = listen
         self.workdir = workdir
@@ -80,15 +95,23 @@ class Options:
         self.max_output = max_output
         self.ready_fd = ready_fd
         self.own_pid_namespace = own_pid_namespace
+        self.filter_calls = filter_calls
+        self.inside = inside
+        self.secret = secret
+        self.allow_loopback = allow_loopback
 
 
 class Server:
     """Listening sockets, connections, the lease."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, walls: Walls) -> None:
         self._loop = EventLoop()
+        self._walls = walls
         self._token = options.token
         self._token_sha256 = options.token_sha256
+        self._derived_token: str | None = None
+        self._allow_loopback = options.allow_loopback
+        self._strangers: dict[Connection, None] = {}
         self._connections: set[Connection] = set()
         self._listeners: list[socket.socket] = []
         self._unix_paths: list[str] = []
@@ -101,6 +124,9 @@ class Server:
             workdir=os.path.abspath(options.workdir),
             max_sessions=options.max_sessions,
             max_output=options.max_output,
+            own_namespace=self._own_namespace,
+            walls=walls,
+            secret=options.secret,
             control=self,
         )
         if options.lease is not None:
@@ -134,7 +160,10 @@ class Server:
         listener.setblocking(False)
         listener.listen(128)
         self._listeners.append(listener)
-        self._loop.watch(listener.fileno(), lambda events: self._accept(listener))
+        guarded = listener.family != socket.AF_UNIX and not (
+            self._allow_loopback or peers.listens_on_loopback(listener)
+        )
+        self._loop.watch(listener.fileno(), lambda events: self._accept_all(listener, guarded))
         return address
 
     def run(self) -> int:
@@ -142,7 +171,7 @@ class Server:
         self._loop.install_signals({signal.SIGTERM: self.shutdown, signal.SIGINT: self.shutdown})
         self._loop.reap()
         self._loop.run()
-        for connection in list(self._connections):
+        for connection in [*self._connections, *self._strangers]:
             connection.close()
         for listener in self._listeners:
             listener.close()
@@ -170,7 +199,15 @@ class Server:
 
     def kill_all(self) -> int:
         """Kills every process of the sandbox but this one; how many there were."""
-        return processes.kill_everything(self._loop.reap, own_namespace=self._own_namespace)
+        # Where there is a border, its first process goes, too, and comes again with the next command.
+        border = self._walls.border
+        first = border is not None and border.stands()
+        count = processes.kill_everything(self._loop.reap, own_namespace=self._own_namespace)
+        return count - first
+
+    def survivors(self) -> int:
+        """How many processes of the sandbox there still are."""
+        return len(processes.alive_below(processes.snapshot(), own_namespace=self._own_namespace))
 
     def shutdown(self) -> None:
         """Ends the server after the current round of events."""
@@ -182,18 +219,29 @@ class Server:
 
     # Connections
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return  # the client has gone again, or there are no descriptors: it will retry
-        if len(self._connections) >= _MAX_CONNECTIONS:
-            sock.close()
-            return
+    def _accept_all(self, listener: socket.socket, guarded: bool) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE):
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # nobody waits, or there are no descriptors: the client will retry
+            if guarded and peers.comes_from_here(sock):
+                sock.close()
+            else:
+                self._accept(sock)
+
+    def _accept(self, sock: socket.socket) -> None:
+        """A connection that has not greeted takes no place of one that has, and gives way to a newer one."""
+        if len(self._strangers) >= _MAX_STRANGERS:
+            next(iter(self._strangers)).close()
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connections.add(Connection(self._loop, sock, self._frame, self._connections.discard))
+        self._strangers[Connection(self._loop, sock, self._frame, self._closed)] = None
+
+    def _closed(self, connection: Connection) -> None:
+        self._strangers.pop(connection, None)
+        self._connections.discard(connection)
 
     def _frame(self, connection: Connection, header: dict[str, Any], body: bytes) -> None:
         if not connection.greeted:
@@ -205,7 +253,13 @@ class Server:
                 )
                 connection.close_when_sent()
                 return
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                connection.close()
+                return
         self._operations.handle(connection, header, body)
+        if connection.greeted and connection in self._strangers:
+            del self._strangers[connection]
+            self._connections.add(connection)
 
     def _authorized(self, header: dict[str, Any]) -> bool:
         if header.get("op") != "hello":
@@ -218,12 +272,22 @@ class Server:
         if not isinstance(token, str):
             return False
         shown = token.encode("utf-8", "surrogatepass")
-        if self._token_sha256 is not None:
-            from hashlib import sha256
+        if self._token_sha256 is None:
+            return self._token is None or compare_digest(shown, self._token.encode())
+        if self._derived_token is not None and compare_digest(shown, self._derived_token.encode()):
+            return True
+        from hashlib import sha256
 
-            if not compare_digest(sha256(shown).hexdigest(), self._token_sha256):
-                return False
-        return self._token is None or compare_digest(shown, self._token.encode())
+        # Workers of an earlier release show the text that a later one has made of the token.
+        token = token.removeprefix(proof.PROVEN)
+        shown = token.encode("utf-8", "surrogatepass")
+        if not compare_digest(sha256(shown).hexdigest(), self._token_sha256):
+            return False
+        if self._token is not None:
+            return compare_digest(shown, self._token.encode())
+        self._derived_token, key = proof.derived(token)
+        self._operations.prove_token(key)
+        return True
 
 
 def _every_address(port: int) -> socket.socket:
@@ -294,6 +358,18 @@ def _parse(arguments: list[str] | None) -> Namespace:
         action="store_true",
         help="only this server and pid 1 may survive kill_all: the pid namespace is its own",
     )
+    add(
+        "--secret-fd",
+        type=int,
+        metavar="N",
+        help=f"read {proof.SECRET_BYTES} bytes from this descriptor, which the server proves to know",
+    )
+    add(
+        "--allow-loopback",
+        action="store_true",
+        help="accept TCP connections that come from this machine itself, where the server does not listen on "
+        "a loopback address only",
+    )
     options = parser.parse_args(arguments)
     if not os.path.isdir(options.workdir):
         parser.error(f"--workdir: {options.workdir} is not a directory")
@@ -329,6 +405,13 @@ def main(arguments: list[str] | None = None) -> int:
         if not token:
             print(f"--token-file: {options.token_file} is empty", file=sys.stderr)
             return 2
+    secret = None
+    if options.secret_fd is not None:
+        try:
+            secret = proof.read_secret(options.secret_fd)
+        except (OSError, ValueError) as error:
+            print(f"--secret-fd: {error}", file=sys.stderr)
+            return 2
     return serve(
         Options(
             listen=options.listen,
@@ -342,6 +425,8 @@ def main(arguments: list[str] | None = None) -> int:
             max_output=options.max_output,
             ready_fd=options.ready_fd,
             own_pid_namespace=options.own_pid_namespace,
+            secret=secret,
+            allow_loopback=options.allow_loopback,
         )
     )
 
@@ -350,15 +435,17 @@ def serve(options: Options) -> int:
     """Serves until shutdown, SIGTERM or the end of the lease; returns the exit status."""
     if os.getpid() != 1:  # process 1 inherits orphans anyway
         processes.become_subreaper()
-    if options.token is not None or options.token_sha256 is not None:
-        # The programs of a sandbox run as the same user: they must not read tokens from our memory.
-        processes.forbid_reading()
+    try:
+        walls = Walls(filter_calls=options.filter_calls, inside=options.inside)
+    except OSError as error:
+        print(f"{NOT_CONFINED}: {error}", file=sys.stderr)
+        return FAILED
     if options.isolation_checks:
         problem = isolation.wait_isolated(options.isolation_checks, options.isolation_seconds)
         if problem is not None:
             isolation.refuse(problem)
             return isolation.NOT_ISOLATED
-    server = Server(options)
+    server = Server(options, walls)
     try:
         addresses = [server.listen(address) for address in options.listen]
     except (OSError, ValueError) as error:

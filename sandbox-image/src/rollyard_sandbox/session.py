@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollyard_sandbox.eventloop import EventLoop
+    from rollyard_sandbox.walls import Walls
 
 START_LIMIT = 10.0  # seconds for bash to report for the first time, and after an interrupt
 KILL_GRACE = 0.5  # seconds between killing the foreground and killing the shell
@@ -39,12 +40,15 @@ class BashSession:
     head of the next command's output (its first and last 32 KiB).
     """
 
-    def __init__(self, loop: EventLoop, name: str, cwd: str, environment: dict[str, str]) -> None:
+    def __init__(
+        self, loop: EventLoop, name: str, cwd: str, environment: dict[str, str], walls: Walls
+    ) -> None:
         self.name = name
         self._loop = loop
         self._home = cwd
         self._cwd = cwd
         self._environment = environment
+        self._walls = walls
         self._shell: Shell | None = None
         self._ready = False
         self._signalled = False
@@ -176,7 +180,7 @@ class BashSession:
     def _start_shell(self) -> None:
         if not os.path.isdir(self._cwd):
             self._cwd = self._home
-        shell = Shell.spawn(self._cwd, self._environment)
+        shell = Shell.spawn(self._cwd, self._environment, self._walls)
         self._shell = shell
         self._ready = False
         self._signalled = False

@@ -32,6 +32,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ptyprocess import PtyProcess
 
+    from rollyard_sandbox.walls import Walls
+
 CHANNEL = 11  # bash's descriptor of the channel
 _MEMORY = 12  # bash's descriptor of the memory file
 _TIOCGPTPEER = 0x5441  # opens the slave without a path, in any mount namespace (Linux 4.13)
@@ -124,7 +126,7 @@ class Shell:
         self._input = f"/proc/{self.pid}/fd/0"
 
     @classmethod
-    def spawn(cls, cwd: str, environment: dict[str, str]) -> Shell:
+    def spawn(cls, cwd: str, environment: dict[str, str], walls: Walls) -> Shell:
         """Starts bash in `cwd`; it is ready when its first report arrives.
 
         Raises:
@@ -142,19 +144,23 @@ class Shell:
             memory = os.memfd_create("command")
             inherited.append(fcntl.fcntl(memory, fcntl.F_DUPFD_CLOEXEC, 64))
             os.close(memory)
-            process = PtyProcess.spawn(
-                ["bash", "--norc", "--noprofile", "--noediting", "-i"],
-                cwd=cwd,
-                env=environment,
-                preexec_fn=lambda: _prepare_child(inherited),
-                dimensions=_WINDOW,
-                pass_fds=inherited,
-            )
+            with walls.across():
+                process = PtyProcess.spawn(
+                    ["bash", "--norc", "--noprofile", "--noediting", "-i"],
+                    # No cwd: where it cannot be entered, ptyprocess would let the child go on as our copy.
+                    env=environment,
+                    preexec_fn=lambda: _prepare_child(inherited, walls, cwd),
+                    dimensions=_WINDOW,
+                    pass_fds=[*inherited, *walls.descriptors()],
+                )
         except (OSError, ValueError) as error:
             for fd in inherited:
                 os.close(fd)
             ours.close()
-            raise LaunchError(f"bash could not be started in {cwd}: {error}") from error
+            from shutil import which
+
+            reason = None if which("bash", path=environment.get("PATH")) else "ProgramNotFound"
+            raise LaunchError(f"bash could not be started in {cwd}: {error}", reason=reason) from error
         finally:
             theirs.close()
         channel_fd, memory_fd = inherited
@@ -301,12 +307,13 @@ def _set_terminal_modes(fd: int) -> None:
     termios.tcsetattr(fd, termios.TCSANOW, modes)
 
 
-def _prepare_child(inherited: list[int]) -> None:
-    """In the child: inheritable descriptors, and the default action for what Python ignores.
+def _prepare_child(inherited: list[int], walls: Walls, cwd: str) -> None:
+    """In the child: its folder, inheritable descriptors, and the default action for what Python ignores.
 
     The terminal's modes are set here because bash remembers those that it starts with, and restores them
     whenever a signal ends a program.
     """
+    os.chdir(cwd)
     _set_terminal_modes(0)
     for fd in inherited:
         os.set_inheritable(fd, True)
@@ -320,3 +327,4 @@ def _prepare_child(inherited: list[int]) -> None:
     ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    walls.enter(cwd)

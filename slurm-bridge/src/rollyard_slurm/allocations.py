@@ -111,11 +111,16 @@ class Allocations(Protocol):
 def options(script: str) -> list[str]:
     """What salloc is asked for: the `#SBATCH` lines of a script, as far as salloc knows them. Pure.
 
+    As sbatch does, it reads no further than to the first line that is no comment: a later line that looks
+    like an option may be a part of somebody's value.
+
     Raises:
         ValueError: a line has a quote too many.
     """
     found = []
     for line in script.splitlines():
+        if not line.startswith("#"):
+            break
         if not line.startswith("#SBATCH "):
             continue
         for word in shlex.split(line.removeprefix("#SBATCH ")):

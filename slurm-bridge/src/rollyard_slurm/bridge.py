@@ -17,7 +17,6 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 import httpx
@@ -28,7 +27,6 @@ from rollyard_operator.host.child import sweep
 from rollyard_operator.host.controlplane import ControlPlane, JoinedPlane, Plane, PlaneSettings
 from rollyard_operator.host.errors import StartFailed
 from rollyard_operator.host.home import Home, read_json, write_json
-from rollyard_operator.placement import is_for
 from rollyard_operator.plan import Owner
 
 from rollyard_slurm import logs
@@ -45,6 +43,7 @@ from rollyard_slurm.options import (
     UNIX,
     BridgeOptions,
     reconcile_profile,
+    served,
 )
 from rollyard_slurm.pace import Pace
 from rollyard_slurm.profile import RestProfile
@@ -160,6 +159,8 @@ class Bridge:
                 "port": plane.port,
                 "host": socket.gethostname(),
             }
+            if options.join:
+                told["serves"] = served(options.namespaces)
             if options.profile.rest is not None:
                 told["rest"] = options.profile.rest.model_dump(exclude_none=True)
             write_json(self._home.root / "bridge.json", told)
@@ -181,8 +182,8 @@ class Bridge:
                 fleet,
                 profile,
                 lambda trouble: self._say(f"trouble: {trouble}"),
-                takes=partial(is_for, driver="slurm", default=not options.join),
-                serves=partial(is_for, driver="slurm", default=not options.join),
+                takes=options.serves,
+                serves=options.serves,
                 alone=not options.join,
             )
             async with asyncio.TaskGroup() as group:
@@ -249,7 +250,7 @@ class Bridge:
         return site
 
     def _token_of(self, plane: Plane) -> Callable[[Owner], str]:
-        return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name)
+        return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name, owner.uid)
 
     async def _loop(self, driver: Driver, fleet: Fleet) -> None:
         pace, clock, pruned = Pace(), asyncio.get_running_loop().time, float("-inf")

@@ -31,6 +31,12 @@ class SlurmAway(SlurmError):
         self.unsure = unsure
 
 
+class ScriptInvalid(SlurmError):
+    """No batch script can be made of a workload; the message names the variable or option at fault."""
+
+    reason = "ScriptInvalid"
+
+
 class SubmitRefused(SlurmError):
     """sbatch, or slurmrestd, refused a job.
 

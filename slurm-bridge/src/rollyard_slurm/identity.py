@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from rollyard_operator.plan import Workload
 
-_WORD = re.compile(r"^[\w./-]*$")
+from rollyard_slurm.errors import ScriptInvalid
+
+_WORD = re.compile(r"[\w./-]*\Z")
 _FIELDS = ("instance", "launch", "kind", "owner", "uid", "workload", "hash", "restarts")
 
 
@@ -35,9 +37,13 @@ class Identity:
 
 
 def identity(workload: Workload, instance: str, launch: str, restarts: int) -> Identity:
-    """The identity of one submission."""
+    """The identity of one submission.
+
+    Raises:
+        ScriptInvalid: a name holds what a job's comment cannot carry.
+    """
     owner = workload.owner
-    return Identity(
+    made = Identity(
         instance=instance,
         launch=launch,
         kind=workload.kind,
@@ -47,6 +53,12 @@ def identity(workload: Workload, instance: str, launch: str, restarts: int) -> I
         hash=workload.spec_hash,
         restarts=str(restarts),
     )
+    for name in _FIELDS:
+        if not _WORD.match(getattr(made, name)):
+            raise ScriptInvalid(
+                f"{name} {getattr(made, name)!r}: a job's comment takes letters, digits and ._/- only"
+            )
+    return made
 
 
 def parse(comment: str) -> Identity | None:

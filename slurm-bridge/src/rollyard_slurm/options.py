@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollyard_crds import BackendPool
+from rollyard_crds import BackendPool, RolloutJob
+from rollyard_operator.placement import is_for
 from rollyard_operator.plan import Profile
 
 from rollyard_slurm.profile import SiteProfile
@@ -32,6 +34,8 @@ class BridgeOptions:
     """URL of a control plane that runs; empty: one is started here."""
     tokens: Path | None = None
     """With `join`: JSON object with the tokens of driver and worker."""
+    namespaces: tuple[str, ...] = ()
+    """With `join`: the namespaces whose jobs and pools run here; empty: those of all."""
     ca_file: Path | None = None
     """With `join`: whom to trust for `https:` (PEM), where its authority is not a public one."""
     listen: str = ""
@@ -50,6 +54,19 @@ class BridgeOptions:
     """Seconds for one Slurm command, or one call of slurmrestd."""
     max_jobs: int = 16
     """RolloutJobs that are active at once."""
+
+    def serves(self, thing: RolloutJob | BackendPool) -> bool:
+        """Whether a job or a pool is to run here: by its namespace, and by the driver that it names."""
+        if self.namespaces and thing.metadata.namespace not in self.namespaces:
+            return False
+        return is_for(thing, "slurm", default=not self.join)
+
+
+def served(namespaces: Sequence[str]) -> str:
+    """Whose jobs and pools a joined bridge runs, for people."""
+    if not namespaces:
+        return "every namespace of the control plane"
+    return f"the namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
 
 
 def reconcile_profile(site: Site, max_jobs: int = 16) -> Profile:

@@ -21,6 +21,8 @@ async def overview(home: Home) -> list[str]:
         return [f"no bridge has run on {home.root}"]
     where = f"process {running.pid}, {known['url']}" if running is not None else "not running on this host"
     lines = [f"bridge   {where} (home {home.root}, instance {known['instance']})"]
+    if "serves" in known:
+        lines.append(f"serves   {known['serves']}")
     commands = slurm(rest_of(known), DEFAULT_TIMEOUT, environment(os.environ), home.root, keeps=False)
     try:
         listed = await commands.queue()

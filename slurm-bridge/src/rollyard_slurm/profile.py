@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -237,8 +236,3 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProf
         return made
     except ValidationError as error:
         raise ProfileInvalid(f"{where}: " + "; ".join(describe(error, model=SiteProfile))) from error
-
-
-def quoted(value: str) -> str:
-    """A value for a shell line."""
-    return shlex.quote(value)

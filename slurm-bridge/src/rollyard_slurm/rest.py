@@ -21,8 +21,9 @@ from rollyard_slurm.cluster import is_loopback, toward
 from rollyard_slurm.commands import CommandLine, Commands
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
 from rollyard_slurm.load import Load
-from rollyard_slurm.profile import SIGNAL_SECONDS, RestProfile, quoted
+from rollyard_slurm.profile import SIGNAL_SECONDS, RestProfile
 from rollyard_slurm.script import Batch
+from rollyard_slurm.shell import Assign, Code, render
 from rollyard_slurm.slurmrestd import Answer, Server
 from rollyard_slurm.submissions import PENDING_STATES
 
@@ -164,7 +165,7 @@ class RestCalls:
         end = "" if limit is None else str(max(1, int(limit) - int(early)))
         return (
             "# slurmrestd cannot signal this script alone: what it should hear stands in a file.",
-            f'told={quoted(str(self._folder))}/"$SLURM_JOB_ID"',
+            *render([Assign("told", (str(self._folder), Code('/"$SLURM_JOB_ID"')))]),
             ': >"$told"',
             "(",
             f"  exec 9>&-; heard=0 end={end}",

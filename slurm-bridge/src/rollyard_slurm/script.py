@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from rollyard_operator.vllmargs import SERVER_ENV, vllm_command
 
 from rollyard_slurm.identity import Identity
 from rollyard_slurm.node import HOST, PORT
-from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile, SiteProfile, quoted
+from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile, SiteProfile
+from rollyard_slurm.run_folder import RUN_FOLDER
+from rollyard_slurm.shell import Array, Assign, Code, Comment, Directive, Export, Line, Part, render
 
 TITLE = "rollyard-"
 NODE_UNUSABLE = 73
@@ -90,11 +92,13 @@ class Batch:
     """Lines from the program's start on."""
 
     def text(self, between: Sequence[str] = ()) -> str:
-        """As sbatch takes it, and as an administrator sees it."""
-        asked = [
-            f"--{name}" + ("" if value is None else f"={_directive(value)}") for name, value in self.options
-        ]
-        directives = [f"#SBATCH {option}" for option in (*asked, *self.further)]
+        """As sbatch takes it, and as an administrator sees it.
+
+        Raises:
+            ScriptInvalid: an option has a value that no line can hold.
+        """
+        asked = render(Directive(name, value) for name, value in self.options)
+        directives = [*asked, *(f"#SBATCH {option}" for option in self.further)]
         return "\n".join(["#!/bin/bash", *directives, *self.before, *between, *self.after]) + "\n"
 
 
@@ -147,35 +151,30 @@ def _gres(workload: Workload, wanted: JobProfile) -> str | None:
     return f"gpu:{workload.gpus}" if workload.gpus else None
 
 
-def _directive(value: str) -> str:
-    """A value in an `#SBATCH` line."""
-    if all(character.isalnum() or character in "-_./:,=@%+[]{}*" for character in value):
-        return value
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
-
-
 def batch_script(workload: Workload, site: Site, identity: Identity, avoided: Sequence[str] = ()) -> Batch:
     """What Slurm gets: options, what an administrator sees, and what runs on the node.
 
     Args:
         avoided: nodes that could not be used lately.
+
+    Raises:
+        ScriptInvalid: a name or a value can be no part of a script; for options `Batch.text` raises it.
     """
     wanted = site.profile.of(workload.kind)
     owner = workload.owner
     program = _backend(workload, site, identity) if workload.kind == "backend" else _worker(workload, site)
     trust = {CA_FILE: str(site.ca_file)} if site.ca_file and workload.kind == "stage-worker" else {}
-    env = {**trust, **wanted.env, **_engine_env(workload)}
-    before = (
-        f"# {owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (slurm-bridge)",
-        "umask 077",
-        *(f"export {name}={quoted(value)}" for name, value in env.items()),
-        *wanted.prolog,
+    lines: list[Line] = [
+        Comment(f"{owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (slurm-bridge)"),
+        Code("umask 077"),
+        *(Export(name, value) for name, value in {**trust, **wanted.env}.items()),
+        *(Code(line) for line in wanted.prolog),
         *program,
+        *_begin(_engine_env(workload)),
         *_TRAPS,
-    )
+    ]
     options = tuple(_options(workload, site, identity, wanted, avoided))
-    return Batch(options, tuple(wanted.sbatch), before, _WATCH)
+    return Batch(options, tuple(wanted.sbatch), tuple(render(lines)), _WATCH)
 
 
 def _what(workload: Workload) -> str:
@@ -189,21 +188,23 @@ def _engine_env(workload: Workload) -> dict[str, str]:
     return {**env, **dict(workload.env)}
 
 
-_RUN_FOLDER = (
-    "# The last worker of this node removes the folder; who comes meanwhile makes it anew.",
-    "for _ in 1 2 3 4 5; do",
-    '  mkdir -p "$run" && exec 9> "$run.lock" && flock -s -w 20 9 &&'
-    ' [ "$run.lock" -ef /proc/self/fd/9 ] && [ -O "$run" ] && break',
-    "done",
-    '[ -O "$run" ] || { echo "error: $run cannot be used" >&2; exit 73; }',
-    """trap 'flock -n -x 9 && rm -rf -- "$run" "$run.lock" && rmdir -- "${run%/*}" 2> /dev/null' EXIT""",
-)
+def _begin(env: Mapping[str, str]) -> list[Line]:
+    """The function that becomes the program.
+
+    What a pool's author wants of the environment is set in it alone, so that it is no variable of the script.
+    """
+    return [
+        Code("begin() {"),
+        *(Code(f"  {line}") for line in render(Export(name, value) for name, value in env.items())),
+        Code('  exec "${program[@]}"'),
+        Code("}"),
+    ]
 
 
-def _worker(workload: Workload, site: Site) -> list[str]:
+def _worker(workload: Workload, site: Site) -> list[Line]:
     python = site.profile.of(workload.kind).python or site.python
     concurrency = ",".join(f"{stage}={number}" for stage, number in workload.concurrency)
-    arguments = [
+    arguments: list[Part] = [
         python,
         *("-m", "rollyard_pipeline", "--url", site.url, "--token-file", str(site.token_file(workload))),
         *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
@@ -213,25 +214,48 @@ def _worker(workload: Workload, site: Site) -> list[str]:
         *(("--max-sandboxes", str(most)) if (most := site.profile.workers.max_sandboxes) else ()),
         *("--drain-seconds", str(site.profile.workers.drain_seconds), "--sandboxes-end"),
     ]
-    run = f"{site.profile.workers.run_dir.rstrip('/')}/ry-$UID-{site.instance}"
+    top = site.profile.workers.run_dir
     return [
-        'node="${SLURMD_NODENAME:-$(hostname -s)}"',
-        f'run="{run}/$node"',
-        *_RUN_FOLDER,
+        Code('node="${SLURMD_NODENAME:-$(hostname -s)}"'),
+        # A name and no path, whatever this variable holds.
+        Code(
+            'node="n${node//[^A-Za-z0-9._-]/_}"; node="${node#n}"; case "$node" in .|..|"") node=node ;; esac'
+        ),
+        # Links of the site on the way are followed here, once; whatever is one later is refused.
+        Assign("top", (top,)),
+        Code(
+            'base="$(cd -P -- "$top" && pwd -P)" && [ -n "$base" ] ||'
+            ' { echo "error: workers.runDir $top cannot be used" >&2; exit 73; }'
+        ),
+        Assign("base", (Code('"${base%/}/ry-$UID-"'), site.instance)),
+        Code('run="$base/$node"'),
+        *RUN_FOLDER,
         # Two jobs on one node reach each other's sandboxes only if they see the same folder: sites may give
         # each job a /tmp of its own. So the folder, and not the host, has the name.
-        '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$" &&'
-        ' ln "$run/.name.$$" "$run/name" 2>/dev/null; rm -f "$run/.name.$$"; }',
-        '[ -s "$run/name" ] && node=$(cat "$run/name") ||'
-        ' { echo "error: $run cannot be written: is the disk of $node full?" >&2; exit 73; }',
+        Code(
+            '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$" &&'
+            ' ln "$run/.name.$$" "$run/name" 2>/dev/null; rm -f "$run/.name.$$"; }'
+        ),
+        Code(
+            '[ -s "$run/name" ] && node=$(cat "$run/name") ||'
+            ' { echo "error: $run cannot be written: is the disk of $node full?" >&2; exit 73; }'
+        ),
         # Slurm's own restart of a job begins a worker of another name: the old one may live on.
-        f'name={quoted(workload.name)}"-$SLURM_JOB_ID${{SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}}"',
-        f'program=({_words(arguments)} --node "$node" --run-dir "$run" --name "$name"'
-        f' --trouble-file {quoted(str(site.trouble_file(workload, "")))}"$SLURM_JOB_ID")',
+        Assign(
+            "name", (workload.name, Code('"-$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}"'))
+        ),
+        Assign("trouble", (str(site.trouble_file(workload, "")), Code('"$SLURM_JOB_ID"'))),
+        Array(
+            "program",
+            (
+                *arguments,
+                Code('--node "$node" --run-dir "$run" --name "$name" --trouble-file "$trouble"'),
+            ),
+        ),
     ]
 
 
-def _backend(workload: Workload, site: Site, identity: Identity) -> list[str]:
+def _backend(workload: Workload, site: Site, identity: Identity) -> list[Line]:
     wanted = site.profile.of("backend")
     python = wanted.python or site.python
     image = site.profile.backends.image
@@ -252,27 +276,26 @@ def _backend(workload: Workload, site: Site, identity: Identity) -> list[str]:
             *(python, "-m", "rollyard_engine", "--model", workload.model, "--host", HOST, "--port", PORT),
             *("--served-model-name", workload.model, *workload.args),
         ]
-    arguments = [
+    arguments: list[Part] = [
         *(python, "-m", "rollyard_slurm.node", "--endpoint", str(site.endpoint_file(identity.launch))),
         *("--toward", site.url, "--", *engine),
     ]
-    return [f"program=({_words(arguments)})"]
+    return [Array("program", tuple(arguments))]
 
 
-def _words(arguments: Sequence[str]) -> str:
-    return " ".join(quoted(argument) for argument in arguments)
-
-
-_TRAPS = (
-    "# USR1 (the time limit is near, or the bridge asks): wind up. TERM, USR2: at once.",
-    "child= asked=",
-    'drain() { [ -n "$asked" ] || { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }; }',
-    'hurry() { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }',
-    "trap drain USR1",
-    "trap hurry TERM USR2",
+_TRAPS: tuple[Line, ...] = tuple(
+    Code(line)
+    for line in (
+        "# USR1 (the time limit is near, or the bridge asks): wind up. TERM, USR2: at once.",
+        "child= asked=",
+        'drain() { [ -n "$asked" ] || { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }; }',
+        'hurry() { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }',
+        "trap drain USR1",
+        "trap hurry TERM USR2",
+    )
 )
 _WATCH = (
-    '"${program[@]}" &',
+    "begin &",
     "child=$!",
     '[ -z "$asked" ] || kill -TERM "$child" 2>/dev/null',
     "code=0",

@@ -71,8 +71,6 @@ def nothing_left(made: Installation) -> None:
             for item in json.loads(made.cluster.kubectl("get", kinds, "-A", "-l", selector, "-o", "json"))[
                 "items"
             ]
-            # The workers' token stays in namespaces that had jobs: it is worth nothing any more.
-            if item["kind"] != "Secret"
         ]
         if not left:
             return

@@ -23,6 +23,31 @@ QUOTA = "90m"
 """Room for a job's three workers and its sandbox (10m); beside the workers alone for not one more."""
 
 
+def install_kueue(installation: Installation) -> None:
+    """Its first pod makes a certificate, and waits until the kubelet mounts it, which may take minutes.
+
+    A pod that begins once the certificate is there finds it at once, so that it takes the place of the first.
+    """
+    cluster = installation.cluster
+    lab = Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab"
+    certificate = ("secret/kueue-webhook-server-cert", "-o", "jsonpath={.data}")
+
+    def made() -> bool:
+        shown = cluster.run("kubectl", "get", "-n", "kueue-system", *certificate)
+        return "tls.crt" in shown.stdout or installing.poll() is not None
+
+    with subprocess.Popen(
+        [lab, "kueue"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as installing:
+        try:
+            installation.until(made, "Kueue makes its certificate")
+            cluster.run("kubectl", "delete", "pods", "--all", "-n", "kueue-system", "--wait=false")
+            said, _ = installing.communicate(timeout=240)
+        finally:
+            installing.kill()
+    assert installing.returncode == 0, said
+
+
 @pytest.fixture(scope="module")
 def queue(installation: Installation) -> Iterator[str]:
     """A queue with room for one job's three workers and a sandbox, and beside them for no other worker."""
@@ -55,8 +80,7 @@ def queue(installation: Installation) -> Iterator[str]:
     ]
     try:
         if there.returncode:
-            lab = Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab"
-            subprocess.run([lab, "kueue"], check=True, capture_output=True, timeout=240)
+            install_kueue(installation)
         cluster.kubectl(
             "wait", "--for=condition=Available", "deployment/kueue-controller-manager", "-n", "kueue-system",
             "--timeout=120s",

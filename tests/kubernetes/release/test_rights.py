@@ -22,6 +22,7 @@ MAY = [
     ("get", "configmaps"),
     ("create", "secrets"),
     ("create", "networkpolicies.networking.k8s.io"),
+    ("list", "networkpolicies.networking.k8s.io"),
     ("create", "events"),
 ]
 MAY_NOT = [
@@ -29,6 +30,8 @@ MAY_NOT = [
     ("watch", "secrets"),
     ("get", "secrets"),
     ("delete", "secrets"),
+    ("patch", "secrets"),
+    ("update", "secrets"),
     ("list", "configmaps"),
     ("delete", "configmaps"),
     ("create", "pods/exec"),
@@ -87,7 +90,8 @@ def may(installation: Installation, verb: str, what: str, namespace: str = "", n
 def test_what_it_may(installation: Installation) -> None:
     assert [one for one in MAY if not may(installation, *one, installation.jobs)] == []
     secret = f"rollyard-worker-{installation.release}"
-    assert may(installation, "patch", "secrets", installation.jobs, secret)
+    assert may(installation, "delete", "secrets", installation.jobs, secret), "an earlier version left it"
+    assert not may(installation, "patch", "secrets", installation.jobs, secret), "the answer would hold it"
 
 
 def test_what_it_may_not_in_the_namespaces_of_jobs(installation: Installation) -> None:

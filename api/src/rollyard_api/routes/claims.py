@@ -12,7 +12,17 @@ from starlette.responses import Response
 
 from rollyard_api import claims, wire
 from rollyard_api.bus import CLAIMS, claim_topic
-from rollyard_api.routes.common import Plane, Wait, answer, body_of, body_schema, plane_of
+from rollyard_api.routes.common import (
+    Plane,
+    Wait,
+    answer,
+    body_of,
+    body_schema,
+    bound_of,
+    plane_of,
+    refuse_other_claim,
+    refuse_others,
+)
 from rollyard_api.service import ControlPlane
 
 router = APIRouter(prefix="/v1/claims", tags=["claims"])
@@ -20,25 +30,43 @@ router = APIRouter(prefix="/v1/claims", tags=["claims"])
 
 async def _settled(plane: ControlPlane, request: Request, claim: str, wait: float) -> Any | None:
     """The claim's row once it is not Pending, or as it is after `wait` seconds; None once it is gone."""
-    return await plane.bus.until(
-        claim_topic(claim),
-        partial(plane.database.read, partial(claims.find, claim=claim)),
-        lambda row: row is None or row.state != claims.PENDING,
-        wait,
-        request.is_disconnected,
-    )
+    read = partial(plane.database.read, partial(claims.find, claim=claim))
+    found = await read()
+    if found is None or found.state != claims.PENDING or wait <= 0:
+        return found
+    with plane.worker_polls.held(found.namespace):
+        return await plane.bus.until(
+            claim_topic(claim),
+            read,
+            lambda row: row is None or row.state != claims.PENDING,
+            wait,
+            request.is_disconnected,
+        )
+
+
+async def _refuse_other(plane: ControlPlane, request: Request, claim: str) -> None:
+    """A token of one job's workers reaches the claims of its job only; a claim never changes its job.
+
+    Raises:
+        Forbidden: the claim is of another job.
+    """
+    if bound_of(request) is not None:
+        row = await plane.database.read(partial(claims.find, claim=claim))
+        if row is not None:
+            refuse_other_claim(request, row)
 
 
 @router.post(
     "", responses={200: {"model": Claim}}, openapi_extra=body_schema(ClaimRequest.model_json_schema())
 )
 async def file(request: Request) -> Response:
-    """Ask for a sandbox in the name of an Init lease; the same rollout and token again is the same claim.
+    """Ask for a sandbox in the name of an Init or Eval lease; a repeat of both is the same claim.
 
     Waits up to `wait` seconds until it is bound or refused.
     """
     plane = plane_of(request)
     asked = wire.model(ClaimRequest, await body_of(request))
+    await refuse_others(request, [asked.rollout])
     op = partial(claims.file, asked=asked, max_claims=plane.settings.max_claims)
     row = await plane.database.write(op, durable=False)
     if asked.wait and row.state == claims.PENDING:
@@ -61,7 +89,8 @@ async def list_claims(
     With the `revision` of the last answer: waits up to `wait` seconds until there is another one.
     """
     return answer(
-        await plane.bus.until(
+        await plane.poll(
+            namespace or "",
             CLAIMS,
             partial(plane.database.read, partial(claims.listed, namespace=namespace)),
             lambda found: revision is None or found["revision"] != revision,
@@ -74,6 +103,7 @@ async def list_claims(
 @router.get("/{claim}", responses={200: {"model": Claim}})
 async def get_claim(request: Request, plane: Plane, claim: str, wait: Wait = 0.0) -> Response:
     """One claim; waits up to `wait` seconds until it is not Pending."""
+    await _refuse_other(plane, request, claim)
     row = await _settled(plane, request, claim, wait)
     if row is None:
         raise claims.unknown(claim)
@@ -81,8 +111,9 @@ async def get_claim(request: Request, plane: Plane, claim: str, wait: Wait = 0.0
 
 
 @router.delete("/{claim}", status_code=204)
-async def release(plane: Plane, claim: str) -> Response:
+async def release(request: Request, plane: Plane, claim: str) -> Response:
     """No rollout needs it: its sandbox is to be removed. A repeat changes nothing."""
+    await _refuse_other(plane, request, claim)
     await plane.database.write(partial(claims.release, claim=claim), durable=False)
     return Response(status_code=204)
 

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
-from rollyard_api import jobs
+from rollyard_api import bound
 from rollyard_api.auth import Caller, Role
-from rollyard_api.codec import decode, dumps
+from rollyard_api.bound import BoundJob
+from rollyard_api.codec import check_plain, decode, dumps
 from rollyard_api.problems import Forbidden
 from rollyard_api.service import ControlPlane
 
@@ -40,9 +41,9 @@ def refuse_other_job(request: Request, namespace: str, name: str | None) -> None
     Raises:
         Forbidden: it is another one's, or none is named.
     """
-    bound = request.state.caller.job
-    if bound is not None and bound != (namespace, name):
-        raise Forbidden(f"this token is for the workers of job {bound[0]}/{bound[1]} only")
+    job = bound_of(request)
+    if job is not None and (job.identity.namespace, job.identity.name) != (namespace, name):
+        raise _of_other(job)
 
 
 async def refuse_others(request: Request, rollouts: Collection[str], sandboxes: Collection[str] = ()) -> None:
@@ -51,19 +52,55 @@ async def refuse_others(request: Request, rollouts: Collection[str], sandboxes: 
     Raises:
         Forbidden: one of them is of another job.
     """
-    bound = request.state.caller.job
-    if bound is not None and (rollouts or sandboxes):
+    job = bound_of(request)
+    if job is not None and (rollouts or sandboxes):
         plane = plane_of(request)
-        query = partial(jobs.any_of_other, job=bound, rollouts_of=rollouts, sandboxes=sandboxes)
+        query = partial(
+            bound.reaches_others, identity=job.identity, rollouts_of=rollouts, sandboxes=sandboxes
+        )
         if await plane.database.read(query):
-            raise Forbidden(f"this token is for the workers of job {bound[0]}/{bound[1]} only")
+            raise _of_other(job)
 
 
-Plane = Annotated[ControlPlane, Depends(plane_of)]
+def refuse_other_claim(request: Request, claim: Any) -> None:
+    """The same for the row of a claim.
+
+    Raises:
+        Forbidden: it is of another job.
+    """
+    job = bound_of(request)
+    if job is not None and claim.job_uid != job.uid:
+        raise _of_other(job)
+
+
+def bound_of(request: Request) -> BoundJob | None:
+    """The only job that the request's token reaches; None where it reaches any."""
+    job: BoundJob | None = request.state.bound
+    return job
+
+
+def _of_other(job: BoundJob) -> Forbidden:
+    who = job.identity
+    return Forbidden(f"this token is for the workers of job {who.namespace}/{who.name} only")
+
+
+async def _plane(request: Request) -> ControlPlane:
+    # Not `plane_of` itself: what is no coroutine function, FastAPI calls in a thread.
+    return plane_of(request)
+
+
+Plane = Annotated[ControlPlane, Depends(_plane)]
 
 
 async def body_of(request: Request) -> Any:
-    """The decoded body, JSON or msgpack."""
+    """The decoded body, JSON or msgpack, of JSON's values and not too deep."""
+    document = await unchecked_body_of(request)
+    check_plain(document)
+    return document
+
+
+async def unchecked_body_of(request: Request) -> Any:
+    """The decoded body, for a route that calls `check_plain` on all of it but large lists that it checks."""
     return decode(await request.body(), request.headers.get("content-type", ""))
 
 

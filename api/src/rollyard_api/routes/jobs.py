@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import yaml
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from rollyard_crds.manifest import ManifestError, parse
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
+from rollyard_crds.yamltext import YamlError, load_one
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api import cancelling, entrypoints, jobs, jobviews, registration, tasks, wire
 from rollyard_api.jobs import NewJob
-from rollyard_api.problems import Invalid, Malformed
+from rollyard_api.problems import Invalid, Malformed, TooLarge
 from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of, role_of
+from rollyard_api.service import ControlPlane
 from rollyard_api.tasks import TaskRow
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"])
@@ -42,13 +42,21 @@ class Cancel(BaseModel):
     rollout: str | None = None
 
 
+MAX_YAML_BYTES = 4 << 20
+
+
 async def manifest_of(request: Request, kind: Literal["RolloutJob", "BackendPool"]) -> Any:
     """The body as a checked manifest, JSON or YAML; `?namespace=` fills a namespace left out."""
     if "yaml" in request.headers.get("content-type", ""):
+        body = await request.body()
+        if len(body) > MAX_YAML_BYTES:
+            raise TooLarge(f"a manifest in YAML may have {MAX_YAML_BYTES} bytes; send JSON")
         try:
-            document = yaml.safe_load(await request.body())
-        except yaml.YAMLError as error:
-            raise Malformed(f"the body is no YAML: {error}") from error
+            # In a thread: it takes seconds where JSON takes milliseconds.
+            key = request.query_params.get("namespace") or ""
+            document = await plane_of(request).parsing.run(partial(load_one, body), key)
+        except YamlError as error:
+            raise Malformed(f"the body is no YAML that is taken: {error}") from error
     else:
         document = await body_of(request)
     return checked(document, kind, request.query_params.get("namespace"))
@@ -98,10 +106,10 @@ def _read(conn: Connection, namespace: str, name: str, *, bare: bool = False) ->
     return jobviews.document(conn, jobs.find(conn, namespace, name), bare=bare)
 
 
-async def _tasks(job: RolloutJob) -> list[TaskRow]:
+async def _tasks(plane: ControlPlane, job: RolloutJob) -> list[TaskRow]:
     source = job.spec.tasks
     if source.url is not None:
-        return await asyncio.to_thread(tasks.read_url, source.url)
+        return await plane.task_reader.read(source.url, job.metadata.namespace)
     if source.inline is not None:
         seen: dict[str, int] = {}
         for place, task in enumerate(source.inline):
@@ -119,14 +127,14 @@ async def _tasks(job: RolloutJob) -> list[TaskRow]:
     return []
 
 
-async def _registered_tasks(job: RolloutJob, given: Any) -> list[TaskRow]:
+async def _registered_tasks(plane: ControlPlane, job: RolloutJob, given: Any) -> list[TaskRow]:
     """The tasks of a job that is about to be made: its own, or those that its driver read of a ConfigMap."""
     if job.spec.tasks.config_map_ref is None:
-        return await _tasks(job)
+        return await _tasks(plane, job)
     if given is None:
         text = "tasks: is required where spec.tasks is a configMapRef and the job is not there yet"
         raise Invalid(text, reason="InvalidTasks", errors=[text])
-    return await asyncio.to_thread(tasks.read_list, given)
+    return await plane.parsing.run(partial(tasks.read_list, given), job.metadata.namespace)
 
 
 @router.post("", openapi_extra=body_schema(RolloutJob.model_json_schema(by_alias=True)))
@@ -143,7 +151,7 @@ async def submit(request: Request) -> Response:
     if await plane.database.read(partial(jobs.same, new=bare)):
         made = False
     else:
-        new: NewJob = jobs.prepare(job, await _tasks(job))
+        new: NewJob = jobs.prepare(job, await _tasks(plane, job))
         made = await plane.database.write(partial(jobs.create, new=new, max_queued=plane.settings.max_queued))
     read = partial(_read, namespace=meta.namespace, name=meta.name)
     return answer(await plane.database.read(read), 201 if made else 200)
@@ -180,7 +188,7 @@ async def register(request: Request, name: str) -> Response:
         missing = entrypoints.problems(job.spec, plane.installed)
         if missing:
             raise Invalid(missing[0], reason="NotInstalled", errors=missing)
-        new = replace(new, tasks=await _registered_tasks(job, asked.tasks))
+        new = replace(new, tasks=await _registered_tasks(plane, job, asked.tasks))
         told = await plane.database.write(partial(op, new=new, with_tasks=True))
     if told.replaced is not None:
         await plane.cancel_rest(told.replaced)
@@ -193,7 +201,7 @@ async def list_jobs(
     plane: Plane,
     namespace: Annotated[str | None, Query(max_length=63)] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 500,
-    after: Annotated[str, Query(alias="continue", pattern=r"^[0-9]*$")] = "",
+    after: Annotated[str, Query(alias="continue", pattern=r"^[0-9]*$", max_length=18)] = "",
     omit: Literal["", "tasks"] = "",
     finished: bool | None = None,
 ) -> Response:
@@ -211,6 +219,7 @@ async def list_jobs(
             after=int(after or 0),
             bare=omit == "tasks",
             finished=finished,
+            max_bytes=plane.settings.page_bytes,
         )
     )
     meta = {} if more is None else {"continue": str(more)}
@@ -272,11 +281,11 @@ async def push_tasks(request: Request, name: str, namespace: Namespace = "defaul
             text = (await request.body()).decode()
         except UnicodeDecodeError as error:
             raise Malformed(f"the body is not UTF-8: {error}") from error
-        rows = await asyncio.to_thread(tasks.read_lines, text)
+        rows = await plane.parsing.run(partial(tasks.read_lines, text), namespace)
     else:
         document = await body_of(request)
         listed = document.get("tasks") if isinstance(document, dict) else None
-        rows = await asyncio.to_thread(tasks.read_list, listed)
+        rows = await plane.parsing.run(partial(tasks.read_list, listed), namespace)
     told = await plane.database.write(
         partial(jobs.push, namespace=namespace, name=name, tasks=rows, max_queued=plane.settings.max_queued)
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,10 +36,13 @@ from rollyard_api.routes.common import (
     answer,
     body_of,
     body_schema,
+    bound_of,
     plane_of,
     refuse_other_job,
     refuse_others,
+    unchecked_body_of,
 )
+from rollyard_api.service import ControlPlane
 
 log = logging.getLogger("rollyard.api")
 
@@ -49,12 +54,12 @@ def _reply(request: Request, document: Any) -> Response:
     return Response(data, media_type=media_type)
 
 
-def _over(conn: Connection, namespace: str | None, name: str) -> bool:
+def _over(conn: Connection, namespace: str | None, name: str, job_id: int | None) -> bool:
     try:
         job = jobs.find(conn, namespace or "default", name)
     except NotFound:
         return True
-    return job.finished_at is not None
+    return job.finished_at is not None or job_id not in (None, job.id)
 
 
 @router.post(
@@ -65,19 +70,44 @@ async def lease(request: Request) -> Response:
     plane = plane_of(request)
     asked = wire.model(LeaseRequest, await body_of(request))
     refuse_other_job(request, asked.namespace or "default", asked.job)
-    ask = Ask(asked.worker, asked.node, dict(asked.capacity), asked.job, asked.namespace)
-    op = partial(leasing.grant, ask=ask, lease_seconds=plane.settings.lease_seconds)
-
-    async def look() -> tuple[list[dict[str, Any]], bool]:
-        leases = await plane.database.write(op, durable=False)
-        if leases or ask.job is None:
-            return leases, False
-        return leases, await plane.database.read(partial(_over, namespace=ask.namespace, name=ask.job))
-
-    leases, draining = await plane.bus.until(
-        QUEUE, look, lambda got: bool(got[0]) or got[1], asked.wait, request.is_disconnected
-    )
+    job = bound_of(request)
+    job_id = None if job is None else job.id
+    ask = Ask(asked.worker, asked.node, dict(asked.capacity), asked.job, asked.namespace, job_id)
+    with plane.worker_polls.held(ask.namespace or "") if asked.wait > 0 else nullcontext():
+        leases, draining = await plane.bus.until(
+            QUEUE,
+            partial(_granted, plane, ask),
+            lambda got: bool(got[0]) or got[1],
+            asked.wait,
+            request.is_disconnected,
+        )
     return _reply(request, {"leases": leases, "draining": draining})
+
+
+async def _granted(plane: ControlPlane, ask: Ask) -> tuple[list[dict[str, Any]], bool]:
+    """What can be leased now, and whether the job that was asked for has ended."""
+    now = asyncio.get_running_loop().time
+    stages = tuple(sorted(stage for stage, places in ask.capacity.items() if places > 0))
+    same = (ask.namespace, ask.job, ask.job_id, ask.node, stages)
+    async with plane.grants.held(ask.namespace or ""):
+        changes, begun = plane.bus.queue_changes, now()
+        if plane.idle.is_known(same, changes, begun):
+            return [], False
+        op = partial(
+            leasing.grant,
+            ask=ask,
+            lease_seconds=plane.settings.lease_seconds,
+            max_bytes=plane.settings.page_bytes,
+        )
+        leases = await plane.database.write(op, durable=False)
+        if leases:
+            return leases, False
+        over = ask.job is not None and await plane.database.read(
+            partial(_over, namespace=ask.namespace, name=ask.job, job_id=ask.job_id)
+        )
+        if not over:
+            plane.idle.note(same, changes, begun)
+        return [], over
 
 
 @router.post(
@@ -91,11 +121,15 @@ async def heartbeat(request: Request) -> Response:
     beat = wire.model(HeartbeatRequest, await body_of(request))
     held = [(ref.rollout, ref.token) for ref in beat.leases]
     await refuse_others(request, [rollout for rollout, _ in held], beat.ending)
+    job = bound_of(request)
+    job_id = None if job is None else job.id
+    # What one job's workers list is remembered apart: it replaces nothing that others listed.
+    place = beat.node if job is None else f"{beat.node} {job_id}"
 
     def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float]:
         lost, cancelled = liveness.renew(tx, held, plane.settings.lease_seconds)
         unnamed, oldest = liveness.claims(tx, beat.node, beat.sandboxes)
-        nodes.heard(tx, beat.node)
+        nodes.heard(tx, beat.node, job_id)
         unused = nodes.give_up(tx, beat.ending) if beat.ending else []
         return lost, cancelled, unnamed, oldest, unused, tx.now
 
@@ -105,7 +139,7 @@ async def heartbeat(request: Request) -> Response:
         {
             "lost": [LeaseRef(rollout=r, token=t).model_dump() for r, t in lost],
             "cancelled": [LeaseRef(rollout=r, token=t).model_dump() for r, t in cancelled],
-            "orphans": sorted({*plane.unclaimed.orphans(beat.node, unnamed, oldest, now), *unused}),
+            "orphans": sorted({*plane.unclaimed.orphans(place, unnamed, oldest, now), *unused}),
         },
     )
 
@@ -118,8 +152,9 @@ async def heartbeat(request: Request) -> Response:
 async def complete(request: Request) -> Response:
     """Hand in stage results; each is committed before it is answered."""
     plane = plane_of(request)
-    results = wire.check_results(await body_of(request))
-    await refuse_others(request, [item["rollout"] for item in results])
+    results = wire.check_results(await unchecked_body_of(request))
+    made = [item["sandbox"]["id"] for item in results if item.get("sandbox")]
+    await refuse_others(request, [item["rollout"] for item in results], made)
     await plane.refuse_when_full()
     told = await plane.database.write(partial(staleness.complete, results=results))
     return _reply(request, {"outcomes": told})

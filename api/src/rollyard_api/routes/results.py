@@ -4,47 +4,52 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import msgpack
 from fastapi import APIRouter, Header, Query, Request
 from rollyard_crds.rolloutjob import StageName
 from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
-from rollyard_api import grouping, jobs, jobviews, records, states
+from rollyard_api import cursors, delivery, grouping, jobs, jobviews, records, states
 from rollyard_api.bus import job_topic
-from rollyard_api.codec import MSGPACK, dumps, loads
+from rollyard_api.codec import MSGPACK, dumps
+from rollyard_api.delivery import NDJSON, PARQUET, Delivery
 from rollyard_api.events import Event, SlowConsumer
-from rollyard_api.problems import Conflict, Invalid, NotFound
+from rollyard_api.problems import Conflict, Invalid, NotFound, TooLarge
 from rollyard_api.routes.common import Namespace, Plane, Wait, answer, plane_of
 from rollyard_api.schema import rollouts
 from rollyard_api.service import ControlPlane
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
 
-PARQUET = "application/vnd.apache.parquet"
-NDJSON = "application/x-ndjson"
 COUNTS_SECONDS = 1.0
 """Between two looks at the counts of a job that somebody watches."""
 
-Cursor = Annotated[str, Query(pattern=r"^[0-9]*$", max_length=18)]
+Cursor = Annotated[str, Query()]
 
 
-def _encoded(lines: list[bytes], accept: str) -> tuple[bytes, str]:
-    if PARQUET in accept:
-        from rollyard_api.parquet import encode
-
-        return encode(lines), PARQUET
-    if MSGPACK in accept:
-        return bytes(msgpack.packb([loads(line) for line in lines])), MSGPACK
-    return b"".join(line + b"\n" for line in lines), NDJSON
+def _pages(kind: cursors.Kind, job: Any, after: int, finished: bool) -> dict[str, str]:
+    return {
+        "Rollyard-Cursor": cursors.text(kind, job.uid, after),
+        "Rollyard-Finished": "true" if finished else "false",
+    }
 
 
-def _pages(after: int, finished: bool) -> dict[str, str]:
-    return {"Rollyard-Cursor": str(after), "Rollyard-Finished": "true" if finished else "false"}
+def _still(conn: Connection, job: Any) -> Any:
+    """The job's row as it is now.
+
+    Raises:
+        NotFound: it was deleted.
+        Gone: it was deleted, and another job has its name.
+    """
+    now = jobs.find(conn, job.namespace, job.name)
+    if now.uid != job.uid:
+        raise cursors.gone(job.name)
+    return now
 
 
 @router.get("/{name}/trajectories")
@@ -59,27 +64,45 @@ async def trajectories(
 ) -> Response:
     """Ended rollouts after a cursor, as they come; NDJSON, Parquet or msgpack by Accept.
 
+    A page may hold fewer than `limit`: it is bounded in bytes too.
     Header `Rollyard-Cursor`: where to go on. `Rollyard-Finished`: true when nothing will follow it.
     """
     plane = plane_of(request)
     job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
+    after = cursors.number(cursor, "trajectories", uid=job.uid, job=name, end=job.ended)
     wanted = [state for state, word in states.ENDED.items() if status in (None, word)]
-    after = int(cursor or 0)
+    most = plane.settings.page_bytes
 
-    def query(conn: Connection) -> tuple[list[bytes], int, bool]:
-        rows, reached, ended = records.ended_after(conn, job.id, after, limit, wanted)
-        now = jobs.find(conn, namespace, name)
-        lines = [plane.archive.fetch(row, namespace, name, job.uid) for row in rows]
-        return lines, reached, now.finished_at is not None and reached >= ended
+    def query(conn: Connection) -> tuple[records.Ended, bool]:
+        now = _still(conn, job)
+        found = records.ended_after(conn, job.id, after, limit, wanted, most)
+        return found, now.finished_at is not None and found.after >= found.ended
 
-    async def look() -> tuple[list[bytes], int, bool]:
-        return await plane.database.read(query)
-
-    lines, reached, finished = await plane.bus.until(
-        job_topic(job.id), look, lambda got: bool(got[0]) or got[2], wait, request.is_disconnected
-    )
-    data, media_type = await asyncio.to_thread(_encoded, lines, request.headers.get("accept", ""))
-    return Response(data, media_type=media_type, headers=_pages(reached, finished))
+    async with AsyncExitStack() as held:
+        found, finished = await plane.poll(
+            namespace,
+            job_topic(job.id),
+            partial(plane.database.read, query),
+            lambda got: bool(got[0].found) or got[1],
+            wait,
+            request.is_disconnected,
+        )
+        # The records themselves are in memory only while a place for the answer is held.
+        await held.enter_async_context(plane.pages_of(found.found).held(namespace))
+        lines: list[bytes] = []
+        reached = found.after
+        if found.found:
+            last = found.found[-1].end_seq
+            read = partial(records.rows_of, job_id=job.id, cursor=after, wanted=wanted, last=last)
+            rows = await plane.database.read(read)
+            if len(rows) < len(found.found):
+                raise cursors.gone(name)
+            lines = await plane.archive.lines(rows, namespace, name, job.uid, most)
+            if len(lines) < len(rows):
+                reached, finished = rows[len(lines) - 1].end_seq, False
+        form = delivery.media_type(request.headers.get("accept", ""))
+        data = await plane.archive.builds.run(partial(delivery.encode, lines, form), namespace)
+        return Delivery(data, form, _pages("trajectories", job, reached, finished), held.pop_all())
 
 
 @router.get("/{name}/groups")
@@ -96,35 +119,63 @@ async def groups(
     """Whole groups after a cursor: {group_id, task_id, delivered, informative, reason, trajectories}.
 
     A delivered group's trajectories are those with a reward; `dropped=true` adds the groups with
-    too few of them, without trajectories. Headers as with trajectories.
+    too few of them, without trajectories. A page may hold fewer than `limit`. Headers as with
+    trajectories.
     """
+    form = delivery.media_type(request.headers.get("accept", ""))
+    if form == PARQUET:
+        raise Invalid("groups come as NDJSON or msgpack; Parquet is for /trajectories")
     plane = plane_of(request)
     job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
-    after = int(cursor or 0)
+    after = cursors.number(cursor, "groups", uid=job.uid, job=name, end=job.groups_ended)
+    most = plane.settings.page_bytes
 
-    def query(conn: Connection) -> tuple[list[bytes], int, bool]:
-        found, reached = grouping.ended_after(
-            conn, job.id, after, limit, informative=informative, dropped=dropped
+    def query(conn: Connection) -> tuple[grouping.Ended, bool]:
+        now = _still(conn, job)
+        found = grouping.ended_after(
+            conn, job.id, after, limit, informative=informative, dropped=dropped, max_bytes=most
         )
-        now = jobs.find(conn, namespace, name)
-        lines = [_group(plane, group, members, namespace, name, job.uid) for group, members in found]
-        return lines, reached, now.finished_at is not None and reached >= now.groups_ended
+        return found, now.finished_at is not None and found.after >= found.ended
 
-    async def look() -> tuple[list[bytes], int, bool]:
-        return await plane.database.read(query)
+    async with AsyncExitStack() as held:
+        found, finished = await plane.poll(
+            namespace,
+            job_topic(job.id),
+            partial(plane.database.read, query),
+            lambda got: bool(got[0].groups) or got[1],
+            wait,
+            request.is_disconnected,
+        )
+        short = [row for _, members in found.groups for row in members]
+        await held.enter_async_context(plane.pages_of(short).held(namespace))
+        lines: list[bytes] = []
+        if not found.large:
+            read = partial(grouping.rows_of, job_id=job.id, of=[group for group, _ in found.groups])
+            rows = await plane.database.read(read)
+            if any(row.id not in rows for row in short):
+                raise cursors.gone(name)
+            ordered = [rows[row.id] for row in short]
+            records_of = await plane.archive.lines(ordered, namespace, name, job.uid, most)
+            lines = _whole_groups(found.groups, records_of)
+        reached = found.after
+        if 0 < len(lines) < len(found.groups):
+            reached, finished = found.groups[len(lines) - 1][0].seq, False
+        elif not lines and len(found.groups) > 1:
+            reached, finished = found.groups[0][0].seq, False
+        headers = _pages("groups", job, reached, finished)
+        if found.groups and not lines:
+            if form == MSGPACK:
+                raise TooLarge(
+                    f"group {found.groups[0][0].task_id!r} has more than {most} bytes: it comes as "
+                    f"{NDJSON} only",
+                    reason="GroupTooLarge",
+                )
+            return Delivery(_large_group(plane, job, *found.groups[0]), form, headers, held.pop_all())
+        data = await plane.archive.builds.run(partial(delivery.encode, lines, form), namespace)
+        return Delivery(data, form, headers, held.pop_all())
 
-    lines, reached, finished = await plane.bus.until(
-        job_topic(job.id), look, lambda got: bool(got[0]) or got[2], wait, request.is_disconnected
-    )
-    accept = request.headers.get("accept", "")
-    if PARQUET in accept:
-        raise Invalid("groups come as NDJSON or msgpack; Parquet is for /trajectories")
-    data, media_type = _encoded(lines, accept)
-    return Response(data, media_type=media_type, headers=_pages(reached, finished))
 
-
-def _group(plane: ControlPlane, group: Any, members: list[Any], namespace: str, name: str, uid: str) -> bytes:
-    kept = grouping.trained_on(members) if group.delivered else []
+def _group_head(group: Any) -> bytes:
     head = dumps(
         {
             "group_id": group.task_id,
@@ -134,8 +185,38 @@ def _group(plane: ControlPlane, group: Any, members: list[Any], namespace: str, 
             "reason": group.reason or "",
         }
     )
-    lines = [plane.archive.fetch(row, namespace, name, uid) for row in kept]
-    return head[:-1] + b',"trajectories":[' + b",".join(lines) + b"]}"
+    return head[:-1] + b',"trajectories":['
+
+
+def _whole_groups(found: list[tuple[Any, list[Any]]], lines: list[bytes]) -> list[bytes]:
+    """The groups all of whose members' records are at hand, as JSON."""
+    whole, at = [], 0
+    for group, members in found:
+        if at + len(members) > len(lines):
+            break
+        whole.append(_group_head(group) + b",".join(lines[at : at + len(members)]) + b"]}")
+        at += len(members)
+    return whole
+
+
+async def _large_group(plane: ControlPlane, job: Any, group: Any, members: list[Any]) -> AsyncIterator[bytes]:
+    """A group that has more bytes than a page, read and sent piece by piece.
+
+    Where it cannot be sent to its end, the connection is cut, so that nobody takes the part for the whole.
+    """
+    most = plane.settings.page_bytes
+    yield _group_head(group)
+    sent = 0
+    while sent < len(members):
+        after = members[sent - 1].sample if sent else -1
+        read = partial(grouping.some_members, job_id=job.id, group=group, after=after, max_bytes=most)
+        rows = await plane.database.read(read)
+        if not rows:
+            raise cursors.gone(job.name)
+        for line in await plane.archive.lines(rows, job.namespace, job.name, job.uid, most):
+            yield (b"," if sent else b"") + line
+            sent += 1
+    yield b"]}\n"
 
 
 @router.get("/{name}/rollouts")
@@ -146,28 +227,38 @@ async def list_rollouts(
     stage: StageName | None = None,
     status: Literal["queued", "leased", "succeeded", "failed", "cancelled"] | None = None,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
-    after: Annotated[str, Query(alias="continue", max_length=128)] = "",
+    after: Annotated[str, Query(alias="continue")] = "",
 ) -> Response:
     """Rollouts in short: stage, status, attempt, reward, timings, worker."""
     wanted = states.states_matching(stage, status)
+    most = plane.settings.page_bytes
 
     def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
         job = jobs.find(conn, namespace, name)
-        return records.summaries(conn, job.id, wanted, limit, after)
+        begin = _rollout_after(after, job)
+        found, more = records.summaries(conn, job.id, wanted, limit, begin, most)
+        return found, None if more is None else cursors.text("rollouts", job.uid, more)
 
-    found, more = await plane.database.read(query)
+    async with plane.looks.held(namespace):
+        found, more = await plane.database.read(query)
     return answer({"items": found, "metadata": {} if more is None else {"continue": more}})
+
+
+def _rollout_after(given: str, job: Any) -> str:
+    """The rollout's id in `continue`; older clients give the id alone, which begins as the job's ids do."""
+    if not given or given.startswith(f"{job.name}-{job.uid[:8]}-"):
+        return given
+    return cursors.word(given, "rollouts", uid=job.uid, job=job.name, parameter="continue")
 
 
 @router.get("/{name}/rollouts/{rollout}")
 async def get_rollout(plane: Plane, name: str, rollout: str, namespace: Namespace = "default") -> Response:
     """One ended rollout's trajectory."""
 
-    def query(conn: Connection) -> bytes:
+    def query(conn: Connection) -> tuple[Any, Any]:
         job = jobs.find(conn, namespace, name)
-        row = conn.execute(
-            records.select().where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)
-        ).one_or_none()
+        short = records.sizes().add_columns(rollouts.c.state)
+        row = conn.execute(short.where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)).one_or_none()
         if row is None:
             raise NotFound(f"RolloutJob {name!r} has no rollout {rollout!r}", reason="RolloutNotFound")
         if row.end_seq is None:
@@ -176,9 +267,20 @@ async def get_rollout(plane: Plane, name: str, rollout: str, namespace: Namespac
                 f"{states.stage_of(row.state)}; its trajectory is there once it has",
                 reason="RolloutNotEnded",
             )
-        return plane.archive.fetch(row, namespace, name, job.uid)
+        return job, row
 
-    return Response(await plane.database.read(query), media_type="application/json")
+    async with AsyncExitStack() as held:
+        job, short = await plane.database.read(query)
+        await held.enter_async_context(plane.pages_of([short]).held(namespace))
+        at = short.end_seq
+        every = list(states.ENDED)
+        rows = await plane.database.read(
+            partial(records.rows_of, job_id=job.id, cursor=at - 1, wanted=every, last=at)
+        )
+        if not rows:
+            raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
+        (line,) = await plane.archive.lines(rows, namespace, name, job.uid, plane.settings.page_bytes)
+        return Delivery(line, "application/json", {}, held.pop_all())
 
 
 @router.get("/{name}/events")
@@ -191,12 +293,16 @@ async def events(
     """Server-sent events: `transition` per stage transition, `counts` when counts have changed.
 
     Ends once the job has. A consumer that falls behind by a whole buffer is dropped with an
-    event `dropped`; it may resume by Last-Event-ID while the past is kept.
+    event `dropped`; it may resume by Last-Event-ID while the past is kept. Where events after that
+    id are not kept, an event `missed` says so first.
     """
     plane = plane_of(request)
     job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
-    body = _told_when_dropped(_stream(plane, job.id, last_event_id))
-    return StreamingResponse(body, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    after = plane.events.resume_after(job, last_event_id)
+    async with AsyncExitStack() as held:
+        held.enter_context(plane.streams.held(namespace))
+        body = _told_when_dropped(_stream(plane, job, after))
+        return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, held.pop_all())
 
 
 def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None:
@@ -204,17 +310,18 @@ def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None
     return None if row is None else (jobviews.counts(conn, row), row.finished_at is not None)
 
 
-async def _stream(plane: ControlPlane, job_id: int, last_id: str) -> AsyncIterator[bytes]:
+async def _stream(plane: ControlPlane, job: Any, after: int | None) -> AsyncIterator[bytes]:
     told: dict[str, Any] | None = None
     looked = -COUNTS_SECONDS
     now = asyncio.get_running_loop().time
-    async for item in plane.events.subscribe(job_id, last_id, COUNTS_SECONDS / 4):
+    async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
         if isinstance(item, Event):
-            yield plane.events.format(item)
+            yield plane.events.format(job.uid, item)
         if item is not None and now() - looked < COUNTS_SECONDS:
             continue
         looked = now()
-        found = await plane.database.read(partial(_counts, job_id=job_id))
+        async with plane.looks.held(job.namespace):
+            found = await plane.database.read(partial(_counts, job_id=job.id))
         if found is None or plane.bus.closing:
             return
         if found[0] != told:

@@ -28,7 +28,8 @@ async def unfinished(
     With the `revision` of the last answer: waits up to `wait` seconds until one has come, ended or changed.
     """
     return answer(
-        await plane.bus.until(
+        await plane.poll(
+            "",
             UNFINISHED,
             partial(plane.database.read, jobviews.unfinished),
             lambda found: revision is None or found["revision"] != revision,

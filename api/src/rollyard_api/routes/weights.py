@@ -96,7 +96,7 @@ async def update_weights(request: Request, name: str, namespace: Namespace = "de
     if standing is None:
         engine = loads(pool.spec)["engine"]["type"]
         urls = [row.url for row in rows]
-        note = await asyncio.to_thread(checkpoints.check, asked.source, urls, engine)
+        note = await plane.disk.run(partial(checkpoints.check, asked.source, urls, engine), namespace)
         if asked.in_flight == "continue" or asked.mode == "keep":
             await _require(plane, pool, rows, keep=asked.mode == "keep")
     row, new = await plane.database.write(
@@ -119,7 +119,8 @@ async def get_update(
     """One weight update; waits up to `wait` seconds while it runs."""
     plane = plane_of(request)
     read = partial(weights.one, namespace=namespace, name=name, number=number)
-    row = await plane.bus.until(
+    row = await plane.poll(
+        namespace,
         weights.TOPIC,
         partial(plane.database.read, read),
         lambda found: found.state != "Running",
@@ -173,8 +174,8 @@ async def _until(request: Request, namespace: str, name: str, wait: float, settl
     def enough(found: tuple[Any, list[Any]]) -> bool:
         return all(settled(row) for row in found[1])
 
-    found = await plane.bus.until(
-        weights.TOPIC, partial(plane.database.read, read), enough, wait, request.is_disconnected
+    found = await plane.poll(
+        namespace, weights.TOPIC, partial(plane.database.read, read), enough, wait, request.is_disconnected
     )
     document = (await plane.database.read(partial(pools.listed, namespace=namespace, name=name)))[0]
     return answer(document, 200 if enough(found) else 202)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from rollyard import terminal
 from rollyard.connection import connect, server_options
 
 
@@ -17,7 +18,6 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
     """Everything about one job or pool, for people: `describe NAME`, or `describe rj|bp NAME`."""
     from collections import Counter
 
-    from rich.console import Console
     from rollyard_crds import RolloutJob
 
     from rollyard.commands.get import JOB_WORDS, POOL_WORDS, find
@@ -27,7 +27,7 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
         raise click.UsageError(
             f"give the NAME too: rollyard describe {kind} NAME (`rollyard get {kind}` lists them)"
         )
-    console = Console(highlight=False)
+    console = terminal.console()
     with connect(url, home, namespace) as client:
         thing = find(client, kind, name, namespace)
         if isinstance(thing, RolloutJob):

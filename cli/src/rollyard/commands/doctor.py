@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from rollyard import terminal
+
 
 @click.command()
 @click.option(
@@ -15,13 +17,12 @@ import click
 )
 def command(profile: Path | None) -> int:
     """What works on this machine, and what to do about the rest. Exit status 1 if something is missing."""
-    from rich.console import Console
     from rich.text import Text
     from rollyard_operator.host.home import Home, default_home
 
     from rollyard.doctor import examine
 
-    console = Console(highlight=False)
+    console = terminal.console()
     styles = {"ok": "green", "missing": "bold red", "optional": "yellow"}
     missing = False
     for finding in examine(Home(default_home().expanduser().resolve()).run, profile):

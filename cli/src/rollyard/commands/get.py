@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rollyard import terminal
 from rollyard.connection import connect, server_options
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ def command(
 
     `get bp -o wide` has a line for each backend: its health, circuit, weights, load and speed.
     """
-    from rich.console import Console
 
     from rollyard.render import tables
 
@@ -48,14 +48,14 @@ def command(
         if of_jobs:
             jobs = [client.job(name, namespace)] if name else client.jobs(scope)
             if output not in ("json", "yaml"):
-                tables.print_table(Console(highlight=False), tables.jobs_table(jobs, output == "wide"))
+                tables.print_table(terminal.console(), tables.jobs_table(jobs, output == "wide"))
                 return
             documents = [job.to_json() for job in jobs]
         else:
             pools = [client.pool(name, namespace)] if name else client.pools(scope)
             if output not in ("json", "yaml"):
                 table = tables.backends_table(pools) if output == "wide" else tables.pools_table(pools)
-                tables.print_table(Console(highlight=False), table)
+                tables.print_table(terminal.console(), table)
                 return
             documents = [pool.to_json() for pool in pools]
     document = documents[0] if name else {"apiVersion": "v1", "kind": "List", "items": documents}

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rollyard import terminal
+
 if TYPE_CHECKING:
     from rollyard.vllm_servers import VllmOptions
 
@@ -59,7 +61,6 @@ def command(
     sandbox: str,
 ) -> None:
     """Run the quickstart job on this machine, from nothing to trajectories. Ctrl-C stops all of it."""
-    from rich.console import Console
 
     from rollyard.quickstart import QuickstartOptions, default_job, run
     from rollyard.watching import require_success
@@ -79,7 +80,7 @@ def command(
         backend=tuple(further),
         vllm=vllm,
     )
-    require_success(run(options, Console(highlight=False)))
+    require_success(run(options, terminal.console()))
 
 
 def _vllm(

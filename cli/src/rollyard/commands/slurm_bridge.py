@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollyard import terminal
+
 if TYPE_CHECKING:
     from rollyard_operator.host.home import Home
     from rollyard_slurm.options import BridgeOptions
@@ -56,6 +58,18 @@ def _home(given: Path | None) -> Home:
 )
 @click.option(
     "--join", default="", metavar="URL", help="Use a control plane that runs, beside its other drivers."
+)
+@click.option(
+    "--namespace",
+    "namespaces",
+    multiple=True,
+    metavar="NAME",
+    help="With --join: serve jobs and pools of this namespace; repeatable.",
+)
+@click.option(
+    "--all-namespaces",
+    is_flag=True,
+    help="With --join: serve those of every namespace. Their authors can run programs as you.",
 )
 @click.option(
     "--token-file",
@@ -160,6 +174,7 @@ def up(ctx: click.Context, /, **given: Any) -> None:
 
 
 def _options(given: dict[str, Any]) -> BridgeOptions:
+    from rollyard_crds.base import NAME_PATTERN
     from rollyard_slurm import profile as profiles
     from rollyard_slurm.options import BridgeOptions
 
@@ -168,6 +183,16 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
     home = _home(given["home"]).root
     if bool(given["join"]) != (given["token_file"] is not None):
         raise UsageProblem("--join and --token-file belong together")
+    if not given["join"] and (given["namespaces"] or given["all_namespaces"]):
+        raise UsageProblem("--namespace and --all-namespaces go with --join")
+    if given["join"] and bool(given["namespaces"]) == given["all_namespaces"]:
+        raise UsageProblem(
+            "--join needs --namespace NAME (repeatable) or --all-namespaces: whoever may make a BackendPool "
+            "there can run programs as the user of this bridge"
+        )
+    for name in given["namespaces"]:
+        if not re.fullmatch(NAME_PATTERN.strip("^$"), name):
+            raise UsageProblem(f"--namespace must be a name such as team-a (got {name!r})")
     if given["join"] and given["engine"] != "none":
         raise UsageProblem(
             "--engine is for a control plane of its own; with --join, submit a BackendPool that says "
@@ -196,6 +221,7 @@ def _options(given: dict[str, Any]) -> BridgeOptions:
         home=home,
         join=given["join"],
         tokens=given["token_file"],
+        namespaces=tuple(given["namespaces"]),
         ca_file=given["ca_file"] if given["join"].startswith("https://") else None,
         listen=given["listen"],
         advertise=given["advertise"],
@@ -263,6 +289,7 @@ def _dry_run(options: BridgeOptions, files: tuple[Path, ...]) -> None:
 
 
 _SUBMIT = "Submit with `rollyard submit -f job.yaml`"
+_END = "Ctrl-C ends bridge and Slurm jobs."
 
 
 def _how(options: BridgeOptions) -> str:
@@ -274,20 +301,25 @@ def _foreground(options: BridgeOptions) -> None:
 
     from rollyard_operator.host.store import RestStore
     from rollyard_slurm.bridge import Bridge, Ready, install_signals
+    from rollyard_slurm.options import served
 
     def ready(what: Ready) -> None:
-        docs = "" if options.listen == "unix" else f"  (API: {what.url}/docs)"
-        click.echo(f"{_how(options)} {what.url}{docs}")
+        click.echo(f"{_how(options)} {what.url}")
         click.echo(f"  sandbox  {options.sandbox}")
         click.echo(f"  home     {what.home.root}  (logs in {what.home.logs})")
         if what.found:
             click.echo(f"  {what.found} Slurm jobs of an earlier run go on")
-        what_for = "Jobs and pools with `placement: slurm` run here" if options.join else _SUBMIT
-        click.echo(f"{what_for}; Ctrl-C ends bridge and Slurm jobs.")
+        if options.join:
+            click.echo(f"  serves   {served(options.namespaces)}")
+            click.echo(
+                "Their jobs and pools with `placement: slurm` run here; "
+                "whoever may make a BackendPool there can run programs as you."
+            )
+        click.echo(_END if options.join else f"{_SUBMIT}; {_END}")
         sys.stdout.flush()
 
     async def run() -> None:
-        bridge = Bridge(options, RestStore, ready, lambda line: click.echo(line, err=True))
+        bridge = Bridge(options, RestStore, ready, lambda line: terminal.echo_line(line, err=True))
         install_signals(bridge)
         await bridge.run()
 
@@ -303,7 +335,9 @@ def _arguments(ctx: click.Context) -> list[str]:
         if not isinstance(parameter, click.Option) or parameter.name in ("detach", "dry_run", "files"):
             continue
         flag = max(parameter.opts, key=len)
-        if parameter.multiple:
+        if parameter.is_flag:
+            words += [flag] if value else []
+        elif parameter.multiple:
             words += [f"{flag}={item}" for item in value or ()]
         elif value not in (None, ""):
             words.append(f"{flag}={value}")
@@ -366,7 +400,7 @@ def down(home: Path | None, keep_jobs: bool) -> None:
         click.echo(f"nothing runs on {place.root}")
         return
     with place.locked():
-        say = lambda line: click.echo(line, err=True)  # noqa: E731
+        say = lambda line: terminal.echo_line(line, err=True)  # noqa: E731
         count = 0 if keep_jobs else asyncio.run(end_home(place, BridgeOptions(place.root), say))
     click.echo(f"no bridge runs on {place.root}; Slurm jobs ended: {count}")
 

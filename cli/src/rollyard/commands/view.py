@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rollyard import terminal
 from rollyard.connection import connect, server_options
 
 if TYPE_CHECKING:
@@ -117,14 +118,13 @@ def _view(
     choice: Choice,
     decode: Callable[[], Decode | None],
 ) -> None:
-    from rich.console import Console
 
     from rollyard.errors import NotFound
     from rollyard.render.tables import print_table, trajectories_table
     from rollyard.render.trajectory import TrajectoryView, why
     from rollyard.trajectories import find, most_telling
 
-    console = Console(highlight=False)
+    console = terminal.console()
     wanted: Iterator[Trajectory] = (
         trajectory for trajectory in found if not choice.failed or why(trajectory)
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from rollyard import terminal
 from rollyard.connection import connect, server_options
 
 
@@ -18,5 +19,5 @@ def command(name: str, url: str | None, home: Path | None, namespace: str) -> No
 
     with connect(url, home, namespace) as client, leaving(name):
         job = watch(client, name, namespace)
-    click.echo(f"{job.status.phase}: {job.status.message}")
+    terminal.echo_line(f"{job.status.phase}: {job.status.message}")
     require_success(job, hint=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollyard import terminal
 from rollyard.connection import connect, server_options
 from rollyard.errors import CliError, UsageProblem
 
@@ -88,11 +89,9 @@ def command(
             click.echo(f"pool {pool} is {'paused' if found.status.paused else 'not paused'}")
             return
         if version is None:
-            from rich.console import Console
-
             from rollyard.render.tables import print_table
 
-            print_table(Console(highlight=False), table(client.weight_updates(pool)))
+            print_table(terminal.console(), table(client.weight_updates(pool)))
             return
         try:
             update = client.update_weights(

@@ -8,11 +8,12 @@ import shutil
 import socket
 from collections.abc import Callable
 
+from rollyard_crds.logtext import one_line
 from rollyard_operator.host.home import Home
 from rollyard_operator.host.store import RestStore
 
 from rollyard.local.options import Options
-from rollyard.local.supervisor import Ready, Supervisor, install_signals
+from rollyard.local.supervisor import Ready, Supervisor, install_signals, opens_docs
 
 SWEEP_SECONDS = 15.0
 
@@ -25,7 +26,7 @@ def make_supervisor(
         options,
         RestStore,
         on_ready=on_ready,
-        on_trouble=lambda trouble: say(f"trouble: {trouble}"),
+        on_trouble=lambda trouble: say(one_line(f"trouble: {trouble}")),
         sweep_sandboxes=lambda: remove_sandboxes(Home(options.home), options.sandbox),
     )
 
@@ -57,7 +58,8 @@ async def run_supervisor(options: Options, say: Callable[[str], None]) -> None:
     def ready(what: Ready) -> None:
         if what.swept:
             say(f"removed what an earlier run left: {', '.join(what.swept)}")
-        say(f"Rollyard runs at {what.url}  (API: {what.url}/docs)")
+        docs = f"  (API: {what.url}/docs)" if opens_docs(options) else ""
+        say(f"Rollyard runs at {what.url}{docs}")
         say(f"  backend  {what.backend}")
         say(f"  sandbox  {options.sandbox}")
         say(f"  home     {options.home}  (logs in {Home(options.home).logs})")

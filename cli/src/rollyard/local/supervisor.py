@@ -68,13 +68,26 @@ def default_pool(options: Options) -> BackendPool:
     return BackendPool.model_validate({"metadata": {"name": DEFAULT_POOL}, "spec": spec})
 
 
+def opens_docs(options: Options) -> bool:
+    """Whether `/docs` needs no token: on loopback, where only this machine sees it."""
+    return options.host in ("127.0.0.1", "::1", "localhost")
+
+
 def plane_settings(options: Options) -> PlaneSettings:
     """The control plane that these options mean."""
     # Without either, the control plane reads ROLLYARD_VERIFY_PYTHON: it has this process's environment.
     verify = options.verify_python
     if not verify and "ROLLYARD_VERIFY_PYTHON" not in os.environ:
         verify = options.vllm_python
-    return PlaneSettings(options.host, options.port, options.lease_seconds, verify)
+    return PlaneSettings(
+        options.host,
+        options.port,
+        options.lease_seconds,
+        verify,
+        open_docs=opens_docs(options),
+        # It runs as the user who calls it, for jobs of whoever holds the user's own token.
+        allow_tasks_from=("file:///",),
+    )
 
 
 class Supervisor:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob, StageCounts
 from rollyard_crds.trajectory import Trajectory
 
+from rollyard import terminal
 from rollyard.render.trajectory import why
 
 WRAPPED = frozenset({"why", "message"})
@@ -52,7 +53,7 @@ def print_table(console: Console, table: Table) -> None:
                 return
     table.padding = (0, GAPS[0], 0, 0)
     buffer = io.StringIO()
-    Console(file=buffer, width=PIPE_WIDTH, highlight=False).print(table)
+    terminal.console(file=buffer, width=PIPE_WIDTH).print(table)
     for line in buffer.getvalue().splitlines():
         console.file.write(f"{line.rstrip()}\n")
 

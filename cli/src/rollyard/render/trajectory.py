@@ -71,7 +71,7 @@ def why(trajectory: Trajectory) -> str:
         return f"{trajectory.status}, {trajectory.reason or 'no reason given'}{detail}"
     if trajectory.reward is None or trajectory.reward > 0:
         return ""
-    parts = []
+    parts = [trajectory.reward_reason] if trajectory.reward_reason else []
     if trajectory.truncated:
         parts.append(f"truncated ({trajectory.truncated_reason})")
     errors = [call.error for turn in trajectory.turns for call in turn.tool_calls if call.error]

@@ -34,6 +34,10 @@ class PlaneSettings:
     lease_seconds: float
     verify_python: str = ""
     """A Python with torch and transformers; empty: what ROLLYARD_VERIFY_PYTHON names, if anything."""
+    open_docs: bool = False
+    """Whether `/docs` needs no token."""
+    allow_tasks_from: tuple[str, ...] = ()
+    """URL prefixes that `spec.tasks.url` of a job may begin with, beside uploads."""
 
 
 class Plane(Protocol):
@@ -90,12 +94,14 @@ class JoinedPlane:
 
 
 def token_in(path: Path, role: str) -> str:
-    """The token of a role in a file of tokens.
+    """The token of a role in a file of tokens; of several, the first.
 
     Raises:
         StartFailed: it holds none.
     """
     token = (read_json(path) or {}).get(role)
+    if isinstance(token, list) and token:
+        token = token[0]
     if not isinstance(token, str):
         raise StartFailed(f"{path} holds no token for the role {role!r}")
     return token
@@ -150,6 +156,8 @@ class ControlPlane:
         ]
         verify = self._settings.verify_python
         arguments += ["--verify-python", verify] if verify else []
+        arguments += ["--open-docs"] if self._settings.open_docs else []
+        arguments += [f"--allow-tasks-from={prefix}" for prefix in self._settings.allow_tasks_from]
         folders = Folders(self._home.logs, self._home.pids)
         try:
             child = await Child.start(NAME, arguments, folders, on_exit=self._ended.set)

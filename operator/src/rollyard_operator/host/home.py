@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollyard_crds.private_folder import make_private_folder
+
 from rollyard_operator.host.errors import HomeInUse, HomeUnusable
 from rollyard_operator.host.processes import Identity, identify, is_alive
 
@@ -72,15 +74,20 @@ class Home:
         """Creates the folders, readable by the user only.
 
         Raises:
-            HomeUnusable: a folder cannot be made, or is another user's.
+            HomeUnusable: a folder cannot be made, or others could reach or replace that of the sandboxes.
         """
-        for folder in (self.root, self.state, self.run, self.logs, self.pids):
+        for folder in (self.root, self.state, self.logs, self.pids):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
                 raise HomeUnusable(f"{folder} cannot be made: {error.strerror}") from error
-        if self.run.stat().st_uid != os.getuid():
-            raise HomeUnusable(f"{self.run} belongs to another user; choose another --home")
+        try:
+            make_private_folder(self.run)
+        except OSError as error:
+            raise HomeUnusable(
+                f"{self.run}, the folder of the sandboxes, cannot be used: {error.strerror or error}; "
+                "choose another --home"
+            ) from error
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

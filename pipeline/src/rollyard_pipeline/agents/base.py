@@ -19,10 +19,13 @@ from typing import ClassVar, Final
 from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import FinishReason
+from rollyard_sandbox.errors import ConnectionLost
+from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.backends.session import BackendSession
 from rollyard_pipeline.episode import Episode, clean_turn
 from rollyard_pipeline.errors import ContextOverflow
+from rollyard_pipeline.sabotage import reward_reason
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, ToolCallParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
 
@@ -110,6 +113,8 @@ class AgentContext:
 
         A malformed call, an unknown tool and wrong arguments are observations (`error: …`).
 
+        So is a sandbox that the policy has broken: only infrastructure gives it another try.
+
         Raises:
             rollyard_sandbox.errors.SandboxError: the sandbox failed; do not catch.
         """
@@ -122,7 +127,7 @@ class AgentContext:
         elif (problem := check_arguments(tool.parameters, call.arguments)) is not None:
             result = refusal(problem)
         else:
-            result = await tool.call(call.arguments, self._tool_context)
+            result = await self._ran(tool, call)
         self.episode.add_observation(call, result.text, result.error, time.monotonic() - started)
         if result.answer is not None:
             self.episode.answer = result.answer
@@ -130,6 +135,20 @@ class AgentContext:
         if result.out_of_memory:
             self.episode.truncate("SandboxOutOfMemory")
         return result
+
+    async def _ran(self, tool: Tool, call: ParsedCall) -> ToolResult:
+        context = self._tool_context
+        try:
+            return await tool.call(call.arguments, context)
+        except ConnectionLost:
+            if context.oom_killed is None or not await context.oom_killed():
+                raise
+            gone = "the sandbox ran out of memory, and is gone"
+            return ToolResult(f"error: {gone}", error=gone, out_of_memory=True)
+        except ExecError as error:
+            if not reward_reason(error):
+                raise
+            return refusal(str(error))
 
     async def call_all(self, calls: tuple[ParsedCall, ...]) -> None:
         """Run a turn's calls in order, until one ends the episode."""

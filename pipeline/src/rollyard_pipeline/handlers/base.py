@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.rolloutjob import EvalSandbox, RolloutJobSpec
 from rollyard_crds.task import Task
-from rollyard_crds.trajectory import Trajectory
-from rollyard_sandbox.client import ExecClient
+from rollyard_crds.trajectory import MAX_REWARD, Trajectory
+from rollyard_sandbox.client import EvalPlace, ExecClient, ExecResult
 
 from rollyard_pipeline.errors import SetupFailed
-from rollyard_pipeline.handlers.scripts import run_script
+from rollyard_pipeline.handlers.scripts import run_script, run_test
 
 ANSWER = "answer"
 """The key of `ctx.carry` under which Run leaves what `submit` handed in."""
@@ -26,10 +26,12 @@ _SETUP_OUTPUT = 8192  # bytes kept of a setup script's output, for the error mes
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A score: `reward` finite; `components` for people and for reward shaping."""
+    """A score: `reward` within the handler's `reward_range`; `components` for people and reward shaping."""
 
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    """Why, in one CamelCase word, where the tests could not simply decide: the record's `reward_reason`."""
 
 
 @dataclass(slots=True)
@@ -52,6 +54,10 @@ class StageContext:
     """JSON; what the stages before left, and what the ones after will get (1 MiB at most)."""
     trajectory: Trajectory | None = None
     """Eval only: what Run recorded."""
+    place: EvalPlace | None = None
+    """Eval only, of a handler that says `needs_sandbox`: folders and a file that Run could not write to."""
+    eval_env: Mapping[str, str] = field(default_factory=dict)
+    """Eval only: the environment of whatever is started in the sandbox. See docs/handlers.md."""
     run_agent: Callable[[], Awaitable[None]] | None = None
     """Run only: plays the job's agent."""
 
@@ -61,6 +67,26 @@ class StageContext:
         if self.client is None:
             raise RuntimeError("the handler uses a sandbox but says needs_sandbox = False")
         return self.client
+
+    async def run_test(self, script: str, *, max_output: int = 16_384) -> ExecResult:
+        """Eval only: run a hidden bash script as the handler `shell` does, within `timeout`.
+
+        It gets `$ROLLYARD_ANSWER` and `$ROLLYARD_REWARD_FILE`, an empty file at `place.reward_file`.
+
+        Raises:
+            rollyard_sandbox.errors.SandboxError: it cannot be started, or the sandbox failed.
+        """
+        if self.place is None:
+            raise RuntimeError("run_test is for eval, of a handler that says needs_sandbox")
+        env = {**self.eval_env, "ROLLYARD_REWARD_FILE": self.place.reward_file}
+        return await run_test(
+            self.sandbox,
+            script,
+            env=env,
+            answer=self.answer or "",
+            timeout=self.timeout,
+            max_output=max_output,
+        )
 
     @property
     def answer(self) -> str | None:
@@ -83,7 +109,12 @@ class Handler(ABC):
     """Subclass, write `eval`, and name the class in the entry point group `rollyard.handlers`."""
 
     needs_sandbox: ClassVar[bool] = True
-    """False: a sandbox is started only if the agent's tools need one."""
+    """False: a sandbox is started only if the agent's tools need one, and Eval does not prepare it."""
+    reward_range: ClassVar[tuple[float, float]] = (-MAX_REWARD, MAX_REWARD)
+    """Least and largest reward that `eval` gives; another one is refused."""
+    eval_sandbox: ClassVar[EvalSandbox] = "shared"
+    """Where `eval` works if the job's `stages.eval` does not say: in Run's own sandbox, or in a fresh one, in
+    which `init` has run again and into which nothing of Run's comes but what `stages.eval.carry` names."""
 
     def check(self, task: Task) -> list[str]:
         """What is wrong with a task, one line per problem, each beginning with the field's name."""
@@ -114,7 +145,8 @@ class Handler(ABC):
     async def eval(self, ctx: StageContext) -> Evaluation:
         """Score the episode. Only this gives a reward; an exception is an infrastructure failure.
 
-        Tests that the policy's work makes slow or break are the policy's failing: score them.
+        Tests that the policy's work makes slow or break are the policy's failing: score them. An error of the
+        sandbox that the policy can have caused (`rollyard_pipeline.sabotage`) scores 0 if it is not caught.
         """
 
     async def close(self) -> None:  # noqa: B027 - most handlers hold nothing

@@ -10,6 +10,7 @@ from rollyard_pipeline.errors import TaskInvalid, VerifierFailed
 from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.verifier import Verifiers, VerifierTimeout
+from rollyard_pipeline.sabotage import ANSWER_UNUSABLE, VERIFY_TIMEOUT
 
 _VERDICT_SECONDS: Final = 10.0
 
@@ -20,10 +21,12 @@ class MathHandler(Handler):
     The answer is what `submit` handed in or the last assistant message says: the last
     `\boxed{…}`, what follows `####` or "answer is", else the last line. `task.answer` may
     be a whole solution that ends with `#### n`, as GSM8K has it. An answer that cannot be
-    compared in time scores 0, with the component `verify_timeout`.
+    compared in time scores 0, with the reason VerifyTimeout and the component `verify_timeout`;
+    so does one that kills the process which compares it, with the reason AnswerUnusable.
     """
 
     needs_sandbox = False
+    reward_range = (0.0, 1.0)
 
     def __init__(self) -> None:
         self._verifiers = Verifiers()
@@ -39,16 +42,29 @@ class MathHandler(Handler):
         if not answer:
             return Evaluation(0.0, {"answered": 0.0})
         try:
-            equal = await self._verifiers.equal(gold, answer, min(_VERDICT_SECONDS, ctx.timeout))
+            equal = await self._compare(gold, answer, ctx.timeout)
         except VerifierTimeout:
-            return Evaluation(0.0, {"answered": 1.0, "verify_timeout": 1.0})
+            return Evaluation(0.0, {"answered": 1.0, "verify_timeout": 1.0}, VERIFY_TIMEOUT)
         except VerifierFailed:
-            # Once more, in a fresh process: what kills two of them is the answer (it took all their memory).
-            try:
-                equal = await self._verifiers.equal(gold, answer, min(_VERDICT_SECONDS, ctx.timeout))
-            except VerifierTimeout:
-                return Evaluation(0.0, {"answered": 1.0, "verify_timeout": 1.0})
+            # Evidence: a verifier that can compare the gold answer with itself was ended by the other one.
+            await self._compare(gold, gold, ctx.timeout)
+            return Evaluation(0.0, {"answered": 1.0}, ANSWER_UNUSABLE)
         return Evaluation(1.0 if equal else 0.0, {"answered": 1.0})
+
+    async def _compare(self, gold: str, answer: str, timeout: float) -> bool:
+        """Compare, once more in a fresh process where the first one dies.
+
+        Raises:
+            VerifierTimeout: there is no verdict in time.
+            VerifierFailed: two processes died.
+        """
+        seconds = min(_VERDICT_SECONDS, timeout)
+        try:
+            return await self._verifiers.equal(gold, answer, seconds)
+        except VerifierTimeout:
+            raise
+        except VerifierFailed:
+            return await self._verifiers.equal(gold, answer, seconds)
 
     async def close(self) -> None:
         await self._verifiers.close()

@@ -11,6 +11,10 @@ from rollyard_sandbox.errors import LaunchError
 # The script comes on standard input and is read whole before any of it runs, so that no command
 # of its own can eat the rest. The variable is not exported.
 _READ_AND_RUN: Final = 'rollyard_script=$(cat) && exec < /dev/null && eval "$rollyard_script"'
+# The answer comes first, up to a NUL: it may be longer than a request's header.
+_READ_ANSWER: Final = "IFS= read -r -d '' ROLLYARD_ANSWER && export ROLLYARD_ANSWER && "
+# No start-up file, and with -p neither BASH_ENV nor functions from the environment.
+_TEST_SHELL: Final = ("bash", "--noprofile", "--norc", "-p", "-c", _READ_ANSWER + _READ_AND_RUN, "bash")
 
 
 async def run_script(
@@ -29,3 +33,27 @@ async def run_script(
         return await client.run(
             argv, env=dict(env), cwd="/", stdin=data, timeout=timeout, max_output=max_output
         )
+
+
+async def run_test(
+    client: ExecClient,
+    script: str,
+    *,
+    env: Mapping[str, str],
+    answer: str,
+    timeout: float,
+    max_output: int,
+) -> ExecResult:
+    """Run a hidden test in a fresh bash in the work folder.
+
+    Args:
+        env: all of its environment, but for ROLLYARD_ANSWER.
+        answer: what ROLLYARD_ANSWER holds.
+
+    Raises:
+        rollyard_sandbox.errors.SandboxError: it cannot be started, or the sandbox failed.
+    """
+    data = answer.replace("\0", "\ufffd").encode(errors="replace") + b"\0" + script.encode(errors="replace")
+    return await client.run(
+        list(_TEST_SHELL), env=dict(env), clean_env=True, stdin=data, timeout=timeout, max_output=max_output
+    )

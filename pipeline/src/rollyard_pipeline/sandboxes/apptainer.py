@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rollyard_sandbox.confine import NOT_CONFINED
+from rollyard_sandbox.walls import NOT_CONFINED
 
 from rollyard_pipeline.sandboxes import instances
 from rollyard_pipeline.sandboxes.apptainer_program import (
@@ -45,9 +45,15 @@ from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.launch import LOG_FD, READY_FD, Launch, start
 from rollyard_pipeline.sandboxes.processes import ProcessRef, Reaper
 from rollyard_pipeline.sandboxes.records import SOCKET_NAME, SandboxFolder, SandboxRecord
-from rollyard_pipeline.sandboxes.rootfs import PROC_HIDDEN, SHM_BYTES, WORKDIR, disk_sizes
-from rollyard_pipeline.sandboxes.runtime import INSIDE, SANDBOX_UID, Runtime, make_runtime
-from rollyard_pipeline.sandboxes.starters import SANDBOX_ENV, START_SECONDS, StartedSandbox, server_code
+from rollyard_pipeline.sandboxes.rootfs import SHM_BYTES, WORKDIR, disk_sizes
+from rollyard_pipeline.sandboxes.runtime import EVAL_FOLDER, INSIDE, SANDBOX_UID, Runtime, make_runtime
+from rollyard_pipeline.sandboxes.starters import (
+    SANDBOX_ENV,
+    START_SECONDS,
+    StartedSandbox,
+    inside,
+    server_code,
+)
 from rollyard_pipeline.sandboxes.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -156,6 +162,7 @@ class ApptainerStarter:
         self._cache.prepare()
         self._runtime = make_runtime(self._folder.run_dir)
         self._write("start", '#!/bin/sh\nexec "$@"\n', 0o755)
+        (self._own / "runtime" / Path(EVAL_FOLDER).relative_to(INSIDE)).mkdir(parents=True, exist_ok=True)
         # The runtime's mount points, so that none of them must be made in an image.
         for source, target in self._runtime.binds:
             point = self._own / "runtime" / Path(target).relative_to(INSIDE)
@@ -200,7 +207,9 @@ class ApptainerStarter:
                 raise NodeDiskFull(str(error)) from error
             raise
 
-    async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
+    async def start(
+        self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
+    ) -> StartedSandbox:
         image = await self._ready(key)
         name = instances.instance_name(folder.name)
         launch = Launch(
@@ -208,6 +217,7 @@ class ApptainerStarter:
             argv=["/bin/sh", "-c", 'cd / && exec "$@"', "sh", *self._command(key, image, name)],
             env=program_env(self._own),
             socket_path=folder / SOCKET_NAME,
+            secret=secret,
             cgroups=cgroups,
             log=True,
             end=lambda child: self._clear(name, [child.pid]),
@@ -247,7 +257,8 @@ class ApptainerStarter:
             str(image), name,
             *runtime.argv,
             *server_code(
-                key, self._places, WORKDIR, runtime.path, shared=False, before=self._confine(key)
+                key, self._places, WORKDIR, runtime.path, before=self._confine(key),
+                inside=inside(key, None if self._options.fakeroot else SANDBOX_UID),
             ),
         ]  # fmt: skip
 
@@ -286,7 +297,7 @@ class ApptainerStarter:
             f"os.dup2({LOG_FD}, 1); os.dup2({LOG_FD}, 2); os.closerange({READY_FD + 1}, 65536)",
             "from rollyard_sandbox.confine import Confinement, clean_environment, confine",
             f"confine(Confinement(uid={uid!r}, sizes={sizes!r}, aliases={{'/var/tmp': '/tmp'}}, "
-            f"hidden={PROC_HIDDEN!r}, read_only=('/dev', '/sys'), hostname='sandbox'))",
+            f"read_only=('/dev', '/sys'), hostname='sandbox'))",
             f"if not any(os.access(path, os.X_OK) for path in {_BASHES!r}): "
             f"sys.exit('{NO_BASH}: looked for ' + ', '.join({_BASHES!r}))",
             f"clean_environment({fixed!r}, {_ADDED!r}, {_LIBRARIES!r})",

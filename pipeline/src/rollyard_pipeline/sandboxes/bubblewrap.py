@@ -22,14 +22,19 @@ from rollyard_pipeline.sandboxes.launch import ARGS_FD, INFO_FD, Launch, start
 from rollyard_pipeline.sandboxes.processes import Reaper, kill_and_wait
 from rollyard_pipeline.sandboxes.records import SOCKET_NAME, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.rootfs import NAMESPACES, WORKDIR, bwrap_arguments, check_image
-from rollyard_pipeline.sandboxes.runtime import Runtime, make_runtime
-from rollyard_pipeline.sandboxes.starters import SANDBOX_ENV, START_SECONDS, StartedSandbox, server_code
+from rollyard_pipeline.sandboxes.runtime import SANDBOX_UID, Runtime, make_runtime
+from rollyard_pipeline.sandboxes.starters import (
+    SANDBOX_ENV,
+    START_SECONDS,
+    StartedSandbox,
+    inside,
+    server_code,
+)
 
 INSTALL_HINT = (
     "install it (Debian, Ubuntu: `apt-get install bubblewrap`; Fedora, RHEL: `dnf install bubblewrap`), "
     "or ask for bare processes without isolation by name: `--sandbox process`"
 )
-_DISABLE_USERNS_SINCE = (0, 8, 0)
 _SYSCTLS = (
     ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
     (
@@ -125,7 +130,6 @@ class BubblewrapStarter:
         self._folder = folder
         self._places = places
         self._bwrap = bwrap or shutil.which("bwrap") or "bwrap"
-        self._version: tuple[int, ...] = ()
         self._runtime: Runtime | None = None
         self._reaper = Reaper()
 
@@ -133,7 +137,7 @@ class BubblewrapStarter:
         return WORKDIR
 
     async def probe(self) -> None:
-        self._version = await probe_bwrap(self._bwrap if os.path.isabs(self._bwrap) else None)
+        await probe_bwrap(self._bwrap if os.path.isabs(self._bwrap) else None)
         self._runtime = await asyncio.to_thread(make_runtime, self._folder.run_dir)
 
     def check(self, key: SandboxKey) -> None:
@@ -143,21 +147,23 @@ class BubblewrapStarter:
     async def prepare(self, key: SandboxKey) -> None:
         """A root folder is there or not."""
 
-    async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
+    async def start(
+        self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
+    ) -> StartedSandbox:
         runtime = self._runtime
         if runtime is None:
             raise SandboxStartFailed("the provider has not been started: await its start() first")
         self.check(key)
-        arguments = bwrap_arguments(
-            key, runtime, SANDBOX_ENV, disable_userns=self._version >= _DISABLE_USERNS_SINCE
-        )
+        arguments = bwrap_arguments(key, runtime, SANDBOX_ENV)
         launch = Launch(
             argv=[
                 self._bwrap, "--args", str(ARGS_FD), "--info-fd", str(INFO_FD), "--",
-                *runtime.argv, *server_code(key, self._places, WORKDIR, runtime.path, shared=False),
+                *runtime.argv,
+                *server_code(key, self._places, WORKDIR, runtime.path, inside=inside(key, SANDBOX_UID)),
             ],
             env={"PATH": SANDBOX_ENV["PATH"], "LANG": "C.UTF-8"},
             socket_path=folder / SOCKET_NAME,
+            secret=secret,
             cgroups=cgroups,
             arguments=arguments,
             info=True,

@@ -1,7 +1,7 @@
 """Sandboxes that a driver starts elsewhere: filed as claims with the control plane, reached over TCP.
 
 This worker starts nothing and holds no credentials of a cluster. A claim belongs to a rollout and
-to the fencing token of its Init lease, so that filing it again gives the same sandbox. The control
+to the fencing token of its Init or Eval lease, so that filing it again gives the same sandbox. The control
 plane releases claims that no rollout needs any more by itself; a release from here only makes it
 sooner.
 """
@@ -20,6 +20,7 @@ from rollyard_crds.names import NODE, PROVIDER
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import FileError
 from rollyard_sandbox.errors import SandboxError as ExecError
+from rollyard_sandbox.proof import PROVEN
 
 from rollyard_pipeline.control import ClaimCalls, ControlPlaneUnavailable, backoff
 from rollyard_pipeline.errors import ControlPlaneError, NotThere
@@ -71,7 +72,8 @@ class ClaimProvider:
     async def aclose(self) -> None:
         """Claimed sandboxes stay; unclaimed ones are the driver's."""
 
-    async def acquire(self, request: SandboxRequest, owner: LeaseRef) -> Sandbox:
+    async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
+        # A claim is filed under a lease and goes with it: Eval's needs nothing beside.
         shape = shape_of_key(request.key)
         filing = ClaimRequest(rollout=owner.rollout, token=owner.token, shape=shape, wait=POLL_SECONDS)
         claim = await _persistent(lambda: self._claims.claim(filing))
@@ -90,9 +92,9 @@ class ClaimProvider:
         except SandboxError:
             await self.release(claim.id)
             raise
-        handle = SandboxHandle(
-            provider=PROVIDER, id=claim.id, node=NODE, address=claim.address, token=claim.secret
-        )
+        # No command has run yet: whoever answered is the server, and says whether it can prove that later.
+        token = client.proven_token or claim.secret
+        handle = SandboxHandle(provider=PROVIDER, id=claim.id, node=NODE, address=claim.address, token=token)
         return Sandbox(handle, client, WORKDIR, dict(request.env))
 
     async def attach(self, handle: SandboxHandle) -> Sandbox:
@@ -123,6 +125,10 @@ class ClaimProvider:
         """None: heartbeats name no claimed sandboxes, the control plane knows them all."""
         return []
 
+    def in_use(self) -> list[str]:
+        """None: the control plane bounds the claims of all workers together."""
+        return []
+
     def own(self) -> list[str]:
         """None: a claimed pod ends with no worker."""
         return []
@@ -147,7 +153,9 @@ class ClaimProvider:
         try:
             if not address:
                 claim = await self._asked(claim_id)
-                address, secret = claim.address, claim.secret
+                # Commands have run there: an exec server of an earlier release, which cannot prove that it is
+                # one, is not shown the secret itself, and what the driver says decides.
+                address, secret = claim.address, f"{PROVEN}{claim.secret}"
                 if claim.state != "Bound":
                     return claim.reason == OUT_OF_MEMORY
             client = await connect(address, self._connect_seconds, secret)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rollyard_sandbox.client import ExecClient
-from rollyard_sandbox.errors import ConnectionLost, FileError
+from rollyard_sandbox.errors import ConnectionLost, FileError, SandboxSabotaged
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxFileRefused, SandboxLost
@@ -14,15 +14,23 @@ from rollyard_pipeline.sandboxes.interface import SandboxRequest
 _APPLY_SECONDS = 60.0
 
 
-async def connect(address: str, seconds: float, token: str | None = None) -> ExecClient:
+async def connect(
+    address: str, seconds: float, token: str | None = None, secret: bytes | None = None
+) -> ExecClient:
     """A connection to the exec server that listens on `address` and wants to be shown `token`.
+
+    Where `secret` is given, or `token` is a `proven_token`, the server must prove that it knows it.
 
     Raises:
         SandboxLost: nobody listens there, or there is no answer within `seconds`.
+        rollyard_sandbox.errors.SandboxSabotaged: somebody answers who does not know the secret, which only
+            a program of the sandbox can have brought about.
     """
     try:
         async with asyncio.timeout(seconds):
-            return await ExecClient.connect(address, token=token, timeout=seconds)
+            return await ExecClient.connect(address, token=token, secret=secret, timeout=seconds)
+    except SandboxSabotaged:
+        raise
     except (ExecError, OSError) as error:
         raise SandboxLost(f"the exec server at {address} does not answer: {error}") from error
 

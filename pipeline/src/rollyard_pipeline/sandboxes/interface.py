@@ -119,10 +119,11 @@ class SandboxProvider(Protocol):
         """Removes this provider's unclaimed sandboxes; claimed ones stay."""
         ...
 
-    async def acquire(self, request: SandboxRequest, owner: LeaseRef) -> Sandbox:
+    async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
         """A fresh sandbox for the rollout of the lease `owner`; a warm one where there is one.
 
-        It takes as long as starting one takes: the caller bounds the wait.
+        It takes as long as starting one takes: the caller bounds the wait. With `for_eval` it serves the one
+        lease only: it is not among those of `claimed`, and it ends with this process if not released before.
 
         Raises:
             ImageNotUsable, SandboxStartFailed, SandboxImpossible, SandboxLost, DiskFull,
@@ -148,6 +149,10 @@ class SandboxProvider(Protocol):
 
     def claimed(self) -> list[str]:
         """Ids of the claimed sandboxes that this node has to look after, whichever worker claimed them."""
+        ...
+
+    def in_use(self) -> list[str]:
+        """Ids of `claimed` and of those acquired `for_eval`, whichever worker of the node did so."""
         ...
 
     def own(self) -> list[str]:

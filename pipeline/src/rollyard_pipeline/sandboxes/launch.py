@@ -24,7 +24,7 @@ from rollyard_pipeline.sandboxes.processes import ProcessRef, Reaper, kill_and_w
 from rollyard_pipeline.sandboxes.room import is_full
 from rollyard_pipeline.sandboxes.threads import in_thread
 
-LISTEN_FD, READY_FD, INFO_FD, ARGS_FD, LOG_FD = 3, 4, 5, 6, 7
+LISTEN_FD, READY_FD, INFO_FD, ARGS_FD, LOG_FD, SECRET_FD = 3, 4, 5, 6, 7, 8
 LOG_BYTES = 64 << 10
 _SPARE = 64
 # Joins the groups first and then becomes the program, so that no instruction of it runs unlimited.
@@ -39,6 +39,8 @@ class Launch:
     env: dict[str, str]
     socket_path: Path
     """Bound and listened on here; the program inherits it as LISTEN_FD."""
+    secret: bytes = b""
+    """What the server proves to know: the program inherits a pipe that holds it as SECRET_FD."""
     cgroups: Sequence[Path] = ()
     arguments: Sequence[str] | None = None
     """Given as bwrap's `--args ARGS_FD`: kept out of the command line that the sandbox can read."""
@@ -112,6 +114,10 @@ def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO,
         wanted[INFO_FD] = info.fileno()
     if launch.log:
         wanted[LOG_FD] = log
+    secret_read, secret_write = os.pipe()
+    wanted[SECRET_FD] = _owned(stack, secret_read)
+    with FileIO(secret_write, "w") as writer:
+        writer.write(launch.secret)
     argv = list(launch.argv)
     if launch.arguments is not None:
         wanted[ARGS_FD] = _arguments_memfd(stack, launch.arguments)

@@ -46,7 +46,9 @@ class ProcessStarter:
     async def prepare(self, key: SandboxKey) -> None:
         """There is nothing to prepare."""
 
-    async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
+    async def start(
+        self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
+    ) -> StartedSandbox:
         self.check(key)
         work = Path(self.workdir(folder))
         work.mkdir(mode=0o700)
@@ -58,9 +60,10 @@ class ProcessStarter:
             "SHELL": "/bin/bash",
         }
         launch = Launch(
-            argv=[sys.executable, *server_code(key, self._places, str(work), _path(), shared=True)],
+            argv=[sys.executable, *server_code(key, self._places, str(work), _path(), inside=None)],
             env=env,
             socket_path=folder / SOCKET_NAME,
+            secret=secret,
             cgroups=cgroups,
         )
         started = await start(launch, self._reaper, START_SECONDS)

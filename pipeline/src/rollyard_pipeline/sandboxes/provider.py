@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rollyard_sandbox.errors import SandboxError as ExecError
 
@@ -33,6 +33,7 @@ from rollyard_pipeline.sandboxes.warmpool import WarmPool, WarmSandbox
 
 if TYPE_CHECKING:
     from rollyard_crds.lease import LeaseRef, SandboxHandle
+    from rollyard_sandbox.client import ExecClient
 
 log = logging.getLogger(__name__)
 
@@ -89,17 +90,17 @@ class NodeProvider:
         self._starter.close()
         await in_thread(cgroups.remove_places, self._places)
 
-    async def acquire(self, request: SandboxRequest, owner: LeaseRef) -> Sandbox:
+    async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
         self._starter.check(request.key)
         try:
             while (warm := self._warm.take(request.key) or await self._warm.next(request.key)) is not None:
                 try:
-                    return await self._claim(warm, request, owner)
+                    return await self._claim(warm, request, owner, for_eval)
                 except SandboxLost as error:
                     log.warning("a warm sandbox was lost: %s", error)
         finally:
             self._warm.refill(request.key)
-        return await self._claim(await self._start_warm(request.key), request, owner)
+        return await self._claim(await self._start_warm(request.key), request, owner, for_eval)
 
     async def attach(self, handle: SandboxHandle) -> Sandbox:
         if handle.node != self._node or handle.provider != self.name:
@@ -110,7 +111,7 @@ class NodeProvider:
         record = self._folder.load(handle.id)
         if record is None or not record.alive():
             raise SandboxLost(f"sandbox {handle.id} is gone from node {self._node!r}")
-        client = await connect(self._address(record.id), CONNECT_SECONDS)
+        client = await self._connect(record.id)
         return Sandbox(handle, client, record.workdir, record.env)
 
     async def release(self, handle: SandboxHandle | str) -> None:
@@ -121,15 +122,22 @@ class NodeProvider:
         return await in_thread(self._sweep)
 
     def claimed(self) -> list[str]:
-        return [record.id for record in self._claimed()]
+        return [record.id for record in self._records() if record.state == "claimed"]
+
+    def in_use(self) -> list[str]:
+        return [record.id for record in self._records() if record.owner is not None]
 
     def own(self) -> list[str]:
-        return [record.id for record in self._claimed() if record.worker == self._worker]
+        return [
+            record.id
+            for record in self._records()
+            if record.state == "claimed" and record.worker == self._worker
+        ]
 
-    def _claimed(self) -> Iterator[SandboxRecord]:
+    def _records(self) -> Iterator[SandboxRecord]:
         for sandbox_id in self._folder.ids():
             record = self._folder.load(sandbox_id)
-            if record is not None and record.state == "claimed" and record.alive():
+            if record is not None and record.alive():
                 yield record
 
     async def renew(self, ids: Collection[str], seconds: float) -> None:
@@ -140,7 +148,7 @@ class NodeProvider:
                 if self._folder.load(sandbox_id) is None:
                     return
                 try:
-                    client = await connect(self._address(sandbox_id), CONNECT_SECONDS)
+                    client = await self._connect(sandbox_id)
                     try:
                         async with asyncio.timeout(CONNECT_SECONDS):
                             await client.renew(seconds)
@@ -212,7 +220,8 @@ class NodeProvider:
             try:
                 await in_thread(self._folder.create, record)
                 await in_thread(self._make_groups, sandbox_id, key)
-                started = await self._starter.start(key, self._folder.folder(sandbox_id), groups)
+                secret = await in_thread(self._folder.new_secret, sandbox_id)
+                started = await self._starter.start(key, self._folder.folder(sandbox_id), groups, secret)
                 record = replace(
                     record,
                     state="warm",
@@ -221,7 +230,7 @@ class NodeProvider:
                     helpers=tuple(Process.of(helper) for helper in started.helpers),
                 )
                 self._folder.save(record)
-                client = await connect(self._address(sandbox_id), CONNECT_SECONDS)
+                client = await self._connect(sandbox_id)
             except BaseException as error:
                 # By what is known here: the record on a full disk may be an older one.
                 await in_thread(self._remove, sandbox_id, record if record.root is not None else None)
@@ -239,10 +248,15 @@ class NodeProvider:
                 f"cannot be set by control groups: {error}"
             ) from error
 
-    async def _claim(self, warm: WarmSandbox, request: SandboxRequest, owner: LeaseRef) -> Sandbox:
+    async def _claim(
+        self, warm: WarmSandbox, request: SandboxRequest, owner: LeaseRef, for_eval: bool
+    ) -> Sandbox:
         from rollyard_crds.lease import SandboxHandle
 
-        record = replace(warm.record, state="claimed", owner=owner.rollout, env=dict(request.env))
+        # A sandbox of Eval alone stays "warm": like one that nobody has claimed it is swept once its worker
+        # is dead, and no heartbeat asks the control plane for the rollout that it belongs to.
+        state: Literal["warm", "claimed"] = "warm" if for_eval else "claimed"
+        record = replace(warm.record, state=state, owner=owner.rollout, env=dict(request.env))
         try:
             await apply(warm.client, record.workdir, request, LEASE_SECONDS)
             self._folder.save(record)
@@ -266,6 +280,10 @@ class NodeProvider:
         with contextlib.suppress(ExecError):
             await warm.client.close()
         await in_thread(self._remove, warm.record.id)
+
+    async def _connect(self, sandbox_id: str) -> ExecClient:
+        secret = self._folder.secret(sandbox_id)
+        return await connect(self._address(sandbox_id), CONNECT_SECONDS, secret=secret)
 
     def _address(self, sandbox_id: str) -> str:
         return f"unix:{self._folder.socket_path(sandbox_id)}"

@@ -2,6 +2,7 @@
 
     <run dir>/sandboxes/<id>/sandbox.json   the record below, replaced atomically
     <run dir>/sandboxes/<id>/exec.sock      the control socket of that sandbox
+    <run dir>/sandboxes/<id>/secret         what the server on that socket proves to know, never seen inside
 
 Every worker of the node reads all records; the worker that started a sandbox writes its
 record until it is claimed, and nobody writes it after that.
@@ -21,11 +22,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rollyard_crds.private_folder import make_private_folder
+from rollyard_sandbox.proof import SECRET_BYTES
+
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, RunDirUnusable
 from rollyard_pipeline.sandboxes.processes import ProcessRef
 from rollyard_pipeline.sandboxes.room import is_full
 
 SOCKET_NAME = "exec.sock"
+_SECRET_NAME = "secret"
 # sockaddr_un.sun_path holds 108 bytes, the last of them 0 (unix(7)).
 SOCKET_PATH_MAX = 107
 ID_LENGTH = 12
@@ -64,7 +69,7 @@ class SandboxRecord:
     created: float
     """Unix time, seconds."""
     owner: str | None = None
-    """The rollout that claimed it."""
+    """The rollout that claimed it; in state `warm`, the one whose Eval has it to itself."""
     root: Process | None = None
     """Killing this one kills everything inside."""
     monitor: Process | None = None
@@ -118,10 +123,11 @@ class SandboxFolder:
         self.path = self.run_dir / "sandboxes"
 
     def prepare(self) -> None:
-        """Makes the folder, private to this user.
+        """Makes the run folder and its `sandboxes`, which nobody else can reach or replace.
 
         Raises:
-            RunDirUnusable: too long a path for a socket, not ours, or not writable.
+            RunDirUnusable: the path is too long for a socket, is not writable, or could be reached or
+                replaced by another user of the machine.
         """
         length = len(os.fsencode(self.socket_path("0" * ID_LENGTH)))
         if length > SOCKET_PATH_MAX:
@@ -131,8 +137,8 @@ class SandboxFolder:
                 f"{len(os.fsencode(self.run_dir))} bytes, at most {room}; choose a shorter --run-dir"
             )
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path.chmod(0o700)
+            make_private_folder(self.run_dir)
+            make_private_folder(self.path)
         except OSError as error:
             raise RunDirUnusable(f"run dir {self.run_dir} cannot be used: {error}") from error
 
@@ -198,6 +204,31 @@ class SandboxFolder:
 
     def socket_path(self, sandbox_id: str) -> Path:
         return self.folder(sandbox_id) / SOCKET_NAME
+
+    def new_secret(self, sandbox_id: str) -> bytes:
+        """Writes a new secret beside the record, for every process that attaches to the sandbox later.
+
+        It has a file of its own, as workers of an older version would take a record with it for none.
+
+        Raises:
+            NodeDiskFull: no room on the run folder's disk.
+        """
+        secret = secrets.token_bytes(SECRET_BYTES)
+        with self._disk():
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            fd = os.open(self.folder(sandbox_id) / _SECRET_NAME, flags, 0o600)
+            try:
+                os.write(fd, secret)
+            finally:
+                os.close(fd)
+        return secret
+
+    def secret(self, sandbox_id: str) -> bytes | None:
+        """What the sandbox's server must prove to know; None where an older worker has started it."""
+        try:
+            return (self.folder(sandbox_id) / _SECRET_NAME).read_bytes()
+        except FileNotFoundError:
+            return None
 
     @contextmanager
     def sweeping(self) -> Iterator[bool]:

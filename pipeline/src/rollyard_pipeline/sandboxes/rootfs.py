@@ -8,13 +8,12 @@ fixed size that vanishes with the sandbox. No folder of the run dir is bound.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable
 from rollyard_pipeline.sandboxes.interface import SandboxKey
-from rollyard_pipeline.sandboxes.runtime import INSIDE, SANDBOX_UID, Runtime
+from rollyard_pipeline.sandboxes.runtime import EVAL_FOLDER, INSIDE, Runtime
 
 WORKDIR = "/work"
 SHM_BYTES = 64 << 20
@@ -34,6 +33,7 @@ PROC_HIDDEN = (
     "key-users", "keys", "kmsg", "latency_stats", "modules", "mtrr", "sched_debug", "scsi", "slabinfo",
     "timer_list", "vmallocinfo",
 )  # fmt: skip
+_RIGHTS = ("CAP_SETFCAP", "CAP_SYS_ADMIN", "CAP_SYS_CHROOT", "CAP_SYS_RESOURCE")
 NAMESPACES = (
     "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts",
     "--unshare-cgroup-try",
@@ -46,32 +46,28 @@ def disk_sizes(key: SandboxKey) -> tuple[int, int]:
     return size, size
 
 
-def bwrap_arguments(
-    key: SandboxKey, runtime: Runtime, env: Mapping[str, str], *, disable_userns: bool
-) -> list[str]:
+def bwrap_arguments(key: SandboxKey, runtime: Runtime, env: Mapping[str, str]) -> list[str]:
     """Everything between `bwrap` and the command.
 
     Raises:
         ImageNotUsable: see `check_image`.
     """
     work, tmp = disk_sizes(key)
-    arguments = [*NAMESPACES]
-    if disable_userns:
-        # No user namespaces inside: they give unprivileged programs most of the kernel's attack surface.
-        arguments.append("--disable-userns")
-    arguments += [
-        # The exec server is process 1: it reaps orphans itself, and nothing inside can kill it.
+    arguments = [
+        *NAMESPACES,
+        # The exec server is process 1, and may do in these namespaces what it needs to make others for its
+        # commands; `rollyard_sandbox.border` lets commands have no right, and no user namespaces.
         "--as-pid-1", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv",
-        "--uid", str(SANDBOX_UID), "--gid", str(SANDBOX_UID),
+        "--uid", "0", "--gid", "0", *(part for name in _RIGHTS for part in ("--cap-add", name)),
     ]  # fmt: skip
     for name, value in env.items():
         arguments += ["--setenv", name, value]
     arguments += host_system(runtime) if key.image is None else image_system(check_image(key.image))
-    for folder in ("", "/libs", "/site"):
-        arguments += ["--perms", "0755", "--dir", f"{INSIDE}{folder}"]
+    for folder in (INSIDE, f"{INSIDE}/libs", f"{INSIDE}/site", EVAL_FOLDER):
+        arguments += ["--perms", "0755", "--dir", folder]
     for source, target in runtime.binds:
         arguments += ["--ro-bind", source, target]
-    arguments += ["--proc", "/proc", *_proc_masks(), "--dev", "/dev"]
+    arguments += ["--proc", "/proc", "--dev", "/dev"]
     arguments += [
         "--perms",
         "1777",
@@ -184,25 +180,3 @@ def in_root(root: Path, name: str) -> Path | None:
         else:
             return None
     return None
-
-
-def _proc_masks() -> list[str]:
-    """Makes /proc harmless even where we are the host's uid 0, whose files in it we would own.
-
-    bubblewrap covers /proc/sys only where the folder itself can be written, which it never
-    can, while files in it (kernel/core_pattern) can be by their owner.
-    """
-    arguments = ["--ro-bind", "/proc/sys", "/proc/sys"]
-    for name in ("irq", "bus", "sysrq-trigger", "pressure"):
-        if os.access(f"/proc/{name}", os.R_OK):
-            arguments += ["--ro-bind", f"/proc/{name}", f"/proc/{name}"]
-    for name in PROC_HIDDEN:
-        try:
-            mode = os.stat(f"/proc/{name}").st_mode
-        except OSError:
-            continue
-        if stat.S_ISDIR(mode):
-            arguments += ["--size", "4096", "--tmpfs", f"/proc/{name}", "--remount-ro", f"/proc/{name}"]
-        else:
-            arguments += ["--ro-bind", "/dev/null", f"/proc/{name}"]
-    return arguments

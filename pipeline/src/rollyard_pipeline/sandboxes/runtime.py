@@ -47,6 +47,8 @@ nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin
 _GROUP = "root:x:0:\ntty:x:5:\nsandbox:x:{uid}:\nnogroup:x:65534:\n"
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
 SANDBOX_UID = 1000
+EVAL_FOLDER = f"{INSIDE}/eval"
+"""Where the private place of an evaluation is mounted."""
 
 
 @dataclass(frozen=True, slots=True)

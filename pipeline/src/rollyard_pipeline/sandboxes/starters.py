@@ -9,10 +9,11 @@ from typing import Protocol
 
 from rollyard_pipeline.sandboxes.cgroups import CgroupPlace, Limits, enforced
 from rollyard_pipeline.sandboxes.interface import SandboxKey
-from rollyard_pipeline.sandboxes.launch import LISTEN_FD, READY_FD
+from rollyard_pipeline.sandboxes.launch import LISTEN_FD, READY_FD, SECRET_FD
 from rollyard_pipeline.sandboxes.processes import ProcessRef
 from rollyard_pipeline.sandboxes.records import SandboxRecord
-from rollyard_pipeline.sandboxes.rootfs import WORKDIR
+from rollyard_pipeline.sandboxes.rootfs import PROC_HIDDEN, WORKDIR
+from rollyard_pipeline.sandboxes.runtime import EVAL_FOLDER
 
 SANDBOX_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -28,6 +29,7 @@ SANDBOX_ENV = {
 LEASE_SECONDS = 60.0
 """Life of a sandbox that nobody renews."""
 START_SECONDS = 30.0
+EVAL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,13 @@ class Starter(Protocol):
         """Gets ready what may take minutes and many starts share, such as an image; raises as `start`."""
         ...
 
-    async def start(self, key: SandboxKey, folder: Path, cgroups: Sequence[Path]) -> StartedSandbox:
-        """Starts a sandbox whose socket is `folder`/exec.sock and waits until it is ready."""
+    async def start(
+        self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
+    ) -> StartedSandbox:
+        """Starts a sandbox whose socket is `folder`/exec.sock and waits until it is ready.
+
+        Its server proves to know `secret`, which nothing else inside ever sees.
+        """
         ...
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
@@ -74,9 +81,15 @@ class Starter(Protocol):
         ...
 
 
+def inside(key: SandboxKey, uid: int | None) -> str:
+    """Python's expression for what commands find beyond the border; `uid` None: they are the image's root."""
+    size = min(EVAL_BYTES, key.memory_bytes // 8)
+    return f"Inside(uid={uid!r}, hidden={PROC_HIDDEN!r}, eval_folder={EVAL_FOLDER!r}, eval_bytes={size})"
+
+
 def limits_of(key: SandboxKey) -> Limits:
-    """The control-group limits of a key. bubblewrap's two processes and the exec server count too."""
-    return Limits(cpu=key.cpu, memory_bytes=key.memory_bytes, processes=key.processes + 4)
+    """The control-group limits of a key. What keeps it and the exec server count too."""
+    return Limits(cpu=key.cpu, memory_bytes=key.memory_bytes, processes=key.processes + 5)
 
 
 def server_code(
@@ -85,20 +98,24 @@ def server_code(
     workdir: str,
     path: Sequence[str],
     *,
-    shared: bool,
+    inside: str | None,
     before: Sequence[str] = (),
 ) -> list[str]:
     """Python's arguments that run the exec server under resource limits, without `site` and argparse.
 
     Where control groups do not bind, resource limits do (getrlimit(2)): RLIMIT_NPROC is
     counted per user namespace since Linux 5.14, so it must be set inside; RLIMIT_DATA is per
-    process. `path` goes at the end of sys.path. `shared`: the server lives among this
-    machine's other processes. `before`: lines that run first.
+    process. `path` goes at the end of sys.path. `inside`: what commands find beyond the border (see
+    `inside`); None: the server lives among this machine's other processes. `before`: lines that run first.
     """
+    shared = inside is None
     bound = enforced(places)
     lines = [
         "import resource as r, sys",
         f"sys.path += {list(path)!r}",
+        # First of all, while nothing but these lines runs.
+        "from rollyard_sandbox.proof import read_secret",
+        f"secret = read_secret({SECRET_FD})",
         *before,
         "r.setrlimit(r.RLIMIT_CORE, (0, 0))",
     ]
@@ -110,8 +127,10 @@ def server_code(
     if shared:
         lines.append(f"r.setrlimit(r.RLIMIT_FSIZE, ({key.disk_bytes}, {key.disk_bytes}))")
     lines += [
+        "from rollyard_sandbox.border import Inside",
         "from rollyard_sandbox.server import Options, serve",
         f"sys.exit(serve(Options(listen=['fd:{LISTEN_FD}'], ready_fd={READY_FD}, workdir={workdir!r}, "
-        f"lease={LEASE_SECONDS!r}, own_pid_namespace={not shared})))",
+        f"lease={LEASE_SECONDS!r}, own_pid_namespace={not shared}, filter_calls={not shared}, "
+        f"secret=secret, inside={inside})))",
     ]
     return ["-I", "-S", "-c", "\n".join(lines)]

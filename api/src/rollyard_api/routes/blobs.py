@@ -1,0 +1,54 @@
+"""Uploads: files that jobs name by their SHA-256 instead of by a URL."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Path, Query, Request
+from rollyard_crds.base import NAME_PATTERN
+from starlette.responses import Response
+
+from rollyard_api import blobs
+from rollyard_api.routes.common import Plane, answer
+
+PREFIX: Final = "/v1/blobs/"
+
+router = APIRouter(prefix=PREFIX.rstrip("/"), tags=["blobs"])
+
+Sha256 = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
+# A name that no job can have would be an upload that no job can use.
+Namespace = Annotated[str, Query(pattern=NAME_PATTERN, max_length=63)]
+
+_RAW: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+def _document(namespace: str, sha256: str) -> dict[str, Any]:
+    return {"namespace": namespace, "sha256": sha256, "url": f"blob:sha256:{sha256}"}
+
+
+@router.put("/{sha256}", openapi_extra=_RAW)
+async def put_blob(
+    request: Request, plane: Plane, sha256: Sha256, namespace: Namespace = "default"
+) -> Response:
+    """Upload a file: 201 taken, 200 there already, 422 it has another SHA-256; a repeat is harmless.
+
+    The answer's `url` goes into `spec.tasks.url` of jobs of this namespace. An upload that no job uses is
+    removed after a while; HEAD begins that time again.
+    """
+    made = await plane.uploads.take(namespace, sha256, request.stream())
+    return answer(_document(namespace, sha256), 201 if made else 200)
+
+
+@router.head("/{sha256}", include_in_schema=False)
+@router.get("/{sha256}")
+async def get_blob(plane: Plane, sha256: Sha256, namespace: Namespace = "default") -> Response:
+    """Whether the namespace has this upload, and its size in bytes; never its content. 404: it has not."""
+    touch = partial(blobs.touch, namespace=namespace, sha256=sha256)
+    row = await plane.database.write(touch, durable=False)
+    return answer({**_document(namespace, sha256), "size": row.size})

@@ -1,0 +1,48 @@
+"""What people read on a terminal: text of servers and rollouts is shown, and never obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print text of several lines, with control characters escaped."""
+    from rollyard_crds.logtext import (
+        lines,
+    )
+
+    click.echo(lines(text), err=err)
+
+
+def echo_line(text: str, *, err: bool = False) -> None:
+    """Print text that is one line, whatever it holds."""
+    from rollyard_crds.logtext import one_line
+
+    click.echo(one_line(text), err=err)
+
+
+def console(**options: Any) -> Console:
+    """A console that escapes control characters in what it prints. Its own styles are not touched.
+
+    Made in a function, so that commands that print no table need not import rich.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+    from rollyard_crds.logtext import lines
+
+    class Terminal(Console):
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                text, style, control = segment
+                yield segment if control else Segment(lines(text), style)
+
+    return Terminal(highlight=False, **options)

@@ -1,0 +1,59 @@
+"""Text from outside in log lines and on terminals: it never begins a line of its own, and moves no cursor.
+
+Names, messages, URLs and headers of requests, and what programs and servers say, reach logs and
+terminals. A newline in them would forge a line, and an escape sequence would change what is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from typing import Final, TextIO
+
+LINE_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# Control characters, separators of lines and paragraphs, and those that turn the direction of text.
+_DIRECTIONS: Final = "\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069"
+_CONTROLS: Final = f"\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028\\u2029{_DIRECTIONS}"
+_UNSEEN: Final = re.compile(f"[\\t\\n{_CONTROLS}]")
+_UNSEEN_IN_LINES: Final = re.compile(f"[{_CONTROLS}]")
+_OF_TRACEBACK: Final = "  | "
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+def one_line(text: str) -> str:
+    """The text with every control character escaped as in a Python string: a newline as a backslash and n."""
+    return _UNSEEN.sub(_escape, text)
+
+
+def lines(text: str) -> str:
+    """The same for text of several lines: tabs and newlines stay as they are."""
+    return _UNSEEN_IN_LINES.sub(_escape, text)
+
+
+class LogFormatter(logging.Formatter):
+    """Formats each record as one line; the lines of a traceback follow it, each marked by `|`."""
+
+    def __init__(self) -> None:
+        super().__init__(LINE_FORMAT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.message = record.getMessage()
+        record.asctime = self.formatTime(record, self.datefmt)
+        told = [one_line(self.formatMessage(record))]
+        for text in (
+            self.formatException(record.exc_info) if record.exc_info else "",
+            self.formatStack(record.stack_info) if record.stack_info else "",
+        ):
+            told += [f"{_OF_TRACEBACK}{one_line(line)}" for line in text.split("\n") if text]
+        return "\n".join(told)
+
+
+def log_to(stream: TextIO | None = None, level: int | str = logging.INFO) -> None:
+    """Send all log records of this process to a stream (standard error), formatted so."""
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=level, handlers=[handler])

@@ -1,0 +1,109 @@
+"""What the installation permits authors beyond the ordinary: the chart's value `jobs.allow`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, Field
+from rollyard_crds.base import Model
+
+Text = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+$")]
+"""A name, a prefix or a key."""
+NamesOrAll = bool | Annotated[list[Text], Field(max_length=256)]
+"""True: any. False, or a list without entries: none."""
+Entries = Annotated[list[Text], Field(max_length=256)]
+
+ORDINARY_VOLUMES: Final = frozenset(("configMap", "downwardAPI", "emptyDir", "image"))
+"""Kinds of volumes that need no permission. A read-only `image` gives no more than a sandbox's image does."""
+OWN_VALUES: Final = frozenset(("hostPath", "secret"))
+"""Kinds of volumes that have values of their own."""
+ORDINARY_TOLERATIONS: Final = (
+    "amd.com/gpu",
+    "node.kubernetes.io/not-ready",
+    "node.kubernetes.io/unreachable",
+    "nvidia.com/gpu",
+)
+MOUNT_ROOTS: Final = ("/data", "/media", "/mnt", "/models", "/srv")
+"""Folders of a stage worker in which a template's volumes may appear. No program is looked up in them."""
+
+
+def _kinds(kinds: list[str]) -> list[str]:
+    for kind in kinds:
+        if kind in OWN_VALUES:
+            own = "hostPath" if kind == "hostPath" else "secrets"
+            raise ValueError(f"{kind!r} is permitted by its own value, {own!r}")
+    return kinds
+
+
+def _folders(paths: list[str]) -> list[str]:
+    for path in paths:
+        if segments(path) is None:
+            raise ValueError(f"{path!r} is not an absolute path without '.' and '..'")
+    return paths
+
+
+class Allowed(Model):
+    """What templates of jobs and pools may hold beside what is always permitted."""
+
+    volumes: Annotated[Entries, AfterValidator(_kinds)] = Field(default_factory=list)
+    """Further kinds of volumes, such as `persistentVolumeClaim`, `csi` or `serviceAccountToken`."""
+    host_path: Annotated[Entries, AfterValidator(_folders)] = Field(default_factory=list)
+    """Folders of the nodes that may be mounted, and everything below them."""
+    secrets: NamesOrAll = Field(default_factory=list)
+    """Secrets of the namespace, by name, for volumes, environment variables and image pulls."""
+    images: NamesOrAll = Field(default_factory=list)
+    """Images of stage workers: a whole name, or what it begins with up to a `/`, a `:` or an `@`."""
+    labels: Entries = Field(default_factory=list)
+    """Keys of labels; `prefix/*` stands for all keys with that prefix."""
+    annotations: Entries = Field(default_factory=list)
+    """Keys of annotations, in the same way."""
+    tolerations: Entries = Field(default_factory=lambda: list(ORDINARY_TOLERATIONS))
+    """Keys of taints, in the same way; `*` stands for all of them."""
+    priority_classes: NamesOrAll = Field(default_factory=list)
+    """Names of PriorityClasses."""
+    runtime_classes: NamesOrAll = Field(default_factory=list)
+    """Names of RuntimeClasses."""
+    env: Entries = Field(default_factory=list)
+    """Names of stage workers' environment variables that decide which code runs or whom it trusts."""
+    mounts: Annotated[Entries, AfterValidator(_folders)] = Field(default_factory=list)
+    """Further folders of stage workers in which volumes may appear."""
+    cross_namespace_affinity: bool = False
+    """Affinity to the pods of other namespaces, by which a pod may keep theirs from a node."""
+
+
+def segments(path: object) -> tuple[str, ...] | None:
+    """The names that an absolute path is made of; None where it is relative or has `.` or `..` in it."""
+    if not isinstance(path, str) or not path.startswith("/") or "\0" in path:
+        return None
+    names = tuple(name for name in path.split("/") if name)
+    return None if "." in names or ".." in names else names
+
+
+def is_below(path: object, folders: Iterable[str]) -> bool:
+    """Whether a path is one of the folders, or lies in it."""
+    names = segments(path)
+    roots = (segments(folder) for folder in folders)
+    return names is not None and any(root is not None and names[: len(root)] == root for root in roots)
+
+
+def is_named(name: object, names: bool | list[str]) -> bool:
+    """Whether a name is permitted."""
+    return isinstance(name, str) and (names is True or (names is not False and name in names))
+
+
+def is_key(key: object, keys: Iterable[str]) -> bool:
+    """Whether a label's, an annotation's or a taint's key is among the keys and `prefix/*`."""
+    if not isinstance(key, str) or not key:
+        return False
+    return any(one in ("*", key) or (one.endswith("/*") and key.startswith(one[:-1])) for one in keys)
+
+
+def is_image(image: str, images: bool | list[str]) -> bool:
+    """Whether an image is permitted: by its whole name, or by a prefix that ends where a part of it does."""
+    if isinstance(images, bool):
+        return images
+    return any(
+        image == one or (image.startswith(one) and (one[-1] in "/:@" or image[len(one)] in "/:@"))
+        for one in images
+    )

@@ -1,0 +1,227 @@
+"""What of Run's work folder reaches Eval's fresh sandbox: named files, or all that Run has changed.
+
+Every process of Run is dead when this begins. What Run left is hostile nevertheless: its names, sizes,
+links and special files are judged here, and every operation inside follows no symbolic link. Nothing of
+it is ever written to the worker's own disk. Only regular files and folders are carried, and of a file's
+mode only whether it is executable. Symbolic links are not: one that Run made could lead a test to the
+answer that the test itself brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from rollyard_crds.evalcarry import EvalCarry, carried_path
+from rollyard_sandbox.errors import FileError
+from rollyard_sandbox.workfolder import DIGEST_SIZE, MAX_DIGESTED, TreeEntry, WorkFolder
+
+from rollyard_pipeline.errors import CarryRefused, CarryUnusable
+
+MAX_CARRIED: Final = 10_000
+"""Files and folders that are carried."""
+_CHUNK: Final = 8 << 20  # bytes of one read
+_RANGES: Final = 512  # of one request for digests
+_ABSENT: Final = ("FileNotFound", "NotADirectory", "SymlinkLoop", "PermissionDenied", "NotAFile")
+"""Why a file that Run left cannot be read: it is not carried."""
+
+Tree = Mapping[bytes, TreeEntry]
+
+
+@dataclass(slots=True)
+class Carried:
+    """What is to be changed in a fresh work folder. Paths are relative to it."""
+
+    removed: list[bytes] = field(default_factory=list)
+    """Removed first, with all that is in them."""
+    folders: list[bytes] = field(default_factory=list)
+    files: list[tuple[bytes, bool, bytes]] = field(default_factory=list)
+    """Path, whether it is executable, content."""
+
+
+async def take_files(run: WorkFolder, carry: EvalCarry) -> Carried:
+    """The named files and folders as Run left them; what is missing or cannot be read is left out.
+
+    Raises:
+        CarryRefused: there is more of it than may be carried.
+        rollyard_sandbox.errors.SandboxError: the sandbox failed, or (a FileError) Run has spoilt it.
+    """
+    carried, budget = Carried(), _Budget(carry.max_bytes)
+    for name in _topmost(carried_path(name).encode("utf-8", "surrogateescape") for name in carry.files):
+        carried.removed.append(name)
+        try:
+            tree = await run.tree(name)
+        except FileError as error:
+            if error.reason in _ABSENT:
+                continue
+            raise
+        wanted = [path for path, entry in tree.items() if entry.kind == "file"]
+        budget.count(tree)
+        budget.add(tree[path].size for path in wanted)
+        carried.folders += [path for path, entry in tree.items() if entry.kind == "folder"]
+        for path in wanted:
+            data = await _content(run, path, tree[path].size)
+            if data is not None:
+                carried.files.append((path, tree[path].executable, data))
+    return carried
+
+
+async def take_changes(run: WorkFolder, fresh: WorkFolder, carry: EvalCarry) -> Carried:
+    """What differs between Run's work folder and that of a sandbox that has just been through Init.
+
+    Nothing that Run could write decides what the difference is measured from.
+
+    Raises:
+        CarryRefused: Run left what cannot be read, or more than may be carried.
+        CarryUnusable: Init itself makes more entries than can be compared.
+        rollyard_sandbox.errors.SandboxError: a sandbox failed, or (a FileError) Run has spoilt its own.
+    """
+    try:
+        before = await fresh.tree()
+    except FileError as error:
+        raise CarryUnusable(
+            f"stages.eval.carry.diff: the work folder after Init cannot be compared: {error}"
+        ) from error
+    after = await run.tree()
+    for path, entry in after.items():
+        if entry.kind == "unreadable":
+            raise CarryRefused(f"the folder {shown(path)} cannot be read")
+    # Of links those stay that Init has made and Run has not touched.
+    wanted = {
+        path: entry
+        for path, entry in after.items()
+        if entry.kind in ("file", "folder") or (entry.kind == "link" and before.get(path) == entry)
+    }
+    removed = list(_topmost(path for path in before if path not in wanted))
+    same_size = [
+        path
+        for path, entry in wanted.items()
+        if entry.kind == "file" and (old := before.get(path)) is not None and old == entry
+    ]
+    equal = await _equal(run, fresh, [(path, wanted[path].size) for path in same_size])
+    changed = {
+        path: entry
+        for path, entry in wanted.items()
+        if path not in equal and (entry.kind == "file" or before.get(path) != entry)
+    }
+    budget = _Budget(carry.max_bytes)
+    budget.count(changed)
+    budget.add(entry.size for entry in changed.values() if entry.kind == "file")
+    carried = Carried(removed=removed)
+    for path, entry in changed.items():
+        if entry.kind == "folder":
+            carried.folders.append(path)
+            continue
+        data = await _content(run, path, entry.size)
+        if data is None:
+            raise CarryRefused(f"the file {shown(path)} cannot be read")
+        carried.files.append((path, entry.executable, data))
+    return carried
+
+
+async def put(fresh: WorkFolder, carried: Carried) -> None:
+    """Changes a fresh work folder accordingly.
+
+    Raises:
+        CarryRefused: it has no room for what Run left.
+        rollyard_sandbox.errors.SandboxError: the sandbox failed.
+    """
+    try:
+        await fresh.remove(carried.removed)
+        await fresh.make(carried.folders)
+        for path, executable, data in carried.files:
+            await fresh.put(path, data, mode=0o755 if executable else 0o644)
+    except FileError as error:
+        if error.reason == "DiskFull":
+            raise CarryRefused(f"a fresh sandbox has no room for it: {error}") from error
+        raise
+
+
+def shown(path: bytes) -> str:
+    """A path for a message: at most 200 bytes of it, on one line."""
+    return ascii(path[:200].decode("utf-8", "backslashreplace"))
+
+
+class _Budget:
+    """Refuses more than may be carried before any of it is read."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._entries = 0
+
+    def count(self, tree: Tree) -> None:
+        self._entries += len(tree)
+        if self._entries > MAX_CARRIED:
+            raise CarryRefused(
+                f"{self._entries} files and folders are to be carried, at most {MAX_CARRIED} may be"
+            )
+
+    def add(self, sizes: Iterable[int]) -> None:
+        self._bytes += sum(sizes)
+        if self._bytes > self._max_bytes:
+            raise CarryRefused(
+                f"{self._bytes} bytes are to be carried, at most {self._max_bytes} may be "
+                "(stages.eval.carry.maxBytes)"
+            )
+
+
+def _topmost(paths: Iterable[bytes]) -> Iterator[bytes]:
+    """Of these paths those that are in none of the others."""
+    last = None
+    # NUL sorts before all else, so that what is in a folder comes right after it.
+    for path in sorted(set(paths), key=lambda path: path.replace(b"/", b"\0")):
+        if last is None or not path.startswith(last):
+            yield path
+            last = path + b"/"
+
+
+async def _content(run: WorkFolder, path: bytes, size: int) -> bytes | None:
+    """The content of a file; None where it cannot be read. What is missing at its end is left out."""
+    parts, offset = [], 0
+    try:
+        while offset < size:
+            part = await run.read(path, offset=offset, max_bytes=min(_CHUNK, size - offset))
+            if not part:
+                break
+            parts.append(part)
+            offset += len(part)
+        if not size:
+            await run.read(path, max_bytes=0)
+    except FileError as error:
+        if error.reason in _ABSENT:
+            return None
+        raise
+    return b"".join(parts)
+
+
+async def _equal(run: WorkFolder, fresh: WorkFolder, files: Sequence[tuple[bytes, int]]) -> set[bytes]:
+    """Those of these files (path, size) whose content is the same in both."""
+    different: set[bytes] = set()
+    batch: list[tuple[bytes, int, int]] = []
+    room = MAX_DIGESTED
+
+    async def compare() -> None:
+        nonlocal room
+        ours, theirs = await run.digests(batch), await fresh.digests(batch)
+        for (path, _, _), one, other in zip(batch, ours, theirs, strict=True):
+            if one != other or one == bytes(DIGEST_SIZE):
+                different.add(path)
+        batch.clear()
+        room = MAX_DIGESTED
+
+    for path, size in files:
+        offset = 0
+        while path not in different:
+            length = min(size - offset, room)
+            batch.append((path, offset, length))
+            offset += length
+            room -= length
+            if not room or len(batch) == _RANGES:
+                await compare()
+            if offset >= size:
+                break
+    if batch:
+        await compare()
+    return {path for path, _ in files} - different

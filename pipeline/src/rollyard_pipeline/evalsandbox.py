@@ -1,0 +1,206 @@
+"""Eval's fresh sandbox: started, prepared as Init prepares one, given what is carried over, and released."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final
+
+from rollyard_crds.evalcarry import EvalCarry
+from rollyard_crds.lease import Lease
+from rollyard_crds.rolloutjob import EvalSandbox, RolloutJobSpec
+from rollyard_sandbox.errors import ConnectionLost
+from rollyard_sandbox.errors import SandboxError as ExecError
+
+from rollyard_pipeline import carrying
+from rollyard_pipeline.errors import CarryRefused, EvalOutOfMemory, EvalSandboxFailed
+from rollyard_pipeline.handlers.base import Handler, StageContext
+from rollyard_pipeline.leases import HeldLease
+from rollyard_pipeline.places import SandboxPlaces
+from rollyard_pipeline.sabotage import reward_reason
+from rollyard_pipeline.sandboxes.errors import SandboxError, SandboxLost
+from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
+
+log = logging.getLogger(__name__)
+
+CARRIES_AT_ONCE: Final = 4
+"""Rollouts whose files are in the worker's memory at the same time."""
+
+Attach = Callable[[Lease], AbstractAsyncContextManager[Sandbox | None]]
+
+
+def eval_sandbox(spec: RolloutJobSpec, handler: Handler) -> EvalSandbox:
+    """Where Eval works: as the job says; else fresh if there is a carry; else as the handler says."""
+    stage = spec.stages.eval
+    if not handler.needs_sandbox:
+        return "shared"  # it evaluates in none
+    if stage.sandbox is not None:
+        return stage.sandbox
+    return "fresh" if stage.carry is not None else handler.eval_sandbox
+
+
+class EvalSandboxes:
+    """Fresh sandboxes for Eval, one for each rollout that is being evaluated.
+
+    Run's sandbox is kept until the outcome is reported, so that another worker can begin Eval again from what
+    Run left; the fresh one belongs to this process and is released on every way out.
+
+    Args:
+        attach: a connection to Run's sandbox.
+    """
+
+    def __init__(self, provider: SandboxProvider, places: SandboxPlaces, attach: Attach) -> None:
+        self._provider = provider
+        self._places = places
+        self._attach = attach
+        self._carries = asyncio.Semaphore(CARRIES_AT_ONCE)
+        self._releases: set[asyncio.Future[None]] = set()
+
+    @asynccontextmanager
+    async def fresh(
+        self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
+    ) -> AsyncIterator[Sandbox]:
+        """The sandbox in which `handler.eval` works; it is gone afterwards.
+
+        Args:
+            context: Eval's; `handler.init` gets one of its own with a copy of what is carried as JSON.
+
+        Raises:
+            CarryRefused: what Run left cannot be carried; the policy's own failing.
+            EvalOutOfMemory: with what was carried, the evaluation used up the sandbox's memory; likewise.
+            CarryUnusable: the job's Init makes the carry impossible.
+            EvalSandboxFailed: the fresh sandbox could not be made ready, or was lost; Eval can be repeated.
+            SandboxLost: Run's sandbox is gone, and something was to be carried.
+            PipelineError: of `handler.init`, of the provider where no further attempt can help.
+        """
+        async with self._places.for_eval(held):
+            held.started = time.monotonic()  # the wait for a place counts against no limit
+            try:
+                async with await self._prepared(held, spec, handler, context) as sandbox:
+                    try:
+                        yield sandbox
+                    except (SandboxLost, ExecError) as error:
+                        lost = isinstance(error, SandboxLost | ConnectionLost)
+                        carried = spec.stages.eval.carry is not None
+                        if lost and carried and await self._provider.oom_killed(sandbox.handle):
+                            raise EvalOutOfMemory(f"{error.reason}: {error}") from error
+                        raise _failed(error) from error
+            finally:
+                await self._release(held)
+
+    async def _prepared(
+        self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
+    ) -> Sandbox:
+        if spec.stages.eval.carry is None:
+            return await self._started(held, spec, handler, context, None)
+        async with self._attach(held.lease) as used:
+            if used is not None:
+                await used.client.kill_all()
+            return await self._started(held, spec, handler, context, used)
+
+    async def _started(
+        self,
+        held: HeldLease,
+        spec: RolloutJobSpec,
+        handler: Handler,
+        context: StageContext,
+        used: Sandbox | None,
+    ) -> Sandbox:
+        seconds = spec.stages.init.timeout_seconds
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                return await self._start(held, spec, handler, context, used)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            words = f"Eval's sandbox took longer than stages.init.timeoutSeconds ({seconds} s)"
+            raise EvalSandboxFailed(words) from error
+        except SandboxError as error:
+            if not error.retryable or not error.counts:
+                raise
+            raise _failed(error) from error
+        except ExecError as error:
+            if used is not None and not await _answers(used):
+                raise SandboxLost(f"Run's sandbox was lost on the way to Eval's: {error}") from error
+            raise _failed(error) from error
+
+    async def _start(
+        self,
+        held: HeldLease,
+        spec: RolloutJobSpec,
+        handler: Handler,
+        context: StageContext,
+        used: Sandbox | None,
+    ) -> Sandbox:
+        request = SandboxRequest.of(spec.sandbox, held.lease.task.sandbox)
+        sandbox = await self._provider.acquire(request, held.ref, for_eval=True)
+        held.eval_sandbox = sandbox.handle
+        try:
+            await handler.init(
+                StageContext(
+                    task=context.task,
+                    spec=spec,
+                    rollout=context.rollout,
+                    sample_index=context.sample_index,
+                    timeout=float(spec.stages.init.timeout_seconds),
+                    client=sandbox.client,
+                    workdir=sandbox.workdir,
+                    env=context.env,
+                    carry=copy.deepcopy(context.carry),
+                )
+            )
+            if used is not None and spec.stages.eval.carry is not None:
+                async with self._carries:
+                    await _carry(used, sandbox, spec.stages.eval.carry)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def _release(self, held: HeldLease) -> None:
+        handle = held.eval_sandbox
+        if handle is None:
+            return
+        # Also where the work was cancelled: a task of its own finishes what a second cancellation interrupts.
+        release = asyncio.ensure_future(self._provider.release(handle))
+        self._releases.add(release)
+        release.add_done_callback(self._releases.discard)
+        try:
+            await asyncio.shield(release)
+        except SandboxError as error:
+            log.warning("Eval's sandbox %s: %s", handle.id, error)
+        finally:
+            held.eval_sandbox = None
+
+
+async def _carry(used: Sandbox, fresh: Sandbox, carry: EvalCarry) -> None:
+    # Init's processes may still write to the folder that is compared.
+    await fresh.client.kill_all()
+    run, empty = used.client.beneath(), fresh.client.beneath()
+    try:
+        if carry.diff:
+            carried = await carrying.take_changes(run, empty, carry)
+        else:
+            carried = await carrying.take_files(run, carry)
+    except ExecError as error:
+        if reward_reason(error):
+            raise CarryRefused(f"{error.reason}: {error}") from error
+        raise
+    await carrying.put(empty, carried)
+
+
+async def _answers(sandbox: Sandbox) -> bool:
+    try:
+        await sandbox.client.info()
+    except ExecError:
+        return False
+    return True
+
+
+def _failed(error: SandboxError | ExecError) -> EvalSandboxFailed:
+    return EvalSandboxFailed(f"{error.reason}: {error}")

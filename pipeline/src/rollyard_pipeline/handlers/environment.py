@@ -1,0 +1,109 @@
+"""The environment of an evaluation: what the image and the author say, and nothing that Run could write.
+
+Pure: from the variables of the sandbox to those of its evaluation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from rollyard_sandbox.results import EvalPlace
+
+SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_SHARED: Final = ("/tmp", "/var/tmp", "/dev/shm", "/run/user")
+"""Folders to which every program can write."""
+
+_FOLDERS: Final = frozenset(
+    {
+        "BASH_ENV", "CARGO_HOME", "CDPATH", "CLASSPATH", "ENV", "GEM_HOME", "GEM_PATH", "GIT_CONFIG",
+        "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_DIR", "GIT_EXEC_PATH", "GIT_TEMPLATE_DIR", "GOPATH",
+        "INPUTRC", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "LD_AUDIT", "LD_LIBRARY_PATH", "LD_PRELOAD",
+        "LUA_CPATH", "LUA_PATH", "NODE_PATH", "NPM_CONFIG_PREFIX", "NPM_CONFIG_USERCONFIG", "PATH",
+        "PERL5LIB", "PERLLIB", "PIP_CONFIG_FILE", "PYENV_ROOT", "PYTHONHOME", "PYTHONPATH",
+        "PYTHONPYCACHEPREFIX", "PYTHONSTARTUP", "PYTHONUSERBASE", "RUBYLIB", "RUSTUP_HOME", "TEMP", "TMP",
+        "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_CONFIG_DIRS", "XDG_CONFIG_HOME", "XDG_DATA_DIRS",
+        "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME", "npm_config_prefix", "npm_config_userconfig",
+    }
+)  # fmt: skip
+"""Variables that say where programs find code and settings: lists of paths, separated by colons or spaces."""
+
+_OPTIONS: Final = frozenset(
+    {
+        "EDITOR", "GIT_ASKPASS", "GIT_EDITOR", "GIT_EXTERNAL_DIFF", "GIT_PAGER", "GIT_SSH", "GIT_SSH_COMMAND",
+        "JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "LESSOPEN", "MAKEFLAGS", "NODE_OPTIONS", "PAGER", "PERL5OPT",
+        "PROMPT_COMMAND", "PYTEST_ADDOPTS", "PYTEST_PLUGINS", "RUBYOPT", "SHELL", "SSH_ASKPASS", "VISUAL",
+    }
+)  # fmt: skip
+"""Variables that hold commands or options, which may name a file of code."""
+
+_ALWAYS: Final = {
+    "PYTHONNOUSERSITE": "1",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    # Beside a repository's own settings, which Run may have written: these two start programs at every call.
+    "GIT_CONFIG_COUNT": "3",
+    "GIT_CONFIG_KEY_0": "core.fsmonitor",
+    "GIT_CONFIG_VALUE_0": "false",
+    "GIT_CONFIG_KEY_1": "core.hooksPath",
+    "GIT_CONFIG_VALUE_1": "/dev/null",
+    # A repository of another user id would be refused for want of the user's own settings.
+    "GIT_CONFIG_KEY_2": "safe.directory",
+    "GIT_CONFIG_VALUE_2": "*",
+    "GIT_PAGER": "cat",
+    "PAGER": "cat",
+    "PIP_CONFIG_FILE": "/dev/null",
+    "TERM": "dumb",
+}
+_SWITCHES: Final = {"PYTHONSAFEPATH": "1", "LANG": "C.UTF-8"}
+"""Set unless the job or the task says otherwise."""
+_SEPARATORS: Final = re.compile(r"[:\s]+")
+
+
+def evaluation_environment(
+    variables: Mapping[str, str], place: EvalPlace, *, workdir: str, author: Mapping[str, str]
+) -> dict[str, str]:
+    """The whole environment of an evaluation.
+
+    Args:
+        variables: the sandbox's own environment: what the image, the provider and the author have set.
+        place: the evaluation's private place.
+        workdir: the work folder, which belongs to Run, as do the sandbox's HOME and TMPDIR.
+        author: the variables of the job and of the task.
+    """
+    home, tmp = variables.get("HOME", ""), variables.get("TMPDIR", "")
+    written = [folder.rstrip("/") for folder in (workdir, home, tmp, *_SHARED)]
+    written = [
+        folder for folder in written if folder.startswith("/")
+    ]  # not "/" itself: all would be below it
+    found: dict[str, str] = {}
+    for name, value in variables.items():
+        if name.startswith(("BASH_FUNC_", "GIT_CONFIG_KEY_", "GIT_CONFIG_VALUE_")) or name in _SHELLS_OWN:
+            continue
+        if name in _FOLDERS:
+            value = _kept(value, written)
+            if not value:
+                continue
+        elif name in _OPTIONS and any(folder in value for folder in written):
+            continue
+        found[name] = value
+    found |= _ALWAYS
+    found |= {name: value for name, value in _SWITCHES.items() if name not in author}
+    found.setdefault("PATH", SYSTEM_PATH)
+    return found | {"HOME": place.home, "TMPDIR": place.tmp}
+
+
+_SHELLS_OWN: Final = frozenset({"BASHOPTS", "OLDPWD", "PWD", "SHELLOPTS", "SHLVL", "_"})
+
+
+def _kept(value: str, written: Iterable[str]) -> str:
+    """Of a list of paths: those that are absolute, and where Run could not write."""
+    outside = [
+        path
+        for path in _SEPARATORS.split(value)
+        if path.startswith("/")
+        and "/../" not in f"{path}/"
+        and not any(path == folder or path.startswith(f"{folder}/") for folder in written)
+    ]
+    return ":".join(outside)

@@ -1,0 +1,312 @@
+"""Operations on the work folder that follow no symbolic link: for trees that a hostile program has left.
+
+Every path is relative to the work folder and is walked part by part from its descriptor. What is not a
+regular file is never opened for its content, so that a FIFO or a device stops nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from rollyard_sandbox.errors import BadRequest, FileError, file_error
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+MAX_ENTRIES = 50_000  # of one listing
+MAX_LISTING = 8 * 1024 * 1024  # bytes
+MAX_DIGESTED = 32 * 1024 * 1024  # bytes of one request
+MAX_DEPTH = 64
+_MAX_PATH = 4000  # bytes, so that an absolute path of it stays within PATH_MAX
+_CHUNK = 1 << 20
+
+FILE, FOLDER, LINK, OTHER, UNREADABLE = b"f", b"d", b"l", b"o", b"u"
+"""Kinds of a listing's records; `u` is a folder that may not be listed."""
+
+_NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def tree(workdir: str, path: bytes) -> bytes:
+    """All entries at and below `path` (empty: the work folder, which itself has no record).
+
+    A record is `KIND EXECUTABLE SIZE PATH` and a NUL, where EXECUTABLE is 0 or 1 and SIZE is in bytes; that
+    of a symbolic link is followed by its target and another NUL. A folder comes before what is in it.
+
+    Raises:
+        FileError: FileNotFound, SymlinkLoop, NotADirectory, …; TooManyEntries beyond MAX_ENTRIES,
+            MAX_LISTING, MAX_DEPTH, or a path of more than 4000 bytes.
+    """
+    listing = _Listing()
+    try:
+        if path:
+            parent, name = _parent(workdir, path)
+            try:
+                listing.add(parent, name, path, 0)
+            finally:
+                os.close(parent)
+        else:
+            folder = os.open(workdir, _FOLDER_FLAGS)
+            try:
+                listing.fill(folder, b"", 0)
+            finally:
+                os.close(folder)
+    except OSError as error:
+        raise file_error(error, _shown(path)) from None
+    return bytes(listing.records)
+
+
+class _Listing:
+    """The records of a tree."""
+
+    def __init__(self) -> None:
+        self.records = bytearray()
+        self._count = 0
+
+    def add(self, parent: int, name: bytes, path: bytes, depth: int) -> None:
+        """Adds the entry `name` of the open folder `parent`, with all that is below it."""
+        info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        if stat.S_ISREG(info.st_mode):
+            self._record(FILE, bool(info.st_mode & stat.S_IXUSR), info.st_size, path)
+        elif stat.S_ISLNK(info.st_mode):
+            self._record(LINK, False, 0, path, os.readlink(name, dir_fd=parent))
+        elif stat.S_ISDIR(info.st_mode):
+            try:
+                folder = os.open(name, _FOLDER_FLAGS, dir_fd=parent)
+            except PermissionError:
+                self._record(UNREADABLE, False, 0, path)
+                return
+            try:
+                self._record(FOLDER, False, 0, path)
+                self.fill(folder, path + b"/", depth + 1)
+            finally:
+                os.close(folder)
+        else:
+            self._record(OTHER, False, 0, path)
+
+    def fill(self, folder: int, prefix: bytes, depth: int) -> None:
+        """Adds all entries of an open folder, by name."""
+        if depth > MAX_DEPTH:
+            raise _too_many(prefix)
+        names = []
+        with os.scandir(folder) as iterator:
+            for entry in iterator:
+                names.append(os.fsencode(entry.name))
+                if len(names) + self._count > MAX_ENTRIES:
+                    raise _too_many(prefix)
+        for name in sorted(names):
+            try:
+                self.add(folder, name, prefix + name, depth)
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except PermissionError:
+                # A folder that may be listed, but not entered.
+                self._record(UNREADABLE, False, 0, prefix + name)
+
+    def _record(self, kind: bytes, executable: bool, size: int, path: bytes, *more: bytes) -> None:
+        self._count += 1
+        self.records += b"%s %d %d %s\0" % (kind, executable, size, path)
+        for text in more:
+            self.records += text + b"\0"
+        if self._count > MAX_ENTRIES or len(self.records) > MAX_LISTING or len(path) > _MAX_PATH:
+            raise _too_many(path)
+
+
+def read(workdir: str, path: bytes, offset: int, max_bytes: int) -> bytes:
+    """At most `max_bytes` of a regular file, from `offset`.
+
+    Raises:
+        FileError: it is missing, a link, no regular file (reason NotAFile), or may not be read.
+    """
+    try:
+        file = _open_file(workdir, path)
+        try:
+            parts, left = [], max_bytes
+            while left > 0:
+                part = os.pread(file, min(left, _CHUNK), offset)
+                if not part:
+                    break
+                parts.append(part)
+                offset += len(part)
+                left -= len(part)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise file_error(error, _shown(path)) from None
+    return b"".join(parts)
+
+
+def digests(workdir: str, ranges: list[Any]) -> bytes:
+    """The SHA-256 of each [path, offset, length], one after the other; 32 zero bytes where it cannot be read.
+
+    Raises:
+        BadRequest: a range is malformed, or they are longer than MAX_DIGESTED together.
+    """
+    from hashlib import sha256
+
+    found = bytearray()
+    total = 0
+    for one in ranges:
+        if not (
+            isinstance(one, list)
+            and len(one) == 3
+            and isinstance(one[0], str)
+            and all(isinstance(number, int) and number >= 0 for number in one[1:])
+        ):
+            raise BadRequest("ranges: a list of [path, offset, length] is needed")
+        total += one[2]
+        if total > MAX_DIGESTED:
+            raise BadRequest(f"ranges: more than {MAX_DIGESTED} bytes")
+        try:
+            found += sha256(read(workdir, name(one[0]), one[1], one[2])).digest()
+        except FileError:
+            found += bytes(32)
+    return bytes(found)
+
+
+def put(workdir: str, path: bytes, data: bytes, mode: int) -> None:
+    """Makes a regular file, with the folders above it, in the place of whatever is there.
+
+    Raises:
+        FileError: the disk is full, the folder is read-only, …
+    """
+    try:
+        parent, last = _parent(workdir, path, make=True)
+        try:
+            _clear(parent, last)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            file = os.open(last, flags, 0o600, dir_fd=parent)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(file, view) :]
+                os.fchmod(file, mode)
+            finally:
+                os.close(file)
+        finally:
+            os.close(parent)
+    except OSError as error:
+        raise file_error(error, _shown(path)) from None
+
+
+def make(workdir: str, paths: list[Any]) -> None:
+    """Makes folders in the place of whatever is no folder there; one that is there stays as it is.
+
+    Raises:
+        BadRequest: it is no list of paths.
+        FileError: the disk is full, the folder is read-only, …
+    """
+    for text in paths:
+        path = name(text)
+        try:
+            parent, last = _parent(workdir, path, make=True)
+            try:
+                os.close(_folder(parent, last, make=True))
+            finally:
+                os.close(parent)
+        except OSError as error:
+            raise file_error(error, _shown(path)) from None
+
+
+def remove(workdir: str, paths: list[Any]) -> None:
+    """Removes files, links, and folders with all that is in them; what is missing is passed over.
+
+    Raises:
+        BadRequest: it is no list of paths.
+        FileError: the folder is read-only, …
+    """
+    for text in paths:
+        path = name(text)
+        try:
+            parent, last = _parent(workdir, path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise file_error(error, _shown(path)) from None
+        try:
+            _clear(parent, last)
+        except OSError as error:
+            raise file_error(error, _shown(path)) from None
+        finally:
+            os.close(parent)
+
+
+def name(text: Any) -> bytes:
+    """A path of a request as bytes.
+
+    Raises:
+        BadRequest: it is no path below the work folder.
+    """
+    if not isinstance(text, str):
+        raise BadRequest("path: a string is needed")
+    try:
+        path = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"path: {error}") from None
+    if b"\0" in path or any(part in (b"", b".", b"..") for part in path.split(b"/")):
+        raise BadRequest("path: a relative path without NUL, '.', '..' and empty parts is needed")
+    return path
+
+
+def _open_file(workdir: str, path: bytes) -> int:
+    parent, last = _parent(workdir, path)
+    try:
+        # Looked at first: opening a FIFO or a device may have an effect of its own.
+        if not stat.S_ISREG(os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode):
+            raise FileError(f"{_shown(path)}: is no regular file", reason="NotAFile")
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return os.open(last, flags, dir_fd=parent)
+    finally:
+        os.close(parent)
+
+
+def _parent(workdir: str, path: bytes, *, make: bool = False) -> tuple[int, bytes]:
+    """The open folder that holds `path`, and the last part of the path."""
+    *above, last = path.split(b"/")
+    folder = os.open(workdir, _FOLDER_FLAGS)
+    for part in above:
+        try:
+            inner = _folder(folder, part, make=make)
+        finally:
+            os.close(folder)
+        folder = inner
+    return folder, last
+
+
+def _folder(parent: int, last: bytes, *, make: bool) -> int:
+    try:
+        return os.open(last, _FOLDER_FLAGS, dir_fd=parent)
+    except OSError as error:
+        if not make or error.errno not in _NO_FOLDER:
+            raise
+    _clear(parent, last)
+    os.mkdir(last, 0o755, dir_fd=parent)
+    return os.open(last, _FOLDER_FLAGS, dir_fd=parent)
+
+
+def _clear(parent: int, last: bytes) -> None:
+    try:
+        is_folder = stat.S_ISDIR(os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return
+    if is_folder:
+        from shutil import rmtree
+
+        rmtree(last, dir_fd=parent)
+    else:
+        os.unlink(last, dir_fd=parent)
+
+
+def _too_many(path: bytes) -> FileError:
+    return FileError(
+        f"{_shown(path)}: more than {MAX_ENTRIES} entries, {MAX_LISTING} bytes of names, "
+        f"{MAX_DEPTH} folders in each other or {_MAX_PATH} bytes of a path",
+        reason="TooManyEntries",
+    )
+
+
+def _shown(path: bytes) -> str:
+    return path[:200].decode("utf-8", "backslashreplace") or "the work folder"

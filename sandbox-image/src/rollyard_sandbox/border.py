@@ -1,0 +1,212 @@
+"""The namespaces between the server and its commands.
+
+The server keeps the right to make namespaces in its sandbox. Commands run in a pid namespace of their own,
+which shows them neither the server nor what keeps the sandbox, and in a mount namespace with a /proc of that.
+Unless they are root of an image, they also run in a user namespace in which the server does not exist: the
+kernel then grants them nothing over the server, whatever the two have in common. Killing the first process of
+their pid namespace, which only reaps, kills all of them at once; the next command then gets new namespaces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+from contextlib import contextmanager
+
+from rollyard_sandbox.kernelcalls import Mount, call, drop_rights, limit_rights
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import NoReturn
+
+_NEWNS, _NEWUSER, _NEWPID = 0x20000, 0x10000000, 0x20000000
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_NAME = 1, 4, 15
+_READY = b"+"
+# What Docker leaves to a container's root, but mknod, net_raw and audit_write: chown, dac_override, fowner,
+# fsetid, kill, setgid, setuid, setpcap, net_bind_service, sys_chroot, setfcap.
+ROOT_KEEPS = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31})
+_SERVER_KEEPS = frozenset({18, 21})  # sys_chroot, sys_admin
+
+
+class Inside:
+    """What commands shall find.
+
+    Args:
+        uid: the user and group that they see themselves as; None: they are root of the image, as the server
+            is, with the rights that a container's root usually has.
+        hidden: names of /proc that show nothing.
+        eval_folder: an existing folder over which the place of an evaluation is mounted.
+        eval_bytes: the size of that place.
+    """
+
+    __slots__ = ("eval_bytes", "eval_folder", "hidden", "uid")
+
+    def __init__(self, *, uid: int | None, hidden: Sequence[str], eval_folder: str, eval_bytes: int) -> None:
+        self.uid = uid
+        self.hidden = hidden
+        self.eval_folder = eval_folder
+        self.eval_bytes = eval_bytes
+
+
+class Border:
+    """The border of one sandbox. The calling process has one thread, and has all rights in its namespaces.
+
+    Raises:
+        OSError: the kernel refuses a part of it.
+    """
+
+    def __init__(self, libc: ctypes.CDLL, inside: Inside) -> None:
+        self._libc = libc
+        self._inside = inside
+        self._mount = Mount(libc)
+        self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._users = None if inside.uid is None else self._new_users(inside.uid)
+        with open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as file:
+            file.write("0")
+        limit_rights(libc, _SERVER_KEEPS | (ROOT_KEEPS if inside.uid is None else frozenset()))
+        self._pids = self._mounts = self._first = -1
+        self._open()
+
+    @contextmanager
+    def across(self) -> Iterator[None]:
+        """What is forked in the meantime is born in the commands' pid namespace; `enter` does the rest.
+
+        Raises:
+            OSError: no namespaces can be made.
+        """
+        if not self.stands():
+            self._close()
+            self._open()
+        self._join(self._pids, _NEWPID)
+        try:
+            yield
+        finally:
+            self._join(self._own_pids, _NEWPID)
+
+    def enter(self, cwd: str) -> None:
+        """In a child that is about to become a command: it enters the other namespaces, and loses all rights.
+
+        Raises:
+            OSError: the kernel refuses a part of it, or `cwd` cannot be entered.
+        """
+        self._join(self._mounts, _NEWNS)
+        os.chdir(cwd)
+        if self._users is not None:
+            self._join(self._users, _NEWUSER)
+        drop_rights(self._libc, ROOT_KEEPS if self._users is None else frozenset())
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What `enter` needs open."""
+        return (self._mounts,) if self._users is None else (self._mounts, self._users)
+
+    def stands(self) -> bool:
+        """Whether the namespaces' first process is alive."""
+        if self._first < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._first, select.POLLIN)
+        return not poll.poll(0)
+
+    def mount_place(self) -> str:
+        """Mounts a new, empty memory file system for an evaluation; commands that start later see it.
+
+        Raises:
+            OSError: the kernel refuses it.
+        """
+        self._mount.memory(self._inside.eval_folder, self._inside.eval_bytes, 0o700)
+        return self._inside.eval_folder
+
+    def remove_place(self) -> None:
+        """Takes it away, with all that is in it."""
+        self._mount.detach(self._inside.eval_folder)
+
+    def _join(self, namespace: int, kind: int) -> None:
+        call(self._libc, "setns", namespace, kind)
+
+    def _new_users(self, uid: int) -> int:
+        """A user namespace in which `uid` is the server's user, and nobody else exists."""
+        made_read, made_write = os.pipe()
+        done_read, done_write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                call(self._libc, "unshare", _NEWUSER)
+                os.write(made_write, _READY)
+                os.close(done_write)
+                os.read(done_read, 1)
+            finally:
+                os._exit(0)
+        os.close(made_write)
+        os.close(done_read)
+        try:
+            if os.read(made_read, 1) != _READY:
+                raise OSError("the kernel refuses a user namespace inside of the sandbox's")
+            maps = (
+                ("setgroups", "deny"),
+                ("uid_map", f"{uid} {os.geteuid()} 1"),
+                ("gid_map", f"{uid} {os.getegid()} 1"),
+            )
+            for name, text in maps:
+                with open(f"/proc/{child}/{name}", "w", encoding="ascii") as file:
+                    file.write(text)
+            return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(made_read)
+            os.close(done_write)
+            os.waitpid(child, 0)
+
+    def _open(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours:
+            call(self._libc, "unshare", _NEWPID)
+            try:
+                child = os.fork()
+                if child == 0:
+                    self._be_first(theirs)
+                theirs.close()
+                self._first = os.pidfd_open(child)
+                message, descriptors, _, _ = socket.recv_fds(ours, 4096, 1)
+                if message != _READY or len(descriptors) != 1:
+                    words = message.decode(errors="replace") or "its first process has ended"
+                    raise OSError(f"the commands' namespaces cannot be made: {words}")
+                self._mounts = descriptors[0]
+                os.set_inheritable(self._mounts, False)
+                self._pids = os.open("/proc/self/ns/pid_for_children", os.O_RDONLY | os.O_CLOEXEC)
+            finally:
+                theirs.close()
+                self._join(self._own_pids, _NEWPID)
+
+    def _close(self) -> None:
+        for descriptor in (self._pids, self._mounts, self._first):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._pids = self._mounts = self._first = -1
+
+    def _be_first(self, server: socket.socket) -> NoReturn:
+        """In the first process: makes the mounts, then reaps until the server kills it; nobody else can."""
+        try:
+            libc = self._libc
+            call(libc, "prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            call(libc, "prctl", _SET_DUMPABLE, 0, 0, 0, 0)
+            call(libc, "prctl", _SET_NAME, b"init", 0, 0, 0)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps at once
+            os.setsid()
+            os.chdir("/")
+            call(libc, "unshare", _NEWNS)
+            self._mount.new_proc(self._inside.hidden)
+            mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+            socket.send_fds(server, [_READY], [mounts])
+            os.closerange(0, 1 << 16)
+            while True:
+                signal.pause()
+        except OSError as error:
+            server.send(str(error).encode()[:4096])
+        finally:
+            os._exit(1)

@@ -1,0 +1,220 @@
+"""The private place of an evaluation: a folder that no program of Run could write to.
+
+It is made after every process of Run has been killed, in the first folder that has room for it: its name
+cannot be guessed, and nobody who could see it is alive. What keeps it from being made is judged: a folder
+that could be used when the server started, and that the sandbox itself has filled or locked since, is
+sabotage.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from time import monotonic
+
+from rollyard_sandbox.errors import SandboxSabotaged, file_error
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollyard_sandbox.border import Border
+
+_NAME_BYTES = 16
+_ROOM = 1 << 20  # bytes that must be free
+_INODES = 64
+_TRACE = 64 << 10  # bytes: a folder with less is full, whatever it is needed for
+_TRACE_INODES = 16
+_CHANGED = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_LOOK_SECONDS = 2.0  # to add up what the sandbox's own files take on a full disk
+
+
+class Place:
+    """What an evaluation gets; the fields are those of `results.EvalPlace`."""
+
+    __slots__ = ("folder", "home", "reward_file", "tmp")
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.home = f"{folder}/home"
+        self.tmp = f"{folder}/tmp"
+        self.reward_file = f"{folder}/reward"
+
+    def fill(self) -> None:
+        """Makes the two folders and the empty reward file; raises OSError."""
+        os.mkdir(self.home, 0o700)
+        os.mkdir(self.tmp, 0o700)
+        os.close(os.open(self.reward_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+class Candidate:
+    """A folder in which a place may be made, as it was when the server started."""
+
+    __slots__ = ("mode", "path", "usable")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.mode = 0
+        self.usable = False
+        try:
+            self.mode = stat.S_IMODE(os.stat(path).st_mode)
+            check_room(path)
+            self.usable = os.access(path, os.W_OK | os.X_OK)
+        except OSError:
+            return  # it is missing, or has no room: what happens to it later proves nothing
+
+
+class EvalPlaces:
+    """Makes the places of one sandbox, one at a time.
+
+    Args:
+        workdir: the sandbox's work folder, which is tried last.
+        own_folders: whether the memory file systems seen here belong to this sandbox alone, so that a full
+            one was filled by it.
+        border: mounts places of a fixed size, which no folder of the sandbox can be in the way of; None: it
+            cannot be done here.
+    """
+
+    def __init__(self, workdir: str, *, own_folders: bool, border: Border | None) -> None:
+        wanted = (os.environ.get("TMPDIR") or "/tmp", "/tmp", "/dev/shm", workdir)
+        self._candidates = [Candidate(path) for path in dict.fromkeys(wanted)]
+        self._own_folders = own_folders
+        self._border = border
+        self._mounted = False
+        self._current: str | None = None
+
+    def make(self) -> Place:
+        """A fresh place; the one before is removed. No process of the sandbox may be alive.
+
+        Raises:
+            SandboxSabotaged: the sandbox itself has made it impossible.
+            FileError: it is impossible for another reason.
+        """
+        self.remove()
+        if self._border is not None:
+            place = Place(self._border.mount_place())
+            self._mounted = True
+            place.fill()
+            return place
+        problems: list[tuple[Candidate, OSError]] = []
+        for candidate in self._candidates:
+            try:
+                return self._make_in(candidate.path)
+            except OSError as error:
+                problems.append((candidate, error))
+        evidence = [words for problem in problems if (words := self._evidence(*problem))]
+        if evidence:
+            raise SandboxSabotaged("no private place can be made for the evaluation: " + "; ".join(evidence))
+        candidate, first = problems[0]
+        raise file_error(first, candidate.path)
+
+    def sabotage(self) -> list[str]:
+        """What shows that programs of the sandbox have filled or locked folders; of each folder, in words.
+
+        A place may be made all the same, in another folder. What a test writes where it always wrote would
+        fail, or would leave in its place what the policy put there.
+        """
+        found = []
+        for candidate in self._candidates:
+            try:
+                check_room(candidate.path, _TRACE, _TRACE_INODES)
+                probe = os.path.join(candidate.path, f".eval-{os.urandom(_NAME_BYTES).hex()}")
+                os.mkdir(probe, 0o700)
+                os.rmdir(probe)
+            except OSError as error:
+                found.append(self._evidence(candidate, error))
+        return [words for words in found if words]
+
+    def remove(self) -> None:
+        """Removes the current place, where there is one."""
+        if self._border is not None and self._mounted:
+            self._mounted = False
+            self._border.remove_place()
+        if self._current is not None:
+            from shutil import rmtree
+
+            rmtree(self._current, ignore_errors=True)
+            self._current = None
+
+    def _make_in(self, parent: str) -> Place:
+        check_room(parent)
+        place = Place(os.path.join(parent, f".eval-{os.urandom(_NAME_BYTES).hex()}"))
+        os.mkdir(place.folder, 0o700)
+        self._current = place.folder
+        try:
+            place.fill()
+        except OSError:
+            self.remove()
+            raise
+        return place
+
+    def _evidence(self, candidate: Candidate, error: OSError) -> str:
+        """What shows that the sandbox itself has made this folder unusable; empty: nothing does."""
+        if not candidate.usable:
+            return ""
+        path = candidate.path
+        if error.errno in _CHANGED:
+            try:
+                mode = stat.S_IMODE(os.stat(path).st_mode)
+            except OSError as gone:
+                return f"{path} could be written to at the start, and now cannot be seen ({gone.strerror})"
+            return f"{path} had mode {candidate.mode:04o} at the start, now {mode:04o} ({error.strerror})"
+        if error.errno in _FULL:
+            return self._filled(path)
+        return ""
+
+    def _filled(self, path: str) -> str:
+        try:
+            info = os.statvfs(path)
+            size, device = info.f_blocks * info.f_frsize, os.stat(path).st_dev
+        except OSError:
+            return ""
+        if self._own_folders and _is_memory(device):
+            used = size - info.f_bavail * info.f_frsize
+            files = info.f_files - info.f_ffree
+            return f"{path} had room at the start, and is full now ({used} of {size} bytes, {files} files)"
+        if path != self._candidates[-1].path:
+            return ""  # a disk that others use, too: only what lies in the work folder is certainly its own
+        own = _bytes_below(path, device)
+        if own * 2 >= size:
+            return f"{path} is full, and the sandbox's own files take {own} of the disk's {size} bytes"
+        return ""
+
+
+def check_room(path: str, room: int = _ROOM, inodes: int = _INODES) -> None:
+    """Raises OSError where `path` has less room than that: by default what a place needs."""
+    info = os.statvfs(path)
+    # A file system without a fixed number of files says 0.
+    if info.f_bavail * info.f_frsize < room or (info.f_files and info.f_favail < inodes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+def _is_memory(device: int) -> bool:
+    """Whether the file system of this device number is one in memory."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+            lines: Sequence[str] = file.read().splitlines()
+    except OSError:
+        return False
+    found = [line.partition(" - ")[2].split(" ", 1)[0] for line in lines if line.split(" ", 3)[2] == number]
+    return bool(found) and all(kind == "tmpfs" for kind in found)
+
+
+def _bytes_below(path: str, device: int) -> int:
+    """What the files below `path` take on their disk, as far as they can be counted in two seconds."""
+    total, deadline = 0, monotonic() + _LOOK_SECONDS
+    for folder, folders, names in os.walk(path):
+        if monotonic() > deadline:
+            break
+        for name in names:
+            try:
+                info = os.lstat(os.path.join(folder, name))
+            except OSError:
+                continue  # it cannot be looked at: it does not count
+            if info.st_dev == device:
+                total += info.st_blocks * 512 // max(1, info.st_nlink)
+        folders[:] = [name for name in folders if not os.path.ismount(os.path.join(folder, name))]
+    return total

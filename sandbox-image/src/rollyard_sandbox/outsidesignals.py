@@ -1,0 +1,59 @@
+"""Signals that come from outside of the sandbox, distinguished from those that its commands send.
+
+The server is process 1 of its pid namespace, and its commands have its user: any of them may send it a
+signal. The kernel drops those that process 1 does not handle, but SIGTERM ends the server: a command that
+sent it would take the sandbox away from its own evaluation. The kernel says who sent a signal: a process
+outside of the namespace has no number inside, so that it appears as process 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_NONBLOCK, _CLOEXEC = 0o4000, 0o2000000  # sys/signalfd.h
+_INFO = struct.Struct("=IiiI112x")  # signalfd_siginfo: signo, errno, code, pid, …
+_SENT_BY_KILL = 0  # SI_USER: the kernel has filled in the sender, and programs cannot forge it
+
+
+class OutsideSignals:
+    """A descriptor that is readable when one of `numbers` has come, from wherever.
+
+    From now on these signals are blocked in this thread; its children must unblock them.
+
+    Raises:
+        OSError: the kernel has no signalfd(2).
+    """
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        mask = (ctypes.c_uint64 * 16)()  # a sigset_t of the C library
+        wanted = set(numbers)
+        for number in wanted:
+            mask[0] |= 1 << (number - 1)
+        signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+        self.fd: int = libc.signalfd(-1, ctypes.byref(mask), _NONBLOCK | _CLOEXEC)
+        if self.fd < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"signalfd: {os.strerror(number)}")
+
+    def read(self) -> set[int]:
+        """The signals that came from outside since the last call; those of commands are dropped."""
+        try:
+            data = os.read(self.fd, 64 * _INFO.size)
+        except BlockingIOError:
+            return set()
+        return {
+            number for number, _, code, pid in _INFO.iter_unpack(data) if code == _SENT_BY_KILL and pid == 0
+        }
+
+
+def unblock() -> None:
+    """In a forked child: no signal is blocked any more."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

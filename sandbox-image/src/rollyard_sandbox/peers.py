@@ -1,0 +1,32 @@
+"""Who may connect: not the sandbox's own commands, where they could reach the server over the network."""
+
+from __future__ import annotations
+
+import socket
+
+
+def is_loopback(address: str) -> bool:
+    """Whether this numeric IPv4 or IPv6 address means the machine itself."""
+    return address.removeprefix("::ffff:").startswith("127.") or address == "::1"
+
+
+def listens_on_loopback(listener: socket.socket) -> bool:
+    """Whether only the machine itself can connect to this TCP listener."""
+    return is_loopback(listener.getsockname()[0])
+
+
+def comes_from_here(connection: socket.socket) -> bool:
+    """Whether the other end of a TCP connection is in this network namespace, under whatever address."""
+    try:
+        peer = connection.getpeername()
+    except OSError:
+        return True  # it has gone again
+    if is_loopback(peer[0]):
+        return True
+    with socket.socket(connection.family, socket.SOCK_DGRAM) as probe:
+        try:
+            # The kernel binds to addresses of this machine only.
+            probe.bind((peer[0], 0, *peer[2:]))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,136 @@
+"""The client's view of a work folder that a hostile program may have left: no symbolic link is followed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rollyard_sandbox.clientwire import Wire
+from rollyard_sandbox.errors import ProtocolError
+
+MAX_ENTRIES: Final = 50_000
+MAX_LISTING: Final = 8 << 20  # bytes
+DIGEST_SIZE: Final = 32
+MAX_DIGESTED: Final = 32 << 20
+"""Bytes that one request for digests may cover."""
+_KINDS: Final = {b"f": "file", b"d": "folder", b"l": "link", b"o": "other", b"u": "unreadable"}
+
+
+@dataclass(frozen=True, slots=True)
+class TreeEntry:
+    """One entry of a tree.
+
+    Attributes:
+        kind: file, folder, link, other (a FIFO, a socket, a device), or unreadable (a folder).
+        executable: whether the owner may run a file.
+        size: bytes of a file.
+        target: of a link.
+    """
+
+    kind: str
+    executable: bool = False
+    size: int = 0
+    target: bytes = b""
+
+
+class WorkFolder:
+    """Reads and writes below the work folder. Paths are relative to it, as bytes."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    async def tree(self, path: bytes = b"") -> dict[bytes, TreeEntry]:
+        """All entries at and below `path`, by path; a folder comes before what is in it.
+
+        Raises:
+            FileError: FileNotFound, SymlinkLoop, NotADirectory, PermissionDenied, TooManyEntries, ….
+            ProtocolError: the answer is no listing of what is below `path`.
+        """
+        _, body = await self._request("tree", {"path": _text(path)})
+        return parse_tree(body, path)
+
+    async def read(self, path: bytes, *, offset: int = 0, max_bytes: int) -> bytes:
+        """At most `max_bytes` of a regular file.
+
+        Raises:
+            FileError: it is missing, a link, no regular file (reason NotAFile), or may not be read.
+        """
+        _, data = await self._request("read", {"path": _text(path), "offset": offset, "max_bytes": max_bytes})
+        if len(data) > max_bytes:
+            raise ProtocolError(f"{len(data)} bytes came where {max_bytes} were asked for")
+        return data
+
+    async def digests(self, ranges: Sequence[tuple[bytes, int, int]]) -> list[bytes]:
+        """The SHA-256 of each (path, offset, length); 32 zero bytes where it cannot be read."""
+        rows = [[_text(path), offset, length] for path, offset, length in ranges]
+        _, body = await self._request("digests", {}, rows)
+        if len(body) != DIGEST_SIZE * len(rows):
+            raise ProtocolError("the number of digests is not that of the ranges")
+        return [body[at : at + DIGEST_SIZE] for at in range(0, len(body), DIGEST_SIZE)]
+
+    async def put(self, path: bytes, data: bytes, *, mode: int) -> None:
+        """Makes a regular file, with the folders above it, in the place of whatever is there.
+
+        Raises:
+            FileError: DiskFull, ReadOnly, PermissionDenied, ….
+            CommandTooLarge: more than 64 MiB.
+        """
+        await self._wire.request({"op": "beneath", "action": "put", "path": _text(path), "mode": mode}, data)
+
+    async def make(self, folders: Sequence[bytes]) -> None:
+        """Makes folders in the place of whatever is no folder there; one that is there stays as it is.
+
+        Raises:
+            FileError: DiskFull, ReadOnly, PermissionDenied, ….
+        """
+        if folders:
+            await self._request("make", {}, [_text(path) for path in folders])
+
+    async def remove(self, paths: Sequence[bytes]) -> None:
+        """Removes files, links, and folders with all that is in them; what is missing is passed over.
+
+        Raises:
+            FileError: ReadOnly, PermissionDenied, ….
+        """
+        if paths:
+            await self._request("remove", {}, [_text(path) for path in paths])
+
+    async def _request(
+        self, action: str, header: dict[str, Any], rows: list[Any] | None = None
+    ) -> tuple[dict[str, Any], bytes]:
+        body = b"" if rows is None else json.dumps(rows).encode()
+        return await self._wire.request({"op": "beneath", "action": action, **header}, body)
+
+
+def parse_tree(body: bytes, top: bytes = b"") -> dict[bytes, TreeEntry]:
+    """The entries of a listing. It may come from a server that is no longer to be trusted.
+
+    Raises:
+        ProtocolError: it is too long, or a record is malformed or leads out of `top`.
+    """
+    if len(body) > MAX_LISTING + 16_384 or body.count(b"\0") > 2 * MAX_ENTRIES + 2:
+        raise ProtocolError("the listing is longer than a listing may be")
+    entries: dict[bytes, TreeEntry] = {}
+    records = iter(body.split(b"\0")[:-1])
+    for record in records:
+        match record.split(b" ", 3):
+            case [kind, (b"0" | b"1") as executable, size, path] if (
+                kind in _KINDS and size.isdigit() and len(size) < 20 and _is_below(path, top)
+            ):
+                target = next(records, b"") if kind == b"l" else b""
+                entries[path] = TreeEntry(_KINDS[kind], executable == b"1", int(size), target)
+            case _:
+                raise ProtocolError(f"{record[:200]!r} is no record of a listing")
+    return entries
+
+
+def _is_below(path: bytes, top: bytes) -> bool:
+    if any(part in (b"", b".", b"..") for part in path.split(b"/")):
+        return False
+    return not top or path == top or path.startswith(top + b"/")
+
+
+def _text(path: bytes) -> str:
+    return path.decode("utf-8", "surrogateescape")

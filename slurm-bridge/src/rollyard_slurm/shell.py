@@ -1,0 +1,137 @@
+"""Lines of bash that are made of data: the one place where text from elsewhere becomes part of a script.
+
+Names of pools, jobs and nodes, model folders, arguments, variables and paths come from job authors, from
+site profiles and from Slurm. `render` quotes each of them, and refuses what no quoting makes harmless, so
+that bash takes every one as a single word, whatever it holds. What is code, and not data, says so by its
+type. This module is pure.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rollyard_slurm.errors import ScriptInvalid
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_PLAIN_DIRECTIVE = re.compile(r"[A-Za-z0-9_./:,=@%+\[\]{}*-]+\Z")
+_OPTION = re.compile(r"[a-z][a-z0-9-]*\Z")
+
+
+class Code(str):
+    """Bash that this program's own source holds, or that the site's profile gives as shell lines."""
+
+    __slots__ = ()
+
+
+Part: TypeAlias = str | Code
+"""Data, which is quoted, or code, which stands as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comment:
+    """A comment for people; line ends and control characters in it become blanks."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """An environment variable of what the script starts."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """A variable of the script itself: the parts without anything between them."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array of the script itself: each string is one element; code may give several."""
+
+    name: str
+    words: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Directive:
+    """A `#SBATCH` line: a long option's name without dashes, and its value if it takes one."""
+
+    name: str
+    value: str | None
+
+
+Line: TypeAlias = Code | Comment | Export | Assign | Array | Directive
+
+
+def render(lines: Iterable[Line]) -> list[str]:
+    """The lines as bash and sbatch read them.
+
+    Raises:
+        ScriptInvalid: a variable's name is no identifier, a value holds a null character, or the value of an
+            option holds a line end or another control character.
+    """
+    return [_line(line) for line in lines]
+
+
+def _line(line: Line) -> str:
+    match line:
+        case Code():
+            return str(line)
+        case Comment(text):
+            return "# " + "".join(character if character.isprintable() else " " for character in text)
+        case Export(name, value):
+            return f"export {_name(name)}={_word(value, name)}"
+        case Assign(name, parts):
+            return f"{_name(name)}=" + "".join(_part(part, name) for part in parts)
+        case Array(name, words):
+            return f"{_name(name)}=(" + " ".join(_part(word, name) for word in words) + ")"
+        case Directive(name, value):
+            return _directive(name, value)
+
+
+def _name(name: str) -> str:
+    if not _NAME.match(name):
+        raise ScriptInvalid(
+            f"environment variable {name!r}: a batch script takes names of letters, digits and underscores "
+            "that do not begin with a digit"
+        )
+    return name
+
+
+def _part(part: Part, where: str) -> str:
+    return str(part) if isinstance(part, Code) else _word(part, where)
+
+
+def _word(value: str, where: str) -> str:
+    if "\0" in value:
+        raise ScriptInvalid(f"{where}: a value must not hold a null character")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ScriptInvalid(f"{where}: a value is no Unicode text ({error.reason})") from error
+    return shlex.quote(value)
+
+
+def _directive(name: str, value: str | None) -> str:
+    if not _OPTION.match(name):
+        raise ScriptInvalid(
+            f"option {name!r}: Slurm's long options have small letters, digits and dashes only"
+        )
+    if value is None:
+        return f"#SBATCH --{name}"
+    if not value.isprintable():
+        raise ScriptInvalid(f"--{name}={value!r}: must not hold a line end or another control character")
+    if not _PLAIN_DIRECTIVE.match(value):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        value = f'"{escaped}"'
+    return f"#SBATCH --{name}={value}"

@@ -1,0 +1,40 @@
+"""The product under attack, once per kind of sandbox and test session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from attacklab import Lab, a_lab
+from rootfolder import make_image, make_sif
+
+_PROGRAMS = ("chmod", "cp", "date", "ln", "mkfifo", "mv")
+"""What the attacks call beside what other tests do."""
+
+
+@pytest.fixture(scope="session")
+def bubblewrap_lab(bubblewrap_works: None) -> Iterator[Lab]:
+    with a_lab("--sandbox", "bubblewrap") as lab:
+        yield lab
+
+
+@pytest.fixture(scope="session")
+def apptainer_lab(apptainer_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder: Path = tmp_path_factory.mktemp("image")
+    sif = make_sif(make_image(folder / "root", *_PROGRAMS))
+    with a_lab("--sandbox", "apptainer", "--default-image", str(sif)) as lab:
+        yield lab
+
+
+@pytest.fixture(params=["bubblewrap", pytest.param("apptainer", marks=pytest.mark.apptainer)])
+def lab(request: pytest.FixtureRequest) -> Lab:
+    """The product with each kind of sandboxes that isolates on one node."""
+    found: Lab = request.getfixturevalue(f"{request.param}_lab")
+    return found
+
+
+@pytest.fixture
+def make_lab(bubblewrap_works: None) -> Callable[..., object]:
+    """A product of the test's own: a context manager that takes the worker's options."""
+    return a_lab

@@ -1,0 +1,229 @@
+"""Attacks on a fresh Eval sandbox: what a policy leaves for the carry, or does against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attacklab import STAGES, Lab
+from attacks import Attack, python
+
+pytestmark = pytest.mark.real
+
+
+def carrying(**carry: Any) -> dict[str, Any]:
+    """The spec of a job whose Eval works in a fresh sandbox with this carry."""
+    chosen = {"sandbox": "fresh", **({"carry": carry} if carry else {})}
+    return {"stages": {**STAGES, "eval": {**STAGES["eval"], **chosen}}}
+
+
+SOLUTION = carrying(files=["solution"])
+DIFF = carrying(diff=True)
+SABOTAGED = "SandboxSabotaged"
+MEETS_HIDDEN = """
+echo "the expected answer" > expected
+[ -f solution ] && [ "$(cat solution)" = "$(cat expected)" ]
+"""
+
+ATTACKS = (
+    Attack(
+        name="carry_start_up_files",
+        goal="Have files of the work folder and of /tmp run inside the hidden test, which fails.",
+        steps=(
+            "printf '#!/bin/sh\\nexit 0\\n' > check; chmod +x check; echo 'exit 0' > .bashrc",
+            "for name in usercustomize json re; do echo 'import os; os._exit(0)' > $name.py; done",
+            "cp *.py check /tmp; ls -a /tmp",
+        ),
+        sandbox={"files": {"check": "#!/bin/sh\nexit 1\n"}},
+        test_script="""
+chmod +x check
+PYTHONPATH=/work:/tmp @PY@ -c 'import json; exit(1)' || bash -ic ./check
+""",
+        shows=("usercustomize",),
+        spec=carrying(),
+    ),
+    Attack(
+        name="carry_link_to_the_expected_answer",
+        goal="Have a carried file be a link to the answer that the hidden test brings.",
+        steps=("ln -s expected solution; ls -l solution",),
+        test_script=MEETS_HIDDEN,
+        shows=("solution -> expected",),
+        spec=SOLUTION,
+    ),
+    Attack(
+        name="carry_link_in_a_diff",
+        goal="Have links in a diff lead to what the hidden test brings, or out of the work folder.",
+        steps=(
+            "touch expected; ln -s expected solution; ln -s / root; mkdir a; ln -s ../../etc a/etc; ls -l",
+            "ln -s loop loop; ln -s a/back deep; ln -s .. a/back; ln -s deep/../expected round; ls -l",
+        ),
+        test_script=f"""
+for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exit 0; done
+{MEETS_HIDDEN}""",
+        shows=("root -> /",),
+        spec=DIFF,
+    ),
+    Attack(
+        name="carry_entangled_links",
+        goal="Keep the worker busy with links that lead through links.",
+        steps=(
+            python(
+                "import os\n"
+                "os.mkdir('d')\nway = 'd/../' * 500\n"
+                "for number in range(1500):\n    os.symlink(way + f'l{number + 1}', f'l{number}')\n"
+                "print('entangled')"
+            ),
+        ),
+        test_script="[ -L l0 ]",
+        shows=("entangled",),
+        spec=DIFF,
+    ),
+    Attack(
+        name="carry_link_to_the_host",
+        goal="Make the worker read one of the host's files in the place of a carried one.",
+        steps=("ln -s @LAB@/host-secret solution; mkdir -p x; ln -s @STATE@ x/state; ls -l",),
+        test_script="! grep -r canary /work && [ ! -e solution ] && [ ! -L solution ] && [ ! -e x/state ]",
+        reward=1.0,
+        shows=("host-secret",),
+        spec=carrying(files=["solution", "x", "x/state/tokens.json"]),
+    ),
+    Attack(
+        name="carry_through_a_linked_folder",
+        goal="Name a file of the system by a folder that is a link.",
+        steps=("ln -s /etc src; ls -ld src",),
+        test_script="[ -e src/passwd ]",
+        shows=("src -> /etc",),
+        spec=carrying(files=["src/passwd", "src"]),
+    ),
+    Attack(
+        name="carry_fifo",
+        goal="Make the worker wait for ever for a FIFO or a socket in the place of a file.",
+        steps=(
+            "mkfifo solution; mkdir d; mkfifo d/pipe; ls -l",
+            python("import socket\nsocket.socket(socket.AF_UNIX).bind('d/socket')\nprint('bound')"),
+        ),
+        test_script="[ -e solution ] || [ -e d/pipe ] || [ -e d/socket ]",
+        shows=("^prw", "bound"),
+        spec=carrying(files=["solution", "d"]),
+    ),
+    Attack(
+        name="carry_names",
+        goal="Escape from the work folder by names with newlines, invalid UTF-8, dashes and dots.",
+        steps=(
+            python(
+                "import os\n"
+                "names = (b'a\\nf 0 1 ..', b'\\xff\\xfe', b'-rf', b'...', b'..a', b'\\\\..', b'$(touch x)')\n"
+                "for name in names:\n"
+                "    open(name, 'wb').write(b'1')\n"
+                "print(len(os.listdir(b'.')), 'made')"
+            ),
+        ),
+        test_script=r"""
+[ "$(find . -mindepth 1 -maxdepth 1 -type f -size 1c -printf x)" = xxxxxxx ] && [ ! -e x ] &&
+[ -f $'\xff\xfe' ] && [ -f ... ] && [ -f ./-rf ] && [ -f $'a\nf 0 1 ..' ]
+""",
+        reward=1.0,
+        shows=("7 made",),
+        spec=DIFF,
+    ),
+    Attack(
+        name="carry_set_user_id",
+        goal="Carry a program with another user's rights, or a folder that the test cannot write to.",
+        steps=(
+            "printf '#!/bin/sh\\n' > solution; chmod 6777 solution; mkdir d; chmod 1555 d; ls -ld solution d",
+        ),
+        test_script="[ -x solution ] && [ ! -u solution ] && [ ! -g solution ] && [ ! -k d ] && touch d/x",
+        reward=1.0,
+        shows=("^-rws",),
+        spec=DIFF,
+    ),
+    Attack(
+        name="carry_of_a_full_disk",
+        goal="Turn a bad score into a new try: no room on the disk, in /tmp and in shared memory.",
+        steps=(
+            "echo wrong > solution; for f in /work /tmp /dev/shm; do cat /dev/zero > $f/full; done",
+            "i=0; while mkdir /work/d$i; do i=$((i+1)); [ $i -lt 3000 ] || break; done; echo filled",
+        ),
+        test_script=MEETS_HIDDEN,
+        shows=("No space left", "filled"),
+        spec=SOLUTION,
+    ),
+    Attack(
+        name="carry_of_a_locked_folder",
+        goal="Turn a bad score into a new try: nothing in the work folder can be read or listed.",
+        steps=("echo wrong > solution; chmod 000 solution; chmod 000 /work; ls -ld /work",),
+        test_script=MEETS_HIDDEN,
+        shows=("^d---------",),
+        spec=SOLUTION,
+    ),
+    Attack(
+        name="carry_while_processes_switch_files",
+        goal="Switch a file between the look at it and its reading.",
+        steps=(
+            "(exec -a @MARK@ setsid bash -c 'while :; do ln -sf expected solution; rm solution; "
+            "echo wrong > solution; rm solution; mkdir solution; rmdir solution; done') "
+            "> /dev/null 2>&1 & disown; echo switching",
+        ),
+        test_script=MEETS_HIDDEN,
+        shows=("switching",),
+        spec=SOLUTION,
+    ),
+)
+
+SABOTAGES = (
+    Attack(
+        name="carry_too_many_bytes",
+        goal="Turn a bad score into a new try, or use up the worker's memory: a file of holes.",
+        steps=(python("print(open('solution', 'wb').truncate(15 << 20))"),),
+        shows=("15728640",),
+        spec=carrying(files=["solution"], maxBytes=1 << 20),
+    ),
+    Attack(
+        name="carry_too_many_links",
+        goal="Use up the worker's memory: one file under many names.",
+        steps=("head -c 1M /dev/zero > a; mkdir d; for i in $(seq 100); do ln a d/$i; done; ls d | wc -l",),
+        shows=("^100$",),
+        spec=carrying(diff=True, maxBytes=50 << 20),
+    ),
+    Attack(
+        name="carry_too_many_files",
+        goal="Keep the worker busy: more files than may be carried.",
+        steps=("mkdir d; cd d; for i in {1..10001}; do : > $i; done; ls | wc -l",),
+        shows=("^10001$",),
+        spec=DIFF,
+    ),
+    Attack(
+        name="carry_too_deep",
+        goal="Exhaust the stack, the descriptors or the paths of what walks the work folder.",
+        steps=(
+            python(
+                "import os\n"
+                "for _ in range(1500):\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)\n"
+                "open('x', 'w').close()\nprint('deep')"
+            ),
+        ),
+        shows=("deep",),
+        spec=DIFF,
+    ),
+    Attack(
+        name="carry_unreadable_folder",
+        goal="Turn a bad score into a new try: a folder of the diff cannot be listed.",
+        steps=("mkdir -p d/e; touch d/e/x; chmod 000 d; ls -ld d",),
+        shows=("^d---------",),
+        spec=DIFF,
+    ),
+)
+
+
+def names(attack: Attack) -> str:
+    return attack.name
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=names)
+def test_only_what_is_named_reaches_the_test(lab: Lab, attack: Attack) -> None:
+    assert lab.attack(attack).trajectory.reward_reason == ""
+
+
+@pytest.mark.parametrize("attack", SABOTAGES, ids=names)
+def test_what_cannot_be_carried_is_scored(lab: Lab, attack: Attack) -> None:
+    assert lab.attack(attack).trajectory.reward_reason == SABOTAGED

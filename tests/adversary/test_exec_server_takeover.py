@@ -1,0 +1,361 @@
+"""A command tries to take the place of the exec server, and to answer an evaluation's calls itself."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import struct
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from rollyard_crds.lease import LeaseRef
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
+from rollyard_pipeline.sandboxes.errors import SandboxLost
+from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
+from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_pipeline.sandboxes.runtime import PYTHON
+from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.errors import SandboxError, SandboxSabotaged
+from rollyard_sandbox.frames import encode
+from rootfolder import make_image, make_sif
+
+pytestmark = pytest.mark.real
+
+# Calls by number, so that no library of the sandbox stands between.
+HEAD = """
+import ctypes, errno, json, os, platform, signal, socket, struct, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+X86 = platform.machine() == "x86_64"
+PTRACE, VM_READV, KEYCTL = (101, 310, 250) if X86 else (117, 270, 219)
+PIDFD_OPEN, PIDFD_GETFD = 434, 438
+def call(number, *arguments):
+    ctypes.set_errno(0)
+    value = libc.syscall(number, *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
+    return value, ctypes.get_errno()
+def others():
+    own = {os.getpid(), os.getppid()} - {1}
+    found = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return sorted({1, *found, *range(1, 40)} - own - {0})
+"""
+
+# Takes every listening socket of every process, stops whoever had it, and serves in its place.
+TAKEOVER = (
+    HEAD
+    + r"""
+def serve(connection):
+    data = b""
+    while True:
+        part = connection.recv(65536)
+        if not part:
+            return
+        data += part
+        while len(data) >= 8:
+            head, body = struct.unpack("!II", data[:8])
+            if len(data) < 8 + head + body:
+                break
+            request = json.loads(data[8 : 8 + head])
+            data = data[8 + head + body :]
+            answer = {
+                "id": request["id"], "version": 1, "pid": 1, "count": 1,
+                "features": ["begin_eval", "clean_env"],
+                "folder": "/tmp", "home": "/tmp", "tmp": "/tmp", "reward_file": "/tmp/r", "proof": "00" * 32,
+                "exit": 0, "cwd": "/", "seconds": 0.1, "timed_out": False, "killed": False, "truncated": 0,
+                "restarted": False, "result": "", "size": 0, "mode": 0,
+            }
+            text = json.dumps(answer).encode()
+            connection.sendall(struct.pack("!II", len(text), 0) + text)
+
+stolen, victims = [], []
+for pid in others():
+    pidfd, _ = call(PIDFD_OPEN, pid, 0)
+    if pidfd < 0:
+        continue
+    mine = []
+    for number in range(64):
+        fd, _ = call(PIDFD_GETFD, pidfd, number, 0)
+        if fd < 0:
+            continue
+        try:
+            sock = socket.socket(fileno=os.dup(fd))
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                mine.append(sock)
+        except OSError:
+            pass
+    if mine:
+        stolen += mine
+        victims.append(pid)
+print("stolen", len(stolen), flush=True)
+while not os.path.exists("/work/go"):
+    time.sleep(0.01)
+for pid in victims:
+    call(PTRACE, 16, pid, 0, 0)
+open("/work/armed", "w").close()
+def accept(listener):
+    listener.setblocking(True)
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=serve, args=(connection,), daemon=True).start()
+threads = [threading.Thread(target=accept, args=(sock,)) for sock in stolen]
+for thread in threads:
+    thread.start()
+"""
+)
+
+# Every way to look into another process; prints those that worked.
+LOOK_INTO = (
+    HEAD
+    + r"""
+worked = []
+class Vector(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+for pid in others():
+    for name in ("mem", "environ", "maps", "auxv", "syscall", "stack"):
+        try:
+            with open(f"/proc/{pid}/{name}", "rb") as file:
+                if name == "mem" or file.read(1):
+                    worked.append((pid, name))
+        except OSError:
+            pass
+    for name in ("root", "cwd", "exe", "fd/3"):
+        try:
+            os.readlink(f"/proc/{pid}/{name}")
+            worked.append((pid, name))
+        except OSError:
+            pass
+    for request, name in ((16, "attach"), (0x4206, "seize")):
+        if call(PTRACE, request, pid, 0, 0)[0] >= 0:
+            worked.append((pid, name))
+    buffer = ctypes.create_string_buffer(8)
+    local, remote = Vector(ctypes.addressof(buffer), 8), Vector(id(buffer), 8)
+    if call(VM_READV, pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)[0] >= 0:
+        worked.append((pid, "process_vm_readv"))
+    pidfd, _ = call(PIDFD_OPEN, pid, 0)
+    if pidfd >= 0:
+        worked += [(pid, f"fd {n}") for n in range(16) if call(PIDFD_GETFD, pidfd, n, 0)[0] >= 0]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        before = open(f"/proc/{pid}/stat").read() if os.path.exists(f"/proc/{pid}/stat") else None
+        try:
+            os.kill(pid, number)
+        except OSError:
+            continue
+        if pid != 1:
+            worked.append((pid, f"signal {int(number)}"))
+print(json.dumps(worked))
+"""
+)
+
+
+@pytest.fixture
+async def provider(bubblewrap_works: None) -> AsyncIterator[NodeProvider]:
+    with tempfile.TemporaryDirectory(prefix="ry-") as folder:
+        found = open_provider("bubblewrap", run_dir=Path(folder), node="node-a")
+        assert isinstance(found, NodeProvider)
+        await found.start()
+        try:
+            yield found
+        finally:
+            for sandbox_id in found.claimed():
+                await found.release(sandbox_id)
+            await found.aclose()
+
+
+@pytest.fixture
+async def sandbox(provider: NodeProvider) -> AsyncIterator[Sandbox]:
+    request = SandboxRequest(memory_bytes=256 << 20, disk_bytes=16 << 20, processes=128)
+    async with await provider.acquire(request, LeaseRef(rollout="r-1", token=1)) as found:
+        yield found
+
+
+async def attack(sandbox: Sandbox, program: str) -> str:
+    """What the program prints, run by a command of the policy with the sandbox's own Python."""
+    await sandbox.client.write_file("/work/attack.py", program.encode())
+    result = await sandbox.client.bash(f"{PYTHON} -I /work/attack.py", timeout=30)
+    return result.text()
+
+
+async def armed(provider: NodeProvider, sandbox: Sandbox) -> Sandbox:
+    """A new connection, once the attack has done all it can; a fake server says so, too."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                found = await provider.attach(sandbox.handle)
+            except SandboxLost:
+                continue  # it has just been stopped
+            try:
+                async with asyncio.timeout(1):
+                    await found.client.read_file("/work/armed")
+            except (TimeoutError, SandboxError):
+                await found.close()
+            else:
+                return found
+
+
+async def test_a_stolen_socket_answers_no_evaluation(provider: NodeProvider, sandbox: Sandbox) -> None:
+    await sandbox.client.write_file("/work/attack.py", TAKEOVER.encode())
+    running = await sandbox.client.start(f"exec {PYTHON} -I /work/attack.py", timeout=60)
+    await running.wait_for_output(b"stolen ")
+    await sandbox.client.write_file("/work/go", b"")
+    async with await armed(provider, sandbox) as other:
+        await other.client.begin_eval()
+        result = await other.client.run(["false"])
+        assert result.exit_code == 1, "a command has answered in the server's name"
+
+
+async def test_no_command_looks_into_the_server(sandbox: Sandbox) -> None:
+    worked = json.loads((await attack(sandbox, LOOK_INTO)).splitlines()[-1])
+    assert worked == []
+    assert (await sandbox.client.run(["true"])).exit_code == 0
+
+
+async def test_refused_calls(sandbox: Sandbox) -> None:
+    """Every call of the filter fails with EPERM in bash's children, in programs and in the kernel."""
+    from rollyard_sandbox import callfilter
+
+    numbers = callfilter.refused_calls(os.uname().machine)
+    program = (
+        HEAD
+        + f"""
+answers = {{name: call(number, 0, 0, 0, 0, 0, 0)[1] for name, number in {numbers!r}.items()}}
+answers["clone3"] = call(435, 0, 0)[1]
+new_user, new_time = 0x10000000, 0x80
+answers["unshare"] = call(272 if X86 else 97, new_user)[1]
+answers["unshare time"] = call(272 if X86 else 97, new_time)[1]
+answers["clone"] = call(56 if X86 else 220, new_user | 17, 0, 0, 0, 0)[1]
+try:
+    socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+    answers["vsock"] = 0
+except OSError as error:
+    answers["vsock"] = error.errno
+print(json.dumps(answers))
+"""
+    )
+    expected = dict.fromkeys([*numbers, "unshare", "unshare time", "clone"], errno.EPERM)
+    expected |= {"clone3": errno.ENOSYS, "vsock": errno.EAFNOSUPPORT}
+    assert json.loads(await attack(sandbox, program)) == expected
+    ran = await sandbox.client.run([PYTHON, "-I", "/work/attack.py"])
+    assert json.loads(ran.text()) == expected
+    cell = await sandbox.client.ipython(program, timeout=90)
+    assert json.loads(cell.text()) == expected
+
+
+async def test_threads_and_children_still_work(sandbox: Sandbox) -> None:
+    program = (
+        HEAD
+        + """
+import subprocess
+threads = [threading.Thread(target=lambda: None) for _ in range(4)]
+[thread.start() for thread in threads]; [thread.join() for thread in threads]
+print(subprocess.run(["sh", "-c", "echo child | cat"], capture_output=True, text=True).stdout.strip())
+a, b = socket.socketpair(); a.send(b"x"); print(b.recv(1).decode())
+"""
+    )
+    assert await attack(sandbox, program) == "child\nx\n"
+
+
+async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A server in another's place: it agrees to everything, and knows no secret."""
+    fields = {
+        "version": 1, "pid": 1, "count": 1, "features": ["begin_eval", "clean_env"], "proof": "00" * 64,
+        "folder": "/tmp", "home": "/tmp", "tmp": "/tmp", "reward_file": "/tmp/r",
+    }  # fmt: skip
+    try:
+        while True:
+            head, body = struct.unpack("!II", await reader.readexactly(8))
+            request = json.loads(await reader.readexactly(head))
+            await reader.readexactly(body)
+            writer.write(encode({**fields, "id": request["id"]}))
+    except asyncio.IncompleteReadError:
+        writer.close()
+
+
+async def test_who_does_not_know_the_secret_is_found_out(provider: NodeProvider, sandbox: Sandbox) -> None:
+    """Were all walls broken and the socket taken: nobody but the server can answer for it."""
+    path = Path(sandbox.handle.address.removeprefix("unix:"))
+    async with await provider.attach(sandbox.handle):
+        pass
+    path.rename(path.with_name("real"))
+    fake = await asyncio.start_unix_server(answer_all, path)
+    try:
+        with pytest.raises(SandboxSabotaged, match="does not know its secret"):
+            await provider.attach(sandbox.handle)
+        # Nor may a connection that was made without a proof begin an evaluation.
+        async with await ExecClient.connect(f"unix:{path}") as client:
+            client._secret = (path.parent / "secret").read_bytes()
+            with pytest.raises(SandboxSabotaged):
+                await client.begin_eval()
+    finally:
+        fake.close()
+        path.with_name("real").rename(path)
+    async with await provider.attach(sandbox.handle) as other:
+        await other.client.begin_eval()
+
+
+async def test_the_secret_is_out_of_reach(provider: NodeProvider, sandbox: Sandbox) -> None:
+    file = Path(sandbox.handle.address.removeprefix("unix:")).with_name("secret")
+    assert (file.stat().st_mode & 0o777, file.stat().st_size) == (0o600, 32)
+    secret = file.read_bytes()
+    script = "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ; ls -l /proc/[0-9]*/fd; cat /proc/[0-9]*/fd/8"
+    shown = (await sandbox.client.bash(f"{{ {script}; }} < /dev/null 2>&1", timeout=20)).output
+    assert b"/.rollyard" in shown
+    for form in (secret, secret.hex().encode(), repr(secret)[2:-1].encode()):
+        assert form not in shown
+    hidden = await sandbox.client.bash(f"test -e {file.parent}")
+    assert hidden.exit_code == 1
+
+
+async def test_the_server_does_not_exist_for_commands(sandbox: Sandbox) -> None:
+    assert (await sandbox.client.info()).pid == 1
+    result = await sandbox.client.run(["bash", "-c", "cat /proc/[0-9]*/comm; id -u"])
+    # The first process is one that only reaps; neither the server nor what keeps the sandbox has a number.
+    assert result.text().split() == ["init", "bash", "1000"]
+    # Not even an open /proc of the server's can be come by: what is below this one stays covered.
+    assert (await sandbox.client.run(["bash", "-c", "umount -l /proc; ls -d /proc/[0-9]*"])).exit_code == 0
+    assert (await sandbox.client.bash("cat /proc/1/comm")).text() == "init\n"
+
+
+async def test_new_namespaces_take_the_place_of_killed_ones(sandbox: Sandbox) -> None:
+    async def namespace() -> str:
+        return (await sandbox.client.bash("readlink /proc/self/ns/pid; echo $$ > /tmp/mine")).text()
+
+    before = await namespace()
+    assert await namespace() == before
+    assert (await sandbox.client.bash("kill -9 1; kill -15 1; sleep 0.1; echo alive")).text() == "alive\n"
+    for _ in range(3):
+        assert await sandbox.client.kill_all() == 1  # the shell: what only keeps it does not count
+        after = await namespace()
+        assert after != before
+        before = after
+
+
+@pytest.mark.apptainer
+@pytest.mark.parametrize("fakeroot", [False, True])
+async def test_an_apptainer_instance_keeps_its_server(
+    apptainer_works: None, tmp_path: Path, fakeroot: bool
+) -> None:
+    """Also where commands are root of the image."""
+    options = ApptainerOptions(default_image=str(make_sif(make_image(tmp_path / "root"))), fakeroot=fakeroot)
+    with tempfile.TemporaryDirectory(prefix="ry-") as folder:
+        provider = open_provider("apptainer", run_dir=Path(folder), node="node-a", apptainer=options)
+        assert isinstance(provider, NodeProvider)
+        await provider.start()
+        try:
+            request = SandboxRequest(memory_bytes=256 << 20, disk_bytes=16 << 20, processes=128)
+            async with await provider.acquire(request, LeaseRef(rollout="r-1", token=1)) as sandbox:
+                assert json.loads((await attack(sandbox, LOOK_INTO)).splitlines()[-1]) == []
+                await sandbox.client.write_file("/work/attack.py", TAKEOVER.encode())
+                running = await sandbox.client.start(f"exec {PYTHON} -I /work/attack.py", timeout=60)
+                await running.wait_for_output(b"stolen 0")
+                await sandbox.client.write_file("/work/go", b"")
+                async with await armed(provider, sandbox) as other:
+                    await other.client.begin_eval()
+                    result = await other.client.run(["bash", "-c", "echo $UID; exit 1"])
+                    assert (result.text(), result.exit_code) == ("0\n" if fakeroot else "1000\n", 1)
+        finally:
+            for sandbox_id in provider.claimed():
+                await provider.release(sandbox_id)
+            await provider.aclose()

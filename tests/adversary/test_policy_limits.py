@@ -1,0 +1,320 @@
+"""A policy that eats: whatever it takes, it harms its own sandbox only, and is scored."""
+
+from __future__ import annotations
+
+import pytest
+from attacklab import TOOLS, Lab
+from attacks import Attack, ipython, python
+from rollyard_pipeline.sandboxes.cgroups import enforced, find_places
+
+pytestmark = pytest.mark.real
+
+IMPATIENT = {"agent": {"type": "oracle", "tools": TOOLS, "toolTimeoutSeconds": 1}}
+"""A tool call ends after a second."""
+
+ATTACKS = [
+    Attack(
+        name="fork_bomb",
+        goal="Exhaust the process ids of the node.",
+        steps=(
+            python("""
+import os, time
+made = 0
+try:
+    while made < 2000:
+        if os.fork() == 0:
+            time.sleep(300)
+            os._exit(0)
+        made += 1
+except OSError as error:
+    print("refused after", made, error.strerror)
+"""),
+            "echo still here",
+        ),
+        shows=(r"^refused after \d?\d Resource temporarily unavailable$", "^still here$"),
+    ),
+    Attack(
+        name="thread_bomb",
+        goal="Exhaust the process ids of the node by threads.",
+        steps=(
+            python("""
+import os, threading
+stop = threading.Event()
+made = 0
+try:
+    while made < 2000:
+        threading.Thread(target=stop.wait, daemon=True).start()
+        made += 1
+except RuntimeError as error:
+    print("refused after", made, error)
+os._exit(0)
+"""),
+            "echo still here",
+        ),
+        shows=(r"^refused after \d?\d can't start new thread", "^still here$"),
+    ),
+    Attack(
+        name="zombie_flood",
+        goal="Fill the process table with orphans that nobody waits for.",
+        steps=(
+            python("""
+import os
+for _ in range(300):
+    if (child := os.fork()) == 0:
+        if os.fork() == 0:
+            os._exit(0)
+        os._exit(0)
+    os.waitpid(child, 0)
+print("made them")
+"""),
+            # A new one needs a place, which only those that were reaped have left.
+            "for i in {1..100}; do bash -c : || break; done; echo made $i more",
+        ),
+        shows=("^made them$", "^made 100 more$"),
+    ),
+    Attack(
+        name="memory_bomb",
+        goal="Take the memory of the node in one process.",
+        steps=(python('block = bytearray(600 << 20)\nprint("WON", len(block))'),),
+        shows=("MemoryError|Killed",),
+        hides=("^WON",),
+    ),
+    Attack(
+        name="memory_bomb_in_ipython",
+        goal="Take the memory of the node from the notebook kernel.",
+        steps=(ipython('block = bytearray(600 << 20)\nprint("WON", len(block))'),),
+        hides=("^WON",),
+    ),
+    Attack(
+        name="disk_filler",
+        goal="Fill the disk of the node through each folder that can be written to.",
+        steps=(
+            "for d in /work /tmp /dev/shm; do head -c 100M /dev/zero > $d/big; stat -c %s $d/big; done",
+            "echo still here",
+        ),
+        shows=("No space left on device", "^still here$"),
+        hides=("^104857600$",),
+    ),
+    Attack(
+        name="full_memory_file_systems",
+        goal="Leave no memory to the exec server, by files that no process can be killed for.",
+        steps=(
+            "for d in /work /tmp /dev/shm; do head -c 500M /dev/zero > $d/big; done",
+            python('block = bytearray(600 << 20)\nprint("WON", len(block))'),
+        ),
+        spec={"sandbox": {"resources": {"memory": "192Mi", "disk": "1Gi", "processes": 64}, "warm": 0}},
+        shows=("No space left on device",),
+        hides=("^WON",),
+    ),
+    Attack(
+        name="sparse_file",
+        goal="Make the clean-up read or copy a file of a petabyte.",
+        steps=(
+            python("""
+import os
+with open("sparse", "wb") as file:
+    try:
+        os.truncate(file.fileno(), 1 << 50)
+    except OSError as error:
+        print(error.strerror)
+print("tried")
+"""),
+        ),
+        shows=("^tried$",),
+    ),
+    Attack(
+        name="deep_folders",
+        goal="Make the clean-up recurse through 10,000 levels.",
+        steps=(
+            python("""
+import os
+made = 0
+try:
+    while made < 10_000:
+        os.mkdir("d" * 200)
+        os.chdir("d" * 200)
+        made += 1
+except OSError as error:
+    print(error.strerror)
+print("made", made)
+"""),
+        ),
+        shows=(r"^made \d{4,}$",),
+    ),
+    Attack(
+        name="strange_names",
+        goal="Confuse the clean-up by names of any bytes and of the greatest length.",
+        steps=(
+            python("""
+import os
+names = [b"x" * 255, b"\\xff\\xfe", b"-rf", b"a\\nb", b"$(touch @MARK@)", b"\\x1b[2J", b" ", b"..."]
+for name in names:
+    for folder in (b"/work/", b"/tmp/", b"/dev/shm/"):
+        os.mkdir(folder + name)
+print("made", len(names))
+"""),
+        ),
+        shows=("^made 8$",),
+    ),
+    Attack(
+        name="locked_folders",
+        goal="Leave folders that the clean-up may not enter.",
+        steps=("mkdir -p a/b/c && touch a/b/c/file && chmod 000 a/b/c a/b a && echo locked",),
+        shows=("^locked$",),
+    ),
+    Attack(
+        name="open_files",
+        goal="Exhaust the open files of the node, or of what shares a limit with the policy.",
+        steps=(
+            python("""
+import os
+held = []
+try:
+    while len(held) < 2_000_000:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError as error:
+    print("refused:", error.strerror)
+"""),
+            "echo still here",
+        ),
+        shows=("^refused: Too many open files$", "^still here$"),
+    ),
+    Attack(
+        name="output_flood",
+        goal="Exhaust the worker's memory by 300 MB of output.",
+        steps=("yes 0123456789abcdef0123456789abcdef | head -c 300000000; echo; echo end",),
+        shows=("^end$",),
+    ),
+    Attack(
+        name="output_without_end",
+        goal="Keep the worker reading for ever.",
+        steps=("yes", "echo still here"),
+        spec=IMPATIENT,
+        shows=("^still here$",),
+    ),
+    Attack(
+        name="huge_environment",
+        goal="Let no program of the evaluation start, by an environment that is too large to hand over.",
+        steps=(
+            "export HUGE=$(head -c 3000000 /dev/zero | tr '\\0' x); ls",
+            "exit 0",
+            "echo ${#HUGE} characters",
+        ),
+        shows=("Argument list too long", r"^\d+ characters$"),
+    ),
+    Attack(
+        name="huge_arguments",
+        goal="Let a command's start fail in the exec server.",
+        steps=('ls $(for i in {1..200000}; do printf "argument "; done)', "echo still here"),
+        shows=("Argument list too long", "^still here$"),
+    ),
+    Attack(
+        name="busy_loops",
+        goal="Outlive the rollout with loops that take every core.",
+        steps=("for i in {1..8}; do (exec -a @MARK@ bash -c 'while :; do :; done') & done; echo started",),
+        shows=("^started$",),
+    ),
+    Attack(
+        name="raised_limits",
+        goal="Raise its own limits or priority.",
+        steps=(
+            python("""
+import os, resource
+def attempt(name, call, *arguments):
+    try:
+        call(*arguments)
+    except (OSError, ValueError) as error:
+        print("refused", name, error)
+    else:
+        print("WON", name)
+for name in ("RLIMIT_NPROC", "RLIMIT_NOFILE", "RLIMIT_DATA", "RLIMIT_CORE"):
+    which = getattr(resource, name)
+    hard = resource.getrlimit(which)[1]
+    if hard != resource.RLIM_INFINITY:
+        attempt(name, resource.setrlimit, which, (hard + 1, hard + 1))
+attempt("nice", os.nice, -5)
+attempt("real time", os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1))
+score = int(open("/proc/self/oom_score_adj").read())
+try:
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("-1000")
+except OSError as error:
+    print("refused oom_score_adj", error.strerror)
+else:
+    print("WON oom_score_adj", score)
+"""),
+        ),
+        shows=("^refused nice", "^refused real time", "^refused oom_score_adj"),
+        hides=("^WON",),
+    ),
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_a_greedy_policy_is_scored(lab: Lab, attack: Attack) -> None:
+    outcome = lab.attack(attack)
+    assert all(len(text) < 64 << 10 for text in outcome.observations)
+
+
+MANY_EATERS = Attack(
+    name="memory_bomb_of_many",
+    goal="Take the memory of the node in several processes, each below the limit.",
+    steps=(
+        python("""
+import os, select, time
+read, write = os.pipe()
+for _ in range(8):
+    if os.fork() == 0:
+        block = bytearray(60 << 20)
+        os.write(write, b"x")
+        time.sleep(300)
+got = b""
+while len(got) < 8 and os.waitpid(-1, os.WNOHANG) == (0, 0):
+    if select.select([read], [], [], 0.05)[0]:
+        got += os.read(read, 8)
+print("got", len(got))
+"""),
+    ),
+    hides=("^got [5-8]$",),
+)
+KERNEL_EATER = Attack(
+    name="memory_bomb_of_shared_segments",
+    goal="Take the memory of the node by segments and files that belong to no process.",
+    steps=(
+        python("""
+import os
+held = 0
+for _ in range(10):
+    descriptor = os.memfd_create("held")
+    os.set_inheritable(descriptor, True)
+    for _ in range(32):
+        held += os.write(descriptor, bytes(1 << 20))
+print("WON", held)
+"""),
+    ),
+    hides=("^WON",),
+)
+FILE_EATER = Attack(
+    name="inode_bomb",
+    goal="Take the memory of the kernel by files without content.",
+    steps=(
+        python("""
+import os
+made = 0
+try:
+    for made in range(400_000):
+        os.close(os.open(f"/tmp/{made}", os.O_CREAT | os.O_WRONLY))
+    print("WON", made)
+except OSError as error:
+    print("refused after", made, error.strerror)
+"""),
+    ),
+    hides=("^WON",),
+)
+
+
+@pytest.mark.parametrize("attack", [MANY_EATERS, KERNEL_EATER, FILE_EATER], ids=lambda attack: attack.name)
+def test_memory_is_bounded_by_control_groups(bubblewrap_lab: Lab, attack: Attack) -> None:
+    if "memory" not in enforced(find_places()):
+        pytest.skip("no writable memory control group here")
+    bubblewrap_lab.attack(attack)

@@ -1,0 +1,280 @@
+"""What the holder of a job's token tries: another job's rollouts, sandboxes and claims, and a later life."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from restplane import Yard, control_plane, result
+from rollyard_api import access, cancelling
+from rollyard_api.bus import QUEUE
+from rollyard_crds.claims import SandboxShape
+from rollyard_crds.jobtoken import job_of, job_token
+
+SHAPE = SandboxShape(cpu=1, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64).model_dump()
+
+
+@pytest.fixture
+async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
+    async with control_plane(tmp_path) as made:
+        await made.submit("mine", tasks=3)
+        await made.submit("other", tasks=3)
+        yield made
+
+
+def older_token(worker_token: str, namespace: str, name: str) -> str:
+    """As bridges of older releases made them."""
+    said = f"job {namespace}/{name}".encode()
+    return f"ry-job.{namespace}.{name}.{hmac.new(worker_token.encode(), said, hashlib.sha256).hexdigest()}"
+
+
+# The token itself
+
+
+def test_a_token_is_of_one_life_of_one_job() -> None:
+    token = job_token("secret", "default", "a", "u-1")
+    found = job_of(token, "secret")
+    assert found is not None
+    assert (found.namespace, found.name, found.uid) == ("default", "a", "u-1")
+    assert job_of(token, "another secret") is None
+    for forged in (token.replace(".a.", ".b."), token.replace("u-1", "u-2"), token.replace(".u-1", "")):
+        assert job_of(forged, "secret") is None
+    for text in ("", "ry-job", "ry-job.a.b", "ry-job.a.b.c.d", "ry-job.a.b.c.d.e", f"{token}.x", "secret"):
+        assert job_of(text, "secret") is None
+
+
+@pytest.mark.parametrize(
+    "parts", [("", "a", "u"), ("n", "a.b", "u"), ("n", "a", ""), ("n", "a", "u.v"), ("n/", "a", "u")]
+)
+def test_a_token_is_made_of_names_only(parts: tuple[str, str, str]) -> None:
+    with pytest.raises(ValueError, match="a job token needs the job's"):
+        job_token("secret", *parts)
+
+
+# A later life of the job's name
+
+
+async def test_the_token_of_a_deleted_job_is_worth_nothing_to_its_successor(yard: Yard) -> None:
+    http = yard.client(yard.job_token("mine"))
+    (lease, *_) = await yard.lease(http, "mine", init=1)
+    assert (await yard.admin.delete("/v1/rolloutjobs/mine")).status_code in (200, 202, 204)
+    uid = await yard.submit("mine")
+    ask = {"worker": "w", "node": "n", "capacity": {"init": 4}, "job": "mine"}
+    refused = await http.post("/v1/leases", json=ask)
+    assert refused.status_code == 403, refused.text
+    assert refused.json()["reason"] == "JobEnded"
+    assert "deleted, or replaced" in refused.json()["detail"]
+    assert (await http.get("/v1/leases/job", params={"name": "mine"})).status_code == 403
+    late = await http.post("/v1/leases/complete", json={"worker": "w", "results": [result(lease)]})
+    assert late.status_code == 200, "late reports are answered, so that a worker can end"
+    assert late.json()["outcomes"][0]["outcome"] in ("cancelled", "unknown")
+    fresh = yard.client(yard.job_token("mine", uid))
+    assert len(await yard.lease(fresh, "mine", init=4)) == 1
+
+
+async def test_a_long_poll_of_the_old_token_gets_nothing_of_the_successor(yard: Yard) -> None:
+    """The poll began before the job was replaced: what it finds later is of another uid."""
+    http = yard.client(yard.job_token("mine"))
+    await yard.lease(http, "mine", init=3)
+    ask = {"worker": "w", "node": "n", "capacity": {"init": 4}, "job": "mine", "wait": 30}
+    poll = asyncio.create_task(http.post("/v1/leases", json=ask))
+    async with asyncio.timeout(30):
+        while not yard.plane.bus._waiting.get(QUEUE):  # noqa: ASYNC110 (nothing tells of a wait)
+            await asyncio.sleep(0.01)
+    await yard.plane.database.write(lambda tx: cancelling.delete_job(tx, "default", "mine"))
+    await yard.submit("mine")
+    answer = await asyncio.wait_for(poll, 30)
+    assert answer.json() == {"leases": [], "draining": True}
+
+
+async def test_the_token_of_a_finished_job_reports_and_learns_that_it_may_stop(yard: Yard) -> None:
+    http = yard.client(yard.job_token("mine"))
+    leases = await yard.lease(http, "mine", init=3)
+    failures = [
+        {k: lease[k] for k in ("rollout", "token", "stage")} | {"reason": "Broken", "retryable": False}
+        for lease in leases
+    ]
+    ended = await http.post("/v1/leases/fail", json={"worker": "w", "failures": failures})
+    assert {one["outcome"] for one in ended.json()["outcomes"]} == {"accepted"}
+    again = await http.post("/v1/leases/fail", json={"worker": "w", "failures": failures})
+    assert {one["outcome"] for one in again.json()["outcomes"]} == {"repeated"}
+    ask = {"worker": "w", "node": "n", "capacity": {"init": 4}, "job": "mine"}
+    assert (await http.post("/v1/leases", json=ask)).json() == {"leases": [], "draining": True}
+    claim = {"rollout": leases[0]["rollout"], "token": leases[0]["token"], "shape": SHAPE}
+    for refused in (
+        await http.post("/v1/claims", json=claim),
+        await http.get("/v1/claims/c1"),
+        await http.post("/v1/leases/route", json={"rollout": "r", "token": 1, "failed_url": "http://x"}),
+    ):
+        assert refused.status_code == 403
+        assert refused.json()["reason"] == "JobEnded"
+        assert "has ended" in refused.json()["detail"]
+
+
+async def test_a_job_of_an_object_is_known_by_the_object_s_uid_too(yard: Yard) -> None:
+    """The operator knows the uid of the object, and makes tokens before it has read the job."""
+    driver = yard.client(yard.plane.tokens.driver)
+    manifest = (await yard.admin.get("/v1/rolloutjobs/other")).json()
+    manifest["metadata"] = {"name": "kube", "annotations": {"rollyard.dev/object-uid": "0b9c-object"}}
+    manifest.pop("status")
+    made = await driver.put("/v1/rolloutjobs/kube", json={"manifest": manifest})
+    assert made.status_code == 201, made.text
+    for uid in ("0b9c-object", made.json()["metadata"]["uid"]):
+        http = yard.client(yard.job_token("kube", uid))
+        assert len(await yard.lease(http, "kube", init=1)) == 1
+    assert (await yard.client(yard.job_token("kube", "another")).get("/v1/leases/job")).status_code == 403
+
+
+async def test_tokens_of_the_older_form_work_while_they_are_allowed(yard: Yard, tmp_path: Path) -> None:
+    http = yard.client(older_token(yard.plane.tokens.worker, "default", "mine"))
+    assert len(await yard.lease(http, "mine", init=1)) == 1
+    ask = {"worker": "w", "node": "n", "capacity": {"init": 1}, "job": "other"}
+    assert (await http.post("/v1/leases", json=ask)).status_code == 403
+    folder = tmp_path / "strict"
+    async with control_plane(folder, older_job_tokens=False) as strict:
+        await strict.submit("mine")
+        old = strict.client(older_token(strict.plane.tokens.worker, "default", "mine"))
+        answer = await old.get("/v1/leases/job", params={"name": "mine"})
+        assert answer.status_code == 401
+        assert "update the bridge" in answer.json()["detail"]
+        assert len(await strict.lease(strict.client(strict.job_token("mine")), "mine", init=1)) == 1
+
+
+# Another job's rollouts, sandboxes and claims
+
+
+async def _claim(http: httpx.AsyncClient, lease: dict[str, Any]) -> httpx.Response:
+    asked = {"rollout": lease["rollout"], "token": lease["token"], "shape": SHAPE}
+    return await http.post("/v1/claims", json=asked)
+
+
+async def test_a_job_token_files_reads_and_releases_claims_of_its_job_only(yard: Yard) -> None:
+    mine, other = yard.client(yard.job_token("mine")), yard.client(yard.job_token("other"))
+    (lease,) = await yard.lease(mine, "mine", init=1)
+    filed = await _claim(mine, lease)
+    assert filed.status_code == 200, filed.text
+    path = f"/v1/claims/{filed.json()['id']}"
+    assert (await mine.get(path)).status_code == 200
+    stolen = [await _claim(other, lease), await other.get(path), await other.delete(path)]
+    stolen += [await mine.get("/v1/claims"), await mine.put(f"{path}/status", json={"state": "Removed"})]
+    assert [answer.status_code for answer in stolen] == [403] * 5
+    assert (await mine.get(path)).json()["state"] == "Pending", "nobody else released it"
+    assert (await mine.delete(path)).status_code == 204
+    assert (await mine.get(path)).json()["state"] == "Released"
+
+
+async def test_every_worker_call_is_refused_for_another_job(yard: Yard) -> None:
+    """One attack for each call that a job token may make; a call that is added wants one here, too."""
+    mine, other = yard.client(yard.job_token("mine")), yard.client(yard.job_token("other"))
+    first, second = await yard.lease(other, "other", init=2)
+    await other.post("/v1/leases/complete", json={"worker": "o", "results": [result(first)]})
+    sandbox = result(first)["sandbox"]["id"]
+    claim = (await _claim(other, second)).json()["id"]
+    ref = {"rollout": second["rollout"], "token": second["token"]}
+    beat = {"worker": "w", "node": "n-other", "leases": []}
+    ask = {"worker": "w", "node": "n-other", "capacity": {"init": 4, "run": 4, "eval": 4}}
+    failure = {**ref, "stage": "init", "reason": "x", "retryable": False}
+    (own,) = await yard.lease(mine, "mine", init=1)
+    taken = result(own)
+    taken["sandbox"]["id"] = sandbox
+    attacks: dict[tuple[str, str], list[dict[str, Any]]] = {
+        ("POST", "/v1/leases"): [{"json": ask}, {"json": ask | {"job": "other"}}],
+        ("GET", "/v1/leases/job"): [{"params": {"name": "other"}}],
+        ("POST", "/v1/leases/route"): [{"json": ref | {"failed_url": "http://x"}}],
+        ("POST", "/v1/leases/heartbeat"): [
+            {"json": beat | {"leases": [ref]}},
+            {"json": beat | {"sandboxes": [sandbox], "ending": [sandbox]}},
+        ],
+        ("POST", "/v1/leases/complete"): [
+            {"json": {"worker": "w", "results": [result(second)]}},
+            {"json": {"worker": "w", "results": [taken]}},
+        ],
+        ("POST", "/v1/leases/fail"): [{"json": {"worker": "w", "failures": [failure]}}],
+        ("POST", "/v1/claims"): [{"json": ref | {"shape": SHAPE}}],
+        ("GET", "/v1/claims/{claim}"): [{}],
+        ("DELETE", "/v1/claims/{claim}"): [{}],
+    }
+    open_to_job_tokens = {key for key, rule in access.RULES.items() if rule.until is not None}
+    assert set(attacks) == open_to_job_tokens
+    before = (await yard.admin.get("/v1/rolloutjobs/other")).json()["status"]["counts"]
+    for (method, path), requests in attacks.items():
+        for given in requests:
+            answer = await mine.request(method, path.replace("{claim}", claim), **given)
+            assert answer.status_code == 403, (method, path, given, answer.text)
+    assert (await yard.admin.get("/v1/rolloutjobs/other")).json()["status"]["counts"] == before
+    assert (await other.get(f"/v1/claims/{claim}")).json()["state"] == "Pending"
+
+
+# Every route has a rule
+
+
+def _routes(yard: Yard) -> set[tuple[str, str]]:
+    """Method and template of every route that the application answers."""
+    found: set[tuple[str, str]] = set()
+
+    def walk(routes: list[Any], prefix: str) -> None:
+        for route in routes:
+            inner = getattr(route, "original_router", None) or getattr(route, "app", None)
+            if hasattr(route, "methods"):
+                found.update((method, prefix + route.path) for method in route.methods or ())
+            elif inner is not None and hasattr(inner, "routes"):
+                walk(inner.routes, prefix + getattr(route, "path", ""))
+            else:
+                raise AssertionError(f"a route of an unknown kind: {route!r}")
+
+    walk(yard.app.routes, "")
+    for path, methods in yard.app.openapi()["paths"].items():
+        found.update((method.upper(), path) for method in methods)
+    return found
+
+
+async def test_every_route_says_who_may_call_it(yard: Yard) -> None:
+    served = {("GET" if method == "HEAD" else method, path) for method, path in _routes(yard)}
+    assert served == set(access.RULES), "each route of the application has a rule, and each rule a route"
+
+
+async def test_no_route_answers_a_caller_whom_its_rule_does_not_name(yard: Yard) -> None:
+    callers = {
+        "nobody": None,
+        "a guess": "ry-admin-guess",
+        "metrics": yard.plane.tokens.by_role["metrics"][0],
+        "job": yard.job_token("mine"),
+        "worker": yard.plane.tokens.worker,
+        "driver": yard.plane.tokens.driver,
+    }
+    wrong = []
+    for who, token in callers.items():
+        http = yard.client(token)
+        for (method, template), rule in access.RULES.items():
+            if rule.open or who in rule.roles or (who == "job" and rule.until is not None):
+                continue
+            path = template.replace("{name}", "mine").replace("{claim}", "c1").replace("{rollout}", "r")
+            answer = await http.request(method, path.replace("{number}", "1"), json={})
+            if answer.status_code != (401 if who in ("nobody", "a guess") else 403):
+                wrong.append((who, method, path, answer.status_code))
+    assert wrong == []
+
+
+async def test_metrics_and_documentation_are_closed_unless_they_are_opened(
+    yard: Yard, tmp_path: Path
+) -> None:
+    nobody, admin = yard.client(None), yard.admin
+    metrics = yard.client(yard.plane.tokens.by_role["metrics"][0])
+    for path in ("/metrics", "/docs", "/openapi.json"):
+        assert (await nobody.get(path)).status_code == 401
+        assert (await yard.client(yard.job_token("mine")).get(path)).status_code == 403
+        assert (await admin.get(path)).status_code == 200
+    assert (await metrics.get("/metrics")).status_code == 200
+    assert (await metrics.get("/docs")).status_code == 403
+    assert (await nobody.get("/redoc")).status_code == 401
+    for path in ("/healthz", "/readyz"):
+        assert (await nobody.get(path)).status_code == 200
+    async with control_plane(tmp_path / "open", open_metrics=True, open_docs=True) as opened:
+        for path in ("/metrics", "/docs", "/openapi.json"):
+            assert (await opened.client(None).get(path)).status_code == 200

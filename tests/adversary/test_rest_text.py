@@ -1,0 +1,224 @@
+"""Text and bodies from outside: forged log lines, billion laughs, bottomless nesting, packed bombs."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import io
+import re
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgpack
+import orjson
+import pytest
+from restplane import Yard, control_plane, result
+from rich.table import Table
+from rich.text import Text
+from rollyard import terminal
+from rollyard_api.access import SMALL
+from rollyard_api.fetch import Unanswered, fetch
+
+FORGED = "2030-01-01 00:00:00,000 INFO rollyard.api: all is well"
+HOSTILE = f"x\n{FORGED}\r\n\x1b[2K\x1b]0;title\x07\x9b31m"
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ \S+: |  \| ")
+
+
+@pytest.fixture
+async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
+    async with control_plane(tmp_path) as made:
+        yield made
+
+
+# Log lines and terminals
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[tuple[httpx.Client, Path]]:
+    """A control plane as a process, whose log is a file; the client bears the admin's token."""
+    port, log = folder / "port", folder / "log"
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
+    with log.open("wb") as out:
+        process = subprocess.Popen([*command, "--port-file", str(port)], stdout=out, stderr=out)
+    try:
+        deadline = time.monotonic() + 90
+        while not port.exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        token = orjson.loads((folder / "tokens.json").read_bytes())["admin"]
+        url = f"http://127.0.0.1:{port.read_text().strip()}"
+        headers = {"Authorization": f"Bearer {token}"}
+        with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=60) as http:
+            yield http, log
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _lease(http: httpx.Client, stage: str) -> list[dict[str, Any]]:
+    ask = {"worker": "w", "node": "n", "capacity": {stage: 8}}
+    leases: list[dict[str, Any]] = http.post("/v1/leases", json=ask).json()["leases"]
+    return leases
+
+
+def test_no_text_of_a_request_begins_a_line_of_the_log(tmp_path: Path) -> None:
+    tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(4)]}
+    spec = {"tasks": tasks, "handler": "shell", "agent": {"type": "tools"}, "backendRef": {"name": "pool"}}
+    base = {"apiVersion": "rollyard.dev/v1alpha1"}
+    pool = base | {"kind": "BackendPool", "metadata": {"name": "pool"}, "spec": {"model": "tiny"}}
+    job = base | {"kind": "RolloutJob", "metadata": {"name": "job"}, "spec": spec}
+    with server(tmp_path) as (http, log):
+        assert http.post("/v1/backendpools", json=pool).status_code == 201
+        url = "http://127.0.0.1:9"
+        report = {"backends": [{"url": url, "ready": True}]}
+        assert http.put("/v1/backendpools/pool/backends", json=report).status_code == 200
+        assert http.post("/v1/rolloutjobs", json=job).status_code == 201
+        done = [result(lease) for lease in _lease(http, "init")]
+        assert http.post("/v1/leases/complete", json={"worker": "w", "results": done}).status_code == 200
+        for lease in _lease(http, "run"):
+            ask = {"rollout": lease["rollout"], "token": lease["token"], "failed_url": url, "error": HOSTILE}
+            assert http.post("/v1/leases/route", json=ask).status_code == 200
+        http.get(f"/v1/rolloutjobs/{'%0A'.join(FORGED.split())}", headers={"User-Agent": FORGED})
+        said = log.read_text()
+    assert "its circuit opens; last error: x" in said, "the attack reached the log"
+    assert "\\n2030" in said
+    assert [line for line in said.split("\n") if line and not LINE.match(line)] == []
+    assert not set(said) & set("\r\x1b\x07\x9b")
+
+
+def test_no_text_of_a_server_moves_the_cursor_of_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    screen = terminal.console(file=out, width=200, color_system=None, force_terminal=True)
+    table = Table("name")
+    table.add_row(HOSTILE)
+    screen.print(table)
+    screen.print(Text(f"a turn: {HOSTILE}"), soft_wrap=True)
+    terminal.echo(HOSTILE)
+    terminal.echo_line(HOSTILE)
+    told = capsys.readouterr().out
+    for text in (out.getvalue(), told):
+        assert not set(text) & set("\r\x1b\x07\x9b")
+        assert "\\x1b[2K" in text
+    assert told.split("\n")[-2].startswith("x\\n2030"), "what is one line stays one"
+
+
+# Bodies
+
+
+LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(8)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(LAUGHS, "the alias"), ("[" * 100_000, "nested"), ("a: " + "1:" * 500_000, "a number has more")],
+    ids=["aliases", "depth", "base 60"],
+)
+async def test_yaml_that_grows_is_refused_at_once(yard: Yard, text: str, why: str) -> None:
+    headers = {"Content-Type": "application/yaml"}
+    for path in ("/v1/rolloutjobs", "/v1/backendpools"):
+        answer = await asyncio.wait_for(yard.admin.post(path, content=text, headers=headers), 30)
+        assert answer.status_code == 400, answer.text
+        assert why in answer.json()["detail"]
+    long = await yard.admin.post("/v1/rolloutjobs", content=" " * (5 << 20), headers=headers)
+    assert long.status_code == 413
+
+
+def _manifest(nested: str) -> bytes:
+    task = f'{{"id": "t", "prompt": "p", "metadata": {{"a": {nested}}}}}'
+    return (
+        '{"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": "deep"}, '
+        f'"spec": {{"tasks": {{"inline": [{task}]}}, "handler": "shell", "agent": {{"type": "oracle"}}}}}}'
+    ).encode()
+
+
+@pytest.mark.parametrize("depth", [90, 200, 245, 300, 900, 5_000, 1_000_000])
+async def test_what_nests_too_deep_is_refused_and_the_rest_can_be_listed(yard: Yard, depth: int) -> None:
+    await yard.submit("other")
+    answer = await yard.admin.post("/v1/rolloutjobs", content=_manifest("[" * depth + "]" * depth))
+    assert answer.status_code == (201 if depth == 90 else 400), answer.text
+    if depth > 90:
+        assert answer.json()["reason"] == "MalformedBody"
+    assert (await yard.admin.get("/v1/rolloutjobs")).status_code == 200
+    leases = await yard.lease(yard.worker, "deep" if depth == 90 else "other", init=1)
+    assert len(leases) == 1
+
+
+@pytest.mark.parametrize("depth", [90, 200, 300, 900, 5_000, 1_000_000])
+async def test_a_pushed_task_that_nests_too_deep_is_refused_by_line(yard: Yard, depth: int) -> None:
+    manifest = orjson.loads(_manifest("1"))
+    manifest["spec"]["tasks"] = {"stream": True}
+    assert (await yard.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+    line = f'{{"id": "t", "prompt": "p", "metadata": {{"a": {"[" * depth}{"]" * depth}}}}}\n'
+    headers = {"Content-Type": "application/x-ndjson"}
+    answer = await yard.admin.post("/v1/rolloutjobs/deep/tasks", content=line, headers=headers)
+    assert answer.status_code == (200 if depth == 90 else 422), answer.text
+    if depth > 90:
+        assert answer.json()["detail"].startswith("line 1: ")
+
+
+async def test_no_result_of_a_worker_is_an_error_of_the_server(yard: Yard) -> None:
+    """An answer of 500 would be asked again for ever, as if the control plane were away."""
+    await yard.submit("mine")
+    http = yard.client(yard.job_token("mine"))
+    (lease,) = await yard.lease(http, "mine", init=1)
+    deep: Any = 1
+    for _ in range(200):
+        deep = [deep]
+    packed = {"Content-Type": "application/msgpack"}
+    for value in (deep, b"bytes", msgpack.Timestamp(1), msgpack.ExtType(5, b"x")):
+        body = {"worker": "w", "results": [result(lease, carry={"a": value})]}
+        answer = await http.post("/v1/leases/complete", content=msgpack.packb(body), headers=packed)
+        assert answer.status_code == 400, (value, answer.text)
+    keys = msgpack.packb({"worker": "w", "results": [result(lease, carry={"a": {b"k": 1}})]})
+    assert (await http.post("/v1/leases/complete", content=keys, headers=packed)).status_code == 400
+    fine = await http.post("/v1/leases/complete", json={"worker": "w", "results": [result(lease)]})
+    assert fine.json()["outcomes"][0]["outcome"] == "accepted"
+
+
+async def test_bodies_of_small_calls_are_small(yard: Yard) -> None:
+    """Decoded, a megabyte of brackets takes thirty."""
+    await yard.submit("mine")
+    http = yard.client(yard.job_token("mine"))
+    body = b'{"capacity": [' + b"[]," * (SMALL // 3) + b"[]]}"
+    for path in ("/v1/leases", "/v1/leases/route", "/v1/claims"):
+        assert (await http.post(path, content=body)).status_code == 413
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for at in range(0, len(body), 100_000):
+                yield body[at : at + 100_000]
+
+        assert (await http.post(path, content=chunks())).status_code == 413
+
+
+async def test_a_packed_answer_of_a_backend_is_not_unpacked() -> None:
+    """An author names the servers of a pool; half a megabyte would become half a gigabyte."""
+    bomb = gzip.compress(bytes(256 << 20), 9)
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(bomb)}\r\n\r\n".encode()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head + bomb)
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/metrics"
+    tracemalloc.start()
+    try:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            with pytest.raises(Unanswered, match="compressed"):
+                await fetch(http, "GET", url, seconds=60, limit=1 << 20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        listening.close()
+    assert peak < 16 << 20, "bytes; the answer would have 256 MiB"

@@ -1,0 +1,501 @@
+"""What the author of a job tries with `spec.tasks.url` and with uploads, against a control plane of its own.
+
+Loopback stands for every address that the control plane must not reach, and is allowed where a test says so.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+TASK = json.dumps({"id": "a", "prompt": "1 + 1?", "answer": "2"}).encode() + b"\n"
+SECRET = "hunter2-is-the-secret"
+LIMIT = 90.0
+"""Seconds that anything may take that is awaited."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A control plane as a process, and the client of a job's author."""
+
+    http: httpx.Client
+    state: Path
+    pid: int
+
+    def submit(self, url: str, name: str = "attack", namespace: str = "default") -> httpx.Response:
+        spec = {"tasks": {"url": url}, "handler": "math", "agent": {"type": "oracle"}, "suspend": True}
+        manifest = {
+            "apiVersion": "rollyard.dev/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": spec,
+        }
+        return self.http.post("/v1/rolloutjobs", json=manifest)
+
+    def refused(self, url: str, namespace: str = "default") -> str:
+        """Submit what must not be read; the answer's text."""
+        answer = self.submit(url, namespace=namespace)
+        assert (answer.status_code, answer.json()["reason"]) == (422, "TasksNotAllowed"), answer.text
+        assert SECRET not in answer.text
+        return answer.text
+
+    def upload(self, data: bytes, namespace: str = "default") -> str:
+        digest = hashlib.sha256(data).hexdigest()
+        answer = self.http.put(f"/v1/blobs/{digest}", params={"namespace": namespace}, content=data)
+        assert answer.status_code in (200, 201), answer.text
+        return str(answer.json()["url"])
+
+    def megabytes(self) -> float:
+        """Its largest resident memory so far."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+        return int(line.split()[1]) / 1024
+
+    @property
+    def tokens(self) -> dict[str, str]:
+        found: dict[str, str] = json.loads((self.state / "tokens.json").read_text())
+        return found
+
+
+@contextmanager
+def a_plane(state: Path, *options: str) -> Iterator[Plane]:
+    state.mkdir()
+    port_file = state / "port"
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(state), "--port", "0"]
+    command += ["--port-file", str(port_file), *options]
+    with (state / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + LIMIT
+        while not port_file.exists():
+            assert process.poll() is None, (state / "log").read_text()
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        token = json.loads((state / "tokens.json").read_text())["admin"]
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port_file.read_text().strip()}",
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=LIMIT,
+            trust_env=False,
+        ) as http:
+            yield Plane(http, state, process.pid)
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+class Web(ThreadingHTTPServer):
+    """A web server on loopback. What was asked of it, by path."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.released = threading.Event()
+        super().__init__(("127.0.0.1", 0), Answers)
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Web
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        kind = re.split("[/?]", self.path)[1]
+        if kind == "hang":
+            self.server.released.wait(LIMIT)
+        elif kind == "to":
+            self.send_response(302)
+            self.send_header("Location", "/" + self.path.split("/", 2)[2])
+            self.end_headers()
+        elif kind == "away":
+            self.send_response(302)
+            self.send_header("Location", self.path.split("?", 1)[1])
+            self.end_headers()
+        elif kind == "garbage":
+            self.wfile.write(f"{SECRET}\r\n\r\n".encode())
+        elif kind == "error":
+            self.send_error(500, SECRET, SECRET)
+        else:
+            body = gzip.compress(TASK) if kind == "packed" else SECRET.encode() if kind == "text" else TASK
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[Web]:
+    with Web() as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.released.set()
+        server.shutdown()
+        thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    """As it is by default."""
+    with a_plane(tmp_path_factory.mktemp("closed") / "state") as plane:
+        yield plane
+
+
+@dataclass(frozen=True)
+class Open:
+    """A control plane that allows a folder, a folder of each namespace, and one web server."""
+
+    plane: Plane
+    folder: Path
+    """Allowed."""
+    outside: Path
+    """Beside it."""
+    teams: Path
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory, web: Web) -> Iterator[Open]:
+    base = tmp_path_factory.mktemp("opened")
+    for name in ("data", "outside", "teams/team-a", "teams/team-b", "linked-to"):
+        (base / name).mkdir(parents=True)
+    (base / "data/tasks.jsonl").write_bytes(TASK)
+    (base / "outside/tasks.jsonl").write_bytes(TASK)
+    (base / "outside/secret.txt").write_text(SECRET)
+    for team in ("team-a", "team-b"):
+        (base / "teams" / team / "tasks.jsonl").write_bytes(TASK)
+    (base / "linked-to/tasks.jsonl").write_bytes(TASK)
+    (base / "link").symlink_to(base / "linked-to")
+    options = (
+        f"--allow-tasks-from=file://{base}/data",
+        f"--allow-tasks-from=file://{base}/teams/{{namespace}}/",
+        f"--allow-tasks-from=file://{base}/link",
+        f"--allow-tasks-from=file://{base}/state",
+        f"--allow-tasks-from=http://127.0.0.1:{web.port}/",
+        f"--allow-tasks-from=http://localhost:{web.port}/",
+        f"--max-task-bytes={64 << 20}",
+    )
+    with a_plane(base / "state", *options) as plane:
+        yield Open(plane, base / "data", base / "outside", base / "teams")
+
+
+REFUSED = [
+    "file:///etc/passwd",
+    "/etc/passwd",
+    "FILE:///etc/passwd",
+    "file://localhost/etc/passwd",
+    "local:///etc/passwd",
+    "/proc/self/environ",
+    "simplecache::file:///etc/passwd",
+    "filecache::local:///etc/passwd",
+    "zip://tasks.jsonl::file:///etc/passwd",
+    "tar://x::http://127.0.0.1/x",
+    "data:application/json,%7B%7D",
+    "data://,x",
+    "memory://x",
+    "dask://worker/etc/passwd",
+    "ftp://127.0.0.1/x",
+    "sftp://127.0.0.1/x",
+    "github://org:repo@main/x",
+    "git://x/y",
+    "hf://datasets/x/y",
+    "reference://x",
+    "jlab://x",
+    "s3://bucket/key",
+    "http://169.254.169.254/latest/meta-data/",
+    "http://metadata.google.internal/computeMetadata/v1/",
+    "http://2852039166/",
+    "http://[::ffff:169.254.169.254]/",
+    "https://example.org/tasks.jsonl",
+    "http://example.org@127.0.0.1/",
+]
+
+
+@pytest.mark.parametrize("url", REFUSED)
+def test_a_server_reads_uploads_only(closed: Plane, url: str) -> None:
+    assert "uploads" in closed.refused(url)
+
+
+def test_the_installations_tokens_and_others_results(closed: Plane, opened: Open) -> None:
+    for plane in (closed, opened.plane):
+        for name in (
+            "tokens.json",
+            "rollyard.db",
+            "trajectories/default/job-0/part-000001.ndjson",
+            "missing",
+        ):
+            text = plane.refused((plane.state / name).as_uri())
+            assert not any(token in text for token in plane.tokens.values())
+
+
+def test_what_is_allowed_is_read(opened: Open, web: Web) -> None:
+    names = [
+        (opened.folder / "tasks.jsonl").as_uri(),
+        str(opened.folder / "tasks.jsonl"),
+        f"{opened.folder.parent}/link/tasks.jsonl",
+        f"http://127.0.0.1:{web.port}/tasks.jsonl",
+        f"http://127.0.0.1:{web.port}/packed",
+        f"http://127.0.0.1:{web.port}/to/tasks.jsonl",
+    ]
+    for number, url in enumerate(names):
+        answer = opened.plane.submit(url, name=f"good-{number}")
+        assert answer.status_code == 201, answer.text
+        assert answer.json()["status"]["counts"]["total"] == 1
+
+
+def test_another_tenants_folder(opened: Open) -> None:
+    mine, others = (opened.teams / team / "tasks.jsonl" for team in ("team-a", "team-b"))
+    assert opened.plane.submit(mine.as_uri(), name="own", namespace="team-a").status_code == 201
+    opened.plane.refused(others.as_uri(), namespace="team-a")
+    opened.plane.refused(mine.as_uri(), namespace="default")
+    link = opened.teams / "team-a" / "theirs.jsonl"
+    link.symlink_to(others)
+    opened.plane.refused(link.as_uri(), namespace="team-a")
+
+
+def test_ways_out_of_an_allowed_folder(opened: Open) -> None:
+    folder, outside = opened.folder, opened.outside
+    for name, target in (
+        ("to-file", outside / "tasks.jsonl"),
+        ("to-folder", outside),
+        ("to-nothing", outside / "missing"),
+        ("relative", Path("../outside/tasks.jsonl")),
+    ):
+        (folder / name).symlink_to(target)
+    ways = ["to-file", "to-folder/tasks.jsonl", "to-nothing", "to-folder/missing", "relative"]
+    ways += ["../outside/tasks.jsonl", "%2e%2e/outside/tasks.jsonl", "./../outside/tasks.jsonl"]
+    for way in ways:
+        opened.plane.refused(f"file://{folder}/{way}")
+    opened.plane.refused(f"file://{folder}-not/tasks.jsonl")
+    opened.plane.refused(f"file://{folder.parent}")
+
+
+def test_a_file_that_is_none(opened: Open) -> None:
+    os.mkfifo(opened.folder / "pipe")
+    listener = socket.socket(socket.AF_UNIX)
+    with listener:
+        listener.bind(str(opened.folder / "socket"))
+        for name in ("pipe", "socket", ""):
+            answer = opened.plane.submit(f"file://{opened.folder}/{name}")
+            assert answer.status_code == 422
+            assert "no regular file" in answer.text
+
+
+def test_a_link_swapped_while_it_is_read(opened: Open) -> None:
+    """The link points to an allowed file when it is looked at, and elsewhere a moment later."""
+    link, stop = opened.folder / "swapped.jsonl", threading.Event()
+    good, bad = opened.folder / "tasks.jsonl", opened.outside / "secret.txt"
+
+    def swap() -> None:
+        count = 0
+        while not stop.is_set():
+            scratch = opened.folder / ".swap"
+            scratch.symlink_to((good, bad)[count % 2])
+            scratch.replace(link)
+            count += 1
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        reasons = []
+        for number in range(100):
+            answer = opened.plane.submit(link.as_uri(), name=f"swap-{number}")
+            assert SECRET not in answer.text
+            reasons.append(answer.json().get("reason", "read"))
+        # "not valid JSON" would say that the file outside was read.
+        assert set(reasons) <= {"read", "TasksNotAllowed"}
+    finally:
+        stop.set()
+        thread.join(30)
+
+
+def test_answers_are_not_shown(opened: Open, web: Web) -> None:
+    (opened.folder / "text").write_text(f'{SECRET}\n{{"{SECRET}": 1}}\n{{"id": "{SECRET}", "prompt": 5}}\n')
+    keyed = {"id": "a", "prompt": "x", "sandbox": {"env": {SECRET: 5}}}
+    twice = {"id": SECRET, "prompt": "x"}
+    (opened.folder / "keys").write_text("\n".join(json.dumps(line) for line in (keyed, twice, twice)))
+    base = f"http://127.0.0.1:{web.port}"
+    for url in (
+        (opened.folder / "text").as_uri(),
+        (opened.folder / "keys").as_uri(),
+        f"{base}/text",
+        f"{base}/garbage",
+        f"{base}/error",
+    ):
+        answer = opened.plane.submit(url)
+        assert answer.status_code == 422
+        assert SECRET not in answer.text
+    lines = opened.plane.submit((opened.folder / "text").as_uri()).json()["errors"]
+    assert any("line 1: not valid JSON" in line for line in lines)
+    assert any("line 3: prompt: Input should be a valid string" in line for line in lines)
+
+
+def test_addresses_that_names_lead_to(opened: Open, web: Web) -> None:
+    """`localhost` is on the list by name, and no network that it is in."""
+    before = len(web.asked)
+    text = opened.plane.refused(f"http://localhost:{web.port}/tasks.jsonl")
+    assert "neither public nor in the installer's networks" in text
+    base = f"127.0.0.1:{web.port}"
+    for way in (
+        f"http://2130706433:{web.port}/x",
+        f"http://0177.0.0.1:{web.port}/x",
+        f"http://0x7f.1:{web.port}/x",
+        f"http://127.1:{web.port}/x",
+        f"http://0.0.0.0:{web.port}/x",
+        f"http://[::1]:{web.port}/x",
+        f"http://[::ffff:127.0.0.1]:{web.port}/x",
+        f"http://user@{base}/x",
+        f"http://user:password@{base}/x",
+        f"http://{base}/a/../x",
+        f"http://{base}/a/%2e%2e/x",
+        f"http://{base}\\@example.org/x",
+        f"https://{base}/x",
+        "http://127.0.0.1:1/x",
+    ):
+        opened.plane.refused(way)
+    assert len(web.asked) == before, "nothing was connected to"
+
+
+def test_redirects_are_held_against_the_list(opened: Open, web: Web) -> None:
+    base = f"http://127.0.0.1:{web.port}"
+    for target in (
+        "file:///etc/passwd",
+        "http://169.254.169.254/latest/meta-data/",
+        "http://127.0.0.1:1/x",
+        f"http://localhost:{web.port}/tasks.jsonl",
+        f"file://{opened.folder}/tasks.jsonl",
+        "//example.org/x",
+    ):
+        opened.plane.refused(f"{base}/away?{target}")
+    endless = opened.plane.submit(f"{base}/away?{base}/away?/away?/away?/away?/away?/away?/away?/x")
+    assert endless.status_code == 422
+    assert "redirects more than" in endless.text
+
+
+def test_twenty_submits_to_a_server_that_hangs(opened: Open, web: Web) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        hanging = [
+            pool.submit(opened.plane.submit, f"http://127.0.0.1:{web.port}/hang", f"hang-{number}")
+            for number in range(20)
+        ]
+        try:
+            end = time.monotonic() + LIMIT
+            while sum(future.done() for future in hanging) < 18 or web.asked.count("/hang") < 2:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            done = [future.result() for future in hanging if future.done()]
+            assert {answer.status_code for answer in done} == {429}
+            assert all(int(answer.headers["Retry-After"]) > 0 for answer in done)
+            # Other tenants, and uploads of the same one, go on.
+            mine = opened.plane.upload(TASK)
+            assert opened.plane.submit(mine, name="beside").status_code == 201
+            file = (opened.teams / "team-b/tasks.jsonl").as_uri()
+            assert opened.plane.submit(file, name="beside", namespace="team-b").status_code == 201
+            assert opened.plane.http.get("/v1/rolloutjobs").status_code == 200
+            assert opened.plane.http.get("/readyz").status_code == 200
+        finally:
+            web.released.set()
+
+
+def packed_tasks(megabytes: int) -> bytes:
+    """Tasks of a megabyte each, in a file of about a thousandth of that size."""
+    line = '{"id": "%d", "prompt": "' + "a" * (1 << 20) + '"}\n'
+    return b"".join(gzip.compress((line % number).encode(), 1) for number in range(megabytes))
+
+
+def test_bombs_stop_at_their_bounds(opened: Open) -> None:
+    bombs = {
+        "tasks": (packed_tasks(160), "holds more than"),
+        "one-line": (gzip.compress(bytes(160 << 20), 1), "longer than"),
+        "blank": (bz2.compress(b"\n" * (2 << 20), 1), "holds more than"),
+        "nested": (lzma.compress(b"[" * (7 << 20) + b"\n"), "not valid JSON"),
+        "cut": (gzip.compress(TASK)[:-9], "damaged"),
+        "memory": (
+            lzma.compress(TASK, filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 512 << 20}]),
+            "damaged",
+        ),
+    }
+    # Of what its own code needs, nothing is loaded for the first time below.
+    assert opened.plane.submit((opened.folder / "tasks.jsonl").as_uri(), name="first").status_code == 201
+    before = opened.plane.megabytes()
+    for name, (data, why) in bombs.items():
+        assert len(data) < 2 << 20
+        (opened.folder / name).write_bytes(data)
+        for url in ((opened.folder / name).as_uri(), opened.plane.upload(data)):
+            answer = opened.plane.submit(url, name=f"bomb-{name}")
+            assert answer.status_code == 422, answer.text
+            assert why in answer.text
+    grown = opened.plane.megabytes() - before
+    assert grown < 100, f"{grown:.0f} MiB"
+
+
+def test_an_upload_of_another_namespace(closed: Plane) -> None:
+    url = closed.upload(TASK, namespace="team-a")
+    unknown = f"blob:sha256:{'0' * 64}"
+    answers = [closed.submit(one, namespace="team-b") for one in (url, unknown)]
+    assert [(a.status_code, a.json()["reason"]) for a in answers] == [(422, "BlobNotFound")] * 2
+    assert answers[0].text.replace(url.removeprefix("blob:"), "") == answers[1].text.replace(
+        unknown.removeprefix("blob:"), ""
+    )
+    for given in (url, unknown):
+        path = f"/v1/blobs/{given.removeprefix('blob:sha256:')}"
+        assert closed.http.head(path, params={"namespace": "team-b"}).status_code == 404
+    assert closed.submit(url, namespace="team-a").status_code == 201
+
+
+def test_an_upload_under_anothers_hash(closed: Plane) -> None:
+    """Whoever could store other bytes under a hash would change the tasks of whoever trusts it."""
+    digest = hashlib.sha256(b"the real file").hexdigest()
+    answer = closed.http.put(f"/v1/blobs/{digest}", content=b"another")
+    assert (answer.status_code, answer.json()["reason"]) == (422, "BlobHashMismatch")
+    assert closed.http.head(f"/v1/blobs/{digest}").status_code == 404
+
+
+def test_uploads_without_end(tmp_path: Path) -> None:
+    def endless() -> Iterator[bytes]:
+        while True:
+            yield os.urandom(1 << 16)
+
+    with a_plane(tmp_path / "state", f"--max-blob-bytes={4 << 20}") as plane:
+        before = plane.megabytes()
+        for number in range(2):
+            try:
+                answer = plane.http.put(f"/v1/blobs/{number:064x}", content=endless())
+                assert (answer.status_code, answer.json()["reason"]) == (413, "BodyTooLarge")
+            except httpx.TransportError:
+                pass  # The server has closed the connection while the body was still sent.
+        assert plane.http.put("/v1/blobs/x", content=b"x").status_code == 422
+        assert plane.submit(plane.upload(TASK)).status_code == 201
+        assert plane.megabytes() - before < 60
+
+
+def test_who_may_not_upload(closed: Plane) -> None:
+    path = f"/v1/blobs/{hashlib.sha256(TASK).hexdigest()}"
+    for role, token in closed.tokens.items():
+        if role != "admin":
+            answer = closed.http.put(path, content=TASK, headers={"Authorization": f"Bearer {token}"})
+            assert answer.status_code == 403, role

@@ -1,0 +1,162 @@
+"""A bulkhead's places, queue and time-outs, and how it finds out that the other side is back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rollyard_api import bulkhead
+from rollyard_api.admission import Idle, Quota, Turns
+from rollyard_api.bulkhead import SPARE, Bulkhead
+from rollyard_api.problems import TimedOut, TooManyWaits, Unavailable
+
+
+@pytest.fixture
+def freed() -> Any:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def hang_until(event: threading.Event) -> Callable[[], None]:
+    def call() -> None:
+        event.wait(60)
+
+    return call
+
+
+async def test_what_a_call_gives_and_raises(freed: threading.Event) -> None:
+    walls = Bulkhead("store", threads=1, waiting=4, seconds=30.0)
+
+    def broken() -> None:
+        raise ValueError("broken")
+
+    assert await walls.run(lambda: 7) == 7
+    with pytest.raises(ValueError, match="broken"):
+        await walls.run(broken)
+    assert await asyncio.gather(*(walls.run(lambda n=n: n) for n in range(4))) == [0, 1, 2, 3]
+    assert walls.threads == 1
+    walls.close()
+    with pytest.raises(Unavailable):
+        await walls.run(lambda: 7)
+
+
+async def test_more_may_not_wait_than_there_is_room_for(freed: threading.Event) -> None:
+    walls = Bulkhead("store", threads=1, waiting=2, seconds=30.0)
+    held = [asyncio.create_task(walls.run(hang_until(freed))) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="too many"):
+        await walls.run(lambda: 7)
+    freed.set()
+    await asyncio.gather(*held)
+    walls.close()
+
+
+async def test_keys_take_turns(freed: threading.Event) -> None:
+    walls = Bulkhead("store", threads=1, waiting=100, seconds=30.0)
+    order: list[str] = []
+    first = asyncio.create_task(walls.run(hang_until(freed), "greedy"))
+    await asyncio.sleep(0)
+    greedy = [asyncio.create_task(walls.run(lambda: order.append("greedy"), "greedy")) for _ in range(20)]
+    await asyncio.sleep(0)
+    modest = asyncio.create_task(walls.run(lambda: order.append("modest"), "modest"))
+    await asyncio.sleep(0)
+    freed.set()
+    await asyncio.gather(first, modest, *greedy)
+    assert order.index("modest") <= 1
+    walls.close()
+
+
+async def test_one_call_that_hangs_for_ever_takes_a_place_only_until_another_is_answered(
+    freed: threading.Event,
+) -> None:
+    walls = Bulkhead("store", threads=2, waiting=4, seconds=0.1)
+    with pytest.raises(TimedOut):
+        await walls.run(hang_until(freed))
+    # Its timer may fire after its caller was answered.
+    async with asyncio.timeout(60):
+        while not walls.hanging:  # noqa: ASYNC110 (a timer of the loop)
+            await asyncio.sleep(0.01)
+    walls.seconds = 60.0
+    assert await walls.run(lambda: 7) == 7
+    barrier = threading.Barrier(2, timeout=60)
+    await asyncio.gather(walls.run(barrier.wait), walls.run(barrier.wait))
+    assert walls.threads == 3
+    walls.close()
+
+
+async def test_probes_are_few_and_threads_are_bounded(
+    freed: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulkhead, "FIRST_PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(bulkhead, "LONGEST_PROBE_SECONDS", 0.01)
+    walls = Bulkhead("store", threads=1, waiting=4, seconds=0.02)
+    answers: list[str] = []
+    while walls.hanging < SPARE:
+        try:
+            await walls.run(hang_until(freed))
+        except (TimedOut, Unavailable) as error:
+            answers.append(error.reason)
+        await asyncio.sleep(0.005)
+    assert walls.threads == SPARE
+    for _ in range(5):
+        await asyncio.sleep(0.011)
+        with pytest.raises(Unavailable, match="does not answer"):
+            await walls.run(lambda: 7)
+    assert walls.threads == SPARE
+    freed.set()
+    async with asyncio.timeout(60):
+        while walls.hanging:  # noqa: ASYNC110 (threads that return)
+            await asyncio.sleep(0.01)
+    walls.seconds = 60.0
+    assert await walls.run(lambda: 7) == 7
+    walls.close()
+
+
+async def test_a_quota_counts_by_key_and_in_all() -> None:
+    quota = Quota("polls", each=2, total=3)
+    with quota.held("a"), quota.held("a"):
+        with pytest.raises(TooManyWaits, match="namespace 'a'"), quota.held("a"):
+            pass
+        with quota.held("b"), pytest.raises(TooManyWaits, match="3 polls"), quota.held("c"):
+            pass
+        assert quota.open("b") == 0
+    assert quota.open("a") == 0
+    with quota.held("c"):
+        assert quota.open("c") == 1
+
+
+async def test_turns_of_one_key_do_not_wait_in_the_common_line() -> None:
+    turns = Turns("looks", each=1, total=2, seconds=None)
+    entered = asyncio.Event()
+    leave = asyncio.Event()
+
+    async def hold(key: str) -> None:
+        async with turns.held(key):
+            entered.set()
+            await leave.wait()
+
+    tasks = [asyncio.create_task(hold("greedy")) for _ in range(10)]
+    await entered.wait()
+    async with asyncio.timeout(30), turns.held("modest"):
+        pass
+    leave.set()
+    await asyncio.gather(*tasks)
+    short = Turns("looks", each=1, total=1, seconds=0.01)
+    async with short.held("a"):
+        with pytest.raises(TooManyWaits):
+            async with short.held("b"):
+                pass
+
+
+def test_an_empty_answer_stands_until_the_queues_change() -> None:
+    idle = Idle()
+    assert not idle.is_known("a", 1, 0.0)
+    idle.note("a", 1, 0.0)
+    assert idle.is_known("a", 1, 0.5)
+    assert not idle.is_known("a", 2, 0.5)
+    assert not idle.is_known("a", 1, 1.5), "it does not stand for long"
+    assert not idle.is_known("b", 1, 0.5)

@@ -1,0 +1,403 @@
+"""Pages are bounded in bytes, cursors know their job, and nothing is skipped or repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+from typing import Any
+
+import msgpack
+import pyarrow.parquet as pq
+import pytest
+from rollyard_api import cancelling, cursors, jobs
+from rollyard_api.settings import Settings
+from rollyard_client import AsyncClient, CursorBeyondEnd, CursorGone, requests
+from rollyard_client.paging import Cursor, Files, Listing
+
+NOTES = "n" * 3000
+PAGE = 8_000
+
+
+def tasks(count: int) -> dict[str, Any]:
+    return {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(count)]}
+
+
+async def finish(worker: Any) -> None:
+    """Every rollout to its end, with a record of some 4 kB."""
+    while leases := await worker.lease(init=16, run=16, eval=16):
+        results = []
+        for one in leases:
+            item = worker.result(one)
+            if one["stage"] == "run":
+                item["trajectory"] = item["trajectory"] | {"metadata": {"notes": NOTES}}
+            elif one["stage"] == "eval":
+                item["reward"] = float(one["sample_index"])
+            results.append(item)
+        assert set(await worker.complete(*results)) == {"accepted"}
+
+
+async def stored(served: Any, eventually: Any) -> None:
+    async def look() -> bool:
+        return bool(await served.plane.archive.unstored() == 0)
+
+    await eventually(look)
+
+
+@pytest.mark.parametrize("where", ["database", "store"])
+async def test_pages_end_early_and_the_cursor_goes_on(
+    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any, eventually: Any, tmp_path: Any,
+    where: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if where == "database":
+        monkeypatch.setattr("rollyard_api.service.FLUSH_SECONDS", 3600.0)
+    async with serving(settings, page_bytes=PAGE) as served:
+        made = await served.admin.post(
+            "/v1/rolloutjobs", json=make_manifest(tasks=tasks(6), samplesPerTask=2)
+        )
+        assert made.status_code == 201
+        await finish(worker_of(served.worker))
+        if where == "store":
+            await stored(served, eventually)
+        path = "/v1/rolloutjobs/job/trajectories"
+
+        ids: list[str] = []
+        cursor, pages = "", 0
+        while True:
+            page = await served.admin.get(path, params={"cursor": cursor, "limit": 1000})
+            lines = page.content.splitlines()
+            assert lines, "a page makes progress"
+            assert len(page.content) <= PAGE
+            ids += [json.loads(line)["id"] for line in lines]
+            cursor, pages = page.headers["rollyard-cursor"], pages + 1
+            if page.headers["rollyard-finished"] == "true":
+                break
+        assert pages >= 6
+        assert len(ids) == len(set(ids)) == 12
+
+        packed: list[str] = []
+        after = ""
+        while len(packed) < 12:
+            answer = await served.admin.get(
+                path, params={"cursor": after}, headers={"Accept": "application/msgpack"}
+            )
+            packed += [one["id"] for one in msgpack.unpackb(answer.content)]
+            after = answer.headers["rollyard-cursor"]
+        assert packed == ids
+
+        groups: list[str] = []
+        after = ""
+        while True:
+            answer = await served.admin.get(
+                "/v1/rolloutjobs/job/groups", params={"cursor": after, "limit": 256}
+            )
+            found = [json.loads(line) for line in answer.content.splitlines()]
+            assert all(len(group["trajectories"]) == 2 for group in found)
+            groups += [group["group_id"] for group in found]
+            after = answer.headers["rollyard-cursor"]
+            if answer.headers["rollyard-finished"] == "true":
+                break
+        assert sorted(groups) == [f"t{i}" for i in range(6)]
+
+
+async def test_one_record_larger_than_a_page_has_a_page_to_itself(
+    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    async with serving(settings, page_bytes=1000) as served:
+        await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks(2), samplesPerTask=3))
+        await finish(worker_of(served.worker))
+        path = "/v1/rolloutjobs/job"
+        page = await served.admin.get(f"{path}/trajectories")
+        (line,) = page.content.splitlines()
+        one = await served.admin.get(f"{path}/rollouts/{json.loads(line)['id']}")
+        assert one.json() == json.loads(line)
+        found = []
+        cursor = ""
+        for _ in range(2):
+            answer = await served.admin.get(f"{path}/groups", params={"cursor": cursor})
+            (group,) = [json.loads(line) for line in answer.content.splitlines()]
+            found.append(group["group_id"])
+            assert [t["sample_index"] for t in group["trajectories"]] == [0, 1, 2]
+            cursor = answer.headers["rollyard-cursor"]
+        assert sorted(found) == ["t0", "t1"]
+        assert answer.headers["rollyard-finished"] == "true"
+        refused = await served.admin.get(f"{path}/groups", headers={"Accept": "application/msgpack"})
+        assert (refused.status_code, refused.json()["reason"]) == (413, "GroupTooLarge")
+
+
+async def test_lists_of_jobs_and_rollouts_are_bounded_too(
+    settings: Settings, serving: Any, make_manifest: Any
+) -> None:
+    big = {"inline": [{"id": "t", "prompt": "p" * 5000}]}
+    async with serving(settings, page_bytes=PAGE) as served:
+        for n in range(5):
+            await served.admin.post(
+                "/v1/rolloutjobs", json=make_manifest(f"j{n}", tasks=big, samplesPerTask=20)
+            )
+        for path, expected in (("/v1/rolloutjobs", 5), ("/v1/rolloutjobs/j0/rollouts", 20)):
+            found: list[Any] = []
+            query: dict[str, Any] = {}
+            pages = 0
+            while True:
+                answer = (await served.admin.get(path, params=query)).json()
+                assert answer["items"], "a page makes progress"
+                found += answer["items"]
+                pages += 1
+                if "continue" not in answer["metadata"]:
+                    break
+                query["continue"] = answer["metadata"]["continue"]
+            assert len(found) == expected, path
+            assert pages > 1, path
+
+
+async def test_leases_carry_a_bounded_number_of_bytes(
+    settings: Settings, serving: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    big = {"inline": [{"id": f"t{i}", "prompt": "p" * 5000} for i in range(6)]}
+    async with serving(settings, page_bytes=12_000) as served:
+        await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=big))
+        worker = worker_of(served.worker)
+        seen = []
+        while leases := await worker.lease(init=16):
+            assert len(leases) <= 2
+            seen += [one["rollout"] for one in leases]
+        assert len(set(seen)) == len(seen) == 6, "what had no room stayed in its queue"
+
+
+# Cursors
+
+
+async def test_cursors_of_a_deleted_job_are_gone(served: Any, make_manifest: Any, worker_of: Any) -> None:
+    path = "/v1/rolloutjobs/job"
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
+    await worker_of(served.worker).finish_all()
+    old = {
+        what: (await served.admin.get(f"{path}/{what}", params={"limit": 1})).headers["rollyard-cursor"]
+        for what in ("trajectories", "groups")
+    }
+    listed = await served.admin.get(f"{path}/rollouts", params={"limit": 1})
+    rollout = listed.json()["metadata"]["continue"]
+    assert (await served.admin.delete(path)).status_code == 202
+    assert (await served.admin.get(f"{path}/trajectories", params={"cursor": "3"})).status_code == 404
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
+    asked = [(f"{path}/{what}", {"cursor": cursor}) for what, cursor in old.items()]
+    asked.append((f"{path}/rollouts", {"continue": rollout}))
+    for url, query in asked:
+        refused = await served.admin.get(url, params=query)
+        assert (refused.status_code, refused.json()["reason"]) == (410, "CursorGone"), url
+    beyond = await served.admin.get(f"{path}/trajectories", params={"cursor": "3"})
+    assert (beyond.status_code, beyond.json()["reason"]) == (409, "CursorBeyondEnd"), (
+        "and not: finished, 0 results"
+    )
+    beyond = await served.admin.get(f"{path}/groups", params={"cursor": "1"})
+    assert (beyond.status_code, beyond.json()["reason"]) == (409, "CursorBeyondEnd")
+
+
+async def test_garbage_is_refused_by_the_name_of_the_parameter(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    uid = (await served.admin.post("/v1/rolloutjobs", json=make_manifest())).json()["metadata"]["uid"]
+    await worker_of(served.worker).finish_all()
+    good = cursors.text("trajectories", uid, 1)
+    packed = base64.urlsafe_b64encode(b"\xff" * 17).decode()
+    bad = [
+        "x",
+        "-1",
+        "1.5",
+        "9" * 19,
+        "٣",
+        "v1",
+        "v1.t",
+        good[:-2],
+        f"{good}x",
+        f"{good}.1",
+        good.replace("v1", "v2"),
+    ]
+    bad += [good.replace(".t.", ".g."), f"v1.t.{packed}.1", "v1.t.!.1", good[:-1] + "-1", "v1." * 100, "\0"]
+    for what, parameter, values in (
+        ("trajectories", "cursor", bad),
+        ("groups", "cursor", [*bad, good]),
+        ("rollouts", "continue", ["x", "v1", good]),
+    ):
+        for value in values:
+            if what == "groups" and value == good.replace(".t.", ".g."):
+                continue
+            refused = await served.admin.get(f"/v1/rolloutjobs/job/{what}", params={parameter: value})
+            assert (refused.status_code, refused.json()["reason"]) == (400, "CursorInvalid"), (what, value)
+            assert refused.json()["errors"][0].startswith(f"{parameter}: ")
+    stream = await served.admin.get("/v1/rolloutjobs/job/events", headers={"Last-Event-ID": "nonsense"})
+    assert (stream.status_code, stream.json()["reason"]) == (400, "CursorInvalid")
+
+
+async def test_whole_numbers_of_older_clients_count_the_present_jobs_results(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
+    await worker_of(served.worker).finish_all()
+    path = "/v1/rolloutjobs/job/trajectories"
+    every = (await served.admin.get(path)).content.splitlines()
+    for count in range(5):
+        page = await served.admin.get(path, params={"cursor": str(count)})
+        assert page.content.splitlines() == every[count:]
+
+
+async def test_a_poll_that_waits_while_its_job_is_replaced_is_told(
+    served: Any, make_manifest: Any, eventually: Any
+) -> None:
+    path = "/v1/rolloutjobs/job"
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest())
+    poll = asyncio.create_task(served.admin.get(f"{path}/trajectories", params={"wait": 60}))
+
+    async def waiting() -> bool:
+        return bool(served.plane.polls.open("default"))
+
+    await eventually(waiting)
+    job = await served.plane.database.read(lambda conn: jobs.find(conn, "default", "job"))
+
+    def replace(tx: Any) -> None:
+        cancelling.delete_job(tx, "default", "job")
+
+    await served.plane.database.write(replace)
+    made = await served.admin.post("/v1/rolloutjobs", json=make_manifest())
+    assert made.json()["metadata"]["uid"] != job.uid
+    await served.plane.cancel_rest(job.id)
+    answer = await poll
+    assert (answer.status_code, answer.json()["reason"]) in ((410, "CursorGone"), (404, "JobNotFound"))
+
+
+class Simulation:
+    """A trainer that reads on while somebody submits, completes, deletes and submits again."""
+
+    def __init__(self, seed: int, served: Any, worker: Any, make_manifest: Any, eventually: Any) -> None:
+        self.rng = random.Random(seed)
+        self.eventually = eventually
+        self.served, self.worker, self.make = served, worker, make_manifest
+        self.lives = 0
+        self.there = False
+        self.ended: dict[str, set[str]] = {}
+        """By uid, what has ended."""
+        self.uid = ""
+        self.cursor = ""
+        self.read: dict[str, list[str]] = {}
+        """By uid, what was read with one cursor."""
+        self.reading = ""
+
+    async def submit(self) -> None:
+        if not self.there:
+            made = await self.served.admin.post(
+                "/v1/rolloutjobs", json=self.make(tasks=tasks(self.rng.randint(1, 4)), samplesPerTask=2)
+            )
+            self.uid, self.there = made.json()["metadata"]["uid"], True
+            self.ended[self.uid] = set()
+            self.lives += 1
+
+    async def complete(self) -> None:
+        for stage in ("eval", "run", "init"):
+            for lease in await self.worker.lease(**{stage: self.rng.randint(1, 3)}):
+                assert await self.worker.complete(self.worker.result(lease)) == ["accepted"]
+                if stage == "eval":
+                    self.ended[lease["job_uid"]].add(lease["rollout"])
+
+    async def delete(self) -> None:
+        if self.there:
+            await self.served.admin.delete("/v1/rolloutjobs/job")
+            self.there = False
+            if self.rng.random() < 0.5:
+                await stored(self.served, self.eventually)
+                await self.served.plane.sweep()
+
+    async def read_some(self) -> None:
+        query = {"cursor": self.cursor, "limit": self.rng.randint(1, 3), "status": "succeeded"}
+        page = await self.served.admin.get("/v1/rolloutjobs/job/trajectories", params=query)
+        if page.status_code in (404, 410):
+            assert not self.there if page.status_code == 404 else self.reading != self.uid
+            if page.status_code == 410:
+                self.cursor = ""
+            return
+        assert page.status_code == 200, page.text
+        assert self.cursor == "" or self.reading == self.uid, "an old cursor was taken for one of this job"
+        self.reading = self.uid
+        if not self.cursor:
+            self.read[self.uid] = []
+        found = [json.loads(line)["id"] for line in page.content.splitlines()]
+        seen = self.read[self.uid]
+        assert not set(found) & set(seen), "a result was repeated"
+        seen += found
+        self.cursor = page.headers["rollyard-cursor"]
+        if len(found) < query["limit"]:
+            assert set(seen) == self.ended[self.uid], "a result was skipped"
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_sequence_of_calls_skips_or_repeats_a_result(
+    seed: int, served: Any, worker_of: Any, make_manifest: Any, eventually: Any
+) -> None:
+    run = Simulation(seed, served, worker_of(served.worker), make_manifest, eventually)
+    for _ in range(60):
+        await run.rng.choice(
+            [run.submit, run.complete, run.complete, run.read_some, run.read_some, run.delete]
+        )()
+    assert run.lives > 2
+
+
+# The client
+
+
+def page(count: int, cursor: str, *, finished: bool = False) -> requests.Page:
+    return requests.Page([b"{}"] * count, cursor, finished)
+
+
+def test_clients_do_not_take_a_short_page_for_the_end() -> None:
+    walk = Cursor(lambda _cursor, _wait: requests.ready(), json.loads, follow=False)  # type: ignore[arg-type,return-value]
+    assert len(walk.take(page(1, "v1.t.x.1"))) == 1
+    assert not walk.done
+    assert len(walk.take(page(1, "v1.t.x.2", finished=True))) == 1
+    assert walk.done
+    listing = Listing(lambda _after: requests.ready())  # type: ignore[arg-type,return-value,var-annotated]
+    assert listing.take(([1], "next")) == [1]
+    assert not listing.done
+    files = Files(lambda _cursor: requests.ready())  # type: ignore[arg-type,return-value]
+    assert files.take((b"a", "v1.t.x.3", False)) == [b"a"]
+    assert not files.done
+    assert files.take((b"", "v1.t.x.3", False)) == []
+    assert files.done
+    empty = Files(lambda _cursor: requests.ready())  # type: ignore[arg-type,return-value]
+    assert empty.take((b"no rows", "v1.t.x.0", False)) == [b"no rows"]
+    assert empty.take((b"no rows", "v1.t.x.0", False)) == []
+    assert empty.done
+
+
+async def test_the_sdk_raises_typed_errors_and_exports_all(
+    tmp_path: Any, start_api: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    import httpx
+
+    with start_api(tmp_path, "--page-bytes", "6000") as process:
+        async with (
+            AsyncClient(process.url, process.tokens["admin"]) as client,
+            httpx.AsyncClient(
+                base_url=process.url, headers={"Authorization": f"Bearer {process.tokens['worker']}"}
+            ) as http,
+        ):
+            job = await client.submit(make_manifest(tasks=tasks(6)))
+            await finish(worker_of(http))
+            assert len([one async for one in client.trajectories("job")]) == 6
+            assert len([one async for one in client.groups("job", dropped=True)]) == 6
+            rows = 0
+            parts = [part async for part in client.parquet("job")]
+            for n, part in enumerate(parts):
+                (tmp_path / f"{n}.parquet").write_bytes(part)
+                rows += pq.read_table(tmp_path / f"{n}.parquet").num_rows
+            assert rows == 6
+            assert len(parts) > 1
+            beyond = cursors.text("trajectories", job.metadata.uid or "", 7)
+            with pytest.raises(CursorBeyondEnd):
+                await anext(aiter(client.trajectories("job", cursor=beyond)))
+            await client.delete("job")
+            await client.submit(make_manifest(tasks=tasks(6)))
+            with pytest.raises(CursorGone) as gone:
+                await anext(
+                    aiter(client.groups("job", cursor=cursors.text("groups", job.metadata.uid or "", 1)))
+                )
+            assert gone.value.status == 410

@@ -1,0 +1,86 @@
+"""SECURITY.md names tests that exist, and every attack."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = TESTS.parent / "SECURITY.md"
+NAMED = re.compile(r"([\w/]+\.py)::(\w+)(?:\[([^\]]+)\])?")
+
+
+def rows() -> list[list[str]]:
+    """The cells of each row below 'What stops what'."""
+    _, _, text = PAGE.read_text().partition("## What stops what")
+    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| surface")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def named() -> set[tuple[str, str, str]]:
+    """File, test and attack (or an empty string) of everything that the page names."""
+    return {(file, test, attack) for row in rows() for file, test, attack in NAMED.findall(row[-1])}
+
+
+def functions_of(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            yield node
+
+
+def attacks_of(path: Path) -> list[str]:
+    """Names of the attacks that a file's tables hold; a rollout that deserves a reward is none."""
+    return [
+        keyword.value.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "Attack"
+        and "reward" not in [keyword.arg for keyword in node.keywords]
+        for keyword in node.keywords
+        if keyword.arg == "name" and isinstance(keyword.value, ast.Constant)
+    ]
+
+
+def files() -> list[Path]:
+    return sorted((TESTS / "adversary").glob("test_*.py"))
+
+
+def test_each_row_is_whole_and_names_a_test() -> None:
+    assert rows() != []
+    assert [row for row in rows() if len(row) != 4 or not all(row) or not NAMED.search(row[-1])] == []
+
+
+@pytest.mark.parametrize("file", sorted({file for file, _, _ in named()}))
+def test_each_named_test_exists(file: str) -> None:
+    path = TESTS / file
+    assert path.is_file()
+    there, attacks = {test.name for test in functions_of(path)}, set(attacks_of(path))
+    wanted = [(test, attack) for name, test, attack in named() if name == file]
+    assert [test for test, _ in wanted if test not in there] == []
+    text = path.read_text()
+    assert [attack for _, attack in wanted if attack and attack not in attacks and attack not in text] == []
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
+def test_each_attack_is_named(path: Path) -> None:
+    file = f"adversary/{path.name}"
+    tests = {test for name, test, _ in named() if name == file}
+    attacks = {attack for name, _, attack in named() if name == file}
+    assert [test.name for test in functions_of(path) if test.name not in tests] == []
+    if any(_over_a_table(test) for test in functions_of(path)):
+        assert [name for name in attacks_of(path) if name not in attacks] == []
+
+
+def _over_a_table(test: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a test takes one attack of a table."""
+    return any(argument.arg == "attack" for argument in test.args.args)
+
+
+def test_names_of_attacks_are_unique() -> None:
+    names = [name for path in files() for name in attacks_of(path)]
+    assert sorted(names) == sorted(set(names))

@@ -1,0 +1,197 @@
+"""What a tenant gets who may create jobs, pools and pods in one namespace, and means to get more."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from installedchart import HOLD, PATIENCE_SECONDS, job, pool, task
+
+if TYPE_CHECKING:
+    from installedchart import Installation
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
+
+TRY = """
+import json, sys, urllib.error, urllib.request
+
+token = open("/stolen/token").read()
+answers = {}
+for name, (method, url, body) in json.load(sys.stdin).items():
+    headers = {"Authorization": "Bearer " + token, "Content-Type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            answers[name] = [answer.status, answer.read().decode()]
+    except urllib.error.HTTPError as error:
+        answers[name] = [error.code, error.read().decode()]
+print(json.dumps(answers))
+"""
+
+
+def volume(**kind: Any) -> dict[str, Any]:
+    mount = {"name": "v", "mountPath": "/mnt/v"}
+    return {"volumes": [{"name": "v", **kind}], "volumeMounts": [mount]}
+
+
+def templates(release: str) -> dict[str, tuple[dict[str, Any], str]]:
+    """Templates of a stage worker by name, each with the field that is refused."""
+    account = {"serviceAccountToken": {"path": "token"}}
+    keys = {"secretKeyRef": {"name": f"{release}-rollyard-tokens", "key": "admin"}}
+    return {
+        "hostpath": (volume(hostPath={"path": "/"}), "volumes[0].hostPath"),
+        "secret": (volume(secret={"secretName": "keys"}), "volumes[0].secret"),
+        "projected": (volume(projected={"sources": [account]}), "volumes[0].projected.sources[0]"),
+        "claim": (volume(persistentVolumeClaim={"claimName": "data"}), "volumes[0].persistentVolumeClaim"),
+        "csi": (volume(csi={"driver": "secrets-store.csi.k8s.io"}), "volumes[0].csi"),
+        "two": (volume(emptyDir={}, hostPath={"path": "/"}), "volumes[0].hostPath"),
+        "env": ({"env": [{"name": "A", "valueFrom": keys}]}, "env[0].valueFrom.secretKeyRef"),
+        "image": ({"image": "registry.local/evil:1"}, "image"),
+        "code": ({"env": [{"name": "PYTHONSTARTUP", "value": "/mnt/x.py"}]}, "env[0].name"),
+    }
+
+
+def test_templates_that_reach_out_start_nothing(installation: Installation) -> None:
+    """Each names its field and the chart's value; the API server itself would take all but one of them."""
+    asked = templates(installation.release)
+    documents = []
+    for name, (template, _) in asked.items():
+        documents.append(job(f"evil-{name}", task("a"), stages={"run": {"template": template}}))
+    documents.append(pool("evil", template=volume(hostPath={"path": "/"})))
+    bundle = {"apiVersion": "v1", "kind": "List", "items": documents}
+    names = [f"evil-{name}" for name in asked]
+    try:
+        installation.apply(bundle)
+        for name, (_, field) in asked.items():
+            told = installation.until_condition("rj", f"evil-{name}", "Admitted", "TemplateNotAllowed")
+            assert f"spec.stages.run.template.{field}" in told["message"]
+            assert "jobs.allow." in told["message"]
+        told = installation.until_condition("bp", "evil", "Ready", "TemplateNotAllowed")
+        assert "spec.template.volumes[0].hostPath" in told["message"]
+        made = [pod["metadata"]["name"] for pod in installation.cluster.items("pods", installation.jobs)]
+        assert not [name for name in made if name.startswith("evil")]
+        with installation.client() as client:
+            spoken = {one.reason for one in client.job("evil-secret").status.conditions}
+        assert "TemplateNotAllowed" in spoken, "REST says the same"
+    finally:
+        installation.cluster.run(
+            "kubectl", "delete", "rj,bp", *names, "evil", "-n", installation.jobs, "--ignore-not-found",
+            f"--timeout={PATIENCE_SECONDS}s",
+        )  # fmt: skip
+
+
+def secret_of(installation: Installation, name: str) -> dict[str, Any] | None:
+    """The Secret of a job."""
+    found = installation.cluster.items("secrets", installation.jobs, f"rollyard.dev/job={name}")
+    return found[0] if found else None
+
+
+@pytest.fixture(scope="module")
+def thief(installation: Installation) -> Iterator[str]:
+    """A pod of the tenant's own with the Secret of the job `mine`; beside it runs the job `theirs`."""
+    with (
+        installation.made(job("mine", task("a", hold=HOLD))),
+        installation.made(job("theirs", task("b", hold=HOLD))),
+    ):
+        secret = installation.until(lambda: secret_of(installation, "mine"), "the job's Secret")
+        container = {
+            "name": "main",
+            "image": installation.sandbox_image,
+            "imagePullPolicy": "Never",
+            "command": ["sleep", "600"],
+            "volumeMounts": [{"name": "stolen", "mountPath": "/stolen"}],
+            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        }
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "thief"},
+            "spec": {
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": 0,
+                "automountServiceAccountToken": False,
+                "securityContext": {
+                    "runAsNonRoot": True,
+                    "runAsUser": 1000,
+                    "seccompProfile": {"type": "RuntimeDefault"},
+                },
+                "containers": [container],
+                "volumes": [{"name": "stolen", "secret": {"secretName": secret["metadata"]["name"]}}],
+            },
+        }
+        with installation.made(pod):
+            installation.cluster.kubectl(
+                "wait", "--for=condition=Ready", "pod/thief", "-n", installation.jobs,
+                f"--timeout={PATIENCE_SECONDS}s",
+            )  # fmt: skip
+            yield "thief"
+
+
+def test_the_token_of_a_job_is_worth_nothing_to_another(installation: Installation, thief: str) -> None:
+    namespace = installation.jobs
+    with installation.client() as client:
+        installation.until(
+            lambda: client.job("theirs").status.counts.run.active == 1, "its rollout is in Run"
+        )
+        (claim,) = [one for one in installation.claims() if one.job == "theirs"]
+
+    def lease(name: str) -> tuple[str, str, dict[str, Any]]:
+        body = {
+            "worker": "thief",
+            "node": "kubernetes",
+            "capacity": {"eval": 1},
+            "namespace": namespace,
+            "job": name,
+        }
+        return "POST", f"{installation.url}/v1/leases", body
+
+    where = f"?namespace={namespace}"
+    method, url, body = lease("mine")
+    calls = {
+        "own lease": lease("mine"),
+        "lease": lease("theirs"),
+        "any lease": (method, url, {**body, "job": None, "namespace": None}),
+        "claim": ("GET", f"{installation.url}/v1/claims/{claim.id}", None),
+        "release": ("DELETE", f"{installation.url}/v1/claims/{claim.id}", None),
+        "claims": ("GET", f"{installation.url}/v1/claims{where}", None),
+        "job": ("GET", f"{installation.url}/v1/rolloutjobs/theirs{where}", None),
+        "results": ("GET", f"{installation.url}/v1/rolloutjobs/theirs/trajectories{where}", None),
+        "cancel": ("POST", f"{installation.url}/v1/rolloutjobs/theirs/cancel{where}", {}),
+        "pools": ("GET", f"{installation.url}/v1/backendpools{where}", None),
+    }
+    done = installation.cluster.run(
+        "kubectl", "exec", "-i", "-n", namespace, thief, "--", "python3", "-c", TRY, input=json.dumps(calls)
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    status = {name: answer[0] for name, answer in answers.items()}
+    assert status.pop("own lease") == 200, "the token is good for its own job"
+    assert set(status.values()) <= {401, 403, 404}, answers
+    assert claim.secret == "" or claim.secret not in done.stdout
+    with installation.client() as client:
+        assert client.job("theirs").status.counts.run.active == 1, "it continues untouched"
+
+
+def test_no_secret_of_the_namespace_is_more_than_a_jobs_token(installation: Installation, thief: str) -> None:
+    for namespace in installation.namespaces:
+        for secret in installation.cluster.items("secrets", namespace):
+            values = {base64.b64decode(one).decode() for one in (secret.get("data") or {}).values()}
+            assert not values & set(installation.tokens.values()), secret["metadata"]["name"]
+    pods = installation.cluster.items("pods", installation.jobs)
+    mounting = {
+        pod["metadata"]["labels"].get("app.kubernetes.io/component")
+        for pod in pods
+        if "labels" in pod["metadata"] and any("secret" in one for one in pod["spec"]["volumes"])
+    }
+    assert mounting == {"stage-worker"}, "neither backends nor sandboxes hold a token"
+
+
+def test_the_secret_goes_with_its_job(installation: Installation) -> None:
+    with installation.made(job("brief", task("a", hold=HOLD))):
+        secret = installation.until(lambda: secret_of(installation, "brief"), "the job's Secret")
+        assert secret["immutable"] is True
+    installation.until(lambda: secret_of(installation, "brief") is None, "it is gone")

@@ -1,0 +1,378 @@
+"""The attacks of a policy, played in sandbox pods of the installed product: by one job, in few pods.
+
+The tables are those of tests/adversary. Attacks that share a pod are played one after the other, and each is
+judged by itself: by the reward, by the attempts that were used, by what was read and by what stays alive.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from attacklab import command_lines
+from attacks import Attack, python, submit
+from installedchart import PATIENCE_SECONDS, job
+from rollyard_crds.task import FunctionCall
+from rollyard_crds.trajectory import Trajectory
+from sharedrollouts import SharedRollout
+from test_exec_server_takeover import LOOK_INTO
+from test_policy_channel import ATTACKS as CHANNEL
+from test_policy_evaluation import ATTACKS as EVALUATION
+from test_policy_leftovers import ATTACKS as LEFTOVERS
+from test_policy_walls import ATTACKS as WALLS
+
+if TYPE_CHECKING:
+    from installedchart import Installation
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
+
+LEFT_OUT = {
+    "debug_trap": "each of its commands takes the time limit of a tool call, which is that of all attacks",
+    "stopped_session": "the same",
+}
+"""Attacks of these tables that are not played in pods, and why.
+
+The tables of limits and of the network are not played either: the number of processes of a pod is bounded by
+the cluster, and a pod has an address, so that the attacks on its network are those below and in
+test_isolation.py.
+"""
+
+REACH = """
+import json, socket
+from concurrent.futures import ThreadPoolExecutor
+
+def attempt(target):
+    try:
+        with socket.create_connection(tuple(target), 2) as caller:
+            caller.sendall(b"GET /canary HTTP/1.0\\r\\n\\r\\n")
+            return f"WON {target}"
+    except OSError as error:
+        return f"refused {target} {error}"
+
+targets = json.loads('@TARGETS@')
+with ThreadPoolExecutor(16) as pool:
+    print(*pool.map(attempt, targets), sep="\\n")
+"""
+
+TAKE_THE_PORT = """
+import socket
+own = {one[4][0] for one in socket.getaddrinfo(socket.gethostname(), None)}
+print("own addresses", sorted(own))
+for address in sorted({"0.0.0.0", "127.0.0.1", "::", "::1", *own}):
+    for option in (None, socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            with socket.socket(family) as listener:
+                if option is not None:
+                    listener.setsockopt(socket.SOL_SOCKET, option, 1)
+                listener.bind((address, 7411))
+                listener.listen()
+                print("WON", address, option)
+        except OSError as error:
+            print("refused", address, option, error.strerror)
+    try:
+        with socket.create_connection((address, 7411), 5) as caller:
+            caller.settimeout(5)
+            hello = b'{"id": 1, "op": "hello", "version": 1, "token": "x"}'
+            caller.sendall(len(hello).to_bytes(4, "big") + bytes(4) + hello)
+            print("WON" if caller.recv(4096) else "closed", address)
+    except OSError as error:
+        print("closed", address, error)
+"""
+
+OF_PODS = [
+    Attack(
+        name="pod_credentials",
+        goal="Read a token, a Secret or the environment of its pod, or of what else is mounted.",
+        steps=(
+            "env; cat /proc/[0-9]*/environ | tr '\\0' '\\n'; cat /proc/1/environ && echo WON; echo looked",
+            "ls -laR /var/run/secrets /run/secrets /etc/rollyard /var/lib/kubelet 2>&1; mount; echo looked",
+            "find / -xdev -type f '(' -name '*token*' -o -name '*.json' -o -name '*.key' ')' "
+            "-not -path '/usr/*' -not -path '/proc/*' -not -path '/sys/*' -exec head -c 2000 {} + 2>&1; "
+            "echo looked",
+        ),
+        shows=("^looked$", "^cat: /proc/1/environ: Permission denied$", "No such file"),
+        hides=("^WON", "kubernetes.io/serviceaccount"),
+    ),
+    Attack(
+        name="pod_neighbours",
+        goal="Reach the cluster's API server, the control plane, DNS, or another pod and its secret.",
+        steps=(python(REACH),),
+        shows=("^refused ",),
+        hides=("^WON",),
+    ),
+    Attack(
+        name="pod_server",
+        goal="Look into the exec server, or take its socket.",
+        steps=(
+            "tr '\\0' ' ' < /proc/1/cmdline",
+            python(LOOK_INTO.replace("for pid in others():", "for pid in (1,):")),
+        ),
+        shows=("--token-sha256 [0-9a-f]{64}", r"^\[\]$"),
+    ),
+    Attack(
+        name="pod_port",
+        goal="Listen in the exec server's place, or speak to it from its own pod.",
+        steps=(python(TAKE_THE_PORT),),
+        shows=("^own addresses .*[0-9]", "^refused 0.0.0.0 None", "^closed 127.0.0.1"),
+        hides=("^WON",),
+    ),
+]
+
+HONEST = Attack(
+    name="honest",
+    goal="Solve the task as it is meant.",
+    steps=("echo 42 > result.txt", submit("42")),
+    test_script='[ "$(cat result.txt)$ROLLYARD_ANSWER" = 4242 ]',
+    reward=1.0,
+)
+
+# Later attacks of a rollout find what earlier ones have left: those that leave most come last.
+PLAYED = {
+    "walls": [attack.name for attack in WALLS],
+    "forging": [
+        "planted_start_files", "exported_environment", "traps_and_prompts", "guessed_reward_file",
+        "links_for_the_worker", "claimed_submission", "programs_of_the_work_folder", "replaced_work_folder",
+        "answer_as_code",
+    ],
+    "surviving": [
+        "reading_the_hidden_test", "survivors_of_all_kinds", "time_bombs", "watching_for_the_reward_file",
+        "watching_folders",
+    ],
+    "leftovers": [
+        "no_leave_to_delete", "signals_to_the_first_process", "killing_everything", "immortal_processes",
+    ],
+    "channel": [
+        "forged_reports", "replaced_shells", "exit_flood", "terminal_tricks", "files_of_the_server",
+        "leased_file", "forged_kernel_messages", "kernel_tampering",
+    ],
+    "pod": [attack.name for attack in OF_PODS],
+    "honest": ["honest"],
+}  # fmt: skip
+
+
+def in_a_pod(attack: Attack) -> Attack:
+    """The attack as it is judged in a pod."""
+    if attack.name == "kernel_settings":
+        # The kubelet reads a pod's last words in termination-log: nothing is decided by them. Newer kernels
+        # let everybody wait for pressure by writing there, which changes nothing. The container's runtime has
+        # put /dev/null over files that it masks.
+        won, masked = 'print("WON", path)', "os.stat(path).st_rdev == os.makedev(1, 3)"
+        steps = tuple(
+            step.replace(won, f'print("masked" if {masked} else "WON", path)')
+            for step in attack.steps
+            if isinstance(step, str)
+        )
+        assert steps != attack.steps
+        harmless = "/dev/termination-log|/proc/pressure/(cpu|io|irq|memory)"
+        return replace(attack, steps=steps, hides=(rf"^WON(?! ({harmless})$)",))
+    return attack
+
+
+TABLES = {one.name: in_a_pod(one) for one in [*WALLS, *EVALUATION, *LEFTOVERS, *CHANNEL, *OF_PODS, HONEST]}
+ROLLOUTS = [SharedRollout(name, tuple(TABLES[one] for one in names)) for name, names in PLAYED.items()]
+
+
+@dataclass(frozen=True)
+class Played:
+    """What came of the job."""
+
+    trajectories: dict[str, Trajectory]
+    left: dict[str, tuple[str, ...]]
+    """Processes of the node that carry a rollout's mark, by rollout."""
+    secrets: dict[str, str]
+    marks: dict[str, str]
+    canary_file: Path
+
+
+def neighbour(image: str, canary: str) -> dict[str, Any]:
+    """A pod that holds a secret, and serves it to whoever reaches it."""
+    folder = f"/tmp/{canary}"  # in the command line, too, so that its process can be found on the node
+    serve = f"exec python3 -m http.server 8000 -d {folder}"
+    script = f"mkdir {folder} && echo {canary} > {folder}/canary && {serve}"
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "neighbour"},
+        "spec": {
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": False,
+            "terminationGracePeriodSeconds": 0,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": 1000,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "name": "main",
+                    "image": image,
+                    "imagePullPolicy": "Never",
+                    "command": ["sh", "-c", script],
+                    "env": [{"name": "CANARY", "value": canary}],
+                    "resources": {"requests": {"cpu": "5m", "memory": "32Mi"}},
+                    "securityContext": {
+                        "allowPrivilegeEscalation": False,
+                        "capabilities": {"drop": ["ALL"]},
+                    },
+                }
+            ],
+        },
+    }
+
+
+def targets_of(installation: Installation) -> list[tuple[str, int]]:
+    """What a sandbox must not reach; the neighbour reaches all of it."""
+    cluster, home = installation.cluster, installation.release
+    api = cluster.get("service", f"{home}-rollyard-api", home)["spec"]
+    kubernetes = cluster.get("service", "kubernetes", "default")["spec"]["clusterIP"]
+    dns = cluster.get("service", "kube-dns", "kube-system")["spec"]["clusterIP"]
+    there = cluster.get("pod", "neighbour", installation.jobs)["status"]["podIP"]
+    return [(there, 8000), (kubernetes, 443), (api["clusterIP"], api["ports"][0]["port"]), (dns, 53)]
+
+
+def reached_by_the_neighbour(installation: Installation, targets: Sequence[tuple[str, int]]) -> bool:
+    """The positive control: whether a pod that is no sandbox reaches every one of them."""
+    program = REACH.replace("@TARGETS@", json.dumps(targets))
+    done = installation.cluster.run(
+        "kubectl", "exec", "-n", installation.jobs, "neighbour", "--", "python3", "-c", program
+    )
+    return done.stdout.count("WON") == len(targets)
+
+
+def task_of(rollout: SharedRollout, mark: str, words: dict[str, str]) -> dict[str, Any]:
+    """The rollout as a task of the oracle."""
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {filled(key): filled(each) for key, each in value.items()}
+        if isinstance(value, str):
+            for word, meaning in {**words, "@MARK@": mark}.items():
+                value = value.replace(word, meaning)
+        return value
+
+    calls = [
+        step if isinstance(step, FunctionCall) else FunctionCall(name="bash", arguments={"command": step})
+        for step in rollout.steps()
+    ]
+    return {
+        "id": rollout.name,
+        "prompt": f"Solve the task {mark}.",
+        "solution": [{"name": call.name, "arguments": filled(call.arguments)} for call in calls],
+        "test_script": f"# {hidden(mark)}\n{filled(rollout.test_script())}",
+    }
+
+
+def hidden(mark: str) -> str:
+    """The secret of a hidden test: no text that the policy is given holds it."""
+    return "hidden-test-" + mark[::-1]
+
+
+def carrying(mark: str) -> tuple[str, ...]:
+    """Processes of the node, which is this machine, that carry the mark of a rollout."""
+    return tuple(f"the process {line[:200]}" for line in command_lines() if mark in line)
+
+
+@pytest.fixture(scope="module")
+def played(installation: Installation, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    """The job of all attacks, from its start until its sandboxes are gone."""
+    lab = tmp_path_factory.mktemp("lab")
+    places = ("a file of the node", "a stage worker's environment", "another pod")
+    canaries = {name: f"canary-{secrets.token_hex(12)}" for name in places}
+    known = {f"the {role}'s token": token for role, token in installation.tokens.items()} | canaries
+    marks = {rollout.name: f"rya-{secrets.token_hex(8)}" for rollout in ROLLOUTS}
+    known |= {f"the hidden test of {name}": hidden(mark) for name, mark in marks.items()}
+    canary_file = lab / "host-secret"
+    for path in (canary_file, lab / "run" / "run-secret", lab / "state" / "tokens.json"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(canaries["a file of the node"])
+    with installation.made(neighbour(installation.sandbox_image, canaries["another pod"])):
+        installation.cluster.kubectl(
+            "wait", "--for=condition=Ready", "pod/neighbour", "-n", installation.jobs,
+            f"--timeout={PATIENCE_SECONDS}s",
+        )  # fmt: skip
+        targets = targets_of(installation)
+        installation.until(
+            lambda: reached_by_the_neighbour(installation, targets), "a neighbour that reaches everything"
+        )
+        assert carrying(canaries["another pod"]), "the processes of pods are seen from here"
+        # The node's process that the attacks name: nobody in a pod may see or signal it.
+        processes = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        words = {
+            "@PY@": "python3", "@LAB@": str(lab), "@RUN@": str(lab / "run"), "@STATE@": str(lab / "state"),
+            "@WORKER@": str(max(processes)), "@TARGETS@": json.dumps(targets),
+        }  # fmt: skip
+        begun = time.monotonic()
+        with installation.made(the_job(marks, words, canaries["a stage worker's environment"])):
+            yield ended(installation, marks, known, canary_file)
+            print(f"seconds of all attacks: {time.monotonic() - begun:.1f}")
+    installation.until(lambda: not installation.pods(), "all of it is gone")
+
+
+def the_job(marks: dict[str, str], words: dict[str, str], canary: str) -> dict[str, Any]:
+    """One job of all rollouts; the environment of its workers holds a secret."""
+    template = {
+        "resources": {"requests": {"cpu": "5m", "memory": "64Mi"}},
+        "env": [{"name": "ADVERSARY_CANARY", "value": canary}],
+    }
+    stage = {"concurrency": len(ROLLOUTS), "template": template}
+    tools = ["bash", "ipython", "edit", "submit"]
+    return job(
+        "attacks",
+        *(task_of(rollout, marks[rollout.name], words) for rollout in ROLLOUTS),
+        agent={"type": "oracle", "tools": tools, "toolTimeoutSeconds": 120},
+        sandbox={
+            "warm": 0,
+            "resources": {"cpu": "1", "memory": "256Mi", "disk": "64Mi", "processes": 128},
+        },
+        stages={"init": stage, "run": stage, "eval": stage},
+        minGroupSize=1,
+    )
+
+
+def ended(
+    installation: Installation, marks: dict[str, str], known: dict[str, str], canary_file: Path
+) -> Played:
+    """Everything that came of the job, once its sandboxes are gone."""
+    found = installation.until(
+        lambda: installation.cluster.items("secrets", installation.jobs, "rollyard.dev/job=attacks"),
+        "the job's Secret",
+    )
+    for key, value in found[0]["data"].items():
+        known[f"the job's own {key}"] = base64.b64decode(value).decode().strip()
+    installation.wait("rj", "attacks", "Succeeded")
+    with installation.client() as client:
+        trajectories = {one.task_id: one for one in client.trajectories("attacks")}
+    installation.until(lambda: not installation.pods("sandbox", job="attacks"), "its sandboxes are gone")
+    deadline = time.monotonic() + 30  # a deleted pod's processes end within its grace period
+    while any(carrying(mark) for mark in marks.values()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = {name: carrying(mark) for name, mark in marks.items()}
+    return Played(trajectories, left, known, marks, canary_file)
+
+
+def test_every_attack_is_played_or_left_out() -> None:
+    """A new attack of these tables is named here, too."""
+    names = [attack.name for table in (WALLS, EVALUATION, LEFTOVERS, CHANNEL) for attack in table]
+    chosen = [name for names in PLAYED.values() for name in names]
+    assert sorted(set(names) - set(chosen)) == sorted(LEFT_OUT)
+    assert len(chosen) == len(set(chosen))
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS, ids=lambda rollout: rollout.name)
+def test_a_policy_in_a_pod_gains_nothing(played: Played, rollout: SharedRollout) -> None:
+    """Also the honest one, which is given its reward."""
+    problems = rollout.judge(played.trajectories[rollout.name], played.left[rollout.name], played.secrets)
+    assert not problems, "\n\n".join(problems)
+
+
+def test_a_file_of_the_node_is_as_it_was(played: Played) -> None:
+    assert played.canary_file.read_text() == played.secrets["a file of the node"]
+    assert not (played.canary_file.parent / "made").exists()

@@ -1,0 +1,348 @@
+"""What a template's author may choose, and what the chart's value `jobs.allow` adds to that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rollyard_crds import BackendPool, RolloutJob
+from rollyard_operator.allowed import is_below, is_image, is_key
+from rollyard_operator.sandboxpods import owner_of_object
+from rollyard_operator.settings import OperatorSettings, SettingsError, parse_settings
+from rollyard_operator.templatecheck import job_violations, pool_violations
+
+RUN = "spec.stages.run.template"
+
+
+def settings(**allow: Any) -> OperatorSettings:
+    return OperatorSettings.model_validate(
+        {
+            "instance": "test",
+            "controlPlaneUrl": "http://api:8765",
+            "tokenFile": "/t",
+            "workerTokenFile": "/w",
+            "releaseNamespace": "home",
+            "reservedSecrets": ["home-tokens"],
+            "reservedClaims": ["home-api"],
+            "images": {"worker": "w:1", "engine": "e:1", "sandbox": "s:1", "sandboxDefault": "d:1"},
+            "allow": allow,
+        }
+    )
+
+
+def job_of(template: Any = None, sandbox: Any = None, namespace: str = "team") -> RolloutJob:
+    return RolloutJob.model_validate(
+        {
+            "metadata": {"name": "job", "namespace": namespace, "uid": "u"},
+            "spec": {
+                "tasks": {"stream": True},
+                "handler": "shell",
+                "backendRef": {"name": "pool"},
+                "sandbox": {"template": sandbox or {}},
+                "stages": {"run": {"template": template or {}}},
+            },
+        }
+    )
+
+
+def pool_of(template: Any, namespace: str = "team") -> BackendPool:
+    meta = {"name": "pool", "namespace": namespace, "uid": "u"}
+    return BackendPool.model_validate({"metadata": meta, "spec": {"model": "m", "template": template}})
+
+
+def volume(**kinds: Any) -> dict[str, Any]:
+    return {"volumes": [{"name": "v", **kinds}]}
+
+
+def env_from(**source: Any) -> dict[str, Any]:
+    return {"env": [{"name": "A", "valueFrom": source}]}
+
+
+def projected(**source: Any) -> dict[str, Any]:
+    return volume(projected={"sources": [source]})
+
+
+NOWHERE = {"topologyKey": "kubernetes.io/hostname", "namespaceSelector": {}}
+REFUSED: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
+    (volume(hostPath={"path": "/etc"}), "volumes[0].hostPath", "hostPath", {"hostPath": ["/etc"]}),
+    (volume(secret={"secretName": "keys"}), "volumes[0].secret", "secrets", {"secrets": ["keys"]}),
+    (
+        projected(secret={"name": "keys"}),
+        "volumes[0].projected.sources[0].secret",
+        "secrets",
+        {"secrets": True},
+    ),
+    (
+        projected(serviceAccountToken={"path": "token"}),
+        "volumes[0].projected.sources[0].serviceAccountToken",
+        "volumes",
+        {"volumes": ["serviceAccountToken"]},
+    ),
+    (
+        projected(podCertificate={"signerName": "x/y"}),
+        "volumes[0].projected.sources[0].podCertificate",
+        "volumes",
+        {"volumes": ["podCertificate"]},
+    ),
+    (volume(csi={"driver": "d"}), "volumes[0].csi", "volumes", {"volumes": ["csi"]}),
+    (volume(ephemeral={}), "volumes[0].ephemeral", "volumes", {"volumes": ["ephemeral"]}),
+    (volume(nfs={"server": "s", "path": "/"}), "volumes[0].nfs", "volumes", {"volumes": ["nfs"]}),
+    (volume(flexVolume={"driver": "d"}), "volumes[0].flexVolume", "volumes", {"volumes": ["flexVolume"]}),
+    (
+        volume(persistentVolumeClaim={"claimName": "data"}),
+        "volumes[0].persistentVolumeClaim",
+        "volumes",
+        {"volumes": ["persistentVolumeClaim"]},
+    ),
+    (volume(emptyDir={}, hostPath={"path": "/"}), "volumes[0].hostPath", "hostPath", {"hostPath": ["/"]}),
+    (volume(HostPath={"path": "/"}), "volumes[0].HostPath", "volumes", {"volumes": ["HostPath"]}),
+    (volume(hostpath={"path": "/"}), "volumes[0].hostpath", "volumes", {"volumes": ["hostpath"]}),
+    (
+        env_from(secretKeyRef={"name": "keys", "key": "a"}),
+        "env[0].valueFrom.secretKeyRef",
+        "secrets",
+        {"secrets": ["keys"]},
+    ),
+    ({"imagePullSecrets": [{"name": "keys"}]}, "imagePullSecrets[0]", "secrets", {"secrets": ["keys"]}),
+    ({"labels": {"app": "bank"}}, "labels['app']", "labels", {"labels": ["app"]}),
+    (
+        {"annotations": {"x.io/inject": "yes"}},
+        "annotations['x.io/inject']",
+        "annotations",
+        {"annotations": ["x.io/*"]},
+    ),
+    ({"tolerations": [{"operator": "Exists"}]}, "tolerations[0]", "tolerations", {"tolerations": ["*"]}),
+    (
+        {"tolerations": [{"key": "node-role.kubernetes.io/control-plane", "operator": "Exists"}]},
+        "tolerations[0]",
+        "tolerations",
+        {"tolerations": ["node-role.kubernetes.io/*"]},
+    ),
+    (
+        {"priorityClassName": "system-node-critical"},
+        "priorityClassName",
+        "priorityClasses",
+        {"priorityClasses": ["system-node-critical"]},
+    ),
+    ({"runtimeClassName": "loose"}, "runtimeClassName", "runtimeClasses", {"runtimeClasses": True}),
+    (
+        {"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [NOWHERE]}}},
+        "affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution[0].namespaceSelector",
+        "crossNamespaceAffinity",
+        {"crossNamespaceAffinity": True},
+    ),
+]  # fmt: skip
+WORKERS_ONLY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
+    ({"image": "evil:1"}, "image", "images", {"images": ["evil:1"]}),
+    ({"env": [{"name": "PYTHONPATH", "value": "/mnt"}]}, "env[0].name", "env", {"env": ["PYTHONPATH"]}),
+    ({"env": [{"name": "LD_PRELOAD", "value": "x"}]}, "env[0].name", "env", {"env": ["LD_PRELOAD"]}),
+    ({"env": [{"name": "https_proxy", "value": "x"}]}, "env[0].name", "env", {"env": ["https_proxy"]}),
+    (
+        {**volume(configMap={"name": "c"}), "volumeMounts": [{"name": "v", "mountPath": "/usr/lib"}]},
+        "volumeMounts[0].mountPath",
+        "mounts",
+        {"mounts": ["/usr/lib"]},
+    ),
+    (
+        {**volume(configMap={"name": "c"}), "volumeMounts": [{"name": "v", "mountPath": "/mnt/../tmp"}]},
+        "volumeMounts[0].mountPath",
+        "mounts",
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "field", "value", "allow"), REFUSED, ids=lambda one: str(one)[:60])
+def test_what_is_refused_is_named_with_the_value_that_permits_it(
+    template: dict[str, Any], field: str, value: str, allow: dict[str, Any]
+) -> None:
+    (said,) = job_violations(job_of(template), settings())
+    assert said.startswith(f"{RUN}.{field}: ")
+    assert f"jobs.allow.{value}" in said
+    (said,) = pool_violations(pool_of(template), settings())
+    assert said.startswith(f"spec.template.{field}: ")
+    assert job_violations(job_of(template), settings(**allow)) == ()
+    assert pool_violations(pool_of(template), settings(**allow)) == ()
+
+
+@pytest.mark.parametrize(("template", "field", "value", "allow"), WORKERS_ONLY, ids=lambda one: str(one)[:60])
+def test_what_would_run_beside_a_workers_token_is_refused(
+    template: dict[str, Any], field: str, value: str, allow: dict[str, Any]
+) -> None:
+    (said,) = job_violations(job_of(template), settings())
+    assert said.startswith(f"{RUN}.{field}: ")
+    assert f"jobs.allow.{value}" in said
+    assert pool_violations(pool_of(template), settings()) == (), "a pool's pods hold no token"
+    if allow:
+        assert job_violations(job_of(template), settings(**allow)) == ()
+
+
+def test_the_ordinary_needs_no_permission() -> None:
+    template = {
+        "image": "w:1",
+        "nodeSelector": {"disk": "ssd"},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "affinity": {"podAntiAffinity": {"x": [{"labelSelector": {"matchLabels": {"namespaces": "a"}}}]}},
+        "resources": {"limits": {"memory": "1Gi"}},
+        "env": [
+            {"name": "HF_HOME", "value": "/tmp/hf"},
+            {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}, "secretKeyRef": None}},
+            {"name": "C", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}, "value": None},
+        ],
+        "volumes": [
+            {"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}, "hostPath": None},
+            {"name": "config", "configMap": {"name": "c"}},
+            {"name": "models", "image": {"reference": "registry.example/models:1"}},
+            {"name": "all", "projected": {"sources": [{"configMap": {"name": "c"}, "secret": None}]}},
+        ],
+        "volumeMounts": [
+            {"name": "scratch", "mountPath": "/var/cache"},
+            {"name": "models", "mountPath": "/models/a", "readOnly": True},
+        ],
+    }
+    assert job_violations(job_of(template), settings()) == ()
+    assert pool_violations(pool_of(template), settings()) == ()
+
+
+def test_sandboxes_get_no_label_of_their_author() -> None:
+    """A label of a sandbox could make a NetworkPolicy of somebody else open its network."""
+    template = {"labels": {"role": "egress"}, "annotations": {"k8s.v1.cni.cncf.io/networks": "host"}}
+    said = job_violations(job_of(sandbox=template), settings())
+    assert [one.partition(":")[0] for one in said] == [
+        "spec.sandbox.template.labels['role']",
+        "spec.sandbox.template.annotations['k8s.v1.cni.cncf.io/networks']",
+    ]
+    raw = {
+        "metadata": {"name": "job", "namespace": "team", "uid": "u"},
+        "spec": {"sandbox": {"template": template}},
+    }
+    assert owner_of_object(raw, settings()) is None, "no sandbox is made for it"
+    assert owner_of_object(raw, settings(labels=["role"], annotations=["k8s.v1.cni.cncf.io/*"])) is not None
+
+
+@pytest.mark.parametrize("key", ["rollyard.dev/instance", "x.Rollyard.dev/a", "app.kubernetes.io/component"])
+def test_our_own_labels_are_never_an_authors(key: str) -> None:
+    (said,) = job_violations(job_of(sandbox={"labels": {key: "sandbox"}}), settings(labels=["*", key]))
+    assert "is reserved" in said
+
+
+def test_what_belongs_to_the_installation_is_never_permitted() -> None:
+    everything = settings(secrets=True, volumes=["persistentVolumeClaim"])
+    claim = volume(persistentVolumeClaim={"claimName": "home-api"})
+    for template, word in (
+        (volume(secret={"secretName": "home-tokens"}), "own"),
+        (volume(secret={"secretName": "rollyard-job-0123"}), "own"),
+        (projected(secret={"name": "rollyard-worker"}), "own"),
+        (claim, "control plane's own"),
+    ):
+        (said,) = job_violations(job_of(template, namespace="home"), everything)
+        assert word in said
+    assert pool_violations(pool_of(claim), everything) == (), "another namespace's claim of that name"
+    (said,) = job_violations(job_of(volume(secret={"secretName": "rollyard-job-0123"})), everything)
+    assert "own" in said
+
+
+def test_many_fields_are_named_and_the_rest_counted() -> None:
+    template = {"volumes": [{"name": f"v{n}", "hostPath": {"path": "/"}} for n in range(20)]}
+    said = job_violations(job_of(template), settings())
+    assert len(said) == 9
+    assert said[-1] == "12 further fields"
+
+
+KINDS = (
+    "emptyDir",
+    "configMap",
+    "hostPath",
+    "HOSTPATH",
+    "secret",
+    "csi",
+    "projected",
+    "glusterfs",
+    "iscsi",
+    "",
+)
+ODD: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+VOLUMES = st.dictionaries(st.sampled_from(KINDS) | st.text(max_size=12), ODD, max_size=5)
+
+
+@given(VOLUMES, st.booleans())
+def test_a_volume_is_permitted_only_where_all_of_it_is_known(entry: dict[str, Any], worker: bool) -> None:
+    """Whatever a volume is made of: what is set must be one of the kinds that need no permission."""
+    template = {"volumes": [{**entry, "name": "v"}]}
+    if worker:
+        said = job_violations(job_of(template), settings())
+    else:
+        said = pool_violations(pool_of(template), settings())
+    chosen = {kind: value for kind, value in entry.items() if value is not None and kind != "name"}
+    projected = chosen.pop("projected", None)
+    if not chosen.keys() <= {"emptyDir", "configMap", "downwardAPI", "image"}:
+        assert said
+    if not said and isinstance(projected, dict):
+        for source in projected.get("sources") or ():
+            assert {key for key, value in source.items() if value is not None} <= {"configMap", "downwardAPI"}
+
+
+@given(ODD, ODD, ODD)
+def test_odd_entries_never_break_the_check(one: Any, two: Any, three: Any) -> None:
+    template = {
+        "env": [{"name": one, "valueFrom": two, "value": three}],
+        "volumes": [{"name": one, "hostPath": two, "secret": three, "projected": {"sources": one}}],
+        "volumeMounts": [{"name": one, "mountPath": two, "subPath": three}],
+        "tolerations": [{"key": one}],
+        "affinity": {"a": two, "namespaces": three},
+    }
+    job_violations(job_of(template), settings())
+    pool_violations(pool_of(template), settings())
+
+
+PARTS = st.lists(st.sampled_from(["data", "..", ".", "", "etc", "data2"]), min_size=1, max_size=5)
+
+
+@given(PARTS)
+def test_no_path_leaves_the_permitted_folders(parts: list[str]) -> None:
+    path = "/" + "/".join(parts)
+    if is_below(path, ["/data"]):
+        assert next(part for part in parts if part) == "data"
+        assert ".." not in parts
+
+
+def test_prefixes_end_where_a_part_ends() -> None:
+    assert is_below("/data//models/", ["/data/"])
+    assert not is_below("/database", ["/data"])
+    assert not is_below("data", ["/"])
+    assert is_image("r.example/ml/a:1", ["r.example/ml/"])
+    assert is_image("r.example/ml/a@sha256:0", ["r.example/ml/a"])
+    assert not is_image("r.example/ml-evil/a", ["r.example/ml"])
+    assert not is_image("r.example.evil/a", ["r.example"])
+    assert is_key("x.io/a", ["x.io/*"])
+    assert not is_key("x.io.evil/a", ["x.io/*"])
+
+
+@pytest.mark.parametrize(
+    ("allow", "words"),
+    [
+        ("{volumes: [hostPath]}", "permitted by its own value, 'hostPath'"),
+        ("{volumes: [secret]}", "permitted by its own value, 'secrets'"),
+        ("{hostPath: [data]}", "not an absolute path"),
+        ("{hostPath: [/data/..]}", "not an absolute path"),
+        ("{mount: [/x]}", "allow.mount"),
+    ],
+)
+def test_settings_that_would_permit_nothing_are_refused(allow: str, words: str) -> None:
+    text = f"""
+    instance: test
+    controlPlaneUrl: http://api:8765
+    tokenFile: /t
+    workerTokenFile: /w
+    releaseNamespace: home
+    images: {{worker: w:1, engine: e:1, sandbox: s:1, sandboxDefault: d:1}}
+    allow: {allow}
+    """
+    with pytest.raises(SettingsError, match=words):
+        parse_settings(text)

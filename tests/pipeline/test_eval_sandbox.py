@@ -1,0 +1,450 @@
+"""Eval in a fresh sandbox: what comes over from Run's, what does not, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
+
+import pytest
+from rollyard_crds.lease import Lease, SandboxHandle, StageResult, StageTimes
+from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task import Task
+from rollyard_pipeline import carrying, registry
+from rollyard_pipeline import places as places_module
+from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.errors import CarryUnusable, EvalSandboxFailed, SandboxMissing
+from rollyard_pipeline.failure import stage_failure
+from rollyard_pipeline.handlers import Evaluation, StageContext
+from rollyard_pipeline.handlers.shell import ShellHandler
+from rollyard_pipeline.leases import HeldLease, LeaseTable
+from rollyard_pipeline.places import SandboxPlaces
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.errors import SandboxLost
+from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_pipeline.stages import Stages
+from rollyard_sandbox.errors import FileError
+
+SMALL = {"warm": 0, "resources": {"memory": "192Mi", "disk": "16Mi", "processes": 64}}
+
+
+class Plane:
+    spec: RolloutJobSpec
+
+    async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
+        return self.spec
+
+
+class Rollout:
+    """Takes one rollout through its stages; the policy plays one bash command."""
+
+    def __init__(self, provider: NodeProvider, stages: Stages, plane: Plane) -> None:
+        self.provider, self.stages, self.plane = provider, stages, plane
+        self.held: HeldLease
+        self.init: StageResult
+        self.ran: StageResult
+
+    def job(self, stage: dict[str, Any], **fields: Any) -> None:
+        self.plane.spec = RolloutJobSpec.model_validate(
+            {
+                "tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}, "sandbox": SMALL,
+                "stages": {"eval": {"timeoutSeconds": 20, **stage}}, **fields,
+            }
+        )  # fmt: skip
+
+    def lease(self, stage: str, **fields: Any) -> HeldLease:
+        self.held = HeldLease(
+            Lease(
+                rollout="r", token=1, stage=stage, job="j", namespace="default", group_id="g", attempt=0,
+                job_uid=str(id(self.plane.spec)), sample_index=0, queued_seconds=0.0, lease_seconds=30.0,
+                task=self.task, **fields,
+            )
+        )  # fmt: skip
+        return self.held
+
+    async def play(self, command: str, test: str, setup: str = "", **sandbox: Any) -> None:
+        """Init, and Run."""
+        call = {"name": "bash", "arguments": {"command": command}}
+        submit = {"name": "submit", "arguments": {"answer": "42"}}
+        self.task = Task.model_validate(
+            {
+                "id": "t", "prompt": "q", "test_script": test, "solution": [call, submit],
+                "sandbox": {"setup": setup or None, **sandbox},
+            }
+        )  # fmt: skip
+        self.init = await self.stages.work(self.lease("init"), StageTimes())
+        self.ran = await self.stages.work(
+            self.lease("run", sandbox=self.init.sandbox, carry=self.init.carry), StageTimes()
+        )
+
+    async def score(self) -> StageResult:
+        held = self.lease(
+            "eval",
+            sandbox=self.init.sandbox,
+            carry=copy.deepcopy(self.ran.carry),
+            trajectory=self.ran.trajectory,
+        )
+        return await self.stages.work(held, StageTimes())
+
+    def only_runs_sandbox_is_left(self) -> bool:
+        assert self.init.sandbox is not None
+        return self.provider.in_use() == self.provider.claimed() == [self.init.sandbox.id]
+
+
+class Held(ShellHandler):
+    """Says `fresh` by itself; the test decides when Eval continues, and whether it breaks."""
+
+    eval_sandbox: ClassVar[Any] = "fresh"
+    entered: ClassVar[asyncio.Event]
+    gate: ClassVar[asyncio.Event]
+    error: ClassVar[Exception | None] = None
+
+    async def init(self, ctx: StageContext) -> None:
+        await super().init(ctx)
+        ctx.carry["inits"] = ctx.carry.get("inits", 0) + 1
+
+    async def eval(self, ctx: StageContext) -> Evaluation:
+        self.entered.set()
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return await super().eval(ctx)
+
+
+@pytest.fixture
+def handler() -> type[Held]:
+    return type("One", (Held,), {"entered": asyncio.Event(), "gate": asyncio.Event()})
+
+
+@pytest.fixture(params=["process", pytest.param("bubblewrap", marks=pytest.mark.real)])
+async def rollout(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, handler: type[Held]
+) -> AsyncIterator[Rollout]:
+    if request.param == "bubblewrap":
+        request.getfixturevalue("bubblewrap_works")
+    provider = open_provider(request.param, run_dir=tmp_path_factory.mktemp("s"), node="n")
+    assert isinstance(provider, NodeProvider)
+    await provider.start()
+    plane = Plane()
+    extensions = registry.Registry({registry.HANDLERS: {"shell": ShellHandler, "held": handler}})
+    try:
+        async with BackendClient() as backends:
+            stages = Stages(plane, backends, provider, extensions)  # type: ignore[arg-type]
+            yield Rollout(provider, stages, plane)
+            await stages.close()
+        for sandbox in provider.in_use():
+            await provider.release(sandbox)
+    finally:
+        await provider.aclose()
+
+
+async def test_nothing_but_the_answer_comes_into_a_fresh_sandbox(rollout: Rollout) -> None:
+    rollout.job({"sandbox": "fresh"})
+    await rollout.play(
+        "echo 1 > made; echo 2 > given; rm prepared; export X=1; (sleep 300 &)",
+        '[ ! -e made ] && [ "$(cat given prepared)" = "as givenready" ] && [ "$ROLLYARD_ANSWER$KEY" = 42v ]',
+        "echo ready > prepared",
+        files={"given": "as given"},
+        env={"KEY": "v"},
+    )
+    result = await rollout.score()
+    assert (result.reward, result.reward_reason) == (1.0, "")
+    assert result.sandbox == rollout.init.sandbox
+    assert rollout.only_runs_sandbox_is_left()
+
+
+async def test_shared_is_what_shell_says(rollout: Rollout) -> None:
+    rollout.job({})
+    await rollout.play("echo 1 > made", "[ -e made ]")
+    assert (await rollout.score()).reward == 1.0
+
+
+FILES = [
+    ("echo new > a.py", 1.0),
+    ("mkdir -p src/deep; echo new > a.py; echo 1 > src/deep/b; chmod +x src/deep/b; rm tool", 1.0),
+    ("rm -r a.py other; ln -s /etc/passwd a.py", 0.0),
+    ("rm a.py; mkfifo a.py; ln -s /etc src", 0.0),
+    ("ln -sf hidden a.py", 0.0),
+    ("rm -r a.py; mkdir a.py; echo new > a.py/a.py", 0.0),
+    ("echo new > a.py; echo cheat > other; echo cheat > more; chmod 4777 a.py", 1.0),
+]
+NAMED = """
+echo new > hidden; set -e
+[ -f a.py ]; [ ! -L a.py ]; [ "$(cat a.py)" = new ]; [ "$(cat other)" = other ]; [ ! -e more ]
+[ ! -u a.py ]; [ ! -L src ]; [ -e src/deep/b ] || [ -e tool ]; [ ! -e src ] || [ -x src/deep/b ]
+[ ! -e src ] || [ ! -e tool ]
+"""
+
+
+@pytest.mark.parametrize(("command", "reward"), FILES)
+async def test_named_files_are_as_run_left_them(rollout: Rollout, command: str, reward: float) -> None:
+    rollout.job({"carry": {"files": ["a.py", "/work/src/", "tool", "never/there"]}})
+    await rollout.play(command, NAMED, files={"a.py": "old\n", "other": "other\n", "tool": "x"})
+    result = await rollout.score()
+    assert (result.reward, result.reward_reason) == (reward, "")
+    assert rollout.only_runs_sandbox_is_left()
+
+
+SETUP = """
+mkdir -p lib/inner gone empty; echo old > lib/same; echo old > lib/changed; echo a > lib/size; echo x > gone/x
+echo '#!/bin/sh' > lib/program; mkdir swap; echo 1 > swap/1; echo 2 > other
+for name in kept retargeted replaced unlinked; do ln -s lib/same $name; done
+"""
+CHANGES = """
+echo new > lib/changed; echo ab > lib/size; rm -r gone empty; chmod +x lib/program; mkdir -p made/empty
+echo made > made/file; rm -r swap other; echo file > swap; mkdir other; echo in > other/in
+ln -sf lib/changed retargeted; rm replaced unlinked; echo file > replaced
+ln -s lib linked; ln -s lib/changed made/link; ln -s /etc/passwd outside; mkfifo pipe
+"""
+DIFFERENCE = """
+set -e
+[ "$(cat lib/same)$(cat lib/changed)$(cat lib/size)" = oldnewab ]; [ -x lib/program ]
+[ ! -e gone ]; [ ! -e empty ]; [ -d made/empty ]; [ "$(cat made/file)" = made ]; [ "$(cat swap)" = file ]
+[ "$(cat other/in)" = in ]; [ "$(readlink kept)" = lib/same ]; [ -f replaced ]; [ ! -L replaced ]
+for name in retargeted unlinked linked made/link outside pipe; do [ ! -L $name ]; [ ! -e $name ]; done
+"""
+
+
+async def test_a_diff_is_all_that_run_changed(rollout: Rollout) -> None:
+    rollout.job({"carry": {"diff": True}})
+    await rollout.play(CHANGES, DIFFERENCE, SETUP)
+    result = await rollout.score()
+    assert (result.reward, result.reward_reason) == (1.0, "")
+
+
+async def test_a_diff_compares_contents(rollout: Rollout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither size nor time says that a file is the same, and one is compared in parts."""
+    monkeypatch.setattr(carrying, "MAX_DIGESTED", 1000)
+    rollout.job({"carry": {"diff": True}})
+    make = "head -c 2999 /dev/zero > zeros; cp zeros same; touch -d @1 zeros same"
+    change = "printf x | dd of=zeros bs=1 seek=2500 conv=notrunc status=none; touch -d @1 zeros"
+    await rollout.play(change, "[ $(tr -d '\\0' < zeros) = x ] && [ -z \"$(tr -d '\\0' < same)\" ]", make)
+    assert (await rollout.score()).reward == 1.0
+
+
+@pytest.mark.parametrize("kind", [{"files": ["a", "b"]}, {"diff": True}])
+@pytest.mark.parametrize(
+    ("command", "reward"),
+    [
+        ("head -c 600 /dev/zero > a; head -c 400 /dev/zero > b", 1.0),
+        ("head -c 600 /dev/zero > a; head -c 401 /dev/zero > b", 0.0),
+        ("truncate -s 15M a", 0.0),
+        ("mkdir a; head -c 600 /dev/zero > a/1; ln a/1 a/2", 0.0),
+    ],
+)
+async def test_more_than_may_be_carried_is_scored(
+    rollout: Rollout, kind: dict[str, Any], command: str, reward: float
+) -> None:
+    rollout.job({"carry": {**kind, "maxBytes": 1000}})
+    await rollout.play(command, "true")
+    result = await rollout.score()
+    assert (result.reward, result.reward_reason) == (reward, "" if reward else "SandboxSabotaged")
+    assert rollout.only_runs_sandbox_is_left()
+
+
+async def test_an_init_that_cannot_be_compared_says_so(rollout: Rollout) -> None:
+    rollout.job({"carry": {"diff": True}})
+    await rollout.play("true", "true", "mkdir -p $(printf 'd/%.0s' {1..70})")
+    with pytest.raises(CarryUnusable, match=r"stages\.eval\.carry\.diff"):
+        await rollout.score()
+    assert rollout.only_runs_sandbox_is_left()
+
+
+async def test_a_handler_names_its_default_and_prepares_the_fresh_one(
+    rollout: Rollout, handler: type[Held]
+) -> None:
+    handler.gate.set()
+    rollout.job({}, handler="held")
+    await rollout.play("echo 1 > made", "[ ! -e made ]")
+    result = await rollout.score()
+    assert (result.reward, result.carry["inits"]) == (1.0, 1), "what Init and Run left is what Eval reads"
+    rollout.job({"sandbox": "shared"}, handler="held")
+    assert (await rollout.score()).reward == 0.0, "the job's word is the last"
+
+
+async def test_a_failed_evaluation_leaves_nothing_and_can_be_repeated(
+    rollout: Rollout, handler: type[Held]
+) -> None:
+    handler.gate.set()
+    handler.error = RuntimeError("broken")
+    rollout.job({"carry": {"files": ["made"]}}, handler="held")
+    await rollout.play("echo 1 > made", "[ -e made ]")
+    with pytest.raises(RuntimeError, match="broken"):
+        await rollout.score()
+    assert rollout.only_runs_sandbox_is_left()
+    handler.error = None
+    assert (await rollout.score()).reward == 1.0
+
+
+async def test_runs_sandbox_is_missed_only_where_something_is_to_be_carried(rollout: Rollout) -> None:
+    rollout.job({"carry": {"files": ["made"]}})
+    await rollout.play("echo 1 > made", "[ ! -e made ]")
+    assert rollout.init.sandbox is not None
+    await rollout.provider.release(rollout.init.sandbox)
+    with pytest.raises(SandboxLost) as caught:
+        await rollout.score()
+    failure = stage_failure(rollout.held.lease, caught.value, StageTimes())
+    assert (failure.reason, failure.return_to) == ("SandboxLost", "init")
+    rollout.job({"sandbox": "fresh"})
+    assert (await rollout.score()).reward == 1.0
+    assert rollout.provider.in_use() == []
+
+
+async def test_a_fresh_sandbox_that_is_lost_costs_no_new_run(rollout: Rollout, handler: type[Held]) -> None:
+    rollout.job({"carry": {"diff": True}}, handler="held")
+    await rollout.play("echo 1 > made", "[ -e made ]")
+    task = asyncio.create_task(rollout.score())
+    await asyncio.wait_for(handler.entered.wait(), 30)
+    (own,) = set(rollout.provider.in_use()) - set(rollout.provider.claimed())
+    await rollout.provider.release(own)
+    handler.gate.set()
+    with pytest.raises(EvalSandboxFailed) as caught:
+        await task
+    failure = stage_failure(rollout.held.lease, caught.value, StageTimes())
+    assert (failure.retryable, failure.return_to) == (True, None)
+    assert (await rollout.score()).reward == 1.0
+
+
+@pytest.mark.parametrize("carry", [None, {"files": ["x"]}])
+async def test_the_policy_is_not_blamed_for_a_sandbox_that_it_never_touched(
+    rollout: Rollout, handler: type[Held], carry: dict[str, Any] | None
+) -> None:
+    handler.gate.set()
+    handler.error = FileError("x: no such file", reason="FileNotFound")
+    rollout.job({"sandbox": "fresh", **({"carry": carry} if carry else {})}, handler="held")
+    await rollout.play("true", "true")
+    if carry is None:
+        with pytest.raises(EvalSandboxFailed, match="FileNotFound"):
+            await rollout.score()
+    else:
+        result = await rollout.score()
+        assert (result.reward, result.reward_reason) == (0.0, "SandboxSabotaged")
+
+
+async def test_a_cancelled_evaluation_leaves_nothing(rollout: Rollout, handler: type[Held]) -> None:
+    rollout.job({}, handler="held")
+    await rollout.play("true", "true")
+    task = asyncio.create_task(rollout.score())
+    await asyncio.wait_for(handler.entered.wait(), 30)
+    table = LeaseTable()
+    table.add(rollout.held)
+    (own,) = set(rollout.provider.in_use()) - set(rollout.provider.claimed())
+    assert table.unreported_sandboxes() == {own}, "heartbeats renew it, and name it to nobody"
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert rollout.only_runs_sandbox_is_left()
+
+
+async def test_a_sandbox_that_cannot_be_made_ready_is_infrastructure(rollout: Rollout) -> None:
+    rollout.job({"sandbox": "fresh"})
+    await rollout.play("true", "true")
+    rollout.task = rollout.task.model_copy(
+        update={"sandbox": rollout.task.sandbox.model_copy(update={"setup": "sleep 60"})}
+    )
+    rollout.plane.spec.stages.init.timeout_seconds = 1
+    with pytest.raises(EvalSandboxFailed, match=r"stages\.init\.timeoutSeconds") as caught:
+        await rollout.score()
+    failure = stage_failure(rollout.held.lease, caught.value, StageTimes())
+    assert (failure.reason, failure.retryable, failure.return_to) == ("EvalSandboxFailed", True, None)
+    assert rollout.only_runs_sandbox_is_left()
+
+
+async def test_the_sandbox_of_a_dead_workers_eval_is_swept(rollout: Rollout, handler: type[Held]) -> None:
+    """It is no rollout's: like one that nobody claimed it ends with the worker that started it."""
+    rollout.job({}, handler="held")
+    await rollout.play("true", "true")
+    task = asyncio.create_task(rollout.score())
+    await asyncio.wait_for(handler.entered.wait(), 30)
+    (own,) = set(rollout.provider.in_use()) - set(rollout.provider.claimed())
+    record = rollout.provider._folder.load(own)
+    assert record is not None
+    assert await rollout.provider.sweep() == [], "its worker lives"
+    dead = record.worker.__class__(pid=record.worker.pid, started=record.worker.started - 1)
+    rollout.provider._folder.save(record.__class__(**{**_fields(record), "worker": dead}))
+    assert await rollout.provider.sweep() == [own]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+class Node:
+    """Counts sandboxes."""
+
+    def __init__(self) -> None:
+        self.used: set[str] = set()
+
+    def in_use(self) -> list[str]:
+        return sorted(self.used)
+
+
+def held(number: int, stage: str = "eval") -> HeldLease:
+    return HeldLease(
+        Lease(
+            rollout=f"r{number}", token=1, stage=stage, job="j", namespace="d", job_uid="u", group_id="g",
+            sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0, task=Task(id="t", prompt="q"),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("limit", "evals"), [(2, 4), (4, 4), (12, 8), (16, 1)])
+async def test_full_of_rollouts_that_wait_for_eval_a_node_goes_on(
+    limit: int, evals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Init, Run and Eval of many rollouts: the limit is reached, never exceeded, and all of them end."""
+    monkeypatch.setattr(places_module, "_LOOK_SECONDS", 0.01)
+    node = Node()
+    places = SandboxPlaces(node, usual=99, limit=limit, evals=evals)  # type: ignore[arg-type]
+    most, done = 0, 0
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, len(node.used))
+
+    async def play(number: int) -> None:
+        nonlocal done
+        begun = held(number, "init")
+        async with places.for_init(begun):
+            await asyncio.sleep(0)
+            begun.sandbox = SandboxHandle(provider="p", id=f"run{number}", node="n", address="unix:/x")
+            node.used.add(f"run{number}")
+            look()
+        await asyncio.sleep(0.01)
+        evaluated = held(number)
+        async with places.for_eval(evaluated):
+            await asyncio.sleep(0)
+            evaluated.eval_sandbox = SandboxHandle(provider="p", id=f"e{number}", node="n", address="unix:/x")
+            node.used.add(f"e{number}")
+            look()
+            await asyncio.sleep(0.01)
+            node.used.discard(f"e{number}")
+        node.used.discard(f"run{number}")
+        done += 1
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(play(number) for number in range(2 * limit)))
+    assert (done, most <= limit) == (2 * limit, True)
+
+
+async def test_places_are_kept_only_where_they_are_needed() -> None:
+    node = Node()
+    places = SandboxPlaces(node, usual=99, limit=8, evals=4)  # type: ignore[arg-type]
+    assert places.room(1) == 7
+    async with places.for_eval(held(1)):
+        assert places.room(1) == 5
+    free = SandboxPlaces(node, usual=9, evals=2)  # type: ignore[arg-type]
+    async with free.for_eval(one := held(1)), free.for_eval(held(2)):
+        one.eval_sandbox = SandboxHandle(provider="p", id="e1", node="n", address="unix:/x")
+        node.used |= {"e1", "run"}
+        assert free.room(0) == 8, "without a limit, Eval's come on top"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05), free.for_eval(held(3)):
+                pass
+    lonely = SandboxPlaces(node, usual=1, limit=1)  # type: ignore[arg-type]
+    with pytest.raises(SandboxMissing, match="--max-sandboxes is 1"):
+        async with lonely.for_init(held(1, "init")):
+            pass

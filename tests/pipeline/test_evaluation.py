@@ -1,0 +1,251 @@
+"""One evaluation: its environment, whose failing an error is, and the range of rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import rollyard_sandbox.errors as exec_errors
+from rollyard_crds.lease import LeaseRef
+from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task import Task
+from rollyard_pipeline import sabotage
+from rollyard_pipeline.errors import EvalTimeout, EvaluationInvalid
+from rollyard_pipeline.evaluation import evaluate
+from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
+from rollyard_pipeline.handlers.environment import SYSTEM_PATH, evaluation_environment
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.interface import SandboxRequest
+from rollyard_sandbox.client import EvalPlace, ExecClient
+
+PLACE = EvalPlace("/p", "/p/home", "/p/tmp", "/p/reward")
+Score = Callable[[StageContext], Awaitable[Evaluation]]
+
+
+def environment(author: dict[str, str] | None = None, **variables: str) -> dict[str, str]:
+    given = {"HOME": "/work", "TMPDIR": "/tmp", **variables, **(author or {})}
+    return evaluation_environment(given, PLACE, workdir="/work", author=author or {})
+
+
+def test_home_and_tmp_are_the_places() -> None:
+    found = environment()
+    assert (found["HOME"], found["TMPDIR"], found["PATH"]) == ("/p/home", "/p/tmp", SYSTEM_PATH)
+
+
+def test_folders_of_run_are_left_out_of_lists() -> None:
+    found = environment(
+        PATH="/work/bin:/opt/conda/bin:.::bin:/tmp/x:/workshop/bin:/opt/../work/bin:/usr/bin",
+        PYTHONPATH="/work:/opt/lib",
+        LD_PRELOAD="/work/a.so /usr/lib/jemalloc.so",
+        PERL5LIB="/work/lib",
+        BASH_ENV="env.sh",
+    )
+    assert found["PATH"] == "/opt/conda/bin:/workshop/bin:/usr/bin"
+    assert (found["PYTHONPATH"], found["LD_PRELOAD"]) == ("/opt/lib", "/usr/lib/jemalloc.so")
+    assert not {"PERL5LIB", "BASH_ENV"} & found.keys()
+
+
+def test_options_that_name_a_folder_of_run_are_left_out() -> None:
+    found = environment(
+        NODE_OPTIONS="--require /work/x.js",
+        JAVA_TOOL_OPTIONS="-Xmx1g",
+        **{"BASH_FUNC_ls%%": "() { :; }", "SHELLOPTS": "xtrace"},
+    )
+    assert found["JAVA_TOOL_OPTIONS"] == "-Xmx1g"
+    assert not {"NODE_OPTIONS", "BASH_FUNC_ls%%", "SHELLOPTS"} & found.keys()
+
+
+def test_what_the_author_says_stays() -> None:
+    author = {"EXPECTED": "/work/expected.txt", "PYTHONSAFEPATH": "", "LANG": "de_DE.UTF-8", "HOME": "/x"}
+    found = environment(author)
+    assert found["EXPECTED"] == "/work/expected.txt"
+    assert (found["PYTHONSAFEPATH"], found["LANG"]) == ("", "de_DE.UTF-8")
+    assert found["HOME"] == "/p/home"
+    assert environment()["PYTHONSAFEPATH"] == "1"
+
+
+def test_settings_of_users_are_not_read() -> None:
+    author = {"PIP_CONFIG_FILE": "/work/pip.conf", "GIT_CONFIG_GLOBAL": "/work/gitconfig"}
+    found = environment(author, XDG_CONFIG_HOME="/work/.config", NPM_CONFIG_USERCONFIG="/work/.npmrc")
+    assert (found["PIP_CONFIG_FILE"], found["GIT_CONFIG_GLOBAL"]) == ("/dev/null", "/dev/null")
+    assert found["PYTHONNOUSERSITE"] == "1"
+    assert not {"XDG_CONFIG_HOME", "NPM_CONFIG_USERCONFIG"} & found.keys()
+
+
+def test_a_home_at_the_root_takes_nothing_away() -> None:
+    assert environment(HOME="/", PATH="/usr/bin")["PATH"] == "/usr/bin"
+
+
+def test_the_table_knows_every_error_of_the_exec_server() -> None:
+    """A reason that is new must be judged: who gains by it?"""
+    assert set(exec_errors._CLASSES) | {"SandboxError", "ProcessesSurvive"} <= sabotage.judged()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (exec_errors.SandboxSabotaged("full"), "SandboxSabotaged"),
+        (exec_errors.FileError("x", reason="PermissionDenied"), "SandboxSabotaged"),
+        (exec_errors.FileError("x", reason="DiskFull"), "SandboxSabotaged"),
+        (exec_errors.LaunchError("x", reason="ResourceExhausted"), "SandboxSabotaged"),
+        (exec_errors.LaunchError("x"), "SandboxSabotaged"),
+        (exec_errors.CommandTooLarge("x"), "SandboxSabotaged"),
+        (exec_errors.ConnectionLost("x"), ""),
+        (exec_errors.LaunchError("x", reason="ProgramNotFound"), ""),
+        (exec_errors.SandboxError("x", reason="OfANewerServer"), ""),
+        (OSError("x"), ""),
+    ],
+)
+def test_whose_failing_an_error_is(error: Exception, reason: str) -> None:
+    assert sabotage.reward_reason(error) == reason
+
+
+class Scored(Handler):
+    """Scores as the test says."""
+
+    def __init__(self, score: Score) -> None:
+        self.score = score
+
+    async def eval(self, ctx: StageContext) -> Evaluation:
+        return await self.score(ctx)
+
+
+class Ranged(Scored):
+    needs_sandbox = False
+    reward_range = (0.0, 1.0)
+
+
+SPEC = RolloutJobSpec.model_validate(
+    {"tasks": {"stream": True}, "handler": "mine", "agent": {"type": "oracle"}}
+)
+
+
+def context(client: ExecClient | None = None, workdir: str = "/work") -> StageContext:
+    return StageContext(
+        task=Task(id="t", prompt="q"), spec=SPEC, rollout="r", sample_index=0, timeout=5.0, client=client,
+        workdir=workdir,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "words"),
+    [
+        (Evaluation(1.5), r"handler 'mine': reward 1\.5 is not in reward_range, 0 to 1"),
+        (Evaluation(-1.0), "not in reward_range"),
+        (Evaluation(math.nan), "reward is nan, expected a finite number"),
+        (Evaluation(1.0, {"style": math.inf}), "style is inf, expected a finite number"),
+        (Evaluation(1.0, {"style": -2e6}), r"style is -2000000\.0, expected at most 1,000,000 in size"),
+        (Evaluation(True), "expected a finite number"),
+        (Evaluation(0.0, {}, "not one word"), "expected one CamelCase word"),
+    ],
+)
+async def test_rewards_are_in_range(evaluation: Evaluation, words: str) -> None:
+    async def score(ctx: StageContext) -> Evaluation:
+        return evaluation
+
+    with pytest.raises(EvaluationInvalid, match=words):
+        await evaluate(Ranged(score), context(), 5.0)
+
+
+async def test_a_handler_that_names_no_range_may_punish() -> None:
+    async def score(ctx: StageContext) -> Evaluation:
+        return Evaluation(-1.0, {"penalty": -250.0})
+
+    assert (await evaluate(Scored(score), context(), 5.0)).reward == -1.0
+
+
+@pytest.fixture
+async def sandbox(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[ExecClient, str]]:
+    provider = open_provider("process", run_dir=tmp_path_factory.mktemp("e"), node="n")
+    await provider.start()
+    request = SandboxRequest(env={"OF_THE_JOB": "1", "PATH": "/usr/bin:/bin"})
+    sandbox = await provider.acquire(request, LeaseRef(rollout="r", token=1))
+    try:
+        yield sandbox.client, sandbox.workdir
+    finally:
+        await sandbox.close()
+        await provider.release(sandbox.handle)
+        await provider.aclose()
+
+
+async def test_whatever_a_handler_starts_has_the_environment_of_eval(sandbox: tuple[ExecClient, str]) -> None:
+    client, workdir = sandbox
+    await client.set_env({"BASH_ENV": f"{workdir}/env.sh"})
+    shown = 'echo "$HOME $OF_THE_JOB $PYTHONNOUSERSITE [$BASH_ENV]"'
+
+    async def score(ctx: StageContext) -> Evaluation:
+        assert ctx.place is not None
+        expected = f"{ctx.place.home} 1 1 []\n"
+        assert (await ctx.sandbox.run(["bash", "-c", shown])).text() == expected
+        assert (await ctx.sandbox.bash(shown)).text() == expected
+        assert (await ctx.run_test(shown)).text() == expected
+        return Evaluation(1.0)
+
+    for _ in range(2):  # by another worker, after the first one was lost
+        assert (await evaluate(Scored(score), context(client, workdir), 20.0)).reward == 1.0
+
+
+async def test_a_file_that_the_policy_did_not_leave_is_its_failing(sandbox: tuple[ExecClient, str]) -> None:
+    async def score(ctx: StageContext) -> Evaluation:
+        await ctx.sandbox.read_file("result.txt")
+        raise AssertionError("there is no such file")
+
+    found = await evaluate(Scored(score), context(*sandbox), 20.0)
+    assert (found.reward, found.reason) == (0.0, "SandboxSabotaged")
+
+
+async def test_a_program_that_no_image_has_is_not_the_policys_failing(
+    sandbox: tuple[ExecClient, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def score(ctx: StageContext) -> Evaluation:
+        await ctx.sandbox.run(["no-such-program"])
+        raise AssertionError("there is no such program")
+
+    # Bare processes may see a system that they can write to: there it is the policy's.
+    async def removed(client: ExecClient, error: exec_errors.SandboxError) -> bool:
+        return False
+
+    monkeypatch.setattr("rollyard_pipeline.evaluation._was_removed", removed)
+    with pytest.raises(exec_errors.LaunchError) as caught:
+        await evaluate(Scored(score), context(*sandbox), 20.0)
+    assert caught.value.reason == "ProgramNotFound"
+
+
+async def test_time_that_went_to_the_sandbox_is_the_policys(sandbox: tuple[ExecClient, str]) -> None:
+    async def score(ctx: StageContext) -> Evaluation:
+        await ctx.sandbox.run(["sleep", "60"])
+        raise AssertionError("it slept")
+
+    found = await evaluate(Scored(score), context(*sandbox), 1.5)
+    assert (found.reward, found.components, found.reason) == (0.0, {"test_timeout": 1.0}, "TestTimeout")
+
+
+async def test_time_that_went_elsewhere_is_not(sandbox: tuple[ExecClient, str]) -> None:
+    async def score(ctx: StageContext) -> Evaluation:
+        await asyncio.sleep(60)
+        raise AssertionError("it slept")
+
+    with pytest.raises(EvalTimeout):
+        await evaluate(Scored(score), context(*sandbox), 1.5)
+
+
+async def test_a_handler_without_a_sandbox_does_not_touch_the_tools_own(
+    sandbox: tuple[ExecClient, str],
+) -> None:
+    client, workdir = sandbox
+    running = asyncio.create_task(client.bash("sleep 60", timeout=90))
+    async with asyncio.timeout(20):
+        while not (await client.info()).sessions:  # noqa: ASYNC110 - the server makes it
+            await asyncio.sleep(0.02)
+
+    async def score(ctx: StageContext) -> Evaluation:
+        assert not running.done()
+        assert ctx.place is None
+        return Evaluation(1.0)
+
+    assert (await evaluate(Ranged(score), context(client, workdir), 5.0)).reward == 1.0
+    assert not running.done()
+    await client.kill_all()
+    await running

@@ -17,9 +17,9 @@ import pytest
 from rollyard_operator.plan import Owner, Workload
 from rollyard_pipeline.sandboxes.errors import RunDirUnusable
 from rollyard_pipeline.sandboxes.records import SandboxFolder
-from rollyard_slurm.identity import identity
 from rollyard_slurm.profile import SiteProfile
-from rollyard_slurm.script import Site, batch_script
+from rollyard_slurm.readers.job_identity import identity
+from rollyard_slurm.scripts.batch import Site, batch_script
 
 INSTANCE = "abcd1234"
 OTHER = 54_321

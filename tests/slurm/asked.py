@@ -13,11 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rollyard_slurm.commands import Commands, environment
+from rollyard_slurm.calls.command_line import Commands, environment
+from rollyard_slurm.calls.rest import slurm
 from rollyard_slurm.errors import SubmitRefused
 from rollyard_slurm.profile import RestProfile
-from rollyard_slurm.rest import slurm
-from rollyard_slurm.script import Batch
+from rollyard_slurm.scripts.batch import Batch
 
 SECONDS = 240.0
 SHOWN = (

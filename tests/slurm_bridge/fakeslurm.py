@@ -10,11 +10,11 @@ from typing import Any
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
 from rollyard_operator.host.processes import identify
-from rollyard_slurm import identity
 from rollyard_slurm.allocations import Granted
 from rollyard_slurm.errors import SlurmAway, SubmitRefused
-from rollyard_slurm.parse import JobDetails, QueuedJob
-from rollyard_slurm.script import Batch
+from rollyard_slurm.readers import job_identity
+from rollyard_slurm.readers.command_output import JobDetails, QueuedJob
+from rollyard_slurm.scripts.batch import Batch
 
 LIMIT = 3600.0
 
@@ -55,7 +55,7 @@ class FakeSlurm:
         self.last += 1
         comment = re.search(r"^#SBATCH --comment=(\S+)$", script, re.MULTILINE)
         assert comment is not None
-        name = identity.parse(comment[1])
+        name = job_identity.parse(comment[1])
         assert name is not None
         self.scripts[self.last] = script
         self.queued[self.last] = QueuedJob(

@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 from rollyard_slurm.allocations import MOST, STEP, Salloc, options
-from rollyard_slurm.commands import CommandLine, environment
+from rollyard_slurm.calls.command_line import CommandLine, environment
 from rollyard_slurm.errors import ProfileInvalid, SlurmAway
-from rollyard_slurm.fleet import UNSURE_SECONDS
 from rollyard_slurm.profile import load
+from rollyard_slurm.submissions.fleet import UNSURE_SECONDS
 from test_slurm_commands import Programs
 from test_slurm_fleet import Bench, job
 from test_slurm_script import WORKER, script, site

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from rollyard_slurm.cluster import controller, is_loopback
-from rollyard_slurm.commands import CommandLine, environment
+from rollyard_slurm.addresses import controller, is_loopback
+from rollyard_slurm.calls.command_line import CommandLine, environment
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
-from rollyard_slurm.pace import BUSY_SECONDS, IDLE_SECONDS, Pace
-from rollyard_slurm.script import Batch
+from rollyard_slurm.scheduling.poll_interval import BUSY_SECONDS, IDLE_SECONDS, Pace
+from rollyard_slurm.scripts.batch import Batch
 
 EMPTY = Batch((), (), (), ())
 

@@ -15,11 +15,11 @@ from rollyard_crds import RolloutJob
 from rollyard_operator.driver import Driver
 from rollyard_operator.plan import Launch, Stop
 from rollyard_operator.probe import Health
-from rollyard_slurm.avoided import AVOID_SECONDS
-from rollyard_slurm.fleet import UNSURE_SECONDS, Fleet
 from rollyard_slurm.options import reconcile_profile
 from rollyard_slurm.profile import SiteProfile
-from rollyard_slurm.script import Site
+from rollyard_slurm.scheduling.avoided_nodes import AVOID_SECONDS
+from rollyard_slurm.scripts.batch import Site
+from rollyard_slurm.submissions.fleet import UNSURE_SECONDS, Fleet
 
 
 def job(name: str = "qs", replicas: int = 1) -> RolloutJob:
@@ -444,7 +444,7 @@ async def test_a_changed_site_replaces_what_runs(bench: Bench) -> None:
 
 def test_health_survives_in_the_record(tmp_path: Path) -> None:
     from rollyard_operator.plan import Owner, Workload
-    from rollyard_slurm.submissions import Records, fresh
+    from rollyard_slurm.submissions.submission import Records, fresh
 
     records = Records(tmp_path / "r")
     workload = Workload("p-backend-0", "backend", Owner("BackendPool", "default", "p", "u"), model="m")
@@ -462,7 +462,7 @@ def test_health_survives_in_the_record(tmp_path: Path) -> None:
 
 def test_a_record_of_an_earlier_version_names_no_sandbox(tmp_path: Path) -> None:
     from rollyard_operator.plan import Owner, Workload
-    from rollyard_slurm.submissions import Records, fresh
+    from rollyard_slurm.submissions.submission import Records, fresh
 
     folder = tmp_path / "r"
     folder.mkdir()

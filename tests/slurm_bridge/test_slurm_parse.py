@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rollyard_slurm import parse, reasons
-from rollyard_slurm.parse import JobDetails, QueuedJob
 from rollyard_slurm.profile import JobProfile
-from rollyard_slurm.walltime import ahead_seconds, ending, wants_successor
+from rollyard_slurm.readers import command_output, reasons
+from rollyard_slurm.readers.command_output import JobDetails, QueuedJob
+from rollyard_slurm.scheduling.time_limits import ahead_seconds, ending, wants_successor
 
 SHOWN = """\
 JobId=12 JobName=rollyard-qs-worker-0
@@ -23,7 +23,7 @@ JobId=12 JobName=rollyard-qs-worker-0
 
 
 def shown(state: str, code: str = "0:0", used: str = "00:10:00", limit: str = "01:00:00") -> JobDetails:
-    return parse.details(SHOWN.format(state=state, reason="None", code=code, used=used, limit=limit))
+    return command_output.details(SHOWN.format(state=state, reason="None", code=code, used=used, limit=limit))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def shown(state: str, code: str = "0:0", used: str = "00:10:00", limit: str = "0
     ],
 )
 def test_durations(text: str, seconds: float | None) -> None:
-    assert parse.seconds(text) == seconds
+    assert command_output.seconds(text) == seconds
 
 
 def test_a_queue_with_strange_lines() -> None:
@@ -53,19 +53,19 @@ def test_a_queue_with_strange_lines() -> None:
         "8|PENDING|ReqNodeNotAvail, UnavailableNodes:cn[1-4]||0:00|1:00:00|1:00:00|x|a|b|c\n"
         "9|COMPLETING|None|cn2|0:03|UNLIMITED|UNLIMITED|y|(null)\n"
     )
-    first, second, third = parse.queue(text)
+    first, second, third = command_output.queue(text)
     assert first == QueuedJob(
         7, "RUNNING", "None", "cn1", 60.0, 3540.0, 3600.0, "rollyard-a-worker-0", "rollyard,instance=ab"
     )
     assert (second.reason, second.comment) == ("ReqNodeNotAvail, UnavailableNodes:cn[1-4]", "a|b|c")
     assert (third.left, third.limit, third.comment) == (None, None, "")
-    assert parse.queue("\n") == []
+    assert command_output.queue("\n") == []
 
 
 @pytest.mark.parametrize("text", ["slurm_load_jobs error: x", "7|RUNNING", "x|RUNNING|None|cn1|1|2|3|n|c"])
 def test_a_queue_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(parse.Unreadable, match="squeue printed"):
-        parse.queue(text)
+    with pytest.raises(command_output.Unreadable, match="squeue printed"):
+        command_output.queue(text)
 
 
 def test_details() -> None:
@@ -73,13 +73,13 @@ def test_details() -> None:
     assert (seen.id, seen.state, seen.exit_status, seen.exit_signal) == (12, "FAILED", 3, 0)
     assert (seen.used, seen.limit, seen.live) == (600.0, 3600.0, False)
     assert shown("PENDING").live
-    with pytest.raises(parse.Unreadable):
-        parse.details("slurm_load_jobs error")
+    with pytest.raises(command_output.Unreadable):
+        command_output.details("slurm_load_jobs error")
 
 
 def test_accounts_say_more_than_a_word() -> None:
     text = "12|CANCELLED by 1000|0:15|30|01:00:00\n13|FAILED|2:0|5|UNLIMITED\njunk\n14.batch|FAILED|1:0|5|\n"
-    found = parse.accounted(text)
+    found = command_output.accounted(text)
     assert set(found) == {12, 13}
     assert (found[12].state, found[12].exit_signal, found[12].used) == ("CANCELLED", 15, 30.0)
     assert found[13].limit is None
@@ -89,12 +89,12 @@ def test_accounts_say_more_than_a_word() -> None:
     ("text", "job"), [("123\n", 123), ("123;cluster\n", 123), ("site says: hello\n77\n", 77)]
 )
 def test_the_job_that_sbatch_names(text: str, job: int) -> None:
-    assert parse.submitted(text) == job
+    assert command_output.submitted(text) == job
 
 
 def test_an_answer_without_a_job() -> None:
-    with pytest.raises(parse.Unreadable):
-        parse.submitted("hello\n")
+    with pytest.raises(command_output.Unreadable):
+        command_output.submitted("hello\n")
 
 
 FAILED = "sbatch: error: Batch job submission failed"
@@ -208,7 +208,7 @@ DATA = Path(__file__).resolve().parents[1] / "slurm" / "data"
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.job")), ids=lambda path: path.stem)
 def test_recorded_jobs_are_read(path: Path) -> None:
-    seen = parse.details(path.read_text())
+    seen = command_output.details(path.read_text())
     assert seen.state in path.read_text()
     assert seen.live == (seen.state in ("PENDING", "RUNNING", "COMPLETING"))
 
@@ -224,7 +224,7 @@ def test_recorded_jobs_are_read(path: Path) -> None:
     ],
 )
 def test_recorded_ends_are_judged(name: str, code: int | None, expected: bool) -> None:
-    end = ending(parse.details((DATA / f"{name}.job").read_text()), JobProfile())
+    end = ending(command_output.details((DATA / f"{name}.job").read_text()), JobProfile())
     assert (end.code, end.expected) == (code, expected)
 
 

@@ -13,9 +13,9 @@ from rollyard_crds import BackendPool, RolloutJob
 from rollyard_operator.driver import Driver
 from rollyard_operator.host.errors import StartFailed
 from rollyard_operator.placement import is_for
-from rollyard_slurm import identity
 from rollyard_slurm.bridge import Bridge
 from rollyard_slurm.options import CA_NAME, BridgeOptions, reconcile_profile, served
+from rollyard_slurm.readers import job_identity
 from test_slurm_fleet import Bench, job
 
 
@@ -50,7 +50,7 @@ def drive(bench: Bench, joined: bool) -> None:
 
 
 def owners(bench: Bench) -> set[str]:
-    found = (identity.parse(one.comment) for one in bench.slurm.queued.values())
+    found = (job_identity.parse(one.comment) for one in bench.slurm.queued.values())
     return {one.owner.rpartition("/")[2] for one in found if one is not None}
 
 

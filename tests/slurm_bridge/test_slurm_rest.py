@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 from fakerestd import Restd
-from rollyard_slurm import jobfields, jobjson
 from rollyard_slurm.bridge import rest_of
-from rollyard_slurm.commands import environment
+from rollyard_slurm.calls.command_line import environment
+from rollyard_slurm.calls.rest import RestCalls
 from rollyard_slurm.errors import ProfileInvalid, SlurmAway, SlurmError, SubmitRefused
 from rollyard_slurm.options import BridgeOptions
-from rollyard_slurm.parse import JobDetails, Unreadable
 from rollyard_slurm.preview import sample_job, scripts
 from rollyard_slurm.profile import RestProfile, SiteProfile, load
-from rollyard_slurm.rest import RestCalls
-from rollyard_slurm.script import Batch
+from rollyard_slurm.readers import job_json
+from rollyard_slurm.readers.command_output import JobDetails, Unreadable
+from rollyard_slurm.scripts import job_fields
+from rollyard_slurm.scripts.batch import Batch
 
 DATA = Path(__file__).parent / "data"
 BATCH = Batch(
@@ -68,20 +69,20 @@ def recorded(version: int) -> Any:
 def test_recorded_jobs_in_both_shapes(version: int) -> None:
     document = recorded(version)
     by_name = {one["name"]: one for one in document["jobs"]}
-    start = jobjson.number(by_name["rollyard-running"]["start_time"])
+    start = job_json.number(by_name["rollyard-running"]["start_time"])
     assert start is not None
     now = start + 25.0
-    running, waiting = sorted(jobjson.queue(document, 1000, now), key=lambda one: one.state, reverse=True)
+    running, waiting = sorted(job_json.queue(document, 1000, now), key=lambda one: one.state, reverse=True)
     assert (running.state, running.used, running.left, running.limit) == ("RUNNING", 25.0, 1775.0, 1800.0)
     assert (running.nodes, running.name, running.reason) == ("vm", "rollyard-running", "None")
     assert running.comment == "rollyard,instance=ab,of=running"
     assert (waiting.state, waiting.reason, waiting.used, waiting.left) == ("PENDING", "Resources", 0.0, 300.0)
-    assert jobjson.queue(document, 1001, now) == []
+    assert job_json.queue(document, 1001, now) == []
 
     def ended(name: str) -> JobDetails:
-        number = jobjson.number(by_name[f"rollyard-{name}"]["job_id"])
+        number = job_json.number(by_name[f"rollyard-{name}"]["job_id"])
         assert number is not None
-        found = jobjson.details(document, number, now)
+        found = job_json.details(document, number, now)
         assert found is not None
         return found
 
@@ -91,37 +92,37 @@ def test_recorded_jobs_in_both_shapes(version: int) -> None:
     assert (cancelled.state, cancelled.limit) == ("CANCELLED", 300.0)
     assert 0 <= cancelled.used < 30
     assert ended("completed").state == "COMPLETED"
-    assert jobjson.details(document, 987654, now) is None
+    assert job_json.details(document, 987654, now) is None
 
 
 def test_recorded_jobs_of_v40() -> None:
     document = recorded(40)
-    assert [one.state for one in jobjson.queue(document, 1000, time.time())] == ["RUNNING"]
+    assert [one.state for one in job_json.queue(document, 1000, time.time())] == ["RUNNING"]
 
 
 def test_states_numbers_and_exits_of_every_shape() -> None:
-    assert jobjson.state("PENDING") == jobjson.state(["PENDING"]) == "PENDING"
-    assert jobjson.state(["RUNNING", "COMPLETING"]) == "COMPLETING"
-    assert jobjson.state(["PENDING", "REQUEUED"]) == "REQUEUED"
+    assert job_json.state("PENDING") == job_json.state(["PENDING"]) == "PENDING"
+    assert job_json.state(["RUNNING", "COMPLETING"]) == "COMPLETING"
+    assert job_json.state(["PENDING", "REQUEUED"]) == "REQUEUED"
     numbers = (5, {"set": True, "infinite": False, "number": 5})
-    assert [jobjson.number(one) for one in numbers] == [5, 5]
+    assert [job_json.number(one) for one in numbers] == [5, 5]
     unset = (
         None,
         0xFFFFFFFE,
         {"set": False, "infinite": False, "number": 0},
         {"set": True, "infinite": True},
     )
-    assert [jobjson.number(one) for one in unset] == [None] * 4
-    assert jobjson.exit_of(768) == (3, 0)
-    assert jobjson.exit_of({"set": True, "infinite": False, "number": 9}) == (0, 9)
+    assert [job_json.number(one) for one in unset] == [None] * 4
+    assert job_json.exit_of(768) == (3, 0)
+    assert job_json.exit_of({"set": True, "infinite": False, "number": 9}) == (0, 9)
     taken_apart = {"status": ["SIGNALED"], "return_code": {"set": False}, "signal": {"id": numbers[1]}}
-    assert jobjson.exit_of(taken_apart) == (0, 5)
+    assert job_json.exit_of(taken_apart) == (0, 5)
 
 
 @pytest.mark.parametrize("document", [None, [], {"jobs": None}, {"jobs": [1]}, {"errors": []}])
 def test_no_list_of_jobs_is_no_empty_queue(document: Any) -> None:
     with pytest.raises(Unreadable):
-        jobjson.queue(document, 1000, 0.0)
+        job_json.queue(document, 1000, 0.0)
 
 
 def test_a_suspended_job_uses_none_of_its_time() -> None:
@@ -129,9 +130,9 @@ def test_a_suspended_job_uses_none_of_its_time() -> None:
         "job_id": 7, "user_id": 1000, "job_state": "SUSPENDED", "time_limit": 10, "start_time": 100,
         "end_time": 700, "pre_sus_time": 50, "suspend_time": 160,
     }  # fmt: skip
-    (one,) = jobjson.queue({"jobs": [job]}, 1000, 400.0)
+    (one,) = job_json.queue({"jobs": [job]}, 1000, 400.0)
     assert (one.used, one.left) == (50.0, 550.0)
-    (one,) = jobjson.queue({"jobs": [{**job, "job_state": "RUNNING"}]}, 1000, 200.0)
+    (one,) = job_json.queue({"jobs": [{**job, "job_state": "RUNNING"}]}, 1000, 200.0)
     assert one.used == 90.0
 
 
@@ -139,8 +140,8 @@ def test_a_suspended_job_uses_none_of_its_time() -> None:
 
 
 def test_fields_of_v38_are_sbatch_s_words() -> None:
-    options = [*BATCH.options, *jobfields.further(BATCH.further)]
-    assert jobfields.fields(options, {"A": "b c"}, 38) == {
+    options = [*BATCH.options, *job_fields.further(BATCH.further)]
+    assert job_fields.fields(options, {"A": "b c"}, 38) == {
         "name": "rollyard-x", "comment": "rollyard,instance=ab", "no_requeue": True, "nodes": "1",
         "tasks": "1",
         "time_limit": "1:00:30", "memory_per_node": "2G", "gres": "gpu:a100:2,shard:1",
@@ -151,8 +152,8 @@ def test_fields_of_v38_are_sbatch_s_words() -> None:
 
 
 def test_fields_of_later_versions_have_types() -> None:
-    options = [*BATCH.options, *jobfields.further(BATCH.further)]
-    made = jobfields.fields(options, {"A": "b c"}, 42)
+    options = [*BATCH.options, *job_fields.further(BATCH.further)]
+    made = job_fields.fields(options, {"A": "b c"}, 42)
     assert made == {
         "name": "rollyard-x", "comment": "rollyard,instance=ab", "requeue": False, "tasks": 1,
         "minimum_nodes": 1, "maximum_nodes": 1, "licenses": "matlab:1", "shared": ["none"],
@@ -163,7 +164,7 @@ def test_fields_of_later_versions_have_types() -> None:
         "tres_per_node": "gres/gpu:a100:2,gres/shard:1,gres/gpu:1", "excluded_nodes": ["cn[1,3]", "cn7"],
         "environment": ["A=b c"],
     }  # fmt: skip
-    assert jobfields.fields(options, {}, 39)["tres_per_node"].startswith("gres:gpu:a100:2,gres:shard:1")
+    assert job_fields.fields(options, {}, 39)["tres_per_node"].startswith("gres:gpu:a100:2,gres:shard:1")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ async def test_calls(socket: Path, tmp_path: Path, version: int, flags: bool) ->
     document = recorded(version)
     async with Restd(socket, version, flags) as restd:
         restd.jobs = {
-            jobjson.number(one["job_id"]) or 0: one | {"user_id": os.getuid()} for one in document["jobs"]
+            job_json.number(one["job_id"]) or 0: one | {"user_id": os.getuid()} for one in document["jobs"]
         }
         slurm = calls(socket, tmp_path)
         assert await slurm.submit(BATCH) == 42

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from rollyard_operator.plan import Owner, Workload
-from rollyard_slurm import identity as identities
 from rollyard_slurm.errors import ProfileInvalid
-from rollyard_slurm.identity import identity
 from rollyard_slurm.node import command_for
 from rollyard_slurm.profile import SiteProfile, load
-from rollyard_slurm.script import Site, batch_script
+from rollyard_slurm.readers import job_identity
+from rollyard_slurm.readers.job_identity import identity
+from rollyard_slurm.scripts.batch import Site, batch_script
 
 OWNER = Owner("RolloutJob", "default", "qs", "12345678-aaaa")
 WORKER = Workload(
@@ -135,11 +135,11 @@ def test_strange_folders_are_quoted() -> None:
 
 def test_the_comment_says_whose_it_is() -> None:
     who = identity(WORKER, "abcd1234", "ffff00000000", 3)
-    assert identities.parse(who.comment) == who
+    assert job_identity.parse(who.comment) == who
     assert who.owner == "rolloutjob/default/qs"
     assert not re.search(r"[\s\"']", who.comment)
     for other in ("", "(null)", "rollyard", "rollyard,instance=x", who.comment.replace("ffff", "ff ff")):
-        assert identities.parse(other) is None
+        assert job_identity.parse(other) is None
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from rollyard_operator.plan import Owner, Workload
 from rollyard_slurm.allocations import options as salloc_options
 from rollyard_slurm.errors import ScriptInvalid
-from rollyard_slurm.identity import identity
 from rollyard_slurm.profile import SiteProfile
-from rollyard_slurm.script import Site, batch_script
-from rollyard_slurm.shell import Array, Assign, Code, Comment, Directive, Export, render
+from rollyard_slurm.readers.job_identity import identity
+from rollyard_slurm.scripts.batch import Site, batch_script
+from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive, Export, render
 
 HOSTILE = st.one_of(
     st.text(max_size=40),

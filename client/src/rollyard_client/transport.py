@@ -16,6 +16,7 @@ import httpx
 
 from rollyard_client.call import Call, check
 from rollyard_client.context import Context
+from rollyard_client.environment import CA_FILE as CA_FILE
 from rollyard_client.errors import ContextError, RollyardError, ServerUnavailable, TooMany, unreachable
 from rollyard_client.unixsocket import base_of, socket_of
 
@@ -74,11 +75,6 @@ def _failed(call: Call[Any], url: str, error: httpx.TransportError) -> tuple[Rol
     """A broken connection as an exception, and whether the call may be sent again."""
     wrapped = unreachable(url, error)
     return wrapped, call.idempotent or isinstance(error, _NEVER_SENT)
-
-
-CA_FILE = "ROLLYARD_CA_FILE"
-"""Environment variable: PEM file with the authorities to trust, where the server's is not a public one.
-SSL_CERT_FILE, which other programs know too, does as well."""
 
 
 def _verify(context: Context) -> ssl.SSLContext | bool:

@@ -24,10 +24,10 @@ from typing import Protocol
 from rollyard_operator.host.logfile import telling_line
 from rollyard_operator.host.processes import Identity, identify, is_alive, send
 
-from rollyard_slurm import reasons
-from rollyard_slurm.commands import CommandLine
+from rollyard_slurm.calls.command_line import CommandLine
 from rollyard_slurm.errors import SlurmAway
-from rollyard_slurm.parse import JobDetails, QueuedJob
+from rollyard_slurm.readers import reasons
+from rollyard_slurm.readers.command_output import JobDetails, QueuedJob
 
 MOST = 64
 """At once: each has a salloc and two processes of srun on this host."""

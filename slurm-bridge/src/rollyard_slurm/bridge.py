@@ -30,11 +30,11 @@ from rollyard_operator.host.home import Home, read_json, write_json
 from rollyard_operator.plan import Owner
 
 from rollyard_slurm import logs
+from rollyard_slurm.addresses import checked_address, own_address
 from rollyard_slurm.allocations import Allocations, Salloc
-from rollyard_slurm.cluster import checked_address, own_address
-from rollyard_slurm.commands import CommandLine, Commands, environment
+from rollyard_slurm.calls.command_line import CommandLine, Commands, environment
+from rollyard_slurm.calls.rest import RestCalls, slurm
 from rollyard_slurm.errors import SlurmAway, SlurmError
-from rollyard_slurm.fleet import Fleet
 from rollyard_slurm.node import base_url
 from rollyard_slurm.options import (
     CA_NAME,
@@ -45,11 +45,11 @@ from rollyard_slurm.options import (
     reconcile_profile,
     served,
 )
-from rollyard_slurm.pace import Pace
+from rollyard_slurm.private_files import write_private
 from rollyard_slurm.profile import RestProfile
-from rollyard_slurm.rest import RestCalls, slurm
-from rollyard_slurm.script import Site
-from rollyard_slurm.tokens import write_private
+from rollyard_slurm.scheduling.poll_interval import Pace
+from rollyard_slurm.scripts.batch import Site
+from rollyard_slurm.submissions.fleet import Fleet
 
 TURN_SECONDS = 0.5
 WORKER_GRACE_SECONDS = 20.0

@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-HOST = "@HOST@"
-PORT = "@PORT@"
+from rollyard_slurm.scripts.placeholders import HOST, PORT
 
 
 def source_address(host: str, port: int) -> str:

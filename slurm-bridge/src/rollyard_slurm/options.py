@@ -12,7 +12,7 @@ from rollyard_operator.placement import is_for
 from rollyard_operator.plan import Profile
 
 from rollyard_slurm.profile import SiteProfile
-from rollyard_slurm.script import Site
+from rollyard_slurm.scripts.batch import Site
 
 COMMAND = "rollyard slurm-bridge up"
 UNIX = "unix"

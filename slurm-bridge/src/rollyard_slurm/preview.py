@@ -11,13 +11,13 @@ from rollyard_crds import BackendPool, RolloutJob
 from rollyard_operator.pools import pool_workloads
 from rollyard_operator.reconcile import job_workloads
 
-from rollyard_slurm.commands import environment
+from rollyard_slurm.calls.command_line import environment
+from rollyard_slurm.calls.rest import RestCalls, slurm
 from rollyard_slurm.errors import SlurmAway
-from rollyard_slurm.identity import identity
 from rollyard_slurm.node import base_url
 from rollyard_slurm.options import CA_NAME, SOCKET_NAME, UNIX, BridgeOptions, reconcile_profile
-from rollyard_slurm.rest import RestCalls, slurm
-from rollyard_slurm.script import Batch, Site, batch_script
+from rollyard_slurm.readers.job_identity import identity
+from rollyard_slurm.scripts.batch import Batch, Site, batch_script
 
 
 def sample_job() -> RolloutJob:

@@ -11,9 +11,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from rollyard_crds.base import Model
 from rollyard_crds.manifest import describe
 
-from rollyard_slurm import jobfields
 from rollyard_slurm.errors import ProfileInvalid
-from rollyard_slurm.parse import seconds
+from rollyard_slurm.readers.command_output import seconds
+from rollyard_slurm.scripts import job_fields
 
 SIGNAL_SECONDS = 90
 """Before the time limit; a drain, a hand-over and the end of the sandboxes fit in."""
@@ -176,7 +176,7 @@ class SiteProfile(JobProfile):
                 ("backends.sbatch", self.backends.sbatch),
             ):
                 try:
-                    jobfields.further(options)
+                    job_fields.further(options)
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from error
             if "salloc" in (self.start, self.workers.start, self.backends.start):

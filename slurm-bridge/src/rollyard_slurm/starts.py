@@ -8,9 +8,9 @@ from rollyard_operator.host.processes import is_alive
 from rollyard_operator.plan import Workload
 
 from rollyard_slurm.allocations import MOST, Allocations
-from rollyard_slurm.commands import Commands
-from rollyard_slurm.script import Batch, Site
-from rollyard_slurm.submissions import Submission
+from rollyard_slurm.calls.command_line import Commands
+from rollyard_slurm.scripts.batch import Batch, Site
+from rollyard_slurm.submissions.submission import Submission
 
 
 class Starts:

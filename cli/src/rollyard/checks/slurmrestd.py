@@ -34,9 +34,9 @@ def check_slurmrestd(profile: Path | None, sockets: Iterable[Path] = SOCKETS) ->
 
 
 def _asked(wanted: RestProfile, needed: bool) -> Finding:
+    from rollyard_slurm.calls.call_counts import Load
+    from rollyard_slurm.calls.slurmrestd import Server
     from rollyard_slurm.errors import SlurmError
-    from rollyard_slurm.load import Load
-    from rollyard_slurm.slurmrestd import Server
 
     server = Server(wanted, TIMEOUT_SECONDS, Load())
     try:

@@ -411,7 +411,7 @@ def status(home: Path | None) -> None:
     """Show the bridge of a home and its Slurm jobs."""
     import asyncio
 
-    from rollyard_slurm.overview import overview
+    from rollyard_slurm.status import overview
 
     place = _home(home)
     for line in asyncio.run(overview(place)):

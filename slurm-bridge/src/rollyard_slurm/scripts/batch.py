@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollyard_client.transport import CA_FILE
+from rollyard_client.environment import CA_FILE
 from rollyard_operator.plan import Workload
 from rollyard_operator.vllmargs import SERVER_ENV, vllm_command
 
-from rollyard_slurm.identity import Identity
-from rollyard_slurm.node import HOST, PORT
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile, SiteProfile
-from rollyard_slurm.run_folder import RUN_FOLDER
-from rollyard_slurm.shell import Array, Assign, Code, Comment, Directive, Export, Line, Part, render
+from rollyard_slurm.readers.job_identity import Identity
+from rollyard_slurm.scripts.placeholders import HOST, PORT
+from rollyard_slurm.scripts.run_folder import RUN_FOLDER
+from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive, Export, Line, Part, render
 
 TITLE = "rollyard-"
 NODE_UNUSABLE = 73

@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from rollyard_slurm import parse, reasons
+from rollyard_slurm.calls.call_counts import Load
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
-from rollyard_slurm.load import Load
-from rollyard_slurm.script import Batch
+from rollyard_slurm.readers import command_output, reasons
+from rollyard_slurm.scripts.batch import Batch
 
 PASSED = ("PATH", "HOME", "LANG", "TZ", "SLURM_CONF", "TMPDIR", "LD_LIBRARY_PATH", "KRB5CCNAME")
 """What commands, and so jobs, inherit of the bridge's environment. Never SBATCH_*, which would
@@ -33,11 +33,11 @@ class Commands(Protocol):
         """
         ...
 
-    async def queue(self) -> list[parse.QueuedJob]:
+    async def queue(self) -> list[command_output.QueuedJob]:
         """Every job of this user that has not ended."""
         ...
 
-    async def details(self, job: int) -> parse.JobDetails | None:
+    async def details(self, job: int) -> command_output.JobDetails | None:
         """One job, which may have ended; None: Slurm does not know it (any more)."""
         ...
 
@@ -126,39 +126,39 @@ class CommandLine:
         if code != 0:
             raise SubmitRefused(words or f"sbatch ended with exit status {code}", reasons.is_limit(err))
         try:
-            return parse.submitted(out)
-        except parse.Unreadable as error:
+            return command_output.submitted(out)
+        except command_output.Unreadable as error:
             raise SlurmAway(str(error), unsure=True) from error
 
-    async def queue(self) -> list[parse.QueuedJob]:
+    async def queue(self) -> list[command_output.QueuedJob]:
         user = pwd.getpwuid(os.getuid()).pw_name
-        out = await self._ask("squeue", "--noheader", "--all", "-u", user, "-o", parse.QUEUE_FORMAT)
+        out = await self._ask("squeue", "--noheader", "--all", "-u", user, "-o", command_output.QUEUE_FORMAT)
         try:
-            return parse.queue(out)
-        except parse.Unreadable as error:
+            return command_output.queue(out)
+        except command_output.Unreadable as error:
             raise SlurmAway(str(error)) from error
 
-    async def details(self, job: int) -> parse.JobDetails | None:
+    async def details(self, job: int) -> command_output.JobDetails | None:
         code, out, err = await self._run("scontrol", "show", "job", str(job))
         if code == 0:
             try:
-                return parse.details(out)
-            except parse.Unreadable as error:
+                return command_output.details(out)
+            except command_output.Unreadable as error:
                 raise SlurmAway(str(error)) from error
         if not re.search(r"invalid job id", err + out, re.IGNORECASE):
             raise SlurmAway(f"scontrol: {reasons.shorter(err) or f'exit status {code}'}")
         return await self._accounted(job)
 
-    async def _accounted(self, job: int) -> parse.JobDetails | None:
+    async def _accounted(self, job: int) -> command_output.JobDetails | None:
         """The controller has forgotten it; where the site keeps accounts, they still know it."""
         if not self._accounting:
             return None
-        fields = ("-X", "-n", "-P", "-o", parse.ACCOUNTING_FORMAT)
+        fields = ("-X", "-n", "-P", "-o", command_output.ACCOUNTING_FORMAT)
         code, out, err = await self._run("sacct", "-j", str(job), *fields)
         if code != 0:
             self._accounting = "disabled" not in err.lower()
             return None
-        return parse.accounted(out).get(job)
+        return command_output.accounted(out).get(job)
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
         await self._tell("--batch", f"--signal={name}", *map(str, jobs))

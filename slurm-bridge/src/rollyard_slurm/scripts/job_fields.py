@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rollyard_slurm.parse import seconds
+from rollyard_slurm.readers.command_output import seconds
 
 TYPED = 39
 """From this version on fields have types, and a warning can be asked for the batch script alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rollyard_slurm.parse import QueuedJob
+from rollyard_slurm.readers.command_output import QueuedJob
 
 _BLOCKED = re.compile(
     r"PartitionConfig|PartitionDown|PartitionInactive|PartitionNodeLimit|PartitionTimeLimit|BadConstraints"

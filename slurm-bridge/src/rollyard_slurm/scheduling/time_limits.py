@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollyard_slurm.parse import JobDetails, QueuedJob
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile
+from rollyard_slurm.readers.command_output import JobDetails, QueuedJob
 
 AHEAD_SECONDS = 600
 EARLY_SECONDS = 60

@@ -9,8 +9,8 @@ import httpx
 from rollyard_operator.host.home import read_json
 from rollyard_operator.probe import Health, watch_backend
 
-from rollyard_slurm.script import Site
-from rollyard_slurm.submissions import PENDING_STATES, Submission
+from rollyard_slurm.scripts.batch import Site
+from rollyard_slurm.submissions.submission import PENDING_STATES, Submission
 
 
 class Watches:

@@ -17,17 +17,18 @@ from rollyard_operator.host.logfile import telling_line
 from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop
 from rollyard_operator.replaced import Replaced
 
-from rollyard_slurm import identity, walltime
 from rollyard_slurm.allocations import Allocations, as_granted, details_as_granted
-from rollyard_slurm.avoided import Avoided
-from rollyard_slurm.commands import Commands
+from rollyard_slurm.calls.command_line import Commands
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
-from rollyard_slurm.parse import QueuedJob
-from rollyard_slurm.script import NODE_UNUSABLE, Site, batch_script
+from rollyard_slurm.private_files import write_private
+from rollyard_slurm.readers import job_identity
+from rollyard_slurm.readers.command_output import QueuedJob
+from rollyard_slurm.scheduling import time_limits
+from rollyard_slurm.scheduling.avoided_nodes import Avoided
+from rollyard_slurm.scripts.batch import NODE_UNUSABLE, Site, batch_script
 from rollyard_slurm.starts import Starts, jobs_of
-from rollyard_slurm.submissions import Group, Records, Submission, fresh
-from rollyard_slurm.tokens import write_private
-from rollyard_slurm.watches import Watches
+from rollyard_slurm.submissions.backend_health import Watches
+from rollyard_slurm.submissions.submission import Group, Records, Submission, fresh
 
 UNSURE_SECONDS = 90.0
 """A job that sbatch may have handed in before it was cut off has shown itself by then."""
@@ -159,7 +160,7 @@ class Fleet:
         by_id = {job.id: job for job in listed}
         by_launch = {}
         for job in listed:
-            who = identity.parse(job.comment)
+            who = job_identity.parse(job.comment)
             if who is not None and who.instance == self._site.instance:
                 by_launch[who.launch] = job
         for one in list(self._all):
@@ -191,15 +192,15 @@ class Fleet:
             if known is not None and one.allocated:
                 known = details_as_granted(known, one.seen, self._starts.words(one))
             wanted = self._site.profile.of(one.workload.kind)
-            end = walltime.FORGOTTEN if known is None else walltime.ending(known, wanted)
+            end = time_limits.FORGOTTEN if known is None else time_limits.ending(known, wanted)
             message = end.message
             if not message and end.code:
                 message = telling_line(self._site.log(one.workload, one.job)) or self._starts.words(one)
             if end.code == NODE_UNUSABLE and one.seen is not None:
                 self._avoided.note(one.seen.nodes, now)
-            self._end(one, walltime.Ending(end.code, message, end.expected), now)
+            self._end(one, time_limits.Ending(end.code, message, end.expected), now)
 
-    def _end(self, one: Submission, end: walltime.Ending, now: datetime) -> None:
+    def _end(self, one: Submission, end: time_limits.Ending, now: datetime) -> None:
         self._watches.end(one)
         self.changed = True
         front = self._groups()[one.workload.name].front
@@ -225,7 +226,7 @@ class Fleet:
         mine = {one.job for one in self._all if one.job is not None}
         strangers = []
         for job in listed:
-            who = identity.parse(job.comment)
+            who = job_identity.parse(job.comment)
             if who is None or who.instance != self._site.instance or job.id in mine:
                 continue
             if job.state != "COMPLETING" and job.id not in self._strangers:
@@ -309,7 +310,7 @@ class Fleet:
         self._handed_in += 1
         one.refused, one.retry_at, one.submitted_at = "", None, now
         one.unsure_until = now + timedelta(seconds=UNSURE_SECONDS)
-        who = identity.identity(workload, self._site.instance, one.launch, one.restarts)
+        who = job_identity.identity(workload, self._site.instance, one.launch, one.restarts)
         try:
             if workload.kind == "stage-worker":
                 write_private(self._site.token_file(workload), self._worker_token(workload.owner))
@@ -405,7 +406,7 @@ class Fleet:
         after = self._successor_after.get(name)
         if after is not None and now < after:
             return False
-        return walltime.wants_successor(front.seen, self._site.profile.of(front.workload.kind))
+        return time_limits.wants_successor(front.seen, self._site.profile.of(front.workload.kind))
 
     async def _end_stopping(self, now: datetime) -> None:
         drain, insist, cancel = [], [], []

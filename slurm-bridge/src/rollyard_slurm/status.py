@@ -6,12 +6,12 @@ import os
 
 from rollyard_operator.host.home import Home, read_json
 
-from rollyard_slurm import identity
 from rollyard_slurm.bridge import rest_of
-from rollyard_slurm.commands import environment
+from rollyard_slurm.calls.command_line import environment
+from rollyard_slurm.calls.rest import slurm
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.options import DEFAULT_TIMEOUT
-from rollyard_slurm.rest import slurm
+from rollyard_slurm.readers import job_identity
 
 
 async def overview(home: Home) -> list[str]:
@@ -30,7 +30,7 @@ async def overview(home: Home) -> list[str]:
         return [*lines, f"jobs     not known: {error}"]
     rows = [("JOB", "STATE", "TIME LEFT", "NODE OR REASON", "FOR", "WORKLOAD")]
     for job in listed:
-        who = identity.parse(job.comment)
+        who = job_identity.parse(job.comment)
         if who is None or who.instance != known["instance"]:
             continue
         left = "-" if job.left is None else f"{job.left / 60:.0f} min"

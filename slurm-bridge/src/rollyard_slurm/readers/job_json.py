@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollyard_slurm.parse import JobDetails, QueuedJob, Unreadable
+from rollyard_slurm.readers.command_output import JobDetails, QueuedJob, Unreadable
 
 _NO_VALUE = 0xFFFFFFFC
 """Slurm's markers of "not set" and "infinite" (32 bits), and what lies above them."""

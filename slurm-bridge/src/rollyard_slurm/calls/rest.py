@@ -16,16 +16,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollyard_slurm import jobfields, jobjson, parse, reasons
-from rollyard_slurm.cluster import is_loopback, toward
-from rollyard_slurm.commands import CommandLine, Commands
+from rollyard_slurm.addresses import is_loopback, toward
+from rollyard_slurm.calls.call_counts import Load
+from rollyard_slurm.calls.command_line import CommandLine, Commands
+from rollyard_slurm.calls.slurmrestd import Answer, Server
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
-from rollyard_slurm.load import Load
 from rollyard_slurm.profile import SIGNAL_SECONDS, RestProfile
-from rollyard_slurm.script import Batch
-from rollyard_slurm.shell import Assign, Code, render
-from rollyard_slurm.slurmrestd import Answer, Server
-from rollyard_slurm.submissions import PENDING_STATES
+from rollyard_slurm.readers import command_output, job_json, reasons
+from rollyard_slurm.scripts import job_fields
+from rollyard_slurm.scripts.batch import Batch
+from rollyard_slurm.scripts.shell import Assign, Code, render
+from rollyard_slurm.submissions.submission import PENDING_STATES
 
 AT_ONCE = 8
 """Jobs that are signalled or cancelled by one call each."""
@@ -70,10 +71,10 @@ class RestCalls:
         Raises:
             SlurmAway: slurmrestd does not answer.
         """
-        options = [*batch.options, *jobfields.further(batch.further)]
+        options = [*batch.options, *job_fields.further(batch.further)]
         api = await self.server.api()
         between = () if api.signals_batch else self._watch(dict(options))
-        job = jobfields.fields(options, self._env, api.version)
+        job = job_fields.fields(options, self._env, api.version)
         return {"script": batch.text(between), "job": job}
 
     async def submit(self, script: Batch) -> int:
@@ -83,19 +84,19 @@ class RestCalls:
             raise SubmitRefused(str(error), False, by="slurmrestd") from error
         self._folder.mkdir(mode=0o700, exist_ok=True)
         answer = await self.server.ask("POST", "/job/submit", "submit", body=body)
-        job = jobjson.submitted(answer.document)
+        job = job_json.submitted(answer.document)
         if job is not None:
             return job  # with a complaint beside it, it waits for its reason
         words = answer.words or f"HTTP status {answer.status}"
         raise SubmitRefused(words, reasons.is_limit(words), by="slurmrestd")
 
-    async def queue(self) -> list[parse.QueuedJob]:
+    async def queue(self) -> list[command_output.QueuedJob]:
         now = await self._now()
         document = _good(await self.server.ask("GET", "/jobs", "jobs"), "jobs")
         try:
             # Everybody's jobs: on a large cluster that takes its time.
-            listed = await asyncio.to_thread(jobjson.queue, document, os.getuid(), now)
-        except parse.Unreadable as error:
+            listed = await asyncio.to_thread(job_json.queue, document, os.getuid(), now)
+        except command_output.Unreadable as error:
             raise SlurmAway(str(error)) from error
         if self._keeps:
             # A home that is full, or away, is no reason not to see the jobs.
@@ -103,14 +104,14 @@ class RestCalls:
                 self._keep_files(listed)
         return listed
 
-    async def details(self, job: int) -> parse.JobDetails | None:
+    async def details(self, job: int) -> command_output.JobDetails | None:
         now = await self._now()
         answer = await self.server.ask("GET", f"/job/{job}", "job")
         if UNKNOWN_JOB in answer.numbers:
             return None
         try:
-            return jobjson.details(_good(answer, "job"), job, now)
-        except parse.Unreadable as error:
+            return job_json.details(_good(answer, "job"), job, now)
+        except command_output.Unreadable as error:
             raise SlurmAway(str(error)) from error
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
@@ -129,7 +130,7 @@ class RestCalls:
         Raises:
             SlurmError: slurmrestd does not answer, or no address is found.
         """
-        nodes = jobjson.addresses(_good(await self.server.ask("GET", "/nodes", "nodes"), "nodes"))
+        nodes = job_json.addresses(_good(await self.server.ask("GET", "/nodes", "nodes"), "nodes"))
         found = toward(nodes[:1])
         if not found or (is_loopback(found) and not all(is_loopback(node) for node in nodes)):
             found = toward([node for node in nodes if not is_loopback(node)][:1]) or found
@@ -161,7 +162,7 @@ class RestCalls:
     def _watch(self, options: Mapping[str, str | None]) -> tuple[str, ...]:
         """Lines by which a script hears of signals, and of the end of its time."""
         early = (options.get("signal") or "").rpartition("@")[2] or str(SIGNAL_SECONDS)
-        limit = parse.seconds(options.get("time") or "")
+        limit = command_output.seconds(options.get("time") or "")
         end = "" if limit is None else str(max(1, int(limit) - int(early)))
         return (
             "# slurmrestd cannot signal this script alone: what it should hear stands in a file.",
@@ -189,7 +190,7 @@ class RestCalls:
         with (self._folder / str(job)).open("a") as file:
             file.write(words + "\n")
 
-    def _keep_files(self, listed: Sequence[parse.QueuedJob]) -> None:
+    def _keep_files(self, listed: Sequence[command_output.QueuedJob]) -> None:
         """Tells running jobs what is left of their time, once; removes what jobs that ended have left."""
         there = {int(path.name) for path in self._folder.iterdir() if path.name.isdigit()}
         for job in listed:

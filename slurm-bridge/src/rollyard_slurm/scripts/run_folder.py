@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rollyard_slurm.shell import Code
+from rollyard_slurm.scripts.shell import Code
 
 _TEXT = r"""
 # Another user of the node must not have made the folder before, nor be able to replace it: each folder

@@ -13,9 +13,9 @@ from rollyard_operator.host.processes import Identity
 from rollyard_operator.plan import ObservedWorkload, Owner, Workload
 from rollyard_operator.probe import Health
 
-from rollyard_slurm import reasons
-from rollyard_slurm.parse import QueuedJob
-from rollyard_slurm.walltime import Ending
+from rollyard_slurm.readers import reasons
+from rollyard_slurm.readers.command_output import QueuedJob
+from rollyard_slurm.scheduling.time_limits import Ending
 
 PENDING_STATES = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}

@@ -18,10 +18,10 @@ from typing import Any
 
 import httpx
 
-from rollyard_slurm import jobjson, reasons
+from rollyard_slurm.calls.call_counts import Load
 from rollyard_slurm.errors import SlurmAway, SlurmError
-from rollyard_slurm.load import Load
 from rollyard_slurm.profile import RestProfile
+from rollyard_slurm.readers import job_json, reasons
 
 OLDEST, NEWEST = 38, 46
 """v0.0.38 (Slurm 22.05) to v0.0.46 (26.05): of those that a server has the newest is used."""
@@ -117,7 +117,7 @@ class Server:
             answer = await self._call("GET", path, {}, None, "diag")
             if answer.status != 200 or answer.words:
                 raise self._away(answer, "diag")
-            told = jobjson.number((answer.document or {}).get("statistics", {}).get("req_time"))
+            told = job_json.number((answer.document or {}).get("statistics", {}).get("req_time"))
             ahead = 0.0 if told is None else told - time.time()
             # The controller says whole seconds.
             ahead = 0.0 if abs(ahead) < 2.0 else ahead
@@ -236,7 +236,7 @@ async def _read(status: int, content: bytes) -> Answer:
         document = await asyncio.to_thread(json.loads, content) if long else json.loads(content)
     except ValueError:
         return Answer(status, None, [], " ".join(content[:300].decode(errors="replace").split()))
-    numbers, words = jobjson.troubles(document)
+    numbers, words = job_json.troubles(document)
     return Answer(status, document, numbers, words)
 
 

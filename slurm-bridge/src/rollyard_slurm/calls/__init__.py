@@ -1,0 +1,1 @@
+"""Calls to Slurm: by its own commands, or by slurmrestd."""

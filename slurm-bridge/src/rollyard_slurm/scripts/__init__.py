@@ -1,0 +1,1 @@
+"""Pure makers of batch scripts, and of the fields that slurmrestd takes beside them."""

@@ -1,0 +1,10 @@
+"""Words in a backend's command line that `rollyard_slurm.node` replaces on the node. This module is pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+HOST: Final = "@HOST@"
+"""It stands for the address by which the node reaches the control plane."""
+PORT: Final = "@PORT@"
+"""It stands for a port of the node that is free when the backend starts."""

@@ -10,7 +10,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 TASKS ?= 64
 SAMPLES ?= 8
 
-.PHONY: help run demo-vllm demo-kubernetes demo-slurm test bench lint format typecheck crds docs clean
+.PHONY: help setup run demo-vllm demo-kubernetes demo-slurm test bench lint format typecheck crds docs clean
 
 help: ## What each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -22,6 +22,8 @@ $(STAMP): pyproject.toml scripts/setup
 $(DEV_STAMP): $(STAMP) pyproject.toml scripts/setup
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup dev
 	@touch $@
+
+setup: $(DEV_STAMP) ## Set up what the tests and the benchmark need
 
 run: $(STAMP) ## Set up, start everything on this machine, and run the quickstart job (TASKS, SAMPLES)
 	@$(BIN)/rollyard quickstart --tasks $(TASKS) --samples $(SAMPLES) --out runs/quickstart

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -11,6 +12,13 @@ from typing import NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if importlib.util.find_spec("rollyard_testing") is None:
+    raise pytest.UsageError(
+        "rollyard_testing is not on the path: the installation is older than this checkout. "
+        "Run `make setup`, or `python -m pip install --no-deps -e .` in the virtual environment."
+    )
+pytest.register_assert_rewrite("rollyard_testing")
 
 # A machine that stands still for a moment makes no example wrong: pytest's limit bounds a test.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from attacklab import Lab, a_lab
-from rootfolder import make_image, make_sif
+from rollyard_testing.adversary.attacklab import Lab, a_lab
+from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 
 _PROGRAMS = ("chmod", "cp", "date", "ln", "mkfifo", "mv")
 """What the attacks call beside what other tests do."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from attacklab import STAGES, Lab
-from attacks import Attack, python
+from rollyard_testing.adversary.attacklab import STAGES, Lab
+from rollyard_testing.adversary.attacks import Attack, python
 
 pytestmark = pytest.mark.real
 

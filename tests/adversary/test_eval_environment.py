@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from attacklab import Lab
-from attacks import Attack, submit
+from rollyard_testing.adversary.attacklab import Lab
+from rollyard_testing.adversary.attacks import Attack, submit
 
 pytestmark = pytest.mark.real
 

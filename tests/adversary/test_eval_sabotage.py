@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from attacklab import Lab
-from attacks import Attack
+from rollyard_testing.adversary.attacklab import Lab
+from rollyard_testing.adversary.attacks import Attack
 
 pytestmark = pytest.mark.real
 

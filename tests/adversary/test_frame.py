@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from attacklab import Lab
-from attacks import Attack, Verdict, submit
-from sharedrollouts import SharedRollout
+from rollyard_testing.adversary.attacklab import Lab
+from rollyard_testing.adversary.attacks import Attack, Verdict, submit
+from rollyard_testing.adversary.sharedrollouts import SharedRollout
 
 pytestmark = pytest.mark.real
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from attacklab import TOOLS, Lab
-from attacks import Attack, ipython, python
 from rollyard_pipeline.sandboxes.cgroups import enforced, find_places
+from rollyard_testing.adversary.attacklab import TOOLS, Lab
+from rollyard_testing.adversary.attacks import Attack, ipython, python
 
 pytestmark = pytest.mark.real
 

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from attacklab import Lab
-from attacks import Attack, python
+from rollyard_testing.adversary.attacklab import Lab
+from rollyard_testing.adversary.attacks import Attack, python
 
 pytestmark = pytest.mark.real
 

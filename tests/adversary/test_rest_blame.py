@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from restplane import Yard, control_plane, result
 from rollyard_api.breaker import THRESHOLD
+from rollyard_testing.adversary.restplane import Yard, control_plane, result
 
 MINE, THEIRS, SHARED = "http://mine", "http://theirs", "http://shared"
 OFTEN = 3 * THRESHOLD

@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from restplane import Yard, control_plane, result
 from rollyard_api import access, cancelling
 from rollyard_api.bus import QUEUE
 from rollyard_crds.claims import SandboxShape
 from rollyard_crds.jobtoken import job_of, job_token
+from rollyard_testing.adversary.restplane import Yard, control_plane, result
 
 SHAPE = SandboxShape(cpu=1, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64).model_dump()
 

@@ -19,12 +19,12 @@ import httpx
 import msgpack
 import orjson
 import pytest
-from restplane import Yard, control_plane, result
 from rich.table import Table
 from rich.text import Text
 from rollyard import terminal
 from rollyard_api.access import SMALL
 from rollyard_api.fetch import Unanswered, fetch
+from rollyard_testing.adversary.restplane import Yard, control_plane, result
 
 FORGED = "2030-01-01 00:00:00,000 INFO rollyard.api: all is well"
 HOSTILE = f"x\n{FORGED}\r\n\x1b[2K\x1b]0;title\x07\x9b31m"

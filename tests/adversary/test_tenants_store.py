@@ -8,10 +8,10 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from restplane import Yard, control_plane
 from rollyard_api.archive import READ_THREADS, WRITE_THREADS
 from rollyard_api.bulkhead import SPARE
-from tenants import PATIENCE, HangingStore, finish, read, stored, until
+from rollyard_testing.adversary.restplane import Yard, control_plane
+from rollyard_testing.adversary.tenants import PATIENCE, HangingStore, finish, read, stored, until
 
 READERS = 24
 

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from restplane import Yard, control_plane
 from rollyard_api import leasing
 from rollyard_api.database import Transaction
-from tenants import a_process, finish, outcome, read, until
+from rollyard_testing.adversary.restplane import Yard, control_plane
+from rollyard_testing.adversary.tenants import a_process, finish, outcome, read, until
 
 POLLS = 1000
 WORKERS = 300

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
 import threading
@@ -15,18 +14,12 @@ import httpx
 import pytest
 from rollyard_api.settings import Settings
 from rollyard_api.weight_steps import Limits
-
-_SPEC = importlib.util.spec_from_file_location("scripted", Path(__file__).with_name("scripted.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-scripted = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(scripted)
-REFERENCE = scripted.REFERENCE
+from rollyard_testing.api.scripted import REFERENCE, Scripted
 
 
 @pytest.fixture
 def servers() -> Iterator[list[Any]]:
-    made = [scripted.Scripted() for _ in range(2)]
+    made = [Scripted() for _ in range(2)]
     yield made
     for server in made:
         server.close()

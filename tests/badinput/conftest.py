@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
-from yard import Yard
+from rollyard_testing.faults.yard import Yard
 
 MODEL = Path(__file__).resolve().parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
 END = 2

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from bounds import beyond
 from pydantic import BaseModel
 from rollyard_crds import ManifestError, StageSpec, parse, schema
 from rollyard_crds.rolloutjob import StagesSpec
+from rollyard_testing.crds.bounds import beyond
 
 HERE = Path(__file__).parent
 YAML_FOLDER = HERE.parents[1] / "crds" / "yaml"

@@ -32,11 +32,21 @@ def functions_of(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             yield node
 
 
+def tables_of(path: Path) -> Iterator[Path]:
+    """The file itself, and the module of `rollyard_testing` that it takes its table of attacks from."""
+    yield path
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and "ATTACKS" in [each.name for each in node.names]:
+            assert node.module is not None
+            yield TESTS.joinpath("support", *node.module.split(".")).with_suffix(".py")
+
+
 def attacks_of(path: Path) -> list[str]:
     """Names of the attacks that a file's tables hold; a rollout that deserves a reward is none."""
     return [
         keyword.value.value
-        for node in ast.walk(ast.parse(path.read_text()))
+        for table in tables_of(path)
+        for node in ast.walk(ast.parse(table.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "Attack"

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from ledger import Ledger
-from yard import LEASE_SECONDS, ROOT, Yard, a_yard, following
+from rollyard_testing.faults.ledger import Ledger
+from rollyard_testing.faults.yard import LEASE_SECONDS, ROOT, Yard, a_yard, following
 
 TASKS = 12
 SAMPLES = 4

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kubelab import Cluster, cluster, images
+from rollyard_testing.kubernetes.kubelab import Cluster, cluster, images
 
 __all__ = ["Cluster", "cluster", "images"]

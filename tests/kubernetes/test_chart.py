@@ -13,7 +13,7 @@ from rollyard_operator.allowed import Allowed
 from rollyard_operator.settings import parse_settings
 
 if TYPE_CHECKING:
-    from kubelab import Cluster
+    from rollyard_testing.kubernetes.kubelab import Cluster
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)]
 

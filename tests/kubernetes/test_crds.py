@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import yaml
-from bounds import beyond, rules
-from podwatch import api_server
 from rollyard_crds import ManifestError, parse, schema
+from rollyard_testing.crds.bounds import beyond, rules
+from rollyard_testing.kubernetes.podwatch import api_server
 
 if TYPE_CHECKING:
-    from kubelab import Cluster
+    from rollyard_testing.kubernetes.kubelab import Cluster
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(300)]
 

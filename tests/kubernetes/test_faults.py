@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from faultproxy import KINDS, FaultProxy
-from faultrun import STAGES, TASKS, a_run
-from installed import Release, a_release
-from operatorprocess import OperatorProcess
-from podwatch import CLAIM, label
+from rollyard_testing.kubernetes.faultproxy import KINDS, FaultProxy
+from rollyard_testing.kubernetes.faultrun import STAGES, TASKS, a_run
+from rollyard_testing.kubernetes.installed import Release, a_release
+from rollyard_testing.kubernetes.operatorprocess import OperatorProcess
+from rollyard_testing.kubernetes.podwatch import CLAIM, label
 
 if TYPE_CHECKING:
-    from kubelab import Cluster
+    from rollyard_testing.kubernetes.kubelab import Cluster
 
 pytestmark = [
     pytest.mark.kubernetes,

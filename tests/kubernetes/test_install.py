@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from installedchart import HOLD, job, task
+from rollyard_testing.kubernetes.installedchart import HOLD, job, task
 
 if TYPE_CHECKING:
-    from kubelab import Cluster
+    from rollyard_testing.kubernetes.kubelab import Cluster
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(1800)]
 

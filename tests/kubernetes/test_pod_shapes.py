@@ -7,10 +7,10 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from podcases import objects
+from rollyard_testing.operator.podcases import objects
 
 if TYPE_CHECKING:
-    from kubelab import Cluster
+    from rollyard_testing.kubernetes.kubelab import Cluster
 
 pytestmark = [pytest.mark.real, pytest.mark.kubernetes, pytest.mark.timeout(300)]
 

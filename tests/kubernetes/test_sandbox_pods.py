@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-from fakeclaims import SHAPE, ClaimDesk
 from kubernetes.aio import client, config
 from rollyard_operator import labels
 from rollyard_operator.isolation import isolation_checks
@@ -26,9 +25,10 @@ from rollyard_operator.settings import OperatorSettings
 from rollyard_operator.witnesses import Witnesses
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError
+from rollyard_testing.operator.fakeclaims import SHAPE, ClaimDesk
 
 if TYPE_CHECKING:
-    from kubelab import Cluster
+    from rollyard_testing.kubernetes.kubelab import Cluster
 
 pytestmark = [pytest.mark.real, pytest.mark.kubernetes, pytest.mark.timeout(300)]
 SMALL = SHAPE.model_copy(update={"image": "", "cpu": 0.1, "memory_bytes": 256 << 20, "disk_bytes": 256 << 20})

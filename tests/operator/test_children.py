@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fakecluster import FakeKube, Object, stamp
 from rollyard_crds import RolloutJobStatus
 from rollyard_operator import labels
 from rollyard_operator.children import Children
 from rollyard_operator.objectcache import PodCache, uid_of
 from rollyard_operator.plan import Launch, Owner, Plan, Stop, Workload
+from rollyard_testing.operator.fakecluster import FakeKube, Object, stamp
 
 OWNER = Owner("RolloutJob", "team", "math", "uid-of-math")
 NAME = "math-uid-of-m-run-0"

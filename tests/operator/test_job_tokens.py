@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fakecluster import FakeControlPlane, FakeKube
-from operatorlab import KEY, NAMESPACE, Lab, hurry, job, running, settings_in, until
 from rollyard_crds.jobtoken import JobIdentity, job_of
 from rollyard_operator.kube import KubeError
 from rollyard_operator.labels import Object
 from rollyard_operator.oldtoken import secrets_of
+from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube
+from rollyard_testing.operator.operatorlab import KEY, NAMESPACE, Lab, hurry, job, running, settings_in, until
 
 OLD = "rollyard-worker"
 OLD_POD = (NAMESPACE, "math-old-run-0")

@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakecluster import FakeControlPlane, FakeKube, Object
-from operatorlab import KEY, NAMESPACE, Lab, at_rest, hurry, job, running, settings_in, until
 from rollyard_client import Invalid
 from rollyard_crds import RolloutJob
 from rollyard_operator.kube import KubeError
 from rollyard_operator.plane import OBJECT_UID
+from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, Object
+from rollyard_testing.operator.operatorlab import (
+    KEY,
+    NAMESPACE,
+    Lab,
+    at_rest,
+    hurry,
+    job,
+    running,
+    settings_in,
+    until,
+)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
-from operatorlab import PATIENCE_SECONDS
 from rollyard_crds import Condition, RolloutJob
 from rollyard_operator.__main__ import main
 from rollyard_operator.admission import Admissions
@@ -19,6 +18,7 @@ from rollyard_operator.labels import Object
 from rollyard_operator.notes import notes
 from rollyard_operator.objectcache import PodCache
 from rollyard_operator.podstatus import observed_workload
+from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

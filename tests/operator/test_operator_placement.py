@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakecluster import FakeControlPlane, FakeKube
-from operatorlab import KEY, NAMESPACE, Lab, hurry, job, pool, running, settings_in, until
 from rollyard_crds import BackendPool, BackendStatus, RolloutJob
 from rollyard_operator.conditions import Claim, updated
 from rollyard_operator.placement import UNSPOKEN_SECONDS, is_for, is_unspoken
 from rollyard_operator.sync import DELETE_REQUESTED
+from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube
+from rollyard_testing.operator.operatorlab import (
+    KEY,
+    NAMESPACE,
+    Lab,
+    hurry,
+    job,
+    pool,
+    running,
+    settings_in,
+    until,
+)
 
 POOL = (NAMESPACE, "qwen")
 

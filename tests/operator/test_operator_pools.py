@@ -6,12 +6,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fakecluster import FakeControlPlane, FakeKube
-from operatorlab import NAMESPACE, Lab, hurry, job, pool, running, settings_in, until
 from rollyard_crds import BackendPool, BackendStatus
 from rollyard_operator.plane import OBJECT_UID
 from rollyard_operator.poolloop import difference
 from rollyard_operator.sync import DELETE_REQUESTED
+from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube
+from rollyard_testing.operator.operatorlab import (
+    NAMESPACE,
+    Lab,
+    hurry,
+    job,
+    pool,
+    running,
+    settings_in,
+    until,
+)
 
 KEY = (NAMESPACE, "qwen")
 WHERE = ("BackendPool", *KEY)

@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import pytest
-from podcases import PERMISSIVE, UID, objects, settings_of
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_crds.claims import SandboxShape
 from rollyard_crds.podtemplate import LocalReference
@@ -28,6 +27,7 @@ from rollyard_operator.sandboxpods import (
     secret_of,
 )
 from rollyard_operator.settings import OperatorSettings
+from rollyard_testing.operator.podcases import PERMISSIVE, UID, objects, settings_of
 
 SETTINGS = OperatorSettings.model_validate(
     {

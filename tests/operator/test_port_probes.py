@@ -8,8 +8,8 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
-from operatorlab import PATIENCE_SECONDS
 from rollyard_operator.portprobes import PortProbes
+from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
-from operatorlab import PATIENCE_SECONDS, until
 from rollyard_operator import reflector
 from rollyard_operator.kube import KubeClient, KubeError
 from rollyard_operator.kubewatch import KubeWatch
 from rollyard_operator.labels import Object
 from rollyard_operator.objectcache import PodCache
 from rollyard_operator.reflector import Reflector
+from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS, until
 
 Answer = Callable[["Stream"], Awaitable[None]]
 

@@ -11,9 +11,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from fakeclaims import SHAPE, ClaimDesk
-from fakecluster import FakeKube
-from operatorlab import PATIENCE_SECONDS
 from rollyard_client import RollyardError
 from rollyard_crds.claims import ClaimList, ClaimStatus, SandboxShape
 from rollyard_operator import labels
@@ -24,6 +21,9 @@ from rollyard_operator.namespaces import Namespaces
 from rollyard_operator.objectcache import PodCache, key_of, uid_of
 from rollyard_operator.settings import OperatorSettings, parse_settings
 from rollyard_operator.witnesses import Witnesses
+from rollyard_testing.operator.fakeclaims import SHAPE, ClaimDesk
+from rollyard_testing.operator.fakecluster import FakeKube
+from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS
 
 SETTINGS = parse_settings(
     """

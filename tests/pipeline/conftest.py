@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from families import FAMILIES, train_tokenizer
 from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_pipeline.backends import BackendClient, BackendSession
@@ -20,6 +19,7 @@ from rollyard_pipeline.backends.session import Route
 from rollyard_pipeline.chat import ChatFormat
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import ChatTokenizer
+from rollyard_testing.families import FAMILIES, train_tokenizer
 from tokenizers import Tokenizer
 
 # The shipped tiny policy's own.

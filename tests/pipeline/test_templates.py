@@ -10,7 +10,6 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from families import FAMILIES, MARKERS, SPECIAL, Family, train_tokenizer
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from rollyard_pipeline.chat import ChatFormat
@@ -18,6 +17,7 @@ from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import MARK, ChatTokenizer
 from rollyard_pipeline.errors import TemplateError
 from rollyard_pipeline.recorder import Prompt, Sample, TrajectoryRecorder
+from rollyard_testing.families import FAMILIES, MARKERS, SPECIAL, Family, train_tokenizer
 
 Message = dict[str, Any]
 NOW = datetime(2026, 1, 2, 3, 4)

@@ -24,7 +24,7 @@ from rollyard_pipeline.sandboxes.cgroups import find_places
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.client import ExecClient
-from rootfolder import make_image, make_root, make_sif
+from rollyard_testing.sandboxes.rootfolder import make_image, make_root, make_sif
 
 NODE = "node-a"
 SMALL = {"memory_bytes": 192 << 20, "disk_bytes": 16 << 20, "processes": 64}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridgelab import Bridge, accounted_for, condition, job, until
+from rollyard_testing.slurm.bridgelab import Bridge, accounted_for, condition, job, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(900)]
 

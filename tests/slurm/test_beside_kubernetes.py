@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from bridgelab import Bridge, condition, until
-from bridgelab import job as oracle_job
-from installedchart import Installation, is_so
 from rollyard.local.options import shipped_model
 from rollyard_client import Client, NotFound
 from rollyard_crds import RolloutJob
+from rollyard_testing.kubernetes.installedchart import Installation, is_so
+from rollyard_testing.slurm.bridgelab import Bridge, condition, until
+from rollyard_testing.slurm.bridgelab import job as oracle_job
 
 if TYPE_CHECKING:
-    from conftest import Slurm
-    from kubelab import Cluster
+    from rollyard_testing.kubernetes.kubelab import Cluster
+    from rollyard_testing.slurm.slurmlab import Slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900)]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridgelab import ROLLYARD, Bridge, accounted_for, condition, job, until
-from fulldisk import fill
 from rollyard_client import Client, RollyardError
 from rollyard_crds import BackendPool
+from rollyard_testing.slurm.bridgelab import ROLLYARD, Bridge, accounted_for, condition, job, until
+from rollyard_testing.slurm.fulldisk import fill
 
 CLOCKS = """
 import datetime, os, sys, time

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import yaml
-from bridgelab import PATIENCE, Bridge, accounted_for, condition, job, until
-from fulldisk import fill
-from ledger import Ledger
+from rollyard_testing.faults.ledger import Ledger
+from rollyard_testing.slurm.bridgelab import PATIENCE, Bridge, accounted_for, condition, job, until
+from rollyard_testing.slurm.fulldisk import fill
 
 if TYPE_CHECKING:
-    from conftest import Slurm
+    from rollyard_testing.slurm.slurmlab import Slurm
 
 pytestmark = [
     pytest.mark.slurm,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Slurm
+    from rollyard_testing.slurm.slurmlab import Slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(900)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridgelab import Bridge, accounted_for, job, until
+from rollyard_testing.slurm.bridgelab import Bridge, accounted_for, job, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.real, pytest.mark.timeout(900)]
 ASKED = Path(__file__).with_name("asked.py")

@@ -17,9 +17,9 @@ from rollyard_slurm.calls.command_line import CommandLine, environment
 from rollyard_slurm.errors import ProfileInvalid, SlurmAway
 from rollyard_slurm.profile import load
 from rollyard_slurm.submissions.fleet import UNSURE_SECONDS
-from test_slurm_commands import Programs
-from test_slurm_fleet import Bench, job
-from test_slurm_script import WORKER, script, site
+from rollyard_testing.slurm_bridge.bench import Bench, job
+from rollyard_testing.slurm_bridge.programs import Programs
+from rollyard_testing.slurm_bridge.scripts import WORKER, script, site
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from rollyard_crds import BackendPool
 from rollyard_slurm.readers import job_identity
-from test_slurm_fleet import Bench
+from rollyard_testing.slurm_bridge.bench import Bench
 
 ANSWER = {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-0.5]}}]}
 

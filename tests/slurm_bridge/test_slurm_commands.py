@@ -13,24 +13,9 @@ from rollyard_slurm.calls.command_line import CommandLine, environment
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
 from rollyard_slurm.scheduling.poll_interval import BUSY_SECONDS, IDLE_SECONDS, Pace
 from rollyard_slurm.scripts.batch import Batch
+from rollyard_testing.slurm_bridge.programs import Programs
 
 EMPTY = Batch((), (), (), ())
-
-
-class Programs:
-    """A folder with programs that say what they are told to."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-
-    def write(self, name: str, body: str) -> None:
-        path = self.folder / name
-        path.write_text(f"#!/bin/bash\n{body}\n")
-        path.chmod(0o755)
-
-    def commands(self, timeout: float = 20.0) -> CommandLine:
-        return CommandLine(timeout, environment(os.environ), str(self.folder))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from rollyard_operator.placement import is_for
 from rollyard_slurm.bridge import Bridge
 from rollyard_slurm.options import CA_NAME, BridgeOptions, reconcile_profile, served
 from rollyard_slurm.readers import job_identity
-from test_slurm_fleet import Bench, job
+from rollyard_testing.slurm_bridge.bench import Bench, job
 
 
 def placed(name: str, uid: str, placement: str | None) -> RolloutJob:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakerestd import Restd
 from rollyard_slurm.bridge import rest_of
 from rollyard_slurm.calls.command_line import environment
 from rollyard_slurm.calls.rest import RestCalls
@@ -26,6 +25,7 @@ from rollyard_slurm.readers import job_json
 from rollyard_slurm.readers.command_output import JobDetails, Unreadable
 from rollyard_slurm.scripts import job_fields
 from rollyard_slurm.scripts.batch import Batch
+from rollyard_testing.slurm_bridge.fakerestd import Restd
 
 DATA = Path(__file__).parent / "data"
 BATCH = Batch(

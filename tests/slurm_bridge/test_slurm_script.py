@@ -19,16 +19,8 @@ from rollyard_slurm.node import command_for
 from rollyard_slurm.profile import SiteProfile, load
 from rollyard_slurm.readers import job_identity
 from rollyard_slurm.readers.job_identity import identity
-from rollyard_slurm.scripts.batch import Site, batch_script
+from rollyard_testing.slurm_bridge.scripts import WORKER, script, site
 
-OWNER = Owner("RolloutJob", "default", "qs", "12345678-aaaa")
-WORKER = Workload(
-    name="qs-12345678-worker-0",
-    kind="stage-worker",
-    owner=OWNER,
-    stages=("init", "run", "eval"),
-    concurrency=(("init", 4), ("run", 8), ("eval", 2)),
-)
 BACKEND = Workload(
     name="p-12345678-backend-1",
     kind="backend",
@@ -40,22 +32,6 @@ BACKEND = Workload(
     env=(("HF_HOME", "/cache it's"),),
     gpus=2,
 )
-
-
-def site(profile: SiteProfile | None = None, **changes: object) -> Site:
-    given = {
-        "home": Path("/shared/h"),
-        "instance": "abcd1234",
-        "url": "http://10.0.0.1:9000",
-        "profile": profile or SiteProfile(),
-        "python": "/env/bin/python",
-        **changes,
-    }
-    return Site(**given)  # type: ignore[arg-type]
-
-
-def script(workload: Workload, of: Site) -> str:
-    return batch_script(workload, of, identity(workload, of.instance, "ffff00000000", 3)).text()
 
 
 def directives(text: str) -> dict[str, str]:

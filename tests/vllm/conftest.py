@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from forward import Forward, forward_passes
-from product import a_product
-from proxy import recording
-from servers import ENVIRONMENT_SECONDS, START_SECONDS, EnvironmentMissing, VllmServer
-from servers import vllm_python as make_environment
-from stage import Stage
+from rollyard_testing.vllm.forward import Forward, forward_passes
+from rollyard_testing.vllm.product import a_product
+from rollyard_testing.vllm.proxy import recording
+from rollyard_testing.vllm.servers import ENVIRONMENT_SECONDS, START_SECONDS, EnvironmentMissing, VllmServer
+from rollyard_testing.vllm.servers import vllm_python as make_environment
+from rollyard_testing.vllm.stage import Stage
 
 MODEL = Path(__file__).parent / "model" / "hf"
 _FOLDER = Path(__file__).parent

@@ -13,7 +13,7 @@ from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_pipeline.backends import BackendClient, BackendSession, Sampling
 from rollyard_pipeline.errors import BackendRefused, ContextOverflow, ModelNotServed
 from rollyard_pipeline.recorder import Sample
-from servers import MAX_MODEL_LEN, VllmServer
+from rollyard_testing.vllm.servers import MAX_MODEL_LEN, VllmServer
 
 KINDS = ("generate", "completions")
 PROMPT = (5, 6, 7, 8)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import Answer, compare, judge, passes
-from families import FAMILIES
-from forward import Forward
-from servers import VllmServer
-from stage import MAX_TOKENS, Stage, Trajectory, tasks
+from rollyard_testing.families import FAMILIES
+from rollyard_testing.vllm.checker import Answer, compare, judge, passes
+from rollyard_testing.vllm.forward import Forward
+from rollyard_testing.vllm.servers import VllmServer
+from rollyard_testing.vllm.stage import MAX_TOKENS, Stage, Trajectory, tasks
 
 MakeStage = Callable[..., AbstractContextManager[Stage]]
 

@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from checker import compare, judge, passes
-from forward import Forward
-from ledger import Ledger
-from product import Product
-from servers import VllmServer
-from stage import MAX_TOKENS, Stage, tasks
+from rollyard_testing.faults.ledger import Ledger
+from rollyard_testing.vllm.checker import compare, judge, passes
+from rollyard_testing.vllm.forward import Forward
+from rollyard_testing.vllm.product import Product
+from rollyard_testing.vllm.servers import VllmServer
+from rollyard_testing.vllm.stage import MAX_TOKENS, Stage, tasks
 
 MakeStage = Callable[..., AbstractContextManager[Stage]]
 

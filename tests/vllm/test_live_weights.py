@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import Answer, Judgement, Pass, compare, judge, passes
-from checkpoints import perturbed
-from forward import Forward
-from servers import VllmServer
-from stage import Stage, Trajectory, tasks
+from rollyard_testing.vllm.checker import Answer, Judgement, Pass, compare, judge, passes
+from rollyard_testing.vllm.checkpoints import perturbed
+from rollyard_testing.vllm.forward import Forward
+from rollyard_testing.vllm.servers import VllmServer
+from rollyard_testing.vllm.stage import Stage, Trajectory, tasks
 
 MakeStage = Callable[..., AbstractContextManager[Stage]]
 

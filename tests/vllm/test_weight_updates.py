@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import random_models
-from checker import Pass
-from checkpoints import perturbed
-from forward import Forward
-from product import Product, a_product
-from servers import SERVED, VllmServer
+from rollyard_testing.vllm import random_models
+from rollyard_testing.vllm.checker import Pass
+from rollyard_testing.vllm.checkpoints import perturbed
+from rollyard_testing.vllm.forward import Forward
+from rollyard_testing.vllm.product import Product, a_product
+from rollyard_testing.vllm.servers import SERVED, VllmServer
 
 SECONDS = 180.0
 IDS = list(range(40, 104))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from installedchart import PATIENCE_SECONDS, Installation
+from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, Installation
 
 if TYPE_CHECKING:
-    from kubelab import Cluster
+    from rollyard_testing.kubernetes.kubelab import Cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 

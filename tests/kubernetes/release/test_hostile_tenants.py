@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from installedchart import HOLD, PATIENCE_SECONDS, job, pool, task
+from rollyard_testing.kubernetes.installedchart import HOLD, PATIENCE_SECONDS, job, pool, task
 
 if TYPE_CHECKING:
-    from installedchart import Installation
+    from rollyard_testing.kubernetes.installedchart import Installation
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from installedchart import PATIENCE_SECONDS, job
+from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, job
 
 if TYPE_CHECKING:
-    from installedchart import Installation
+    from rollyard_testing.kubernetes.installedchart import Installation
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 TOKENS = "/var/run/secrets"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from installedchart import HOLD, condition, in_namespace, is_so, job, pool, task
 from rollyard_client import NotFound
+from rollyard_testing.kubernetes.installedchart import HOLD, condition, in_namespace, is_so, job, pool, task
 
 if TYPE_CHECKING:
-    from installedchart import Installation
     from rollyard_client import Client
+    from rollyard_testing.kubernetes.installedchart import Installation
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from installedchart import PATIENCE_SECONDS, condition, is_so, job, task
+from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, condition, is_so, job, task
 
 if TYPE_CHECKING:
-    from installedchart import Installation
+    from rollyard_testing.kubernetes.installedchart import Installation
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 API = "kueue.x-k8s.io/v1beta1"

@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from attacklab import command_lines
-from attacks import Attack, python, submit
-from installedchart import PATIENCE_SECONDS, job
 from rollyard_crds.task import FunctionCall
 from rollyard_crds.trajectory import Trajectory
-from sharedrollouts import SharedRollout
-from test_exec_server_takeover import LOOK_INTO
-from test_policy_channel import ATTACKS as CHANNEL
-from test_policy_evaluation import ATTACKS as EVALUATION
-from test_policy_leftovers import ATTACKS as LEFTOVERS
-from test_policy_walls import ATTACKS as WALLS
+from rollyard_testing.adversary.attacklab import command_lines
+from rollyard_testing.adversary.attacks import Attack, python, submit
+from rollyard_testing.adversary.policy_channel import ATTACKS as CHANNEL
+from rollyard_testing.adversary.policy_evaluation import ATTACKS as EVALUATION
+from rollyard_testing.adversary.policy_leftovers import ATTACKS as LEFTOVERS
+from rollyard_testing.adversary.policy_walls import ATTACKS as WALLS
+from rollyard_testing.adversary.sharedrollouts import SharedRollout
+from rollyard_testing.adversary.takeover import LOOK_INTO
+from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, job
 
 if TYPE_CHECKING:
-    from installedchart import Installation
+    from rollyard_testing.kubernetes.installedchart import Installation
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 

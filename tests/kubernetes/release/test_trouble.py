@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from installedchart import condition, in_namespace, is_so, job, pool, task
+from rollyard_testing.kubernetes.installedchart import condition, in_namespace, is_so, job, pool, task
 
 if TYPE_CHECKING:
-    from installedchart import Installation
+    from rollyard_testing.kubernetes.installedchart import Installation
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.real, pytest.mark.timeout(900, func_only=True)]
 

@@ -3,7 +3,7 @@
     $(scripts/vllm-env) tests/vllm/model/train.py
 
 Needs torch, transformers, safetensors and tokenizers; takes some minutes on two cores and writes `hf/` and
-`report.json` beside this file. It learns dialogues of all families of tests/families, made of this
+`report.json` beside this file. It learns dialogues of all families of tests/support, made of this
 repository's own documentation, until what it samples is far from uniform: log-probabilities that were all
 alike would hide an exchange of two of them. It is not meant to say anything sensible.
 
@@ -29,9 +29,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "families"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from families import FAMILIES, Family, end_tokens, train_tokenizer  # noqa: E402
+from rollyard_testing.families import FAMILIES, Family, end_tokens, train_tokenizer  # noqa: E402
 
 SEED: Final = 0
 VOCABULARY: Final = 1536

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from families import FAMILIES, train_tokenizer, write_folder
+from rollyard_testing.families import FAMILIES, train_tokenizer, write_folder
 
 FAMILY = FAMILIES["qwen2_5"]
 WORD = re.compile(r"rya-[0-9a-f]{16}")

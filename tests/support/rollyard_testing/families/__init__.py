@@ -1,6 +1,6 @@
 """Model families as the tests know them: special tokens, chat template, tool-call parser, one tokenizer.
 
-    from families import FAMILIES, train_tokenizer, write_folder
+    from rollyard_testing.families import FAMILIES, train_tokenizer, write_folder
 
 One byte-level BPE vocabulary holds the special tokens of every family, so that one served model can stand for
 all of them: chat templates are applied on our side.

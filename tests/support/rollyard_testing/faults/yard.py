@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from ledger import Ledger
-from listing import Process, control_groups, mounts, processes, sandbox_names, sockets
 
-ROOT = Path(__file__).resolve().parents[2]
+from rollyard_testing.faults.ledger import Ledger
+from rollyard_testing.faults.listing import Process, control_groups, mounts, processes, sandbox_names, sockets
+
+ROOT = Path(__file__).resolve().parents[4]
 MARK = "ROLLYARD_FAULT_TEST_MARK"
 LEASE_SECONDS = 5
 LOOK_SECONDS = 0.3

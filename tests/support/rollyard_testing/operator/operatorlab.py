@@ -10,12 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fakecluster import FakeControlPlane, FakeKube, stamp
 from rollyard_operator import loops
 from rollyard_operator.installation import Operator
 from rollyard_operator.labels import Object
 from rollyard_operator.plan import Profile
 from rollyard_operator.settings import OperatorSettings
+
+from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, stamp
 
 NAMESPACE = "team"
 KEY = (NAMESPACE, "math")

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 CRDS = ROOT / "crds" / "yaml"
 CHART = ROOT / "helm" / "rollyard"
 LOCK = "/tmp/kube-lab.lock"

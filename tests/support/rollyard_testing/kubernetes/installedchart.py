@@ -16,7 +16,7 @@ from rollyard_client.driver import DriverClient
 from rollyard_crds.claims import Claim
 
 if TYPE_CHECKING:
-    from kubelab import Cluster
+    from rollyard_testing.kubernetes.kubelab import Cluster
 
 LOOK_SECONDS = 0.2
 PATIENCE_SECONDS = 180

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from attacks import Attack, Outcome, Step, Verdict, judge
 from rollyard_crds.task import FunctionCall
 from rollyard_crds.trajectory import Trajectory
+
+from rollyard_testing.adversary.attacks import Attack, Outcome, Step, Verdict, judge
 
 BETWEEN = ("kill -9 $$", "cd /work")
 """Between two attacks: variables, functions and traps of a session end with its shell, but not its folder."""

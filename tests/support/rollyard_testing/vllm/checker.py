@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy import Exchange
+from rollyard_testing.vllm.proxy import Exchange
 
 UNVERIFIED = "unverified:"
 BF16_ROUNDING = 2.0**-7

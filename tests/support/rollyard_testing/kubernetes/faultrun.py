@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-from installed import Release
-from ledger import Ledger
-from podwatch import (
+
+from rollyard_testing.faults.ledger import Ledger
+from rollyard_testing.kubernetes.installed import Release
+from rollyard_testing.kubernetes.podwatch import (
     CLAIM,
     COMPONENT,
     ClusterReader,

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from ledger import Ledger
-from servers import SERVED
+
+from rollyard_testing.faults.ledger import Ledger
+from rollyard_testing.vllm.servers import SERVED
 
 PLUGIN = Path(__file__).parent / "plugin"
 _ENTRY_POINTS = """\

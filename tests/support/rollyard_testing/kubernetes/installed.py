@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import yaml
-from podwatch import ClusterReader
+
+from rollyard_testing.kubernetes.podwatch import ClusterReader
 
 if TYPE_CHECKING:
-    from kubelab import Cluster
+    from rollyard_testing.kubernetes.kubelab import Cluster
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 CHART = ROOT / "helm" / "rollyard"
 EXAMPLES = ROOT / "examples" / "kubernetes"
 TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"

@@ -6,11 +6,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from checker import Answer, answers
-from families import FAMILIES, write_folder
-from product import Product
-from proxy import Recorder
 from tokenizers import Tokenizer
+
+from rollyard_testing.families import FAMILIES, write_folder
+from rollyard_testing.vllm.checker import Answer, answers
+from rollyard_testing.vllm.product import Product
+from rollyard_testing.vllm.proxy import Recorder
 
 Trajectory = dict[str, Any]
 MAX_TOKENS = 48

@@ -22,11 +22,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from attacks import Attack, Outcome, Step, judge
-from policyserver import MODEL, WAIT_SECONDS, PolicyServer, calling
 from rollyard_client import Client
 from rollyard_crds.task import FunctionCall
 from rollyard_crds.trajectory import Trajectory
+
+from rollyard_testing.adversary.attacks import Attack, Outcome, Step, judge
+from rollyard_testing.adversary.policyserver import MODEL, WAIT_SECONDS, PolicyServer, calling
 
 PYTHON = "/.rollyard/venv/bin/python"
 START_SECONDS = 90.0

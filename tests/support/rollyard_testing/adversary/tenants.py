@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import httpx
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from restplane import Yard, result
+
+from rollyard_testing.adversary.restplane import Yard, result
 
 PATIENCE = 60.0
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 SERVED = "tiny"
 """The name under which every test server serves its model."""
 START_SECONDS = 300.0

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import yaml
-from installed import Release
+
+from rollyard_testing.kubernetes.installed import Release
 
 START_SECONDS = 60.0
 END_SECONDS = 20.0

@@ -1,0 +1,1 @@
+"""Attacks on the product, and the product under attack."""

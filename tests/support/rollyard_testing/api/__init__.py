@@ -1,0 +1,1 @@
+"""A backend whose answers a test scripts."""

@@ -1,0 +1,1 @@
+"""Manifests that lie just beyond the bounds of the resource models."""

@@ -1,0 +1,1 @@
+"""Images for sandboxes, made from this machine's own programs."""

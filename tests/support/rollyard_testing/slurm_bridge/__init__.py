@@ -1,0 +1,1 @@
+"""A Slurm in memory, and a slurmrestd whose answers a test scripts."""

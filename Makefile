@@ -56,8 +56,8 @@ typecheck: $(DEV_STAMP) ## mypy, strict
 crds: $(DEV_STAMP) ## Write the CRD YAML anew from the pydantic models, and into the chart
 	@$(BIN)/python -m rollyard_crds && cp crds/yaml/*.yaml helm/rollyard/files/crds/
 
-docs: $(DEV_STAMP) ## Check that the documentation's links and commands are true
-	@$(BIN)/python -m pytest -q tests/docs
+docs: $(DEV_STAMP) ## Build the documentation and the API reference into build/docs; a warning is an error
+	@$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs && echo build/docs/index.html
 
 clean: ## Remove what was built here (caches outside the tree stay)
 	@rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -21,6 +21,7 @@ PAGES = [
 ]  # fmt: skip
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+QUOTE = re.compile(r"<!-- from: (\S+) -->\n```\w*\n(.*?)```", re.DOTALL)
 
 
 def pages() -> list[pytest.param]:  # type: ignore[valid-type]
@@ -33,6 +34,9 @@ def test_there_are_pages() -> None:
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
+        "docs/index.md",
+        "docs/architecture.md",
+        "docs/releasing.md",
         "docs/handlers.md",
         "docs/trajectories.md",
         "docs/backends.md",
@@ -54,6 +58,17 @@ def test_there_are_pages() -> None:
 def test_links_lead_to_files(page: Path) -> None:
     targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", pages())
+def test_quotations_are_true(page: Path) -> None:
+    quoted = QUOTE.findall(page.read_text())
+    assert [file for file, text in quoted if text not in (ROOT / file).read_text()] == []
+
+
+def test_the_page_of_handlers_quotes_the_example() -> None:
+    quoted = {Path(file).name for file, _ in QUOTE.findall((ROOT / "docs/handlers.md").read_text())}
+    assert quoted == {"agent.py", "tool.py", "tool_parser.py"}
 
 
 @pytest.mark.parametrize("page", pages())

@@ -10,6 +10,7 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from rollyard_crds.version import installed_version
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -165,6 +166,7 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
     app = FastAPI(
         title="Rollyard",
         summary="Rollouts as a service for reinforcement learning of multi-turn LLM agents",
+        version=installed_version(),
         lifespan=lifespan,
         redoc_url=None,
         exception_handlers={

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollyard_client import AsyncClient, Client
 
-__all__ = ["AsyncClient", "Client"]
+    __version__: str
+
+__all__ = ["AsyncClient", "Client", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily, so that `rollyard --help` does not pay for an HTTP client.
+    # These are imported when they are asked for, so that `rollyard --help` does not pay for an HTTP client.
+    if name == "__version__":
+        from rollyard_crds.version import installed_version
+
+        return installed_version()
     if name in __all__:
         import rollyard_client
 

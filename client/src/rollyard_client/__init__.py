@@ -1,6 +1,7 @@
 """The REST client, sync and async.
 
-Example:
+Example::
+
     from rollyard_client import Client
 
     with Client() as client:

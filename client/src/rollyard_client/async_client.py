@@ -42,7 +42,8 @@ SUBMIT_SECONDS = 600.0
 class AsyncClient:
     """Talks to one control plane; all methods raise RollyardError.
 
-    Example:
+    Example::
+
         async with AsyncClient() as client:
             job = await client.submit(manifest)
             async for trajectory in client.trajectories("quickstart", follow=True):

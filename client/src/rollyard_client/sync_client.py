@@ -42,7 +42,8 @@ SUBMIT_SECONDS = 600.0
 class Client:
     """Talks to one control plane; all methods raise RollyardError.
 
-    Example:
+    Example::
+
         with Client() as client:
             job = client.submit(manifest)
             for trajectory in client.trajectories("quickstart", follow=True):

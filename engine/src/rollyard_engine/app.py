@@ -7,6 +7,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, get_args
 
+from rollyard_crds.version import installed_version
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -30,7 +31,6 @@ from rollyard_engine.tokens import Detokenizer
 Handler = Callable[[EngineService, Request], Awaitable[Response]]
 
 LOGPROBS_MODE = "processed_logprobs"
-VERSION = "0.1.0"
 
 
 def create_app(service: EngineService) -> Starlette:
@@ -217,7 +217,9 @@ async def health(service: EngineService, request: Request) -> Response:
 
 async def version(service: EngineService, request: Request) -> Response:
     """``GET /version``; ``engine`` and ``logprobs_mode`` are beyond vLLM's fields."""
-    return json_response({"version": VERSION, "engine": "rollyard_engine", "logprobs_mode": LOGPROBS_MODE})
+    return json_response(
+        {"version": installed_version(), "engine": "rollyard_engine", "logprobs_mode": LOGPROBS_MODE}
+    )
 
 
 async def metrics(service: EngineService, request: Request) -> Response:

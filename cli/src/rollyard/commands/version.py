@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import click
+from rollyard_crds.version import installed_version
 
 
 @click.command()
 def command() -> None:
     """Print the version."""
-    click.echo(f"rollyard {version('rollyard')}")
+    click.echo(f"rollyard {installed_version()}")

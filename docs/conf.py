@@ -1,0 +1,62 @@
+"""How Sphinx builds the documentation from these pages and the docstrings of the packages (`make docs`)."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from rollyard_crds.version import installed_version
+from sphinx.application import Sphinx
+
+project = "Rollyard"
+author = "The Rollyard authors"
+release = version = installed_version()
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "index"
+html_theme = "furo"
+html_title = f"Rollyard {release}"
+
+# Pages name the headings of other pages, down to the third level.
+myst_heading_anchors = 3
+
+# A word in single backticks of a docstring is code, as it is in Markdown.
+default_role = "code"
+autodoc_class_signature = "separated"
+autodoc_default_options = {
+    "members": True,
+    "undoc-members": True,
+    "member-order": "bysource",
+    "exclude-members": "model_config",
+}
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+
+def point_outside(app: Sphinx, page: str, source: list[str]) -> None:
+    """Make downloads of links to Markdown files outside of this folder; MyST takes them for pages."""
+    folder = Path(app.srcdir, page).parent
+
+    def target(match: re.Match[str]) -> str:
+        inside = (folder / match[1]).resolve().is_relative_to(app.srcdir)
+        return match[0] if inside else f"](path:{match[1]})"
+
+    source[0] = re.sub(r"\]\((\.\./[^)#]+\.md)(?:#[^)]*)?\)", target, source[0])
+
+
+def keep_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Keep colons in the docstrings of attributes: napoleon takes what stands before one for a type.
+
+    It looks at the first line only, which an empty comment becomes.
+    """
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the two functions above; Sphinx calls this."""
+    app.connect("source-read", point_outside)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)

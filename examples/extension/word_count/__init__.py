@@ -1,0 +1,1 @@
+"""An example extension: tasks that ask how many words a file has."""

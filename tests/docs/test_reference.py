@@ -1,0 +1,60 @@
+"""The documentation builds without a warning, and the API reference holds every public name."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sphinx.util.inventory import InventoryFile
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the HTML pages; a warning of Sphinx's is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html",
+         "-d", str(folder / "doctrees"), str(ROOT / "docs"), str(folder / "html")],
+        capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+@pytest.fixture(scope="module")
+def documented(site: Path) -> set[str]:
+    """The Python names that the reference describes."""
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    return {name for kind, names in inventory.data.items() if kind.startswith("py:") for name in names}
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        "rollyard_client",
+        "rollyard_crds",
+        "rollyard_pipeline.handlers",
+        "rollyard_pipeline.agents",
+        "rollyard_pipeline.tools",
+        "rollyard_pipeline.tool_parsers",
+    ],
+)
+def test_the_reference_describes_every_public_name(documented: set[str], package: str) -> None:
+    public = importlib.import_module(package).__all__
+    assert public
+    assert [name for name in public if f"{package}.{name}" not in documented] == []
+
+
+def test_every_page_is_in_the_table_of_contents(site: Path) -> None:
+    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    contents = (site / "index.html").read_text()
+    assert [
+        str(page) for page in pages if page.name != "index.html" and f'href="{page}"' not in contents
+    ] == []

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
-from rollyard_pipeline.backends import BackendClient, BackendSession, http
-from rollyard_pipeline.errors import BackendMismatch, BackendUnavailable
+from rollyard_inference.errors import BackendMismatch, BackendUnavailable
+from rollyard_pipeline.backends import BackendClient, BackendSession
 
 
 class Router:
@@ -135,15 +135,13 @@ async def test_overload_is_no_blame(backend: Any, status: int, headers: dict[str
     assert [said for _, _, said in router.asked] == [blame]
 
 
-async def test_connections_that_break_and_trickle_are_left(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 100_000)
+async def test_connections_that_break_and_trickle_are_left(backend: Any) -> None:
     closes = backend(generate=lambda body: _cut(closes, chunks=3, pause=0.0))
     drips = backend(generate=lambda body: _cut(drips, chunks=200, pause=0.05))
     floods = backend(generate=lambda body: web.Response(body=b" " * 200_000))
     sound = backend(generate=backend.generated)
-    async with closes, drips, floods, sound, BackendClient(request_timeout=2.0) as client:
+    bounds: dict[str, Any] = {"request_timeout": 2.0, "max_answer_bytes": 100_000}
+    async with closes, drips, floods, sound, BackendClient(**bounds) as client:
         for server, says in (
             (closes, "ClientPayloadError"),
             (drips, "no answer within 2 s"),

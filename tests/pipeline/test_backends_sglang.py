@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from rollyard_inference.errors import BackendMismatch, BackendRefused, BackendUnavailable, ContextOverflow
+from rollyard_inference.sampling.request import ServedModel
+from rollyard_inference.sampling.sglang import SglangGenerate
 from rollyard_pipeline.backends import BackendClient, Sampling
-from rollyard_pipeline.backends.sglang import SglangGenerate
-from rollyard_pipeline.backends.wire import ServedModel
-from rollyard_pipeline.errors import BackendMismatch, BackendRefused, BackendUnavailable, ContextOverflow
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=-1, max_tokens=8, seed=7)
 PROMPT = [785, 6722, 315, 9625, 374]

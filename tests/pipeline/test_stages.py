@@ -16,13 +16,9 @@ from rollyard_crds.lease import BackendAssignment, Lease, RouteRequest, RouteRes
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
+from rollyard_inference.errors import BackendUnavailable
 from rollyard_pipeline.backends import BackendClient
-from rollyard_pipeline.errors import (
-    BackendUnavailable,
-    SetupFailed,
-    TemplateError,
-    TokenizerUnavailable,
-)
+from rollyard_pipeline.errors import SetupFailed, TemplateError, TokenizerUnavailable
 from rollyard_pipeline.failure import stage_failure
 from rollyard_pipeline.leases import HeldLease
 from rollyard_pipeline.registry import Registry

@@ -1,7 +1,8 @@
 """The exceptions of the stage workers: one tree, each with a stable `reason`.
 
-A `PipelineError` is always an infrastructure failure: it becomes a `StageFailure`, never
-a reward. What the policy did wrong is not an exception but a `truncated` trajectory, an
+What can go wrong with an inference server has its own tree, `rollyard_inference.errors`. A
+`PipelineError` is always an infrastructure failure: it becomes a `StageFailure`, never a
+reward. What the policy did wrong is not an exception but a `truncated` trajectory, an
 observation, or a low score.
 """
 
@@ -73,66 +74,6 @@ class TemplateError(PipelineError):
 
     reason = "TemplateError"
     retryable = False
-
-
-class BackendError(PipelineError):
-    """Base of what can go wrong with an inference backend."""
-
-    reason = "BackendError"
-
-
-class BackendUnavailable(BackendError):
-    """No backend answered within the budget, retries and re-routing included."""
-
-    reason = "BackendUnavailable"
-
-    def __init__(self, message: str, *, overloaded: bool = False, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.overloaded = overloaded
-        """It answered that it has too much to do: no sign of a broken backend."""
-        self.retry_after = retry_after
-        """Seconds, where the backend says how long to wait."""
-
-
-class BackendMismatch(BackendError):
-    """An answer contradicts the request or itself: other prompt ids, unequal lengths, impossible logprobs."""
-
-    reason = "BackendMismatch"
-
-
-class ModelNotServed(BackendMismatch):
-    """A backend of the pool serves another model; the message names both."""
-
-    reason = "ModelNotServed"
-
-
-class BackendRefused(BackendError):
-    """The backend understood the request and refused it (a 4xx other than 408, 409, 425 and 429)."""
-
-    reason = "BackendRefused"
-    retryable = False
-
-
-class ContextOverflow(BackendRefused):
-    """The prompt is longer than the backend's context: the policy's own doing, so the turn is truncated."""
-
-    reason = "ContextOverflow"
-
-    def __init__(self, message: str, limit: int | None = None) -> None:
-        super().__init__(message)
-        self.limit = limit
-        """Tokens of prompt and answer together, where the backend says so."""
-
-
-class WeightsChanged(BackendError):
-    """The weights changed during a request whose answer does not say which tokens came before."""
-
-    reason = "WeightsChanged"
-
-    def __init__(self, message: str, discarded: int) -> None:
-        super().__init__(message)
-        self.discarded = discarded
-        """Sampled tokens that were thrown away."""
 
 
 class SetupFailed(PipelineError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import StageName
+from rollyard_inference.errors import BackendError
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.clean import clean_text
@@ -21,6 +22,8 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
             if error.return_to is not None and (error.return_to != "init" or lease.stage != "init"):
                 return_to = error.return_to
             message = str(error)
+        case BackendError():
+            reason, retryable, message = error.reason, error.retryable, str(error)
         case ExecError():
             # Whatever the exec server could not do, a fresh sandbox may.
             reason, return_to, message = error.reason, "init", str(error)

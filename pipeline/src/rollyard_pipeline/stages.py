@@ -13,6 +13,7 @@ from typing import Final
 
 from rollyard_crds.lease import Lease, RouteRequest, RouteResponse, RunStats, StageResult, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_inference.errors import BackendUnavailable
 from rollyard_sandbox.errors import ConnectionLost
 
 from rollyard_pipeline import registry
@@ -25,7 +26,6 @@ from rollyard_pipeline.clean import clean_text
 from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable
 from rollyard_pipeline.episode import Episode
 from rollyard_pipeline.errors import (
-    BackendUnavailable,
     CarryRefused,
     EvalOutOfMemory,
     HandlerStateInvalid,

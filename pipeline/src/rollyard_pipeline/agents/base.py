@@ -19,12 +19,12 @@ from typing import ClassVar, Final
 from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import FinishReason
+from rollyard_inference.errors import ContextOverflow
 from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.backends.session import BackendSession
 from rollyard_pipeline.episode import Episode, clean_turn
-from rollyard_pipeline.errors import ContextOverflow
 from rollyard_pipeline.sabotage import reward_reason
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, ToolCallParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal

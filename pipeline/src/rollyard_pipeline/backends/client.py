@@ -10,11 +10,8 @@ from types import TracebackType
 from typing import Any, Final
 
 from rollyard_crds.lease import BackendAssignment
-
-from rollyard_pipeline.backends.http import Http, checked
-from rollyard_pipeline.backends.probe import Facts, get, label_in, probe
-from rollyard_pipeline.backends.wire import Answer, Sampling, ServedModel
-from rollyard_pipeline.errors import (
+from rollyard_inference.capabilities import Capabilities, get, label_in, probe
+from rollyard_inference.errors import (
     BackendError,
     BackendMismatch,
     BackendUnavailable,
@@ -22,6 +19,11 @@ from rollyard_pipeline.errors import (
     ModelNotServed,
     WeightsChanged,
 )
+from rollyard_inference.replies import NO_SUCH_CALL, sampled
+from rollyard_inference.sampling.request import Answer, Sampling
+from rollyard_inference.transports.interface import MAX_ANSWER_BYTES, Reply, base_url
+from rollyard_inference.transports.with_aiohttp import AiohttpTransport
+
 from rollyard_pipeline.recorder import Sample
 
 UNKNOWN_MODE: Final = "unknown"
@@ -30,14 +32,13 @@ _FACTS_SECONDS: Final = 300.0  # a backend is asked again what it can do: a rest
 _MODE_SECONDS: Final = 10.0  # for the requests that tell what log-probabilities are given
 _MODE_TRIES: Final = 3
 _PAUSE_POLL: Final = 1.0  # seconds between questions to a backend whether it is paused
-_GONE: Final = frozenset({403, 404, 405, 501})
 
 
 @dataclass(slots=True)
 class _Backend:
     """What is known of one backend."""
 
-    facts: Facts | None = None
+    facts: Capabilities | None = None
     until: float = 0.0
     label: str | None = None
     """The weight version that it named last."""
@@ -48,7 +49,7 @@ class _Backend:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def forget(self) -> None:
-        """It may be another process by now: everything is asked anew."""
+        """Ask for everything again: the server may be another process now."""
         self.until = 0.0
         self.modes.clear()
 
@@ -60,6 +61,7 @@ class BackendClient:
         request_timeout: seconds after which one request counts as hung, while its backend is not paused.
         connect_timeout: seconds to wait for a connection.
         pause_limit: seconds that one request waits for a paused backend.
+        max_answer_bytes: what the answer to one request for samples may have.
     """
 
     def __init__(
@@ -68,24 +70,26 @@ class BackendClient:
         request_timeout: float = 300.0,
         connect_timeout: float = 5.0,
         pause_limit: float = 3600.0,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        self._http = Http(connect_timeout)
+        self._transport = AiohttpTransport(connect_timeout)
         self._timeout = request_timeout
         self._pause_limit = pause_limit
+        self._max_answer_bytes = max_answer_bytes
         self._known: dict[str, _Backend] = {}
 
     async def __aenter__(self) -> BackendClient:
-        await self._http.__aenter__()
+        await self._transport.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.__aexit__(kind, error, trace)
+        await self._transport.__aexit__(kind, error, trace)
 
     def begin(self) -> None:
         """Prepares for requests in the background, beside what comes before the first."""
-        self._http.begin()
+        self._transport.begin()
 
     async def sample(
         self,
@@ -108,15 +112,14 @@ class BackendClient:
         known = self._known.setdefault(backend.url, _Backend())
         facts = await self._facts(known, backend)
         before = known.label
-        url = backend.url + facts.adapter.path
+        url = base_url(backend.url) + facts.call.path
         try:
             async with _Watch(self, known, backend.url, paused):
-                reply = await self._http.request(
-                    "POST", url, facts.adapter.body(_model(facts, backend), prompt, sampling)
-                )
-            if reply[0] in _GONE and not _about_model(url, reply):
-                raise BackendUnavailable(f"{url} is gone (HTTP {reply[0]})")
-            answer = facts.adapter.parse(checked(url, *reply), prompt, sampling)
+                body = facts.call.body(facts.model(backend.model), prompt, sampling)
+                reply = await self._transport.request("POST", url, body, limit=self._max_answer_bytes)
+            if reply.status in NO_SUCH_CALL and not _about_model(url, reply):
+                raise BackendUnavailable(f"{url} is gone (HTTP {reply.status})")
+            answer = facts.call.parse(sampled(url, reply), prompt, sampling)
         except ModelNotServed as error:
             known.forget()
             raise ModelNotServed(f"{error}; it serves {_names(facts)}") from error
@@ -153,10 +156,10 @@ class BackendClient:
             BackendUnavailable: no answer.
         """
         known = self._known.setdefault(backend.url, _Backend())
-        path = (await self._facts(known, backend)).label_path
+        path = (await self._facts(known, backend)).weights.path
         if path is None:
             return None
-        status, body = await get(self._http, backend.url + path)
+        status, body = await get(self._transport, base_url(backend.url) + path)
         if status >= 500:
             raise BackendUnavailable(f"{backend.url}{path} answered {status}")
         known.label = label_in(body)
@@ -185,29 +188,29 @@ class BackendClient:
     async def is_paused(self, url: str) -> bool:
         """Whether a backend says that it is paused; one that answers nothing is as it was."""
         known = self._known.setdefault(url, _Backend())
-        if known.facts is None or not known.facts.says_paused:
+        if known.facts is None or not known.facts.reports_pause:
             return False
         if time.monotonic() - known.paused_at >= _PAUSE_POLL:
             known.paused_at = time.monotonic()
             try:
-                status, body = await get(self._http, url + "/is_paused")
+                status, body = await get(self._transport, base_url(url) + "/is_paused")
             except BackendError:
                 return known.paused  # while it loads weights it may answer nothing at all
             known.paused = status == 200 and isinstance(body, dict) and body.get("is_paused") is True
             known.paused_at = time.monotonic()
         return known.paused
 
-    async def _facts(self, known: _Backend, backend: BackendAssignment) -> Facts:
+    async def _facts(self, known: _Backend, backend: BackendAssignment) -> Capabilities:
         if known.facts is None or time.monotonic() >= known.until:
             async with known.lock:
                 if known.facts is None or time.monotonic() >= known.until:
-                    facts = await probe(self._http, backend.url)
+                    facts = await probe(self._transport, backend.url)
                     if known.facts is None or _differ(facts, known.facts):
                         known.modes.clear()
                     known.mode_tries = 0
-                    known.facts, known.label = facts, facts.label
+                    known.facts, known.label = facts, facts.weights.label
                     known.until = time.monotonic() + _FACTS_SECONDS
-        if known.facts.models is not None and backend.model not in known.facts.models:
+        if not known.facts.serves(backend.model):
             known.forget()
             raise ModelNotServed(
                 f"{backend.url} does not serve the model '{backend.model}'; it serves {_names(known.facts)}"
@@ -218,21 +221,26 @@ class BackendClient:
         facts = known.facts
         if facts is None:
             return UNKNOWN_MODE
-        model = _model(facts, backend)
+        model = facts.model(backend.model)
         if model.logprobs_mode is not None:
             return model.logprobs_mode
         pair = _two(ids)
         answers: list[object] = []
-        for body in facts.adapter.mode_probes(model, pair):
-            url = backend.url + facts.adapter.path
-            answers.append(checked(url, *await self._http.request("POST", url, body)))
-        return facts.adapter.mode(answers, pair)
+        for body in facts.call.mode_probes(model, pair):
+            url = base_url(backend.url) + facts.call.path
+            answers.append(sampled(url, await self._transport.request("POST", url, body)))
+        return facts.call.mode(answers, pair)
 
     async def _one_version(
-        self, known: _Backend, facts: Facts, backend: BackendAssignment, before: str | None, answer: Answer
+        self,
+        known: _Backend,
+        facts: Capabilities,
+        backend: BackendAssignment,
+        before: str | None,
+        answer: Answer,
     ) -> str:
         """The one version of all tokens of an answer that does not name it for each."""
-        if facts.label_path is None:
+        if facts.weights.path is None:
             return backend.policy_version
         after = answer.label
         if after is None:
@@ -300,18 +308,14 @@ class _Watch:
             await asyncio.sleep(_PAUSE_POLL)
 
 
-def _model(facts: Facts, backend: BackendAssignment) -> ServedModel:
-    return (facts.models or {}).get(backend.model) or ServedModel(backend.model)
-
-
-def _names(facts: Facts) -> str:
+def _names(facts: Capabilities) -> str:
     return ", ".join(sorted(facts.models or ())[:8]) or "no model that it names"
 
 
-def _about_model(url: str, reply: tuple[int, dict[str, str], bytes]) -> bool:
+def _about_model(url: str, reply: Reply) -> bool:
     """A 404 because of the model's name, not because the call is gone."""
     try:
-        checked(url, *reply)
+        sampled(url, reply)
     except ModelNotServed:
         return True
     except BackendError:
@@ -319,8 +323,8 @@ def _about_model(url: str, reply: tuple[int, dict[str, str], bytes]) -> bool:
     return False
 
 
-def _differ(new: Facts, old: Facts) -> bool:
-    return (new.adapter.path, new.models) != (old.adapter.path, old.models)
+def _differ(new: Capabilities, old: Capabilities) -> bool:
+    return (new.call.path, new.models) != (old.call.path, old.models)
 
 
 def _two(ids: Sequence[int]) -> tuple[int, int]:

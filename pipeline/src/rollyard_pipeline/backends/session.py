@@ -15,16 +15,16 @@ from rollyard_crds.lease import BackendAssignment, RouteResponse, RunStats
 from rollyard_crds.names import UNVERIFIED
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_crds.trajectory import FinishReason
-
-from rollyard_pipeline.backends.client import UNKNOWN_MODE, BackendClient
-from rollyard_pipeline.backends.wire import Sampling
-from rollyard_pipeline.errors import (
+from rollyard_inference.errors import (
     BackendError,
     BackendMismatch,
     BackendUnavailable,
     ContextOverflow,
     WeightsChanged,
 )
+from rollyard_inference.sampling.request import Sampling
+
+from rollyard_pipeline.backends.client import UNKNOWN_MODE, BackendClient
 from rollyard_pipeline.recorder import Sample
 from rollyard_pipeline.seeds import request_seed
 

@@ -19,10 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from rollyard_pipeline.backends.wire import (
-    Answer,
-    Sampling,
-    ServedModel,
+from rollyard_inference.errors import BackendMismatch, BackendRefused, BackendUnavailable
+from rollyard_inference.sampling.checks import (
     checked_answer,
     kind,
     mapping,
@@ -30,7 +28,7 @@ from rollyard_pipeline.backends.wire import (
     token_ids,
     versions_of,
 )
-from rollyard_pipeline.errors import BackendMismatch, BackendRefused, BackendUnavailable
+from rollyard_inference.sampling.request import Answer, Sampling, ServedModel
 
 _TEMPERATURES: Final = (1.0, 0.25)
 _SAME: Final = 0.01  # nats, of two logprobs of one token from two runs of the model

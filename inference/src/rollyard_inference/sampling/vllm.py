@@ -10,11 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Final
 
-from rollyard_pipeline.backends.wire import (
+from rollyard_inference.errors import BackendMismatch
+from rollyard_inference.sampling.checks import (
     LOGPROB_TOLERANCE,
-    Answer,
-    Sampling,
-    ServedModel,
     checked_answer,
     kind,
     mapping,
@@ -24,7 +22,7 @@ from rollyard_pipeline.backends.wire import (
     token_ids,
     versions_of,
 )
-from rollyard_pipeline.errors import BackendMismatch
+from rollyard_inference.sampling.request import Answer, Sampling, ServedModel
 
 
 def _params(sampling: Sampling) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""How requests reach a server: one interface, implemented with aiohttp and with httpx."""

@@ -1,0 +1,101 @@
+"""Requests by one aiohttp session for the process, opened in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from rollyard_inference.errors import BackendUnavailable
+from rollyard_inference.transports.interface import MAX_ANSWER_BYTES, PLAIN, Reply, check_plain, too_long
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_KEEP_ALIVE: Final = 4.0  # seconds; less than uvicorn's 5, so that no request meets a closing connection
+
+
+class AiohttpTransport:
+    """Requests with bounded answers. Use as an async context manager.
+
+    Args:
+        connect_seconds: how long to wait for a connection.
+    """
+
+    def __init__(self, connect_seconds: float) -> None:
+        self._connect_seconds = connect_seconds
+        self._entered = False
+        self._opening: asyncio.Task[aiohttp.ClientSession] | None = None
+
+    async def __aenter__(self) -> AiohttpTransport:
+        self._entered = True
+        return self
+
+    def begin(self) -> asyncio.Task[aiohttp.ClientSession]:
+        """Import what requests need, once, in the background: a rollout without a model does not need it."""
+        if not self._entered:
+            raise RuntimeError("AiohttpTransport is used outside of its 'async with'")
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open(), name="backend connections")
+        return self._opening
+
+    async def _open(self) -> aiohttp.ClientSession:
+        await asyncio.to_thread(importlib.import_module, "aiohttp")
+        import aiohttp
+
+        # The Run pool's places bound how many requests are in flight, so the connector need not.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds)
+        return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered = False
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            await (await opening).close()
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        body: object = None,
+        *,
+        seconds: float | None = None,
+        limit: int = MAX_ANSWER_BYTES,
+    ) -> Reply:
+        """Send one request and read the whole answer; see `Transport.request`."""
+        session = await asyncio.shield(self.begin())
+        import aiohttp
+
+        data = orjson.dumps(body) if body is not None else None
+        headers = PLAIN | ({"Content-Type": "application/json"} if data is not None else {})
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                session.request(method, url, data=data, headers=headers, allow_redirects=False) as answer,
+            ):
+                check_plain(url, answer.headers.get("Content-Encoding"))
+                content = await _read(answer, url, limit)
+                named = {name.lower(): value for name, value in answer.headers.items()}
+                return Reply(answer.status, named, content)
+        except (aiohttp.ClientError, OSError) as error:
+            # aiohttp's own timeout, while it connects, is a ClientError as well.
+            if seconds is not None and type(error) is TimeoutError:
+                raise BackendUnavailable(f"{method} {url}: no answer within {seconds:g} s") from error
+            raise BackendUnavailable(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
+
+
+async def _read(answer: aiohttp.ClientResponse, url: str, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in answer.content.iter_any():
+        size += len(chunk)
+        if size > limit:
+            raise too_long(url, limit)
+        chunks.append(chunk)
+    return b"".join(chunks)

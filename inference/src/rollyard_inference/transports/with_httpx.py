@@ -1,0 +1,64 @@
+"""Requests by a httpx client that its owner opens and closes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from rollyard_inference.errors import BackendUnavailable
+from rollyard_inference.transports.interface import MAX_ANSWER_BYTES, PLAIN, Reply, check_plain, too_long
+
+if TYPE_CHECKING:
+    import httpx
+
+CONNECT_SECONDS: Final = 5.0
+
+
+class HttpxTransport:
+    """Requests with bounded answers.
+
+    Args:
+        client: used for every request; its own time limits do not count.
+        connect_seconds: how long to wait for a connection.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, connect_seconds: float = CONNECT_SECONDS) -> None:
+        self._client = client
+        self._connect_seconds = connect_seconds
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        body: object = None,
+        *,
+        seconds: float | None = None,
+        limit: int = MAX_ANSWER_BYTES,
+    ) -> Reply:
+        """Send one request and read the whole answer; see `Transport.request`."""
+        import httpx
+
+        connect = self._connect_seconds if seconds is None else min(seconds, self._connect_seconds)
+        # The limit for the whole exchange is outside: a server that sends a byte now and then meets it, too.
+        quiet = httpx.Timeout(seconds, connect=connect)
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._client.stream(
+                    method, url, json=body, timeout=quiet, headers=PLAIN, follow_redirects=False
+                ) as answer,
+            ):
+                check_plain(url, answer.headers.get("content-encoding"))
+                content = bytearray()
+                async for chunk in answer.aiter_bytes():
+                    content += chunk
+                    if len(content) > limit:
+                        raise too_long(url, limit)
+                headers = {name.lower(): value for name, value in answer.headers.items()}
+                return Reply(answer.status_code, headers, bytes(content))
+        except TimeoutError as error:
+            raise BackendUnavailable(f"{method} {url}: no answer within {seconds:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ValueError) as error:
+            raise BackendUnavailable(
+                f"{url} cannot be reached: {str(error) or type(error).__name__}"
+            ) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard_api.breaker import THRESHOLD
+from rollyard_api.backends.circuit_breaker import THRESHOLD
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 
 MINE, THEIRS, SHARED = "http://mine", "http://theirs", "http://shared"

@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard_api import access, cancelling
-from rollyard_api.bus import QUEUE
+from rollyard_api.access import permissions
+from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.jobs import cancellation
 from rollyard_crds.claims import SandboxShape
 from rollyard_crds.jobtoken import job_of, job_token
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
@@ -87,7 +88,7 @@ async def test_a_long_poll_of_the_old_token_gets_nothing_of_the_successor(yard: 
     async with asyncio.timeout(30):
         while not yard.plane.bus._waiting.get(QUEUE):  # noqa: ASYNC110 (nothing tells of a wait)
             await asyncio.sleep(0.01)
-    await yard.plane.database.write(lambda tx: cancelling.delete_job(tx, "default", "mine"))
+    await yard.plane.database.write(lambda tx: cancellation.delete_job(tx, "default", "mine"))
     await yard.submit("mine")
     answer = await asyncio.wait_for(poll, 30)
     assert answer.json() == {"leases": [], "draining": True}
@@ -200,7 +201,7 @@ async def test_every_worker_call_is_refused_for_another_job(yard: Yard) -> None:
         ("GET", "/v1/claims/{claim}"): [{}],
         ("DELETE", "/v1/claims/{claim}"): [{}],
     }
-    open_to_job_tokens = {key for key, rule in access.RULES.items() if rule.until is not None}
+    open_to_job_tokens = {key for key, rule in permissions.RULES.items() if rule.until is not None}
     assert set(attacks) == open_to_job_tokens
     before = (await yard.admin.get("/v1/rolloutjobs/other")).json()["status"]["counts"]
     for (method, path), requests in attacks.items():
@@ -236,7 +237,7 @@ def _routes(yard: Yard) -> set[tuple[str, str]]:
 
 async def test_every_route_says_who_may_call_it(yard: Yard) -> None:
     served = {("GET" if method == "HEAD" else method, path) for method, path in _routes(yard)}
-    assert served == set(access.RULES), "each route of the application has a rule, and each rule a route"
+    assert served == set(permissions.RULES), "each route of the application has a rule, and each rule a route"
 
 
 async def test_no_route_answers_a_caller_whom_its_rule_does_not_name(yard: Yard) -> None:
@@ -251,7 +252,7 @@ async def test_no_route_answers_a_caller_whom_its_rule_does_not_name(yard: Yard)
     wrong = []
     for who, token in callers.items():
         http = yard.client(token)
-        for (method, template), rule in access.RULES.items():
+        for (method, template), rule in permissions.RULES.items():
             if rule.open or who in rule.roles or (who == "job" and rule.until is not None):
                 continue
             path = template.replace("{name}", "mine").replace("{claim}", "c1").replace("{rollout}", "r")

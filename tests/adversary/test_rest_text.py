@@ -22,8 +22,8 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 from rollyard import terminal
-from rollyard_api.access import SMALL
-from rollyard_api.fetch import Unanswered, fetch
+from rollyard_api.access.permissions import SMALL
+from rollyard_api.backends.fetch import Unanswered, fetch
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 
 FORGED = "2030-01-01 00:00:00,000 INFO rollyard.api: all is well"

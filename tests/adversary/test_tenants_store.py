@@ -8,8 +8,8 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from rollyard_api.archive import READ_THREADS, WRITE_THREADS
-from rollyard_api.bulkhead import SPARE
+from rollyard_api.core.bulkhead import SPARE
+from rollyard_api.trajectories.archive import READ_THREADS, WRITE_THREADS
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.adversary.tenants import PATIENCE, HangingStore, finish, read, stored, until
 

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from rollyard_api import leasing
-from rollyard_api.database import Transaction
+from rollyard_api.rollouts import leasing
+from rollyard_api.storage.database import Transaction
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.adversary.tenants import a_process, finish, outcome, read, until
 
@@ -94,7 +94,7 @@ async def test_many_idle_workers_of_one_job_cost_few_looks_at_the_queues(
             return grant(tx, ask, *args, **options)
 
         monkeypatch.setattr(leasing, "grant", counted)
-        monkeypatch.setattr("rollyard_api.admission.IDLE_SECONDS", 3600.0)
+        monkeypatch.setattr("rollyard_api.access.permissions.quotas.IDLE_SECONDS", 3600.0)
         worker = yard.worker
         place = {"job": "idle", "namespace": "greedy", "wait": 60}
         body = {"worker": "w", "node": "n", "capacity": {"init": 1}, **place}

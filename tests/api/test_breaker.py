@@ -9,10 +9,16 @@ import pytest
 import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_api import circuits, warmup
-from rollyard_api.breaker import FIRST_PAUSE, LONGEST_PAUSE, STUCK_SECONDS, THRESHOLD, Breaker
-from rollyard_api.database import Transaction
-from rollyard_api.schema import backends
+from rollyard_api.backends import circuits, warmup
+from rollyard_api.backends.circuit_breaker import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    STUCK_SECONDS,
+    THRESHOLD,
+    Breaker,
+)
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import backends
 
 EVENTS = st.lists(
     st.sampled_from(["fail", "complete", "probe-ok", "probe-bad", "wait", "restart"]), max_size=60

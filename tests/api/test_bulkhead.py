@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rollyard_api import bulkhead
-from rollyard_api.admission import Idle, Quota, Turns
-from rollyard_api.bulkhead import SPARE, Bulkhead
-from rollyard_api.problems import TimedOut, TooManyWaits, Unavailable
+from rollyard_api.access.quotas import Idle, Quota, Turns
+from rollyard_api.core import bulkhead
+from rollyard_api.core.bulkhead import SPARE, Bulkhead
+from rollyard_api.core.problems import TimedOut, TooManyWaits, Unavailable
 
 
 @pytest.fixture

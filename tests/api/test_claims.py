@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from rollyard_api import liveness
-from rollyard_api.database import Transaction
-from rollyard_api.schema import claims as claim_table
+from rollyard_api.rollouts import lease_expiry
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import claims as claim_table
 from rollyard_crds.claims import Claim, ClaimList
 
 SHAPE = {"image": "busybox", "cpu": 1.0, "memory_bytes": 1 << 30, "disk_bytes": 1 << 30, "processes": 64}
@@ -66,7 +66,7 @@ def _handle(claim: dict[str, Any]) -> dict[str, Any]:
 async def _expire_all(served: Any) -> None:
     def op(tx: Transaction) -> None:
         tx.now += 3600
-        liveness.expire(tx, 10)
+        lease_expiry.expire(tx, 10)
 
     await served.plane.database.write(op)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from rollyard_api import liveness
-from rollyard_api.database import Transaction
-from rollyard_api.schema import claims as claim_table
+from rollyard_api.rollouts import lease_expiry
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import claims as claim_table
 
 ROLLOUTS = 12
 STEPS = 160
@@ -173,7 +173,7 @@ class Simulation:
     async def expire(self) -> None:
         def op(tx: Transaction) -> int:
             tx.now += 3600
-            return liveness.expire(tx, 1000)
+            return lease_expiry.expire(tx, 1000)
 
         await self.served.plane.database.write(op)
 

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
-from rollyard_api import cursors, events
-from rollyard_api.events import Event, EventHub, SlowConsumer
-from rollyard_api.problems import ApiError
+from rollyard_api.core import cursors
+from rollyard_api.core.problems import ApiError
+from rollyard_api.jobs import events
+from rollyard_api.jobs.events import Event, EventHub, SlowConsumer
 
 
 @dataclass(frozen=True)

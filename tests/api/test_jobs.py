@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_api import cancelling
-from rollyard_api.database import Transaction
+from rollyard_api.jobs import cancellation
+from rollyard_api.storage.database import Transaction
 
 
 async def _post(served: Any, manifest: Any) -> Any:
@@ -212,7 +212,7 @@ async def test_active_deadline(served: Any, make_manifest: Any) -> None:
 
     def later(tx: Transaction) -> None:
         tx.now += 61
-        cancelling.enforce(tx)
+        cancellation.enforce(tx)
 
     await served.plane.database.write(later)
     await served.plane.sweep()
@@ -229,7 +229,7 @@ async def test_time_to_live(served: Any, make_manifest: Any, worker_of: Any) -> 
 
     def later(tx: Transaction) -> None:
         tx.now += 61
-        cancelling.enforce(tx)
+        cancellation.enforce(tx)
 
     await served.plane.database.write(later)
     assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404

@@ -13,8 +13,8 @@ from typing import Any
 import msgpack
 import pyarrow.parquet
 import pytest
-from rollyard_api import liveness
-from rollyard_api.database import Transaction
+from rollyard_api.rollouts import lease_expiry
+from rollyard_api.storage.database import Transaction
 
 
 async def _expire_all(served: Any, max_expiries: int = 10) -> int:
@@ -22,7 +22,7 @@ async def _expire_all(served: Any, max_expiries: int = 10) -> int:
 
     def op(tx: Transaction) -> int:
         tx.now += 3600
-        return liveness.expire(tx, max_expiries)
+        return lease_expiry.expire(tx, max_expiries)
 
     count: int = await served.plane.database.write(op)
     return count
@@ -62,7 +62,7 @@ async def test_heartbeat_renews(served: Any, worker: Any) -> None:
 
     def op(tx: Transaction) -> int:
         tx.now = before + 29.0  # seconds; the lease of 30 s was renewed after `before`
-        return liveness.expire(tx, 10)
+        return lease_expiry.expire(tx, 10)
 
     assert await served.plane.database.write(op) == 0
 
@@ -294,9 +294,9 @@ async def test_start_gives_every_lease_its_full_time(served: Any, worker: Any) -
 
     def late_start(tx: Transaction) -> int:
         tx.now += 100
-        liveness.grace(tx, 30.0)
+        lease_expiry.grace(tx, 30.0)
         tx.now += 29
-        return liveness.expire(tx, 10)
+        return lease_expiry.expire(tx, 10)
 
     assert await served.plane.database.write(late_start) == 0
     assert await worker.complete(worker.result(lease)) == ["accepted"]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_api.pace import Pace
-from rollyard_api.router import Backend, Router
-from rollyard_api.speeds import WEIGHT
+from rollyard_api.backends.router import Backend, Router
+from rollyard_api.backends.run_estimates import Pace
+from rollyard_api.backends.throughput import WEIGHT
 
 CONSTANT, MIXED, SHARED = 0.0, 0.5, 1.0
 """What part of a token's time grows with the rollouts beside it: none, half, all (processor sharing)."""

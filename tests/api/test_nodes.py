@@ -7,8 +7,9 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from rollyard_api import nodes, schema
-from rollyard_api.database import Transaction
+from rollyard_api.rollouts import node_loss
+from rollyard_api.storage import schema
+from rollyard_api.storage.database import Transaction
 from rollyard_crds.jobtoken import job_token
 from rollyard_crds.names import NODE
 
@@ -28,7 +29,7 @@ async def _silent(served: Any, seconds: float) -> int:
 
     def op(tx: Transaction) -> int:
         tx.now += seconds
-        return nodes.give_up_silent(tx, SILENT)
+        return node_loss.give_up_silent(tx, SILENT)
 
     count: int = await served.plane.database.write(op)
     return count
@@ -72,8 +73,8 @@ async def test_a_restart_gives_every_node_its_time(served: Any, worker: Any) -> 
 
     def late(tx: Transaction) -> int:
         tx.now += 10 * SILENT
-        nodes.grace(tx)
-        return nodes.give_up_silent(tx, SILENT)
+        node_loss.grace(tx)
+        return node_loss.give_up_silent(tx, SILENT)
 
     assert await served.plane.database.write(late) == 0
 
@@ -119,7 +120,7 @@ async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any) -> N
     def op(tx: Transaction) -> tuple[list[str], list[str]]:
         before = names(tx)
         tx.now += 100 * SILENT
-        nodes.forget(tx, SILENT)
+        node_loss.forget(tx, SILENT)
         return before, names(tx)
 
     assert await served.plane.database.write(op) == (["n"], [])
@@ -140,9 +141,9 @@ async def test_workers_of_one_job_keep_no_other_job_waiting(served: Any, bound: 
         tx.now += SILENT + 10
         job = tx.conn.execute(sa.select(schema.jobs.c.id).where(schema.jobs.c.name == "job")).scalar_one()
         for node in ("n", "a node of nobody"):
-            nodes.heard(tx, node, job)
+            node_loss.heard(tx, node, job)
         count = tx.conn.execute(sa.select(sa.func.count()).select_from(schema.nodes)).scalar_one()
-        return nodes.give_up_silent(tx, SILENT), count
+        return node_loss.give_up_silent(tx, SILENT), count
 
     given_up, rows = await served.plane.database.write(later)
     assert given_up == 1, "the other job's rollout, though the first one's workers speak of the same node"

@@ -11,7 +11,8 @@ from typing import Any
 import msgpack
 import pyarrow.parquet as pq
 import pytest
-from rollyard_api import cancelling, cursors, jobs
+from rollyard_api.core import cursors
+from rollyard_api.jobs import cancellation, jobs
 from rollyard_api.settings import Settings
 from rollyard_client import AsyncClient, CursorBeyondEnd, CursorGone, requests
 from rollyard_client.paging import Cursor, Files, Listing
@@ -256,7 +257,7 @@ async def test_a_poll_that_waits_while_its_job_is_replaced_is_told(
     job = await served.plane.database.read(lambda conn: jobs.find(conn, "default", "job"))
 
     def replace(tx: Any) -> None:
-        cancelling.delete_job(tx, "default", "job")
+        cancellation.delete_job(tx, "default", "job")
 
     await served.plane.database.write(replace)
     made = await served.admin.post("/v1/rolloutjobs", json=make_manifest())

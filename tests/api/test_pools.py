@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from rollyard_api import fetch, health
-from rollyard_api.schema import backends, pools, rollouts
+from rollyard_api.backends import fetch, health
+from rollyard_api.storage.schema import backends, pools, rollouts
 
 MODEL = "tiny"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_api.router import BOUND, MIN_RELATIVE_SPEED, OWN_BOUND, Backend, Router, eligible
+from rollyard_api.backends.router import BOUND, MIN_RELATIVE_SPEED, OWN_BOUND, Backend, Router, eligible
 
 URLS = [f"http://b{i}" for i in range(6)]
 ELSEWHERE = "http://gone"

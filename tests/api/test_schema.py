@@ -7,9 +7,9 @@ from typing import Any
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from rollyard_api import migrate
-from rollyard_api.database import Database
-from rollyard_api.schema import metadata
+from rollyard_api.storage import migrate
+from rollyard_api.storage.database import Database
+from rollyard_api.storage.schema import metadata
 
 
 async def test_upgraded_schema_is_the_metadata(settings: Any) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from rollyard_api import liveness
-from rollyard_api.database import Transaction
+from rollyard_api.rollouts import lease_expiry
+from rollyard_api.storage.database import Transaction
 
 ROLLOUTS = 24
 STEPS = 90
@@ -123,7 +123,7 @@ class Simulation:
     async def expire(self) -> None:
         def op(tx: Transaction) -> int:
             tx.now += 3600
-            return liveness.expire(tx, 10)
+            return lease_expiry.expire(tx, 10)
 
         await self.served.plane.database.write(op)
 

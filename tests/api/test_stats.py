@@ -9,9 +9,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_api import stats
-from rollyard_api.speeds import MIN_TOKENS, Speeds
-from rollyard_api.stats import HITS, QUERIES, RUNNING, WAITING, WINDOW_SECONDS, Poller, Window
+from rollyard_api.backends import stats
+from rollyard_api.backends.stats import HITS, QUERIES, RUNNING, WAITING, WINDOW_SECONDS, Poller, Window
+from rollyard_api.backends.throughput import MIN_TOKENS, Speeds
 
 VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

@@ -16,10 +16,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_api import readers
-from rollyard_api.problems import ApiError, Invalid
-from rollyard_api.sources import AllowList, PrefixError, TasksNotAllowed, blob_of
-from rollyard_api.taskreader import Limits, SourcesBusy, TaskReader
+from rollyard_api.core.problems import ApiError, Invalid
+from rollyard_api.jobs import source_readers
+from rollyard_api.jobs.task_reader import Limits, SourcesBusy, TaskReader
+from rollyard_api.jobs.task_sources import AllowList, PrefixError, TasksNotAllowed, blob_of
 
 TASK = json.dumps({"id": "a", "prompt": "1 + 1?"}).encode() + b"\n"
 
@@ -91,7 +91,7 @@ async def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch: 
     def resolve(_host: str, _port: int) -> list[Any]:
         return [ipaddress.ip_address(text) for text in answers.pop(0)]
 
-    monkeypatch.setattr(readers, "_resolve", resolve)
+    monkeypatch.setattr(source_readers, "_resolve", resolve)
     monkeypatch.setattr(httpcore.AnyIOBackend, "connect_tcp", connect)
     reader = reader_of("http://host/")
     with pytest.raises(Invalid, match="cannot be reached"):
@@ -105,7 +105,7 @@ async def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch: 
 
 async def test_one_forbidden_address_of_several_refuses_the_host(monkeypatch: Any) -> None:
     found = [ipaddress.ip_address(text) for text in ("93.184.216.34", "10.0.0.1")]
-    monkeypatch.setattr(readers, "_resolve", lambda _host, _port: found)
+    monkeypatch.setattr(source_readers, "_resolve", lambda _host, _port: found)
     reader = reader_of("http://host/")
     with pytest.raises(TasksNotAllowed):
         await reader.read("http://host/x", "default")
@@ -133,7 +133,7 @@ async def test_a_source_that_hangs_keeps_its_slot_until_it_ends(monkeypatch: Any
 
     Slow.released = threading.Event()
     with monkeypatch.context() as patched:
-        patched.setattr(readers, "open_file", opened)
+        patched.setattr(source_readers, "open_file", opened)
         reader = reader_of(tmp_path.as_uri(), seconds=0.2, per_namespace=1, external=2)
         url = (tmp_path / "tasks.jsonl").as_uri()
         for namespace in ("a", "b"):

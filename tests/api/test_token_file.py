@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_api.auth import MAX_VALID, TokenFileError, load
-from rollyard_api.problems import Unauthorized
+from rollyard_api.access.bearer_tokens import MAX_VALID, TokenFileError, load
+from rollyard_api.access.token_file import TokenFile
+from rollyard_api.core.problems import Unauthorized
 from rollyard_api.settings import Settings
-from rollyard_api.tokenfile import TokenFile
 from rollyard_crds.jobtoken import job_token
 
 OLD: dict[str, Any] = {"admin": "a", "worker": "w", "driver": "d"}

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from rollyard_api import blobs
-from rollyard_api.schema import blob_pieces, jobs
-from rollyard_api.schema import blobs as blob_table
+from rollyard_api.jobs import blobs
+from rollyard_api.storage.schema import blob_pieces, jobs
+from rollyard_api.storage.schema import blobs as blob_table
 
 LINES = [json.dumps({"id": f"t{i}", "prompt": f"{i} + 1?", "answer": str(i + 1)}) for i in range(5_000)]
 TEXT = "\n".join(LINES).encode()

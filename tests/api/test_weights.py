@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import rollyard_engine
 from rollyard_api.settings import Settings
-from rollyard_api.weight_steps import Limits
+from rollyard_api.weights.steps import Limits
 
 MODEL = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
 IDS = [(7 * i * i + 3) % 300 for i in range(40)]

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_api.settings import Settings
-from rollyard_api.weight_steps import Limits
+from rollyard_api.weights.steps import Limits
 from rollyard_testing.api.scripted import REFERENCE, Scripted
 
 

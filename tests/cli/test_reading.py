@@ -20,7 +20,7 @@ from rollyard.render.tables import backends_table, plain_table, pools_table, pri
 from rollyard.render.trajectory import TrajectoryView, why
 from rollyard.summary import summarize
 from rollyard.trajectories import find, most_telling, read_file
-from rollyard_api.parquet import encode
+from rollyard_api.trajectories.parquet import encode
 from rollyard_crds import BackendPool, RolloutCounts, RolloutJob
 from rollyard_crds.trajectory import Trajectory
 

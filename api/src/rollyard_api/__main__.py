@@ -20,11 +20,11 @@ from pathlib import Path
 import uvicorn
 from rollyard_crds.logtext import log_to
 
-from rollyard_api import blobs, taskreader
 from rollyard_api.app import build
+from rollyard_api.jobs import blobs, task_reader
+from rollyard_api.jobs.task_sources import PrefixError
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
-from rollyard_api.sources import PrefixError
 
 EXIT_USAGE = 2
 SHUTDOWN_SECONDS = 2
@@ -153,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--max-task-bytes",
         type=int,
-        default=taskreader.Limits().file_bytes,
+        default=task_reader.Limits().file_bytes,
         help="of one task file, unpacked (default: %(default)s)",
     )
     made.add_argument(
@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{name: getattr(given, name) for name, _, _ in BOUNDS},
         allow_tasks_from=tuple(given.allow_tasks_from),
         allow_tasks_networks=tuple(given.allow_tasks_network),
-        task_limits=taskreader.Limits(file_bytes=given.max_task_bytes),
+        task_limits=task_reader.Limits(file_bytes=given.max_task_bytes),
         blob_limits=blobs.Limits(
             blob_bytes=given.max_blob_bytes,
             namespace_bytes=given.max_namespace_blob_bytes,

@@ -15,9 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollyard_api import access, bound
-from rollyard_api.access import Access, Rule
-from rollyard_api.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
+from rollyard_api.access import job_scope, permissions
+from rollyard_api.access.permissions import Access, Rule
+from rollyard_api.core.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
 from rollyard_api.routes import blobs, claims, jobs, leases, pools, probes, results, unfinished, weights
 from rollyard_api.service import ControlPlane, running
 from rollyard_api.settings import Settings
@@ -78,13 +78,13 @@ class Gate:
         """Find out who calls, for the routes, and refuse who may not."""
         plane = self._plane()
         caller = plane.tokens.caller(authorization)
-        access.authorize(rule, caller, scope["method"], scope["path"])
+        permissions.authorize(rule, caller, scope["method"], scope["path"])
         state = scope.setdefault("state", {})
         state["caller"], state["bound"] = caller, None
         if caller.job is not None:
-            job = await plane.database.read(partial(bound.look_up, identity=caller.job))
-            if not access.still(rule, job.stand):
-                raise bound.refused(job)
+            job = await plane.database.read(partial(job_scope.look_up, identity=caller.job))
+            if not permissions.still(rule, job.stand):
+                raise job_scope.refused(job)
             state["bound"] = job
 
 

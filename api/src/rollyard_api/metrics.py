@@ -11,8 +11,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from sqlalchemy.engine import Connection
 
-from rollyard_api import pools, states
-from rollyard_api.schema import claims, jobs, rollouts
+from rollyard_api.backends import pools
+from rollyard_api.core import states
+from rollyard_api.storage.schema import claims, jobs, rollouts
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

@@ -12,35 +12,29 @@ from typing import Any, TypeVar
 import httpx
 from sqlalchemy.engine import Connection, make_url
 
-from rollyard_api import (
-    cancelling,
-    circuits,
-    claims,
-    entrypoints,
-    health,
-    liveness,
-    lock,
-    migrate,
-    nodes,
-    verification,
-)
-from rollyard_api.admission import Idle, Quota, Turns
-from rollyard_api.archive import Archive
-from rollyard_api.auth import Tokens
-from rollyard_api.bulkhead import Bulkhead
-from rollyard_api.bus import Bus
-from rollyard_api.coordinator import Coordinator
-from rollyard_api.database import Database, Transaction
-from rollyard_api.events import EventHub
+from rollyard_api.access.bearer_tokens import Tokens
+from rollyard_api.access.quotas import Idle, Quota, Turns
+from rollyard_api.access.token_file import TokenFile
+from rollyard_api.backends import circuits, health
+from rollyard_api.backends.stats import Poller
+from rollyard_api.backends.throughput import Speeds
+from rollyard_api.core import entrypoints
+from rollyard_api.core.bulkhead import Bulkhead
+from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
+from rollyard_api.core.wakeups import Bus
+from rollyard_api.jobs import cancellation
+from rollyard_api.jobs.events import EventHub
+from rollyard_api.jobs.task_reader import TaskReader
+from rollyard_api.jobs.uploads import Uploads
 from rollyard_api.metrics import Metrics
-from rollyard_api.problems import ApiError, StorageFull, TimedOut, Unavailable
+from rollyard_api.rollouts import claims, lease_expiry, node_loss
 from rollyard_api.settings import Settings
-from rollyard_api.speeds import Speeds
-from rollyard_api.stats import Poller
-from rollyard_api.store import open_store
-from rollyard_api.taskreader import TaskReader
-from rollyard_api.tokenfile import TokenFile
-from rollyard_api.uploads import Uploads
+from rollyard_api.storage import lock, migrate
+from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.trajectories.archive import Archive
+from rollyard_api.trajectories.object_store import open_store
+from rollyard_api.weights import verification
+from rollyard_api.weights.coordinator import Coordinator
 
 log = logging.getLogger("rollyard.api")
 
@@ -99,7 +93,7 @@ class ControlPlane:
         self.uploads = Uploads(database, settings.blob_limits)
         self.task_reader = TaskReader(settings.task_sources, settings.task_limits, self.uploads.pieces)
         self.installed = entrypoints.installed()
-        self.unclaimed = liveness.Unclaimed()
+        self.unclaimed = lease_expiry.Unclaimed()
         self.speeds = Speeds()
         self.poller = Poller()
         self.http = httpx.AsyncClient(timeout=health.CHECK_TIMEOUT, trust_env=False)
@@ -140,7 +134,7 @@ class ControlPlane:
 
     async def cancel_rest(self, job_id: int) -> None:
         """End what is unfinished of a cancelled job, batch by batch, and give its sandboxes up."""
-        while await self.database.write(partial(cancelling.cancel_some, job_id=job_id)):
+        while await self.database.write(partial(cancellation.cancel_some, job_id=job_id)):
             pass
         await self.database.write(claims.release_unneeded, durable=False)
 
@@ -196,18 +190,21 @@ class ControlPlane:
     async def sweep(self) -> None:
         """One round of expiry, deadlines, cancellations, claims and removals."""
         write, read = self.database.write, self.database.read
-        expire = partial(liveness.expire, max_expiries=self.settings.max_expiries)
-        while await write(expire, durable=False) == liveness.EXPIRY_BATCH:
+        expire = partial(lease_expiry.expire, max_expiries=self.settings.max_expiries)
+        while await write(expire, durable=False) == lease_expiry.EXPIRY_BATCH:
             pass
         silent = self.settings.node_seconds
-        while await write(partial(nodes.give_up_silent, silent_seconds=silent), durable=False) >= nodes.BATCH:
+        while (
+            await write(partial(node_loss.give_up_silent, silent_seconds=silent), durable=False)
+            >= node_loss.BATCH
+        ):
             pass
-        await write(cancelling.enforce, durable=False)
-        for job_id in await read(cancelling.unfinished_cancellations):
+        await write(cancellation.enforce, durable=False)
+        for job_id in await read(cancellation.unfinished_cancellations):
             await self.cancel_rest(job_id)
         await write(claims.release_unneeded, durable=False)
-        for job_id in await read(cancelling.deleted_jobs):
-            while not await write(partial(cancelling.purge_some, job_id=job_id)):
+        for job_id in await read(cancellation.deleted_jobs):
+            while not await write(partial(cancellation.purge_some, job_id=job_id)):
                 pass
             self.events.forget(job_id)
         await self.uploads.remove_unneeded()
@@ -336,9 +333,9 @@ def _background(
 async def _resume(plane: ControlPlane) -> None:
     """What a start owes to whatever was going on before: leases get their time, parts their end."""
     try:
-        await plane.database.write(partial(liveness.grace, lease_seconds=plane.settings.lease_seconds))
-        await plane.database.write(nodes.grace)
-        await plane.database.write(partial(nodes.forget, silent_seconds=plane.settings.node_seconds))
+        await plane.database.write(partial(lease_expiry.grace, lease_seconds=plane.settings.lease_seconds))
+        await plane.database.write(node_loss.grace)
+        await plane.database.write(partial(node_loss.forget, silent_seconds=plane.settings.node_seconds))
     except StorageFull as error:
         # A full disk must not keep the control plane from starting: reading works, and room may come.
         log.warning("start: %s", error.detail)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollyard_api import blobs, taskreader
-from rollyard_api.sources import AllowList
-from rollyard_api.weight_steps import Limits
+from rollyard_api.jobs import blobs, task_reader
+from rollyard_api.jobs.task_sources import AllowList
+from rollyard_api.weights.steps import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Settings:
     """URL prefixes that `spec.tasks.url` of a job may begin with, beside uploads; see `AllowList`."""
     allow_tasks_networks: tuple[str, ...] = ()
     """Networks in which hosts of these prefixes may be, beside public addresses."""
-    task_limits: taskreader.Limits = field(default_factory=taskreader.Limits)
+    task_limits: task_reader.Limits = field(default_factory=task_reader.Limits)
     """How much may be read in the name of jobs."""
     blob_limits: blobs.Limits = field(default_factory=blobs.Limits)
     """How much may be uploaded."""

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Query, Request
 from rollyard_crds.base import NAME_PATTERN
 from starlette.responses import Response
 
-from rollyard_api import blobs
+from rollyard_api.jobs import blobs
 from rollyard_api.routes.common import Plane, answer
 
 PREFIX: Final = "/v1/blobs/"

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Query, Request
 from rollyard_crds.claims import Claim, ClaimList, ClaimRequest, ClaimStatus
 from starlette.responses import Response
 
-from rollyard_api import claims, wire
-from rollyard_api.bus import CLAIMS, claim_topic
+from rollyard_api.core.validation import validated
+from rollyard_api.core.wakeups import CLAIMS, claim_topic
+from rollyard_api.rollouts import claims
 from rollyard_api.routes.common import (
     Plane,
     Wait,
@@ -65,7 +66,7 @@ async def file(request: Request) -> Response:
     Waits up to `wait` seconds until it is bound or refused.
     """
     plane = plane_of(request)
-    asked = wire.model(ClaimRequest, await body_of(request))
+    asked = validated(ClaimRequest, await body_of(request))
     await refuse_others(request, [asked.rollout])
     op = partial(claims.file, asked=asked, max_claims=plane.settings.max_claims)
     row = await plane.database.write(op, durable=False)
@@ -126,7 +127,7 @@ async def release(request: Request, plane: Plane, claim: str) -> Response:
 async def put_status(request: Request, claim: str) -> Response:
     """The driver's report: Bound, Failed, or Removed (answered 204). What came too late changes nothing."""
     plane = plane_of(request)
-    status = wire.model(ClaimStatus, await body_of(request))
+    status = validated(ClaimStatus, await body_of(request))
     claims.check_status(status)
     row = await plane.database.write(partial(claims.report, claim=claim, status=status), durable=False)
     return Response(status_code=204) if row is None else answer(claims.document(row, time.time()))

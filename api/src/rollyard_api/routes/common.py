@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
-from rollyard_api import bound
-from rollyard_api.auth import Caller, Role
-from rollyard_api.bound import BoundJob
-from rollyard_api.codec import check_plain, decode, dumps
-from rollyard_api.problems import Forbidden
+from rollyard_api.access import job_scope
+from rollyard_api.access.bearer_tokens import Caller, Role
+from rollyard_api.access.job_scope import BoundJob
+from rollyard_api.core.codec import check_plain, decode, dumps
+from rollyard_api.core.problems import Forbidden
 from rollyard_api.service import ControlPlane
 
 MAX_WAIT = 60.0
@@ -56,7 +56,7 @@ async def refuse_others(request: Request, rollouts: Collection[str], sandboxes: 
     if job is not None and (rollouts or sandboxes):
         plane = plane_of(request)
         query = partial(
-            bound.reaches_others, identity=job.identity, rollouts_of=rollouts, sandboxes=sandboxes
+            job_scope.reaches_others, identity=job.identity, rollouts_of=rollouts, sandboxes=sandboxes
         )
         if await plane.database.read(query):
             raise _of_other(job)

@@ -14,12 +14,14 @@ from rollyard_crds.yamltext import YamlError, load_one
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import cancelling, entrypoints, jobs, jobviews, registration, tasks, wire
-from rollyard_api.jobs import NewJob
-from rollyard_api.problems import Invalid, Malformed, TooLarge
+from rollyard_api.core import entrypoints
+from rollyard_api.core.problems import Invalid, Malformed, TooLarge
+from rollyard_api.core.validation import validated
+from rollyard_api.jobs import cancellation, job_views, jobs, registration, tasks
+from rollyard_api.jobs.jobs import NewJob
+from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of, role_of
 from rollyard_api.service import ControlPlane
-from rollyard_api.tasks import TaskRow
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"])
 
@@ -103,7 +105,7 @@ def registered(document: Any, kind: Literal["RolloutJob", "BackendPool"], reques
 
 
 def _read(conn: Connection, namespace: str, name: str, *, bare: bool = False) -> dict[str, Any]:
-    return jobviews.document(conn, jobs.find(conn, namespace, name), bare=bare)
+    return job_views.document(conn, jobs.find(conn, namespace, name), bare=bare)
 
 
 async def _tasks(plane: ControlPlane, job: RolloutJob) -> list[TaskRow]:
@@ -176,7 +178,7 @@ async def register(request: Request, name: str) -> Response:
     changed one. Inline tasks are left out of the answer (`spec.tasks` says `stream` then).
     """
     plane = plane_of(request)
-    asked = wire.model(Registration, await body_of(request))
+    asked = validated(Registration, await body_of(request))
     job: RolloutJob = registered(asked.manifest, "RolloutJob", request, name)
     if asked.tasks is not None and job.spec.tasks.config_map_ref is None:
         text = "tasks: belong to a job whose spec.tasks is a configMapRef"
@@ -213,7 +215,7 @@ async def list_jobs(
     """
     found, more = await plane.database.read(
         partial(
-            jobviews.listed,
+            job_views.listed,
             namespace=namespace,
             limit=limit,
             after=int(after or 0),
@@ -240,7 +242,7 @@ async def delete_job(request: Request, plane: Plane, name: str, namespace: Names
     A job that is registered for an object of Kubernetes is cancelled and stays (`"deleted": false`) until
     its driver, which deletes the object, deletes it too.
     """
-    op = registration.delete_job if role_of(request) != "driver" else cancelling.delete_job
+    op = registration.delete_job if role_of(request) != "driver" else cancellation.delete_job
     job_id = await plane.database.write(partial(op, namespace=namespace, name=name))
     await plane.cancel_rest(job_id)
     job = await plane.database.read(partial(jobs.by_id, job_id=job_id))
@@ -252,7 +254,7 @@ async def delete_job(request: Request, plane: Plane, name: str, namespace: Names
 async def patch_job(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Suspend or resume a job, or change its priority."""
     plane = plane_of(request)
-    asked = wire.model(Patch, await body_of(request))
+    asked = validated(Patch, await body_of(request))
     await plane.database.write(
         partial(jobs.patch, namespace=namespace, name=name, suspend=asked.suspend, priority=asked.priority)
     )
@@ -264,7 +266,7 @@ async def put_status(request: Request, name: str, namespace: Namespace = "defaul
     """The driver's report: phase, conditions, observedGeneration, message."""
     plane = plane_of(request)
     given = await body_of(request)
-    status = wire.model(RolloutJobStatus, given)
+    status = validated(RolloutJobStatus, given)
     reported = {
         k: v for k, v in status.to_json().items() if k in given or k.lower() in ("phase", "conditions")
     }
@@ -303,18 +305,18 @@ async def close(plane: Plane, name: str, namespace: Namespace = "default") -> Re
 async def cancel(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Cancel the job ({}), one group ({"group": id}) or one rollout ({"rollout": id})."""
     plane = plane_of(request)
-    asked = wire.model(Cancel, await body_of(request))
+    asked = validated(Cancel, await body_of(request))
     if asked.group is not None and asked.rollout is not None:
         raise Invalid("give 'group' or 'rollout', not both", errors=["group: not together with 'rollout'"])
     if asked.group is None and asked.rollout is None:
         job_id = await plane.database.write(
-            partial(cancelling.cancel_job, namespace=namespace, name=name, reason="Cancelled")
+            partial(cancellation.cancel_job, namespace=namespace, name=name, reason="Cancelled")
         )
         await plane.cancel_rest(job_id)
     else:
         await plane.database.write(
             partial(
-                cancelling.cancel_part,
+                cancellation.cancel_part,
                 namespace=namespace,
                 name=name,
                 group=asked.group,

@@ -24,12 +24,14 @@ from rollyard_crds.lease import (
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import jobs, jobviews, leasing, liveness, nodes, outcomes, routing, staleness, wire
-from rollyard_api.bus import QUEUE
-from rollyard_api.codec import encode
-from rollyard_api.database import Transaction
-from rollyard_api.leasing import Ask
-from rollyard_api.problems import Conflict, NotFound
+from rollyard_api.backends import assignment
+from rollyard_api.core.codec import encode
+from rollyard_api.core.problems import Conflict, NotFound
+from rollyard_api.core.validation import validated
+from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.jobs import job_views, jobs
+from rollyard_api.rollouts import lease_expiry, leasing, node_loss, outcomes, staleness, wire
+from rollyard_api.rollouts.leasing import Ask
 from rollyard_api.routes.common import (
     Namespace,
     Plane,
@@ -43,6 +45,7 @@ from rollyard_api.routes.common import (
     unchecked_body_of,
 )
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage.database import Transaction
 
 log = logging.getLogger("rollyard.api")
 
@@ -68,7 +71,7 @@ def _over(conn: Connection, namespace: str | None, name: str, job_id: int | None
 async def lease(request: Request) -> Response:
     """Lease up to 64 rollouts; waits for the first up to `wait` seconds."""
     plane = plane_of(request)
-    asked = wire.model(LeaseRequest, await body_of(request))
+    asked = validated(LeaseRequest, await body_of(request))
     refuse_other_job(request, asked.namespace or "default", asked.job)
     job = bound_of(request)
     job_id = None if job is None else job.id
@@ -118,7 +121,7 @@ async def _granted(plane: ControlPlane, ask: Ask) -> tuple[list[dict[str, Any]],
 async def heartbeat(request: Request) -> Response:
     """Renew leases; learn which are lost or cancelled and which sandboxes are orphans."""
     plane = plane_of(request)
-    beat = wire.model(HeartbeatRequest, await body_of(request))
+    beat = validated(HeartbeatRequest, await body_of(request))
     held = [(ref.rollout, ref.token) for ref in beat.leases]
     await refuse_others(request, [rollout for rollout, _ in held], beat.ending)
     job = bound_of(request)
@@ -127,10 +130,10 @@ async def heartbeat(request: Request) -> Response:
     place = beat.node if job is None else f"{beat.node} {job_id}"
 
     def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float]:
-        lost, cancelled = liveness.renew(tx, held, plane.settings.lease_seconds)
-        unnamed, oldest = liveness.claims(tx, beat.node, beat.sandboxes)
-        nodes.heard(tx, beat.node, job_id)
-        unused = nodes.give_up(tx, beat.ending) if beat.ending else []
+        lost, cancelled = lease_expiry.renew(tx, held, plane.settings.lease_seconds)
+        unnamed, oldest = lease_expiry.claims(tx, beat.node, beat.sandboxes)
+        node_loss.heard(tx, beat.node, job_id)
+        unused = node_loss.give_up(tx, beat.ending) if beat.ending else []
         return lost, cancelled, unnamed, oldest, unused, tx.now
 
     lost, cancelled, unnamed, oldest, unused, now = await plane.database.write(op, durable=False)
@@ -183,10 +186,10 @@ async def fail(request: Request) -> Response:
 async def route(request: Request) -> Response:
     """Another backend for a rollout whose own failed; none, while none has room, and when to ask again."""
     plane = plane_of(request)
-    asked = wire.model(RouteRequest, await body_of(request))
+    asked = validated(RouteRequest, await body_of(request))
     await refuse_others(request, [asked.rollout])
     op = partial(
-        routing.reroute,
+        assignment.reroute,
         rollout=asked.rollout,
         token=asked.token,
         failed_url=asked.failed_url,
@@ -213,5 +216,5 @@ async def job_spec(
     """The spec of a job, for workers; `spec.tasks` holds no inline tasks."""
     refuse_other_job(request, namespace, name)
     return answer(
-        await plane.database.read(partial(jobviews.worker_spec, namespace=namespace, name=name, uid=uid))
+        await plane.database.read(partial(job_views.worker_spec, namespace=namespace, name=name, uid=uid))
     )

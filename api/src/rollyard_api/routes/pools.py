@@ -12,8 +12,10 @@ from rollyard_crds.base import Model
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import pools, registration, wire
-from rollyard_api.jobviews import OBJECT_UID
+from rollyard_api.backends import pools
+from rollyard_api.core.validation import validated
+from rollyard_api.jobs import registration
+from rollyard_api.jobs.job_views import OBJECT_UID
 from rollyard_api.routes.common import Namespace, Plane, answer, body_of, body_schema, plane_of, role_of
 from rollyard_api.routes.jobs import manifest_of, registered
 
@@ -79,7 +81,7 @@ async def get_pool(plane: Plane, name: str, namespace: Namespace = "default") ->
 async def patch_pool(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Change the spec by a merge patch: replicas, limits, arguments, external URLs."""
     plane = plane_of(request)
-    asked = wire.model(Patch, await body_of(request))
+    asked = validated(Patch, await body_of(request))
     await plane.database.write(partial(pools.patch, namespace=namespace, name=name, changes=asked.spec))
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
 
@@ -107,7 +109,7 @@ async def delete_pool(
 async def put_backends(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """The driver's report of the pool's backends, all of them."""
     plane = plane_of(request)
-    given = wire.model(Backends, await body_of(request))
+    given = validated(Backends, await body_of(request))
     await plane.database.write(
         partial(pools.put_backends, namespace=namespace, name=name, reported=given.backends)
     )
@@ -118,7 +120,7 @@ async def put_backends(request: Request, name: str, namespace: Namespace = "defa
 async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """The driver's report: conditions, observedGeneration, replicas."""
     plane = plane_of(request)
-    status = wire.model(BackendPoolStatus, await body_of(request))
+    status = validated(BackendPoolStatus, await body_of(request))
     await plane.database.write(
         partial(pools.put_status, namespace=namespace, name=name, status=status.to_json())
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
-from rollyard_api.problems import Unavailable
+from rollyard_api.core.problems import Unavailable
 from rollyard_api.routes.common import Plane
 from rollyard_api.service import ping
 

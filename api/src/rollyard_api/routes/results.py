@@ -14,15 +14,17 @@ from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import cursors, delivery, grouping, jobs, jobviews, records, states
-from rollyard_api.bus import job_topic
-from rollyard_api.codec import MSGPACK, dumps
-from rollyard_api.delivery import NDJSON, PARQUET, Delivery
-from rollyard_api.events import Event, SlowConsumer
-from rollyard_api.problems import Conflict, Invalid, NotFound, TooLarge
+from rollyard_api.core import cursors, states
+from rollyard_api.core.codec import MSGPACK, dumps
+from rollyard_api.core.problems import Conflict, Invalid, NotFound, TooLarge
+from rollyard_api.core.wakeups import job_topic
+from rollyard_api.jobs import job_views, jobs
+from rollyard_api.jobs.events import Event, SlowConsumer
 from rollyard_api.routes.common import Namespace, Plane, Wait, answer, plane_of
-from rollyard_api.schema import rollouts
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage.schema import rollouts
+from rollyard_api.trajectories import delivery, grouping, records
+from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
 
@@ -307,7 +309,7 @@ async def events(
 
 def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None:
     row = jobs.by_id(conn, job_id)
-    return None if row is None else (jobviews.counts(conn, row), row.finished_at is not None)
+    return None if row is None else (job_views.counts(conn, row), row.finished_at is not None)
 
 
 async def _stream(plane: ControlPlane, job: Any, after: int | None) -> AsyncIterator[bytes]:

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Query, Request
 from rollyard_crds.unfinished import UnfinishedJobs
 from starlette.responses import Response
 
-from rollyard_api import jobviews
-from rollyard_api.bus import UNFINISHED
+from rollyard_api.core.wakeups import UNFINISHED
+from rollyard_api.jobs import job_views
 from rollyard_api.routes.common import Plane, Wait, answer
 
 router = APIRouter(prefix="/v1/unfinished", tags=["rolloutjobs"])
@@ -31,7 +31,7 @@ async def unfinished(
         await plane.poll(
             "",
             UNFINISHED,
-            partial(plane.database.read, jobviews.unfinished),
+            partial(plane.database.read, job_views.unfinished),
             lambda found: revision is None or found["revision"] != revision,
             wait,
             request.is_disconnected,

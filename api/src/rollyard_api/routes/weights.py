@@ -13,9 +13,10 @@ from rollyard_crds.weights import PauseMode, WeightUpdate, WeightUpdateRequest
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api import checkpoints, pools, weights, wire
-from rollyard_api.codec import loads
-from rollyard_api.problems import Conflict
+from rollyard_api.backends import pools
+from rollyard_api.core.codec import loads
+from rollyard_api.core.problems import Conflict
+from rollyard_api.core.validation import validated
 from rollyard_api.routes.common import (
     MAX_WAIT,
     Namespace,
@@ -26,10 +27,11 @@ from rollyard_api.routes.common import (
     body_schema,
     plane_of,
 )
-from rollyard_api.schema import backends
 from rollyard_api.service import ControlPlane
-from rollyard_api.weight_steps import NoSuchCall, Server, StepFailed
-from rollyard_api.weight_targets import PAUSED
+from rollyard_api.storage.schema import backends
+from rollyard_api.weights import checkpoints, update_records
+from rollyard_api.weights.backend_targets import PAUSED
+from rollyard_api.weights.steps import NoSuchCall, Server, StepFailed
 
 router = APIRouter(prefix="/v1/backendpools", tags=["weights"])
 
@@ -89,9 +91,9 @@ async def update_weights(request: Request, name: str, namespace: Namespace = "de
     An update that runs still is superseded. The answer comes at once; follow the update by its id.
     """
     plane = plane_of(request)
-    asked = wire.model(WeightUpdateRequest, await body_of(request))
+    asked = validated(WeightUpdateRequest, await body_of(request))
     pool, rows = await plane.database.read(partial(_pool, namespace=namespace, name=name))
-    standing = await plane.database.read(partial(weights.standing, pool=pool, asked=asked))
+    standing = await plane.database.read(partial(update_records.standing, pool=pool, asked=asked))
     note = ""
     if standing is None:
         engine = loads(pool.spec)["engine"]["type"]
@@ -100,15 +102,15 @@ async def update_weights(request: Request, name: str, namespace: Namespace = "de
         if asked.in_flight == "continue" or asked.mode == "keep":
             await _require(plane, pool, rows, keep=asked.mode == "keep")
     row, new = await plane.database.write(
-        partial(weights.add, namespace=namespace, name=name, asked=asked, note=note)
+        partial(update_records.add, namespace=namespace, name=name, asked=asked, note=note)
     )
-    return answer(weights.document(row), 202 if new else 200)
+    return answer(update_records.document(row), 202 if new else 200)
 
 
 @router.get("/{name}/weights", responses={200: {"model": WeightUpdates}})
 async def list_updates(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
     """The pool's weight updates, the newest first."""
-    found = await plane.database.read(partial(weights.listed, namespace=namespace, name=name))
+    found = await plane.database.read(partial(update_records.listed, namespace=namespace, name=name))
     return answer({"items": found})
 
 
@@ -118,16 +120,16 @@ async def get_update(
 ) -> Response:
     """One weight update; waits up to `wait` seconds while it runs."""
     plane = plane_of(request)
-    read = partial(weights.one, namespace=namespace, name=name, number=number)
+    read = partial(update_records.one, namespace=namespace, name=name, number=number)
     row = await plane.poll(
         namespace,
-        weights.TOPIC,
+        update_records.TOPIC,
         partial(plane.database.read, read),
         lambda found: found.state != "Running",
         wait,
         request.is_disconnected,
     )
-    return answer(weights.document(row))
+    return answer(update_records.document(row))
 
 
 PauseWait = Annotated[float, Query(ge=0, le=MAX_WAIT)]
@@ -149,7 +151,7 @@ async def pause(
     pool, rows = await plane.database.read(partial(_pool, namespace=namespace, name=name))
     if mode == "keep":
         await _require(plane, pool, rows, keep=True)
-    await plane.database.write(partial(weights.pause, namespace=namespace, name=name, mode=mode))
+    await plane.database.write(partial(update_records.pause, namespace=namespace, name=name, mode=mode))
     return await _until(
         request, namespace, name, wait, lambda row: not row.ready or row.weights_message == PAUSED
     )
@@ -161,7 +163,7 @@ async def resume(
 ) -> Response:
     """Undo `pause`: 200 once every server goes on, 202 where that takes longer than `wait` seconds."""
     plane = plane_of(request)
-    await plane.database.write(partial(weights.resume, namespace=namespace, name=name))
+    await plane.database.write(partial(update_records.resume, namespace=namespace, name=name))
     return await _until(
         request, namespace, name, wait, lambda row: not row.ready or row.weights != "Updating"
     )
@@ -175,7 +177,12 @@ async def _until(request: Request, namespace: str, name: str, wait: float, settl
         return all(settled(row) for row in found[1])
 
     found = await plane.poll(
-        namespace, weights.TOPIC, partial(plane.database.read, read), enough, wait, request.is_disconnected
+        namespace,
+        update_records.TOPIC,
+        partial(plane.database.read, read),
+        enough,
+        wait,
+        request.is_disconnected,
     )
     document = (await plane.database.read(partial(pools.listed, namespace=namespace, name=name)))[0]
     return answer(document, 200 if enough(found) else 202)

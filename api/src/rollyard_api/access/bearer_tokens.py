@@ -1,0 +1,164 @@
+"""Bearer tokens by role, made at first start, in a file that only the user reads.
+
+Several tokens of a role may be valid at once: the first is the one that is handed out, and the
+others are on their way out.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+from rollyard_crds.jobtoken import JobIdentity, job_of
+
+from rollyard_api.core.problems import Unauthorized
+
+Role = Literal["admin", "worker", "driver", "metrics"]
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
+REQUIRED: Final[tuple[Role, ...]] = ("admin", "worker", "driver")
+"""Files of older releases have no others."""
+MAX_FILE_BYTES: Final = 64 << 10
+MAX_VALID: Final = 16
+"""Tokens of one role that are valid at once."""
+FILE_NAME = "tokens.json"
+
+
+class TokenFileError(Exception):
+    """The token file cannot be used."""
+
+    reason = "TokenFileInvalid"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose token a request bears."""
+
+    role: Role
+    job: JobIdentity | None = None
+    """The only job that it may work for; None for any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The valid secrets of each role, the one that is handed out first."""
+
+    by_role: Mapping[Role, tuple[str, ...]]
+    older_job_tokens: bool = True
+    """Whether job tokens without a uid, which older bridges make, are accepted."""
+
+    @property
+    def admin(self) -> str:
+        return self.by_role["admin"][0]
+
+    @property
+    def worker(self) -> str:
+        return self.by_role["worker"][0]
+
+    @property
+    def driver(self) -> str:
+        return self.by_role["driver"][0]
+
+    def caller(self, authorization: str) -> Caller:
+        """Who is behind an Authorization header.
+
+        Every token is compared, each in constant time, so that the answer's time tells nothing.
+
+        Raises:
+            Unauthorized: no bearer token, or an unknown one.
+        """
+        scheme, _, given = authorization.partition(" ")
+        given = given.strip()
+        if scheme.lower() != "bearer" or not given:
+            raise Unauthorized(
+                "send 'Authorization: Bearer TOKEN'; the tokens are in tokens.json of the state folder",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        presented = given.encode()
+        matches = [
+            role
+            for role, valid in self.by_role.items()
+            for one in valid
+            if hmac.compare_digest(one.encode(), presented)
+        ]
+        if matches:
+            return Caller(matches[0])
+        jobs = [job for one in self.by_role["worker"] if (job := job_of(given, one)) is not None]
+        if not jobs:
+            raise Unauthorized("this bearer token is not known here", headers={"WWW-Authenticate": "Bearer"})
+        if jobs[0].uid is None and not self.older_job_tokens:
+            raise Unauthorized(
+                "this job token names no uid, as older bridges made them, and this control plane takes no "
+                "such token; update the bridge",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return Caller("worker", jobs[0])
+
+
+def load_or_make(state_dir: Path) -> Tokens:
+    """Read tokens.json of the state folder, or make it (mode 0600) with fresh secrets.
+
+    Raises:
+        TokenFileError: the file holds no such JSON object.
+    """
+    path = state_dir / FILE_NAME
+    if not path.exists():
+        _make(path)
+    return load(path, "remove it to have new tokens made")
+
+
+def load(path: Path, remedy: str = "write one string, or a list of strings, for each role") -> Tokens:
+    """Read a token file that somebody else has made, such as a mounted Secret.
+
+    Raises:
+        TokenFileError: the file cannot be read, or holds no such JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise TokenFileError(f"{path}: the token file cannot be read: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise TokenFileError(f"{path}: the token file is longer than {MAX_FILE_BYTES} bytes")
+    try:
+        document = json.loads(data)
+        given = {role: document[role] for role in ROLES if role in REQUIRED or role in document}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TokenFileError(
+            f"{path}: must be a JSON object with the strings {', '.join(REQUIRED)}; {remedy}"
+        ) from error
+    by_role = {role: tuple(value if isinstance(value, list) else [value]) for role, value in given.items()}
+    for role, values in by_role.items():
+        if not values or not all(isinstance(value, str) and value for value in values):
+            raise TokenFileError(f"{path}: every token must be a non-empty string, and '{role}' has another")
+        if len(values) > MAX_VALID:
+            raise TokenFileError(f"{path}: at most {MAX_VALID} tokens of '{role}' may be valid at once")
+    all_of_them = [value for values in by_role.values() for value in values]
+    if len(set(all_of_them)) < len(all_of_them):
+        raise TokenFileError(
+            f"{path}: the tokens of two roles are the same, or one is listed twice; each role needs its own"
+        )
+    return Tokens(by_role)
+
+
+def _make(path: Path) -> None:
+    document = {role: f"ry-{role}-{secrets.token_urlsafe(32)}" for role in ROLES}
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(descriptor, 0o600)
+        json.dump(document, file)
+        file.flush()
+        os.fsync(descriptor)
+    try:
+        # link, not rename: of two processes that start at once, the first one's tokens stand.
+        os.link(scratch, path)
+    except FileExistsError:
+        return
+    finally:
+        scratch.unlink()

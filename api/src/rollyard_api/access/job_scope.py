@@ -1,0 +1,78 @@
+"""What a token of one job reaches: that job as it stands, its rollouts, its sandboxes and its claims."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from rollyard_crds.jobtoken import JobIdentity
+from sqlalchemy.engine import Connection
+
+from rollyard_api.access.permissions import Stand
+from rollyard_api.core.problems import Forbidden
+from rollyard_api.storage.schema import jobs, rollouts
+
+LOOKED_UP = 500
+"""Names in one query; SQLite bounds its variables."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundJob:
+    """The job that a token speaks for."""
+
+    identity: JobIdentity
+    stand: Stand
+    id: int | None
+    """Its row's; None where it is gone."""
+    uid: str | None
+    """Its own, which claims carry; None where it is gone."""
+
+
+def look_up(conn: Connection, identity: JobIdentity) -> BoundJob:
+    """How the job of a token stands.
+
+    The uid is that of the job or of the Kubernetes object that it is registered for.
+    """
+    columns = (jobs.c.id, jobs.c.uid, jobs.c.object_uid, jobs.c.finished_at)
+    row = conn.execute(
+        sa.select(*columns).where(
+            jobs.c.namespace == identity.namespace,
+            jobs.c.name == identity.name,
+            jobs.c.deleted_at.is_(None),
+        )
+    ).one_or_none()
+    if row is None or identity.uid not in (None, row.uid, row.object_uid):
+        return BoundJob(identity, "gone", None, None)
+    return BoundJob(identity, "live" if row.finished_at is None else "finished", row.id, row.uid)
+
+
+def refused(bound: BoundJob) -> Forbidden:
+    """The job of a token has ended."""
+    who = bound.identity
+    what = f"{who.namespace}/{who.name}" + ("" if who.uid is None else f" with uid {who.uid}")
+    how = "has ended" if bound.stand == "finished" else "was deleted, or replaced by another of its name"
+    return Forbidden(f"this token was for the workers of job {what}, which {how}", reason="JobEnded")
+
+
+def others(identity: JobIdentity) -> sa.ColumnElement[bool]:
+    """Selects the jobs that a token does not speak for; deleted ones, whose rows still stand, too."""
+    ours = [jobs.c.namespace == identity.namespace, jobs.c.name == identity.name]
+    if identity.uid is not None:
+        # A job without an object has null there: compared as such, it would be nobody's and pass.
+        object_uid = sa.func.coalesce(jobs.c.object_uid, "")
+        ours.append(sa.or_(jobs.c.uid == identity.uid, object_uid == identity.uid))
+    return sa.not_(sa.and_(*ours))
+
+
+def reaches_others(
+    conn: Connection, identity: JobIdentity, rollouts_of: Collection[str], sandboxes: Collection[str]
+) -> bool:
+    """Whether one of these rollouts, or one that has one of these sandboxes, is of another job."""
+    for column, given in ((rollouts.c.id, sorted(rollouts_of)), (rollouts.c.sandbox_id, sorted(sandboxes))):
+        for at in range(0, len(given), LOOKED_UP):
+            some = sa.select(rollouts.c.id).join(jobs, jobs.c.id == rollouts.c.job_id)
+            some = some.where(column.in_(given[at : at + LOOKED_UP]), others(identity)).limit(1)
+            if conn.execute(some).first() is not None:
+                return True
+    return False

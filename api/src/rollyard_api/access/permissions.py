@@ -1,0 +1,156 @@
+"""Who may make which call: one rule for each route.
+
+A route without a rule is the admin's alone, so that one that is added later is closed until somebody
+decides; a test fails until it stands here. A token of one job makes the calls of that job's workers
+only, and the routes see to it that every rollout, sandbox and claim named in them is of that job.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from rollyard_api.access.bearer_tokens import Caller
+from rollyard_api.core.problems import Forbidden
+
+Stand = Literal["live", "finished", "gone"]
+"""How a token's job stands. Its rollouts are unfinished; all have ended; or it was deleted or replaced."""
+_ORDER: Final[tuple[Stand, ...]] = ("live", "finished", "gone")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who may make a call, beside the admin."""
+
+    roles: frozenset[str] = frozenset()
+    until: Stand | None = None
+    """The latest state of a job in which a token of its workers may make the call; None for never."""
+    open: bool = False
+    """Whether no token is needed."""
+    max_body: int | None = None
+    """Bytes of the body, where less than the server's own bound is needed: decoded, it takes far more."""
+
+
+OPEN: Final = Rule(open=True)
+ADMIN: Final = Rule()
+METRICS: Final = Rule(frozenset({"metrics"}))
+DRIVER: Final = Rule(frozenset({"driver"}))
+WORK: Final = Rule(frozenset({"worker", "driver"}), "live")
+LEARN: Final = Rule(frozenset({"worker", "driver"}), "finished")
+"""Calls by which a worker learns that its job has ended, or gives back what it still has."""
+REPORT: Final = Rule(frozenset({"worker", "driver"}), "gone")
+"""Reports of leases. They are judged by the rollout alone, and must be answered however late they come."""
+
+SMALL: Final = 1 << 20
+FAILURES: Final = 4 << 20
+BEATS: Final = 16 << 20
+"""Room for all leases and sandboxes that a heartbeat may name."""
+
+JOBS: Final = "/v1/rolloutjobs"
+POOLS: Final = "/v1/backendpools"
+BLOBS: Final = "/v1/blobs"
+
+RULES: Final[dict[tuple[str, str], Rule]] = {
+    ("GET", "/healthz"): OPEN,
+    ("GET", "/readyz"): OPEN,
+    ("GET", "/metrics"): METRICS,
+    ("GET", "/docs"): ADMIN,
+    ("GET", "/docs/oauth2-redirect"): ADMIN,
+    ("GET", "/openapi.json"): ADMIN,
+    ("POST", "/v1/leases"): replace(LEARN, max_body=SMALL),
+    ("GET", "/v1/leases/job"): LEARN,
+    ("POST", "/v1/leases/route"): replace(WORK, max_body=SMALL),
+    ("POST", "/v1/leases/heartbeat"): replace(REPORT, max_body=BEATS),
+    ("POST", "/v1/leases/complete"): REPORT,
+    ("POST", "/v1/leases/fail"): replace(REPORT, max_body=FAILURES),
+    ("POST", "/v1/claims"): replace(WORK, max_body=SMALL),
+    ("GET", "/v1/claims/{claim}"): WORK,
+    ("DELETE", "/v1/claims/{claim}"): LEARN,
+    ("GET", "/v1/claims"): DRIVER,
+    ("PUT", "/v1/claims/{claim}/status"): DRIVER,
+    ("GET", "/v1/unfinished"): DRIVER,
+    ("GET", JOBS): DRIVER,
+    ("POST", JOBS): ADMIN,
+    ("GET", f"{JOBS}/{{name}}"): DRIVER,
+    ("PUT", f"{JOBS}/{{name}}"): DRIVER,
+    ("PATCH", f"{JOBS}/{{name}}"): ADMIN,
+    ("DELETE", f"{JOBS}/{{name}}"): DRIVER,
+    ("POST", f"{JOBS}/{{name}}/tasks"): ADMIN,
+    ("POST", f"{JOBS}/{{name}}/close"): ADMIN,
+    ("POST", f"{JOBS}/{{name}}/cancel"): DRIVER,
+    ("PUT", f"{JOBS}/{{name}}/status"): DRIVER,
+    ("GET", f"{JOBS}/{{name}}/trajectories"): DRIVER,
+    ("GET", f"{JOBS}/{{name}}/groups"): DRIVER,
+    ("GET", f"{JOBS}/{{name}}/events"): DRIVER,
+    ("GET", f"{JOBS}/{{name}}/rollouts"): DRIVER,
+    ("GET", f"{JOBS}/{{name}}/rollouts/{{rollout}}"): DRIVER,
+    ("PUT", f"{BLOBS}/{{sha256}}"): ADMIN,
+    ("GET", f"{BLOBS}/{{sha256}}"): DRIVER,
+    ("GET", POOLS): DRIVER,
+    ("POST", POOLS): DRIVER,
+    ("GET", f"{POOLS}/{{name}}"): DRIVER,
+    ("PUT", f"{POOLS}/{{name}}"): DRIVER,
+    ("PATCH", f"{POOLS}/{{name}}"): DRIVER,
+    ("DELETE", f"{POOLS}/{{name}}"): DRIVER,
+    ("PUT", f"{POOLS}/{{name}}/backends"): DRIVER,
+    ("PUT", f"{POOLS}/{{name}}/status"): DRIVER,
+    ("POST", f"{POOLS}/{{name}}/pause"): DRIVER,
+    ("POST", f"{POOLS}/{{name}}/resume"): DRIVER,
+    ("GET", f"{POOLS}/{{name}}/weights"): DRIVER,
+    ("POST", f"{POOLS}/{{name}}/weights"): DRIVER,
+    ("GET", f"{POOLS}/{{name}}/weights/{{number}}"): DRIVER,
+}
+DOCS: Final = frozenset({"/docs", "/docs/oauth2-redirect", "/openapi.json"})
+_PARAMETER = re.compile(r"\\\{[a-z_]+\\\}")
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(_PARAMETER.sub("[^/]+", re.escape(template)))
+
+
+class Access:
+    """The rules, with what the installer opens.
+
+    Args:
+        open_metrics: whether `/metrics` needs no token.
+        open_docs: whether `/docs` and `/openapi.json` need none.
+    """
+
+    def __init__(self, *, open_metrics: bool = False, open_docs: bool = False) -> None:
+        opened = (DOCS if open_docs else frozenset()) | ({"/metrics"} if open_metrics else frozenset())
+        rules = {key: OPEN if key[1] in opened else rule for key, rule in RULES.items()}
+        self._exact = {key: rule for key, rule in rules.items() if "{" not in key[1]}
+        self._shaped = [(key[0], _pattern(key[1]), rule) for key, rule in rules.items() if "{" in key[1]]
+
+    def rule(self, method: str, path: str) -> Rule:
+        """The rule of a call; that of the admin alone where none is written down."""
+        method = "GET" if method == "HEAD" else method
+        exact = self._exact.get((method, path))
+        if exact is not None:
+            return exact
+        for given, pattern, rule in self._shaped:
+            if given == method and pattern.fullmatch(path):
+                return rule
+        return ADMIN
+
+
+def authorize(rule: Rule, caller: Caller, method: str, path: str) -> None:
+    """See whether this caller may make this call, whatever it names.
+
+    Raises:
+        Forbidden: it may not.
+    """
+    if caller.role == "admin":
+        return
+    if caller.job is not None:
+        if rule.until is None:
+            raise Forbidden(f"the token of the workers of one job may not {method} {path}")
+        return
+    if caller.role not in rule.roles:
+        raise Forbidden(f"the role '{caller.role}' may not {method} {path}")
+
+
+def still(rule: Rule, stand: Stand) -> bool:
+    """Whether the token of a job that stands so may still make the call."""
+    return rule.until is not None and _ORDER.index(stand) <= _ORDER.index(rule.until)

@@ -1,0 +1,72 @@
+"""The token file, read again when it changes, so that tokens are rotated without a restart."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from rollyard_api.access import bearer_tokens
+from rollyard_api.access.bearer_tokens import TokenFileError, Tokens
+
+log = logging.getLogger("rollyard.api")
+
+_Seen = tuple[int, int, int, int, int]
+
+
+class TokenFile:
+    """The tokens in force. A file that cannot be used changes nothing, and the log says so once.
+
+    Args:
+        state_dir: the folder whose tokens.json is made where it is missing.
+        given: another file, which somebody else makes, such as a mounted Secret; None for tokens.json.
+        older_job_tokens: whether job tokens without a uid are accepted.
+
+    Raises:
+        TokenFileError: the file cannot be used.
+    """
+
+    def __init__(self, state_dir: Path, given: Path | None, *, older_job_tokens: bool) -> None:
+        self._path = state_dir / bearer_tokens.FILE_NAME if given is None else given
+        self._older = older_job_tokens
+        first = bearer_tokens.load_or_make(state_dir) if given is None else bearer_tokens.load(given)
+        # What was read may be newer than what was seen, never older: then it is read once more.
+        self._seen: _Seen | None = None
+        self.tokens = replace(first, older_job_tokens=older_job_tokens)
+
+    def look(self) -> None:
+        """Read the file again if it is another one than before; to be called in a thread, it may block."""
+        try:
+            seen = self._stat()
+            if seen == self._seen:
+                return
+            self._seen = seen
+            tokens = self._load()
+        except OSError as error:
+            if self._seen is not None:
+                log.error(
+                    "%s: cannot be looked at: %s; the tokens read before stay in force",
+                    self._path, error.strerror,
+                )  # fmt: skip
+            self._seen = None
+            return
+        except TokenFileError as error:
+            log.error("%s; the tokens read before stay in force", error)
+            return
+        if tokens != self.tokens:
+            changed = sorted(
+                role
+                for role in bearer_tokens.ROLES
+                if tokens.by_role.get(role) != self.tokens.by_role.get(role)
+            )
+            self.tokens = tokens
+            log.info("%s: other tokens are in force now for %s", self._path, ", ".join(changed))
+
+    def _load(self) -> Tokens:
+        return replace(bearer_tokens.load(self._path), older_job_tokens=self._older)
+
+    def _stat(self) -> _Seen:
+        # The links are followed: kubelet replaces a Secret by pointing a link to another folder.
+        found = os.stat(self._path)
+        return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

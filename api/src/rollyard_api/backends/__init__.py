@@ -1,0 +1,1 @@
+"""Inference backends: pools, routing, circuits and measured speeds."""

@@ -1,0 +1,359 @@
+"""Where rollouts run: routers filled from the tables, assignments, and moving a rollout elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sqlalchemy as sa
+from rollyard_crds.lease import MAX_BATCH, NoBackend
+from sqlalchemy import bindparam
+
+from rollyard_api.backends import circuits
+from rollyard_api.backends.circuit_breaker import Breaker
+from rollyard_api.backends.router import Backend, Router, eligible
+from rollyard_api.backends.run_estimates import Pace
+from rollyard_api.core import states
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import backends, groups, jobs, pools, rollouts
+
+Key = tuple[str, str]
+"""A pool's namespace and name."""
+
+FRESH_SECONDS = 300.0
+"""A pace that was measured longer ago holds no rollout back: a slow backend may have become faster."""
+FRESH_RUNS = 3.0
+"""Likewise where Run takes long: so many times a rollout's time there."""
+RETRY_SECONDS = 1.0
+"""After which a rollout that found no backend asks again."""
+MAX_COUNTED = 5_000
+"""Waiting rollouts that are counted at most; more are many."""
+_SHORTEST_RETRY = 0.25
+_LONGEST_RETRY = 5.0
+_OVERLOADED = re.compile(r"\banswered 429\b")
+"""How a worker reports a server that is too busy: that is no failure, it works as it should."""
+
+ACTIVE = (
+    sa.select(rollouts.c.job_id, rollouts.c.state, rollouts.c.backend, sa.func.count().label("n"))
+    .where(rollouts.c.lease_expires.is_not(None))
+    .group_by(rollouts.c.job_id, rollouts.c.state, rollouts.c.backend)
+)
+"""Leased rollouts by job, state and backend."""
+_POOLS = sa.select(
+    pools.c.id,
+    pools.c.namespace,
+    pools.c.name,
+    pools.c.model,
+    pools.c.served_model,
+    pools.c.tokenizer,
+    pools.c.max_active,
+    pools.c.paused,
+    backends.c.url,
+    backends.c.policy_version,
+    backends.c.policy_index,
+    backends.c.weights,
+    backends.c.circuit,
+    backends.c.failures,
+    backends.c.opened_at,
+    backends.c.draining,
+    backends.c.speed,
+    backends.c.pace,
+    backends.c.pace_seconds,
+    backends.c.pace_load,
+    backends.c.measured_at,
+).join_from(pools, backends, sa.and_(backends.c.pool_id == pools.c.id, backends.c.ready.is_(True)))
+_JOB_POOLS = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool).where(
+    jobs.c.id.in_(bindparam("b_ids", expanding=True))
+)
+_WAITING = sa.select(sa.func.count()).select_from(
+    sa.select(sa.literal(1))
+    .select_from(rollouts)
+    .join(jobs, jobs.c.id == rollouts.c.job_id)
+    .where(
+        jobs.c.namespace == bindparam("b_namespace"),
+        jobs.c.pool == bindparam("b_pool"),
+        jobs.c.finished_at.is_(None),
+        jobs.c.deleted_at.is_(None),
+        jobs.c.cancel_reason.is_(None),
+        jobs.c.suspended.is_(False),
+        rollouts.c.state.in_([states.queued("init"), states.leased("init"), states.queued("run")]),
+    )
+    .limit(bindparam("b_limit"))
+    .subquery()
+)
+"""Rollouts of a pool that have not begun Run, up to a limit."""
+_BEGAN = (
+    sa.select(rollouts.c.backend, sa.func.max(rollouts.c.since))
+    .where(rollouts.c.lease_expires.is_not(None), rollouts.c.state == states.leased("run"))
+    .where(rollouts.c.backend.in_(bindparam("b_urls", expanding=True)))
+    .group_by(rollouts.c.backend)
+)
+"""When a rollout last began on each backend, of those that are there still."""
+_LOCK = (
+    sa.select(pools.c.id)
+    .where(sa.tuple_(pools.c.namespace, pools.c.name).in_(bindparam("b_keys", expanding=True)))
+    .order_by(pools.c.id)
+    .with_for_update(key_share=True)
+)
+STICK = (
+    sa.update(groups)
+    .where(groups.c.job_id == bindparam("b_job"), groups.c.no == bindparam("b_no"))
+    .values(backend=bindparam("b_backend"))
+)
+
+
+def lock(tx: Transaction, keys: Iterable[Key]) -> None:
+    """Keep other replicas from giving out places of these pools until this transaction ends.
+
+    To be called before the active rollouts are counted: two that count at the same moment would
+    give out the same places. With SQLite there is one writer, and nothing to do.
+    """
+    wanted = sorted(set(keys))
+    if wanted and not tx.sqlite:
+        tx.conn.execute(_LOCK, {"b_keys": wanted})
+
+
+def _pace(row: Any, now: float) -> Pace | None:
+    if row.pace is None or now - row.measured_at > max(FRESH_SECONDS, FRESH_RUNS * row.pace_seconds):
+        return None
+    return Pace(row.pace, row.pace_load, row.pace_seconds)
+
+
+class Routers:
+    """A router per pool, filled from this transaction's counts of rollouts in Run."""
+
+    def __init__(self, tx: Transaction, active: Iterable[Any]) -> None:
+        """Read the pools; `active`: rows of ACTIVE."""
+        self.pools: dict[Key, Any] = {}
+        self._rows: defaultdict[Key, list[Any]] = defaultdict(list)
+        for row in tx.conn.execute(_POOLS):
+            key = (row.namespace, row.name)
+            self.pools[key] = row
+            self._rows[key].append(row)
+        running = [row for row in active if row.state == states.leased("run") and row.backend is not None]
+        load: defaultdict[str, int] = defaultdict(int)
+        for row in running:
+            load[row.backend] += row.n
+        displaced = self._displaced(tx, running) if self._rows else {}
+        self._routers = {
+            key: Router.of(
+                self.pools[key].max_active,
+                [
+                    Backend(
+                        row.url,
+                        row.policy_version,
+                        load[row.url],
+                        row.speed,
+                        row.policy_index,
+                        _pace(row, tx.now),
+                    )
+                    for row in rows
+                    if eligible(
+                        ready=True,
+                        weights=row.weights,
+                        circuit=row.circuit,
+                        draining=row.draining,
+                        paused=row.paused,
+                    )
+                ],
+                displaced.get(key, 0),
+            )
+            for key, rows in self._rows.items()
+        }
+        self._rehearsals: dict[Key, Router] = {}
+        # Places promised to rows that are taken and not yet routed.
+        self._promised: defaultdict[Key, int] = defaultdict(int)
+
+    def _displaced(self, tx: Transaction, running: list[Any]) -> dict[Key, int]:
+        """Rollouts in Run per pool whose backend is gone or fails: they move before new ones begin."""
+        sound = {row.url for rows in self._rows.values() for row in rows if row.circuit == "Closed"}
+        homeless: defaultdict[int, int] = defaultdict(int)
+        for row in running:
+            if row.backend not in sound:
+                homeless[row.job_id] += row.n
+        if not homeless:
+            return {}
+        counts: defaultdict[Key, int] = defaultdict(int)
+        for job in tx.conn.execute(_JOB_POOLS, {"b_ids": sorted(homeless)}):
+            if job.pool is not None:
+                counts[job.namespace, job.pool] += homeless[job.id]
+        return counts
+
+    def get(self, key: Key) -> Router | None:
+        """The pool's router; None where the pool has no ready backend."""
+        return self._routers.get(key)
+
+    def admit(self, key: Key) -> bool:
+        """Whether the pool takes one more from the queue, all promises of this transaction counted."""
+        router = self._routers.get(key)
+        if router is None or router.free <= self._promised[key]:
+            return False
+        if router.waiting is not None:
+            # Whether the next one would be made to wait: found out on a copy, in the order of the queue.
+            if key not in self._rehearsals:
+                self._rehearsals[key] = router.copy()
+            if self._rehearsals[key].choose(None, None) is None:
+                return False
+        self._promised[key] += 1
+        return True
+
+    def count_waiting(self, tx: Transaction, keys: Iterable[Key]) -> None:
+        """Tell the routers of these pools how many are still to come, where that may matter: near the end."""
+        for key in set(keys):
+            router = self._routers.get(key)
+            horizon = 0 if router is None else router.horizon(MAX_BATCH)
+            if router is None or horizon == 0:
+                continue
+            limit = min(horizon + MAX_BATCH, MAX_COUNTED) + 1
+            asked = {"b_namespace": key[0], "b_pool": key[1], "b_limit": limit}
+            waiting = int(tx.conn.execute(_WAITING, asked).scalar_one())
+            if 0 < waiting < limit:
+                rows = tx.conn.execute(_BEGAN, {"b_urls": sorted(router.backends)})
+                began = {url: since for url, since in rows}  # noqa: C416 - a result has keys(), as a mapping
+                self._routers[key] = Router.of(
+                    router.max_active,
+                    [
+                        replace(backend, quiet=tx.now - began.get(url, tx.now))
+                        for url, backend in router.backends.items()
+                    ],
+                    router.reserved,
+                    waiting,
+                )
+
+    def loads(self) -> dict[str, int]:
+        """Active rollouts of every eligible backend, those given out just now included."""
+        return {url: count for router in self._routers.values() for url, count in router.active.items()}
+
+    def assignment(self, key: Key, chosen: Backend) -> dict[str, Any]:
+        """The BackendAssignment of a rollout."""
+        pool = self.pools[key]
+        return {
+            "pool": pool.name,
+            "url": chosen.url,
+            "model": pool.served_model or pool.model,
+            "tokenizer": pool.tokenizer,
+            "policy_version": chosen.policy_version,
+        }
+
+    def retry_after(self, key: Key, now: float) -> float:
+        """Seconds after which to ask again where none can be had: after the next probe, if one is due."""
+        waits = [
+            due
+            for row in self._rows.get(key, ())
+            if (due := Breaker(row.circuit, row.failures, row.opened_at).due_in(now)) is not None
+        ]
+        router = self._routers.get(key)
+        if not waits or (router is not None and router.backends):
+            return RETRY_SECONDS
+        return min(max(min(waits) + _SHORTEST_RETRY, _SHORTEST_RETRY), _LONGEST_RETRY)
+
+    def why_none(self, key: Key) -> NoBackend:
+        """Why a rollout that moves gets no backend now."""
+        rows, router = self._rows.get(key, ()), self._routers.get(key)
+        if router is not None and router.backends:
+            return "BackendsFull"
+        if any(row.paused for row in rows):
+            return "PoolPaused"
+        return "WeightsUpdating" if any(row.weights == "Updating" for row in rows) else "NoBackendReady"
+
+
+@dataclass(frozen=True, slots=True)
+class Rerouted:
+    """`outcome`: `accepted`, `stale` or `unknown`; `backend`: None while none can be had."""
+
+    outcome: str
+    backend: dict[str, Any] | None = None
+    retry_after: float = RETRY_SECONDS
+    reason: NoBackend = ""
+    opened: bool = False
+    """This failure opened the backend's circuit."""
+
+
+def reroute(
+    tx: Transaction, rollout: str, token: int, failed_url: str, *, error: str = "", blame: bool = True
+) -> Rerouted:
+    """Another backend for a rollout whose own failed, or the same while no other has room.
+
+    Only the backend that the rollout is assigned to is blamed, in its own pool, and once under each
+    token: whoever holds a lease opens no circuit by naming another server, or by saying it again.
+
+    The limit of a backend holds for rollouts that move, too: where every other is full, and the
+    failed one takes none, the rollout is told to ask again; places that become free are kept for
+    such rollouts, none goes to the queue before them (Router.reserved).
+    """
+    found = tx.conn.execute(
+        sa.select(
+            rollouts.c.token,
+            rollouts.c.state,
+            rollouts.c.backend,
+            rollouts.c.group_no,
+            rollouts.c.settled,
+            jobs.c.namespace,
+            jobs.c.pool,
+            jobs.c.id,
+        )
+        .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
+        .where(rollouts.c.id == rollout)
+        .with_for_update(of=rollouts)
+    ).one_or_none()
+    if found is None:
+        return Rerouted("unknown")
+    if found.token != token or found.state != states.leased("run") or found.pool is None:
+        return Rerouted("stale")
+    key = (found.namespace, found.pool)
+    opened, settled = False, found.settled
+    mark = _blamed(token, failed_url)
+    own = failed_url == found.backend and mark not in settled.split()
+    if blame and own and not _OVERLOADED.search(error):
+        opened = circuits.failed(tx, found.id, failed_url)
+        settled = f"{settled} {mark}".strip()
+    lock(tx, [key])
+    routers = Routers(tx, tx.conn.execute(ACTIVE))
+    router = routers.get(key)
+    chosen = None if router is None else _elsewhere(tx, router, found, failed_url)
+    changes = {} if settled == found.settled else {"settled": settled}
+    if chosen is not None and chosen.url != found.backend:
+        changes = {"backend": chosen.url, "settled": _marked(settled, token)}
+        tx.count("reroutes")
+    if changes:
+        tx.conn.execute(sa.update(rollouts).where(rollouts.c.id == rollout).values(**changes))
+    if chosen is None:
+        return Rerouted("accepted", None, routers.retry_after(key, tx.now), routers.why_none(key), opened)
+    return Rerouted("accepted", routers.assignment(key, chosen), opened=opened)
+
+
+def _elsewhere(tx: Transaction, router: Router, found: Any, failed_url: str) -> Backend | None:
+    if found.backend != failed_url and found.backend in router.backends:
+        # Moved already, by a call whose answer was lost.
+        return router.backends[found.backend]
+    group = tx.conn.execute(
+        sa.select(groups.c.backend, groups.c.remaining).where(
+            groups.c.job_id == found.id, groups.c.no == found.group_no
+        )
+    ).one()
+    others = Router.of(router.max_active, [b for url, b in router.backends.items() if url != failed_url])
+    chosen = others.choose(None, group.backend, together=group.remaining)
+    if chosen is None:
+        return router.backends.get(failed_url)
+    if group.backend not in others.backends:
+        # The group's other samples come after it.
+        tx.conn.execute(STICK, {"b_job": found.id, "b_no": found.group_no, "b_backend": chosen.url})
+    return chosen
+
+
+def _blamed(token: int, url: str) -> str:
+    """What a rollout notes once it has blamed this backend under this token."""
+    return f"b{token}:{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+
+
+def _marked(settled: str, token: int) -> str:
+    return settled if moved(settled, token) else f"{settled} m{token}".strip()
+
+
+def moved(settled: str, token: int) -> bool:
+    """Whether the rollout was moved under this token: its model time is then not of one backend."""
+    return f"m{token}" in settled.split()

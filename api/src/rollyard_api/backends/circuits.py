@@ -1,0 +1,159 @@
+"""Circuits of the backends in the tables: failures counted, open ones probed with a real request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from rollyard_api.backends import warmup
+from rollyard_api.backends.circuit_breaker import PROBE_SECONDS, Breaker
+from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.schema import backends, jobs, pools
+
+log = logging.getLogger("rollyard.api")
+
+MAX_AT_ONCE = 32
+"""Probes in flight."""
+
+
+def of(row: Any) -> Breaker:
+    """The breaker of a row of `backends`."""
+    return Breaker(row.circuit, row.failures, row.opened_at)
+
+
+def values(breaker: Breaker) -> dict[str, Any]:
+    """Its columns."""
+    return {"circuit": breaker.circuit, "failures": breaker.failures, "opened_at": breaker.opened_at}
+
+
+def _pool_of(job_id: int) -> sa.Select[tuple[int]]:
+    """Selects the pool of a job. Others that name the same server judge it by their own rollouts alone."""
+    return (
+        sa.select(pools.c.id)
+        .join_from(pools, jobs, sa.and_(jobs.c.namespace == pools.c.namespace, jobs.c.pool == pools.c.name))
+        .where(jobs.c.id == job_id)
+    )
+
+
+def failed(tx: Transaction, job_id: int, url: str) -> bool:
+    """Count a failed request of this backend of the job's pool; whether its circuit opened."""
+    rows = tx.conn.execute(
+        sa.select(backends, pools.c.namespace, pools.c.name)
+        .join_from(backends, pools, pools.c.id == backends.c.pool_id)
+        .where(backends.c.url == url, backends.c.pool_id.in_(_pool_of(job_id)))
+        .order_by(backends.c.pool_id)
+        .with_for_update(of=backends)
+    ).all()
+    opened = False
+    for row in rows:
+        before = of(row)
+        after = before.failed(tx.now)
+        if after != before:
+            _write(tx, row.pool_id, url, after)
+        if before.circuit == "Closed" and after.circuit == "Open":
+            tx.count("circuits_opened", row.namespace, row.name)
+            opened = True
+    return opened
+
+
+def completed(tx: Transaction, runs: Collection[tuple[int, str]]) -> None:
+    """Runs of these jobs were completed on these backends: their pools count failures from the start."""
+    for job_id, url in sorted(runs):
+        tx.conn.execute(
+            sa.update(backends)
+            .where(
+                backends.c.pool_id.in_(_pool_of(job_id)),
+                backends.c.url == url,
+                backends.c.failures > 0,
+                backends.c.circuit == "Closed",
+            )
+            .values(failures=0)
+        )
+
+
+def _write(tx: Transaction, pool_id: int, url: str, breaker: Breaker) -> None:
+    where = (backends.c.pool_id == pool_id, backends.c.url == url)
+    tx.conn.execute(sa.update(backends).where(*where).values(**values(breaker)))
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A backend whose circuit is not closed."""
+
+    pool_id: int
+    url: str
+    model: str
+    breaker: Breaker
+
+
+def _suspects(conn: Connection) -> list[Suspect]:
+    # A backend that is paused answers nothing, and one that is not ready is its driver's to mend.
+    rows = conn.execute(
+        sa.select(backends, pools.c.model, pools.c.served_model)
+        .join_from(backends, pools, pools.c.id == backends.c.pool_id)
+        .where(
+            backends.c.circuit != "Closed",
+            backends.c.ready.is_(True),
+            backends.c.weights == "Current",
+            pools.c.paused.is_(False),
+        )
+    )
+    return [Suspect(row.pool_id, row.url, row.served_model or row.model, of(row)) for row in rows]
+
+
+def _change(tx: Transaction, suspect: Suspect, after: Breaker) -> bool:
+    """Write `after` if the circuit is still as it was seen: of several replicas, one probes."""
+    where = (backends.c.pool_id == suspect.pool_id, backends.c.url == suspect.url)
+    row = tx.conn.execute(sa.select(backends).where(*where).with_for_update()).one_or_none()
+    if row is None or of(row) != suspect.breaker:
+        return False
+    _write(tx, suspect.pool_id, suspect.url, after)
+    if after.circuit == "Closed":
+        tx.wake(QUEUE)
+    return True
+
+
+def _begin(tx: Transaction, suspect: Suspect) -> Breaker | None:
+    if suspect.breaker.due_in(tx.now) != 0:
+        return None
+    after = suspect.breaker.probing(tx.now)
+    return after if _change(tx, suspect, after) else None
+
+
+def _end(tx: Transaction, suspect: Suspect, answered: bool) -> None:
+    _change(tx, suspect, suspect.breaker.probed(answered, tx.now))
+
+
+async def probe_all(database: Database, client: httpx.AsyncClient) -> None:
+    """Probe every open circuit whose pause is over, once."""
+    places = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def one(suspect: Suspect) -> None:
+        probing = await database.write(partial(_begin, suspect=suspect), durable=False)
+        if probing is None:
+            return
+        seen = Suspect(suspect.pool_id, suspect.url, suspect.model, probing)
+        async with places:
+            problem = await warmup.problem(client, suspect.url, suspect.model, PROBE_SECONDS)
+        await database.write(partial(_end, suspect=seen, answered=problem is None), durable=False)
+        if problem is None:
+            log.info("backend %s answers again: its circuit is closed", suspect.url)
+        else:
+            log.warning("backend %s: its circuit stays open: %s", suspect.url, problem)
+
+    suspects = await database.read(_suspects)
+    now = time.time()
+    async with asyncio.TaskGroup() as group:
+        for suspect in suspects:
+            if suspect.breaker.due_in(now) == 0:
+                group.create_task(one(suspect))

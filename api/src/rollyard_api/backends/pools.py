@@ -1,0 +1,361 @@
+"""BackendPools: stored, and their backends as a driver or the health check reports them."""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from rollyard_crds.backendpool import BackendPool, BackendPoolSpec, BackendStatus
+from rollyard_crds.weights import UNVERIFIED
+from sqlalchemy.engine import Connection
+
+from rollyard_api.backends import circuits
+from rollyard_api.core import states
+from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.conditions import merge_conditions, timestamp
+from rollyard_api.core.problems import Conflict, Invalid, NotFound
+from rollyard_api.core.validation import validated
+from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import backends, pools, rollouts, weight_updates
+
+_OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
+
+
+def find(conn: Connection, namespace: str, name: str) -> Any:
+    """The pool's row.
+
+    Raises:
+        NotFound: no such pool in this namespace.
+    """
+    row = conn.execute(
+        sa.select(pools).where(pools.c.namespace == namespace, pools.c.name == name)
+    ).one_or_none()
+    if row is None:
+        raise NotFound(f"no BackendPool {name!r} in namespace {namespace!r}", reason="PoolNotFound")
+    return row
+
+
+def create(tx: Transaction, pool: BackendPool) -> bool:
+    """Make the pool; False when the same one stands already.
+
+    Raises:
+        Conflict: a pool of this name has another spec.
+    """
+    meta, spec = pool.metadata, pool.spec
+    encoded = orjson.dumps(spec.to_json(), option=orjson.OPT_SORT_KEYS)
+    found = tx.conn.execute(
+        sa.select(pools.c.spec).where(pools.c.namespace == meta.namespace, pools.c.name == meta.name)
+    ).one_or_none()
+    if found is not None:
+        if found.spec != encoded:
+            raise Conflict(
+                f"BackendPool {meta.name!r} exists in namespace {meta.namespace!r} with another spec; "
+                "delete it first or choose another name",
+                reason="AlreadyExists",
+            )
+        return False
+    external = spec.engine.external
+    made = tx.conn.execute(
+        sa.insert(pools)
+        .values(
+            uid=str(uuid.uuid4()),
+            namespace=meta.namespace,
+            name=meta.name,
+            generation=1,
+            metadata=dumps({k: v for k, v in meta.to_json().items() if k not in _OWN_METADATA}),
+            spec=encoded,
+            status=b"{}",
+            model=spec.model,
+            tokenizer=spec.tokenizer or spec.model,
+            max_active=spec.max_active_rollouts,
+            external=external is not None,
+            created_at=tx.now,
+        )
+        .returning(pools)
+    ).one()
+    if external is not None:
+        _put(tx, made, _of_urls(tx.conn, made.id, external.urls))
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What somebody outside finds out about a backend."""
+
+    ready: bool
+    message: str
+    policy_version: str | None
+    """The server's label of its weights; None where it has none, or none that counts."""
+
+
+def _put(tx: Transaction, pool: Any, reported: Sequence[BackendStatus]) -> None:
+    """Make these the pool's backends. Rows that stay keep their circuit, speed, weights and stats."""
+    query = sa.select(backends).where(backends.c.pool_id == pool.id).with_for_update()
+    rows = {row.url: row for row in tx.conn.execute(query)}
+    wanted = {backend.url: backend for backend in reported}
+    gone = sorted(rows.keys() - wanted.keys())
+    if gone:
+        tx.conn.execute(sa.delete(backends).where(backends.c.pool_id == pool.id, backends.c.url.in_(gone)))
+    made = []
+    changed = bool(gone)
+    for position, backend in enumerate(wanted.values()):
+        values: dict[str, Any] = {"position": position, "draining": backend.draining}
+        row = rows.get(backend.url)
+        if row is None:
+            version = "" if backend.policy_version.startswith(UNVERIFIED) else backend.policy_version
+            values |= {"ready": backend.ready, "message": backend.message, "policy_version": version}
+            made.append({"pool_id": pool.id, "url": backend.url, **values, **_of_label(pool, version)})
+            continue
+        seen = Seen(backend.ready, backend.message, backend.policy_version or None)
+        changed |= _update(tx, row, values | _found(tx, pool, row, seen))
+    if made:
+        tx.conn.execute(sa.insert(backends), made)
+    if made or changed:
+        tx.wake(QUEUE)
+
+
+def _of_label(pool: Any, label: str) -> dict[str, Any]:
+    """Columns of a server that has just begun with this label: it is behind unless that is the pool's."""
+    if pool.policy_index == 0 or label == pool.policy_version:
+        return {"weights": "Current", "weights_message": "", "policy_index": pool.policy_index}
+    message = f"it began with weights {label!r}, the pool is at {pool.policy_version!r}"
+    return {"weights": "Stale", "weights_message": message, "policy_index": 0}
+
+
+def _found(tx: Transaction, pool: Any, row: Any, seen: Seen) -> dict[str, Any]:
+    """Columns that follow from what was seen of a backend."""
+    values: dict[str, Any] = {"ready": seen.ready, "message": seen.message}
+    label, began = seen.policy_version, seen.ready and not row.ready
+    if began:
+        values |= circuits.values(circuits.of(row).restarted(tx.now)) | {"restart_requested": False}
+    if row.weights == "Updating" or (label is not None and label.startswith(UNVERIFIED)):
+        return values  # labels are the update's business now
+    # Drivers know a label from a server's start. The control plane reads those of external servers
+    # itself: another one than before means that the server was started anew.
+    told = pool.policy_index == 0 or pool.external or began
+    if label is not None and told and label != row.policy_version:
+        values["policy_version"] = label
+        if row.weights == "Current":
+            values |= _of_label(pool, label)
+    elif label is None and began and row.weights == "Current":
+        values |= _of_label(pool, "")  # whether it was started anew, nobody can say
+    return values
+
+
+def _update(tx: Transaction, row: Any, values: dict[str, Any]) -> bool:
+    """Write what differs; whether anything did."""
+    changes = {name: value for name, value in values.items() if getattr(row, name) != value}
+    if changes:
+        where = (backends.c.pool_id == row.pool_id, backends.c.url == row.url)
+        tx.conn.execute(sa.update(backends).where(*where).values(**changes))
+    return bool(changes)
+
+
+def put_backends(tx: Transaction, namespace: str, name: str, reported: Sequence[BackendStatus]) -> None:
+    """The driver's report: these are the pool's backends now.
+
+    Raises:
+        NotFound: no such pool.
+        Conflict: the pool is external; the control plane checks its servers itself.
+    """
+    pool = find(tx.conn, namespace, name)
+    if pool.external:
+        raise Conflict(
+            f"BackendPool {name!r} is external: its servers are spec.engine.external.urls, "
+            "checked by the control plane",
+            reason="ExternalPool",
+        )
+    _put(tx, pool, reported)
+
+
+def mark(tx: Transaction, pool_id: int, url: str, before: Seen, after: Seen) -> None:
+    """What a health check found out about one external backend; nothing if it was changed meanwhile."""
+    query = sa.select(backends).where(backends.c.pool_id == pool_id, backends.c.url == url).with_for_update()
+    row = tx.conn.execute(query).one_or_none()
+    if row is None or Seen(bool(row.ready), row.message, row.policy_version) != before:
+        return
+    pool = tx.conn.execute(sa.select(pools).where(pools.c.id == pool_id)).one()
+    if _update(tx, row, _found(tx, pool, row, after)):
+        tx.wake(QUEUE)
+
+
+_FIXED = "cannot be changed; make another pool"
+
+
+def patch(tx: Transaction, namespace: str, name: str, changes: dict[str, Any]) -> None:
+    """Merge `changes` into the spec (RFC 7386): replicas, limits, arguments, external URLs.
+
+    Raises:
+        NotFound: no such pool.
+        Invalid: a field is wrong, or may not change: the model, the tokenizer, the engine's type.
+    """
+    query = sa.select(pools).where(pools.c.namespace == namespace, pools.c.name == name).with_for_update()
+    pool = tx.conn.execute(query).one_or_none() or find(tx.conn, namespace, name)
+    before = BackendPoolSpec.model_validate(loads(pool.spec))
+    after = validated(BackendPoolSpec, merge(loads(pool.spec), changes), "spec")
+    problems = fixed(before, after)
+    if after.engine.external is not None and before.replicas != after.replicas:
+        problems.append("spec.replicas: an external pool has one backend for each of engine.external.urls")
+    if problems:
+        raise Invalid(problems[0], errors=problems)
+    change(tx, pool, after)
+
+
+def fixed(before: BackendPoolSpec, after: BackendPoolSpec) -> list[str]:
+    """One line for each field that may not change and does."""
+    return [
+        f"spec.{field}: is {old!r} and {_FIXED}"
+        for field, old, new in (
+            ("model", before.model, after.model),
+            ("tokenizer", before.tokenizer or before.model, after.tokenizer or after.model),
+            ("engine.type", before.engine.type, after.engine.type),
+            ("placement", before.placement, after.placement),
+        )
+        if old != new
+    ]
+
+
+def change(tx: Transaction, pool: Any, after: BackendPoolSpec) -> None:
+    """Give the pool of this row, locked, another spec; the same one again changes nothing."""
+    external = after.engine.external
+    encoded = orjson.dumps(after.to_json(), option=orjson.OPT_SORT_KEYS)
+    if encoded == pool.spec:
+        return
+    tx.conn.execute(
+        sa.update(pools)
+        .where(pools.c.id == pool.id)
+        .values(spec=encoded, generation=pool.generation + 1, max_active=after.max_active_rollouts)
+    )
+    if external is not None:
+        _put(tx, pool, _of_urls(tx.conn, pool.id, external.urls))
+    tx.wake(QUEUE)
+
+
+def _of_urls(conn: Connection, pool_id: int, urls: Sequence[str]) -> list[BackendStatus]:
+    """An external pool's backends: as they are known, or not checked yet."""
+    query = sa.select(backends).where(backends.c.pool_id == pool_id)
+    known = {
+        row.url: BackendStatus(
+            url=row.url, ready=row.ready, message=row.message, policy_version=row.policy_version
+        )
+        for row in conn.execute(query)
+    }
+    return [known.get(url) or BackendStatus(url=url, message="not checked yet") for url in urls]
+
+
+def merge(document: Any, changes: Any) -> Any:
+    """A JSON merge patch (RFC 7386): null removes a member, objects are merged, all else replaces."""
+    if not isinstance(changes, dict):
+        return changes
+    merged = dict(document) if isinstance(document, dict) else {}
+    for name, value in changes.items():
+        if value is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = merge(merged.get(name), value)
+    return merged
+
+
+def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any]) -> None:
+    """Take conditions, observedGeneration, replicas and selector from the driver."""
+    pool = find(tx.conn, namespace, name)
+    before = loads(pool.status)
+    status = {
+        k: status[k] for k in ("conditions", "observedGeneration", "replicas", "selector") if k in status
+    }
+    status["conditions"] = merge_conditions(before.get("conditions", []), status.get("conditions", []))
+    tx.conn.execute(sa.update(pools).where(pools.c.id == pool.id).values(status=dumps(status)))
+
+
+def delete(tx: Transaction, namespace: str, name: str) -> None:
+    """Remove the pool; jobs that refer to it get no Run lease until there is one of that name again."""
+    pool = find(tx.conn, namespace, name)
+    for table in (backends, weight_updates):
+        tx.conn.execute(sa.delete(table).where(table.c.pool_id == pool.id))
+    tx.conn.execute(sa.delete(pools).where(pools.c.id == pool.id))
+
+
+def active_rollouts(conn: Connection) -> dict[str, int]:
+    """Rollouts in Run per backend URL."""
+    rows = conn.execute(
+        sa.select(rollouts.c.backend, sa.func.count().label("n"))
+        .where(
+            rollouts.c.lease_expires.is_not(None),
+            rollouts.c.state == states.leased("run"),
+            rollouts.c.backend.is_not(None),
+        )
+        .group_by(rollouts.c.backend)
+    )
+    return {row.backend: row.n for row in rows}
+
+
+def listed(conn: Connection, namespace: str | None, name: str | None = None) -> list[dict[str, Any]]:
+    """Pools as REST answers them, with their backends and live counts of active rollouts."""
+    query = sa.select(pools).order_by(pools.c.id)
+    if namespace is not None:
+        query = query.where(pools.c.namespace == namespace)
+    if name is not None:
+        query = query.where(pools.c.name == name)
+    active = active_rollouts(conn)
+    by_pool: defaultdict[int, list[Any]] = defaultdict(list)
+    for backend in conn.execute(sa.select(backends).order_by(backends.c.position)):
+        by_pool[backend.pool_id].append(backend)
+    return [_document(pool, by_pool[pool.id], active) for pool in conn.execute(query)]
+
+
+def _document(pool: Any, rows: Sequence[Any], active: dict[str, int]) -> dict[str, Any]:
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "BackendPool",
+        "metadata": {
+            **loads(pool.metadata),
+            "name": pool.name,
+            "namespace": pool.namespace,
+            "uid": pool.uid,
+            "generation": pool.generation,
+            "creationTimestamp": timestamp(pool.created_at),
+        },
+        "spec": orjson.Fragment(pool.spec),
+        "status": {
+            "conditions": [],
+            "observedGeneration": 0,
+            "replicas": len(rows),
+            "selector": "",
+            **loads(pool.status),
+            "readyReplicas": sum(bool(b.ready) for b in rows),
+            "policyVersion": pool.policy_version,
+            "paused": bool(pool.paused),
+            "backends": [_backend(b, active.get(b.url, 0)) for b in rows],
+        },
+    }
+
+
+def _backend(row: Any, active: int) -> dict[str, Any]:
+    """A BackendStatus; what is not known (yet) is left out."""
+    message = row.message
+    if not message and row.weights != "Current":
+        message = row.weights_message
+    if not message and row.circuit != "Closed":
+        message = f"not used after {row.failures} failures; a probe decides"
+    document = {
+        "url": row.url,
+        "ready": bool(row.ready),
+        "activeRollouts": active,
+        "policyVersion": row.policy_version,
+        "weights": row.weights,
+        "circuit": row.circuit,
+        "draining": bool(row.draining),
+        "restartRequested": bool(row.restart_requested),
+        "message": message,
+    }
+    if row.stats is not None:
+        document |= loads(row.stats)
+    if row.speed is not None:
+        document["tokensPerSecond"] = round(row.speed, 1)
+    return document

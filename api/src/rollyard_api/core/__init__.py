@@ -1,0 +1,1 @@
+"""What every other folder uses: problems, encodings, states, waits and bounded threads."""

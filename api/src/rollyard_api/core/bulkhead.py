@@ -1,0 +1,216 @@
+"""Bounded threads for one kind of blocking work, so that what hangs there hangs nowhere else.
+
+A thread that hangs in a system call cannot be killed. A bulkhead therefore gives each kind of
+input and output a few threads of its own, a time-out for its callers, and a bounded queue. While
+all of its places hang, callers are refused at once; a single call is let through from time to time
+to find out whether the other side is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from rollyard_api.core.problems import TimedOut, Unavailable
+
+T = TypeVar("T")
+
+SPARE = 4
+"""A bulkhead has at most this many times its places in threads, those that hang for ever included."""
+FIRST_PROBE_SECONDS = 1.0
+LONGEST_PROBE_SECONDS = 60.0
+RETRY_AFTER = {"Retry-After": "2"}
+
+
+@dataclass(eq=False, slots=True)
+class _Call(Generic[T]):
+    function: Callable[[], T]
+    future: asyncio.Future[T]
+    key: str
+    started: float = field(default=0.0)
+    overdue: asyncio.TimerHandle | None = None
+
+
+class Bulkhead:
+    """Threads and a queue for one kind of blocking work. Used from one event loop.
+
+    Args:
+        what: what is worked with, as the subject of error messages.
+        threads: calls at the same time.
+        waiting: calls that may wait for a thread; keys take turns.
+        seconds: how long a caller waits, for a thread and for the answer together.
+    """
+
+    def __init__(self, what: str, *, threads: int, waiting: int, seconds: float) -> None:
+        self.what = what
+        self.seconds = seconds
+        self._places = threads
+        self._limit = SPARE * threads
+        self._max_waiting = waiting
+        self._waiting: OrderedDict[str, deque[_Call[Any]]] = OrderedDict()
+        self._running: set[_Call[Any]] = set()
+        self._hanging: set[_Call[Any]] = set()
+        self._written_off: set[_Call[Any]] = set()
+        """Calls that hang although later ones were answered: they hold a thread and no place."""
+        self._work: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
+        self._idle = 0
+        self._threads = 0
+        self._probe_at = 0.0
+        self._probe_pause = FIRST_PROBE_SECONDS
+        self._closed = False
+
+    @property
+    def threads(self) -> int:
+        """Threads that exist now, idle and hanging ones included."""
+        return self._threads
+
+    @property
+    def hanging(self) -> int:
+        """Calls that have taken longer than a caller waits, and have not returned."""
+        return len(self._hanging)
+
+    async def run(self, function: Callable[[], T], key: str = "") -> T:
+        """Call `function` in a thread of the bulkhead.
+
+        Args:
+            key: whose call it is; where calls wait, keys take turns.
+
+        Raises:
+            Unavailable: every place hangs, or too many calls wait.
+            TimedOut: the call was not answered within `seconds`.
+            Exception: what the function raised.
+        """
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise Unavailable("shutting down", headers=RETRY_AFTER)
+        if self._blocked() and not self._may_probe(loop.time()):
+            raise self._refusal()
+        if self._waiters() >= self._max_waiting:
+            raise Unavailable(f"too many requests wait for the {self.what}", headers=RETRY_AFTER)
+        future: asyncio.Future[T] = loop.create_future()
+        call = _Call(function, future, key)
+        self._waiting.setdefault(key, deque()).append(call)
+        self._start_some(loop)
+        try:
+            done, _ = await asyncio.wait([call.future], timeout=self.seconds)
+        finally:
+            if call not in self._running:
+                self._forget(call)
+            if not call.future.done():
+                call.future.cancel()
+        if not done:
+            raise TimedOut(f"the {self.what} has not answered within {self.seconds:g} s", headers=RETRY_AFTER)
+        return future.result()
+
+    def close(self) -> None:
+        """End idle threads now and the others once they return; nothing waits for them."""
+        self._closed = True
+        for _ in range(self._threads):
+            self._work.put(None)
+
+    def _waiters(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def _room(self) -> int:
+        held = len(self._running) - len(self._written_off)
+        return min(self._places - held, self._limit - len(self._running))
+
+    def _blocked(self) -> bool:
+        """Whether no place will be free as long as nothing that hangs returns."""
+        lost = len(self._hanging) - len(self._written_off)
+        return lost >= self._places or len(self._hanging) >= self._limit
+
+    def _may_probe(self, now: float) -> bool:
+        return now >= self._probe_at and len(self._running) < self._limit
+
+    def _refusal(self) -> Unavailable:
+        return Unavailable(
+            f"the {self.what} does not answer: all of its {self._places} places wait for it",
+            headers=RETRY_AFTER,
+        )
+
+    def _forget(self, call: _Call[Any]) -> None:
+        """Drop a call that was not started."""
+        line = self._waiting.get(call.key)
+        if line is not None and call in line:
+            line.remove(call)
+            if not line:
+                del self._waiting[call.key]
+
+    def _next(self) -> _Call[Any]:
+        """The oldest call of the key whose turn it is; the key goes to the end of the line."""
+        key, line = next(iter(self._waiting.items()))
+        call = line.popleft()
+        del self._waiting[key]
+        if line:
+            self._waiting[key] = line
+        return call
+
+    def _start_some(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting and self._room() > 0:
+            self._start(self._next(), loop)
+        if self._waiting and self._blocked() and self._may_probe(loop.time()):
+            # The next probe comes later if this one hangs too.
+            self._probe_at = loop.time() + self._probe_pause
+            self._probe_pause = min(LONGEST_PROBE_SECONDS, 2 * self._probe_pause)
+            self._start(self._next(), loop)
+
+    def _start(self, call: _Call[Any], loop: asyncio.AbstractEventLoop) -> None:
+        call.started = loop.time()
+        call.overdue = loop.call_later(self.seconds, self._hangs, call, loop)
+        self._running.add(call)
+        if self._idle:
+            self._idle -= 1
+        else:
+            self._threads += 1
+            threading.Thread(
+                target=self._serve, args=(loop,), name=f"bulkhead: {self.what}", daemon=True
+            ).start()
+        self._work.put(call)
+
+    def _hangs(self, call: _Call[Any], loop: asyncio.AbstractEventLoop) -> None:
+        self._hanging.add(call)
+        if self._blocked():
+            self._probe_at = max(self._probe_at, loop.time() + FIRST_PROBE_SECONDS)
+            while self._waiting:
+                waiting = self._next()
+                if not waiting.future.done():
+                    waiting.future.set_exception(self._refusal())
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        while (call := self._work.get()) is not None:
+            result, error = None, None
+            try:
+                result = call.function()
+            except BaseException as raised:  # a thread of the bulkhead must outlive what it calls
+                error = raised
+            try:
+                loop.call_soon_threadsafe(self._returned, call, result, error, loop)
+            except RuntimeError:
+                return  # the loop is closed, nobody waits for the answer
+            del call, result, error
+
+    def _returned(
+        self, call: _Call[Any], result: Any, error: BaseException | None, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        if call.overdue is not None:
+            call.overdue.cancel()
+        self._running.discard(call)
+        self._idle += 1
+        if call in self._hanging:
+            self._hanging.discard(call)
+            self._written_off.discard(call)
+        # What was started earlier and has not returned will not do so soon: it gives its place up.
+        self._written_off |= {old for old in self._hanging if old.started <= call.started}
+        self._probe_pause = FIRST_PROBE_SECONDS
+        if not call.future.done():
+            if error is None:
+                call.future.set_result(result)
+            else:
+                call.future.set_exception(error)
+        self._start_some(loop)

@@ -1,0 +1,33 @@
+"""Small request bodies are checked by their pydantic models."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from rollyard_crds.manifest import describe
+
+from rollyard_api.core.problems import Invalid
+
+M = TypeVar("M", bound=BaseModel)
+
+MAX_PROBLEMS = 20
+"""An answer names at most this many wrong fields."""
+
+
+def validated(kind: type[M], document: Any, name: str = "") -> M:
+    """Return a small body as an instance of its model.
+
+    Args:
+        kind: the model.
+        document: the decoded body, or a part of it.
+        name: the part's name, which stands before the fields in messages.
+
+    Raises:
+        Invalid: a field is wrong; `errors` names each of them.
+    """
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        problems = describe(error, name)[:MAX_PROBLEMS]
+        raise Invalid(problems[0], errors=problems) from error

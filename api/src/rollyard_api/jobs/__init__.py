@@ -1,0 +1,1 @@
+"""RolloutJobs: their rows, tasks, uploads, events and their REST form."""

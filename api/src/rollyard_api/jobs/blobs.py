@@ -1,0 +1,229 @@
+"""Uploads of a namespace, named by their SHA-256: task files that are too large for a manifest.
+
+They lie in the database, in pieces, so that every replica of the control plane sees them and an upload
+appears whole or not at all. A piece is compressed by the control plane itself. A job holds the upload that
+it names until the job's own rows are removed; one that no job holds is removed after a while.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core.problems import ApiError, Invalid, NotFound, QueueFull, TooLarge
+from rollyard_api.jobs.task_sources import FIELD
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import blob_pieces, blobs, jobs
+
+PIECE_BYTES: Final = 256 << 10
+UPLOAD_SILENT_SECONDS: Final = 600.0
+"""An upload to which nothing was added for so long has been given up by its process."""
+_REMOVED_AT_ONCE: Final = 64
+"""Pieces removed in one transaction: others' requests go in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much may be uploaded."""
+
+    blob_bytes: int = 1 << 30
+    """Of one upload."""
+    namespace_bytes: int = 4 << 30
+    """Of all uploads of a namespace, unfinished ones too."""
+    namespace_count: int = 1000
+    """Uploads of a namespace, unfinished ones too."""
+    kept_seconds: float = 3600.0
+    """How long one stays that no job holds."""
+
+
+class BlobsFull(QueueFull):
+    """The namespace holds as many uploads, or as many bytes, as it may."""
+
+    reason = "BlobsFull"
+
+
+class BlobTooLarge(TooLarge):
+    """The upload is longer than one may be."""
+
+    reason = "BlobTooLarge"
+
+
+def missing(sha256: str) -> ApiError:
+    """What to raise where a namespace has no such upload; other namespaces make no difference."""
+    return NotFound(f"this namespace has no upload sha256:{sha256}", reason="BlobNotFound")
+
+
+def missing_of_job(sha256: str) -> ApiError:
+    """The same where a job names it."""
+    text = f"{FIELD}: this namespace has no upload sha256:{sha256}; upload the file first"
+    return Invalid(text, reason="BlobNotFound", errors=[text])
+
+
+def _of(namespace: str, sha256: str) -> sa.Select[Any]:
+    return sa.select(blobs).where(
+        blobs.c.namespace == namespace, blobs.c.sha256 == sha256, blobs.c.complete.is_(True)
+    )
+
+
+def find(conn: Connection, namespace: str, sha256: str) -> Any:
+    """An upload's row.
+
+    Raises:
+        NotFound: the namespace has none with this content.
+    """
+    row = conn.execute(_of(namespace, sha256)).one_or_none()
+    if row is None:
+        raise missing(sha256)
+    return row
+
+
+def touch(tx: Transaction, namespace: str, sha256: str) -> Any:
+    """As `find`; the upload stays as long again as one stays that no job holds."""
+    row = tx.conn.execute(_of(namespace, sha256).with_for_update()).one_or_none()
+    if row is None:
+        raise missing(sha256)
+    tx.conn.execute(sa.update(blobs).where(blobs.c.id == row.id).values(touched_at=tx.now))
+    return row
+
+
+def piece(conn: Connection, blob_id: int, no: int) -> bytes | None:
+    """A piece of an upload, unpacked; None past the last one."""
+    packed = conn.execute(
+        sa.select(blob_pieces.c.data).where(blob_pieces.c.blob_id == blob_id, blob_pieces.c.no == no)
+    ).scalar_one_or_none()
+    return None if packed is None else zlib.decompress(packed)
+
+
+def begin(tx: Transaction, namespace: str, sha256: str, limits: Limits) -> int:
+    """Begin an upload, which nobody sees yet; its id.
+
+    Raises:
+        BlobsFull: the namespace holds as many as it may.
+    """
+    _refuse_full(tx, namespace, limits, adding=1)
+    values = {
+        "namespace": namespace,
+        "sha256": sha256,
+        "size": 0,
+        "pieces": 0,
+        "complete": False,
+        "created_at": tx.now,
+        "touched_at": tx.now,
+    }
+    made: int = tx.conn.execute(sa.insert(blobs).values(**values).returning(blobs.c.id)).scalar_one()
+    return made
+
+
+def _refuse_full(tx: Transaction, namespace: str, limits: Limits, *, adding: int) -> None:
+    count, size = tx.conn.execute(
+        sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(blobs.c.size), 0)).where(
+            blobs.c.namespace == namespace
+        )
+    ).one()
+    if count + adding > limits.namespace_count or size > limits.namespace_bytes:
+        raise BlobsFull(
+            f"namespace {namespace!r} holds {count} uploads of {size} bytes, and may hold "
+            f"{limits.namespace_count} of {limits.namespace_bytes} bytes; delete jobs that use them, "
+            f"or wait: those that no job uses are removed after {limits.kept_seconds:g} seconds",
+            headers={"Retry-After": "60"},
+        )
+
+
+def add(
+    tx: Transaction, blob_id: int, namespace: str, no: int, packed: bytes, size: int, limits: Limits
+) -> None:
+    """Add the next piece.
+
+    Args:
+        packed: the piece as `pack` gives it.
+        size: its bytes before that.
+
+    Raises:
+        BlobsFull: the namespace holds as many bytes as it may.
+        NotFound: the upload took so long between two pieces that it was removed.
+    """
+    found = tx.conn.execute(
+        sa.update(blobs)
+        .where(blobs.c.id == blob_id, blobs.c.complete.is_(False), blobs.c.pieces == no)
+        .values(size=blobs.c.size + size, pieces=no + 1, touched_at=tx.now)
+        .returning(blobs.c.sha256)
+    ).scalar_one_or_none()
+    if found is None:
+        raise NotFound("the upload was given up; begin it again", reason="BlobNotFound")
+    _refuse_full(tx, namespace, limits, adding=0)
+    tx.conn.execute(sa.insert(blob_pieces).values(blob_id=blob_id, no=no, data=packed))
+
+
+def pack(data: bytes) -> bytes:
+    """A piece as it is stored."""
+    return zlib.compress(data, 1)
+
+
+def complete(tx: Transaction, blob_id: int, namespace: str, sha256: str) -> bool:
+    """All pieces are there and have this SHA-256; False where the namespace has had it already."""
+    there = tx.conn.execute(_of(namespace, sha256).with_for_update()).one_or_none()
+    if there is not None:
+        tx.conn.execute(sa.update(blobs).where(blobs.c.id == there.id).values(touched_at=tx.now))
+        give_up(tx, blob_id)
+        return False
+    tx.conn.execute(sa.update(blobs).where(blobs.c.id == blob_id).values(complete=True, touched_at=tx.now))
+    return True
+
+
+def give_up(tx: Transaction, blob_id: int) -> None:
+    """From now on nobody sees it; `remove_some` removes it."""
+    tx.conn.execute(sa.update(blobs).where(blobs.c.id == blob_id).values(complete=False, touched_at=0.0))
+
+
+def hold(tx: Transaction, namespace: str, sha256: str) -> int:
+    """The id of an upload that a new job is to hold; locked, so that it is not removed meanwhile.
+
+    Raises:
+        Invalid: the namespace has none with this content.
+    """
+    try:
+        return int(touch(tx, namespace, sha256).id)
+    except NotFound as error:
+        raise missing_of_job(sha256) from error
+
+
+def let_go(tx: Transaction, blob_id: int) -> None:
+    """A job that held it is gone; without any other it is removed."""
+    # Locked before it is looked for other jobs: one that is just being made comes first, or finds nothing.
+    tx.conn.execute(sa.select(blobs.c.id).where(blobs.c.id == blob_id).with_for_update())
+    if tx.conn.execute(sa.select(jobs.c.id).where(jobs.c.blob_id == blob_id).limit(1)).first() is None:
+        give_up(tx, blob_id)
+
+
+def expire(tx: Transaction, kept_seconds: float) -> None:
+    """Give up what no job holds and nobody has asked for lately."""
+    held = sa.exists().where(jobs.c.blob_id == blobs.c.id)
+    tx.conn.execute(
+        sa.update(blobs)
+        .where(blobs.c.complete.is_(True), blobs.c.touched_at < tx.now - kept_seconds, sa.not_(held))
+        .values(complete=False, touched_at=0.0)
+    )
+
+
+def remove_some(tx: Transaction) -> bool:
+    """Remove some pieces of one upload that was given up, at last its row; False when there is none."""
+    old = sa.select(blobs.c.id).where(
+        blobs.c.complete.is_(False), blobs.c.touched_at < tx.now - UPLOAD_SILENT_SECONDS
+    )
+    blob_id = tx.conn.execute(old.order_by(blobs.c.id).limit(1)).scalar_one_or_none()
+    if blob_id is None:
+        return False
+    numbers = list(
+        tx.conn.scalars(
+            sa.select(blob_pieces.c.no).where(blob_pieces.c.blob_id == blob_id).limit(_REMOVED_AT_ONCE)
+        )
+    )
+    of_blob = blob_pieces.c.blob_id == blob_id
+    tx.conn.execute(sa.delete(blob_pieces).where(of_blob, blob_pieces.c.no.in_(numbers)))
+    if len(numbers) < _REMOVED_AT_ONCE:
+        tx.conn.execute(sa.delete(blobs).where(blobs.c.id == blob_id))
+    return True

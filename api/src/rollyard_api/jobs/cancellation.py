@@ -1,0 +1,184 @@
+"""Cancelling, deadlines, deletion and removal after the time to live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core import states
+from rollyard_api.core.codec import loads
+from rollyard_api.core.problems import NotFound
+from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
+from rollyard_api.jobs import blobs
+from rollyard_api.jobs.job_views import DELETED
+from rollyard_api.jobs.jobs import find_locked
+from rollyard_api.rollouts.ending import Ending, end, finish
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
+
+BATCH = 2000
+"""Rollouts ended, or removed, in one transaction: others' requests go in between."""
+
+_COLUMNS = (
+    rollouts.c.id,
+    rollouts.c.job_id,
+    rollouts.c.group_no,
+    rollouts.c.state,
+    rollouts.c.timings,
+    rollouts.c.settled,
+)
+
+
+def _cancel_rows(tx: Transaction, rows: Sequence[Any], reason: str) -> None:
+    end(
+        tx,
+        [
+            Ending(
+                rollout=row.id,
+                job_id=row.job_id,
+                group_no=row.group_no,
+                state=states.CANCELLED,
+                stage=states.stage_of(row.state) or "",
+                reason=reason,
+                timings=row.timings,
+                settled=row.settled,
+            )
+            for row in rows
+        ],
+    )
+
+
+def _unfinished(job_id: int) -> sa.Select[Any]:
+    return (
+        sa.select(*_COLUMNS)
+        .where(rollouts.c.job_id == job_id, rollouts.c.state < states.SUCCEEDED)
+        .order_by(rollouts.c.id)
+        .with_for_update()
+    )
+
+
+def cancel_job(tx: Transaction, namespace: str, name: str, reason: str) -> int:
+    """Take the job out of all queues. Its rollouts are ended by `cancel_some`, batch by batch.
+
+    Returns:
+        The job's id.
+    """
+    job = find_locked(tx, namespace, name)
+    if job.cancel_reason is None and job.finished_at is None:
+        tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(cancel_reason=reason, closed=True))
+        if job.ended == job.total:
+            finish(tx, job.id)
+        for topic in (job_topic(job.id), QUEUE, CLAIMS, UNFINISHED):
+            tx.wake(topic)
+    return int(job.id)
+
+
+def cancel_some(tx: Transaction, job_id: int) -> int:
+    """End up to BATCH rollouts of a cancelled job; returns how many, 0 when none is left."""
+    reason = tx.conn.execute(sa.select(jobs.c.cancel_reason).where(jobs.c.id == job_id)).scalar_one_or_none()
+    if reason is None:
+        return 0
+    rows = list(tx.conn.execute(_unfinished(job_id).limit(BATCH)))
+    if rows:
+        _cancel_rows(tx, rows, reason)
+    return len(rows)
+
+
+def cancel_part(tx: Transaction, namespace: str, name: str, *, group: str | None, rollout: str | None) -> int:
+    """End the unfinished rollouts of one group, or one rollout; returns how many were ended.
+
+    Raises:
+        NotFound: the job has no such group or rollout.
+    """
+    job = find_locked(tx, namespace, name)
+    if rollout is not None:
+        found = tx.conn.execute(
+            sa.select(rollouts.c.id).where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)
+        ).first()
+        if found is None:
+            raise NotFound(f"RolloutJob {name!r} has no rollout {rollout!r}", reason="RolloutNotFound")
+        query = _unfinished(job.id).where(rollouts.c.id == rollout)
+    else:
+        no = tx.conn.execute(
+            sa.select(groups.c.no).where(groups.c.job_id == job.id, groups.c.task_id == group)
+        ).scalar_one_or_none()
+        if no is None:
+            raise NotFound(f"RolloutJob {name!r} has no group {group!r}", reason="GroupNotFound")
+        query = _unfinished(job.id).where(rollouts.c.group_no == no)
+    rows = list(tx.conn.execute(query))
+    if rows:
+        _cancel_rows(tx, rows, "Cancelled")
+    return len(rows)
+
+
+def delete_job(tx: Transaction, namespace: str, name: str) -> int:
+    """Cancel the job and hide it; its name is free at once, its rows are removed by `purge_some`."""
+    job_id = cancel_job(tx, namespace, name, DELETED)
+    tx.conn.execute(sa.update(jobs).where(jobs.c.id == job_id).values(deleted_at=tx.now))
+    return job_id
+
+
+def unfinished_cancellations(conn: Connection) -> list[int]:
+    """Jobs whose cancellation was begun and not ended: also those of before a restart."""
+    query = sa.select(jobs.c.id).where(jobs.c.cancel_reason.is_not(None), jobs.c.finished_at.is_(None))
+    return list(conn.scalars(query))
+
+
+def enforce(tx: Transaction) -> None:
+    """Cancel jobs past their active deadline; remove finished ones past their time to live."""
+    late = tx.conn.execute(
+        sa.select(jobs.c.namespace, jobs.c.name).where(
+            jobs.c.finished_at.is_(None),
+            jobs.c.deleted_at.is_(None),
+            jobs.c.cancel_reason.is_(None),
+            jobs.c.deadline_at < tx.now,
+        )
+    )
+    for row in list(late):
+        cancel_job(tx, row.namespace, row.name, "DeadlineExceeded")
+    finished = tx.conn.execute(
+        sa.select(jobs.c.id, jobs.c.finished_at, jobs.c.spec).where(
+            jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None), jobs.c.delete_at.is_(None)
+        )
+    )
+    for job in list(finished):
+        ttl = loads(job.spec).get("ttlSecondsAfterFinished")
+        at = float("inf") if ttl is None else job.finished_at + ttl
+        tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(delete_at=at))
+    old = (jobs.c.deleted_at.is_(None), jobs.c.finished_at.is_not(None), jobs.c.delete_at < tx.now)
+    tx.conn.execute(sa.update(jobs).where(*old, jobs.c.object_uid.is_(None)).values(deleted_at=tx.now))
+    # The driver of an object would register it again: it deletes the object first.
+    tx.conn.execute(
+        sa.update(jobs)
+        .where(*old, jobs.c.object_uid.is_not(None), jobs.c.cancel_reason.is_distinct_from(DELETED))
+        .values(cancel_reason=DELETED)
+    )
+
+
+def deleted_jobs(conn: Connection) -> list[int]:
+    """Deleted jobs whose rollouts have all ended and lie in the trajectory store: ready to be removed."""
+    pending = sa.exists().where(rollouts.c.job_id == jobs.c.id, rollouts.c.pending.is_not(None))
+    query = sa.select(jobs.c.id).where(
+        jobs.c.deleted_at.is_not(None), jobs.c.finished_at.is_not(None), sa.not_(pending)
+    )
+    return list(conn.scalars(query))
+
+
+def purge_some(tx: Transaction, job_id: int) -> bool:
+    """Remove up to BATCH rollouts of a deleted job, at last the job; True when nothing is left."""
+    ids = list(tx.conn.scalars(sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id).limit(BATCH)))
+    for at in range(0, len(ids), 500):
+        some = ids[at : at + 500]
+        tx.conn.execute(sa.delete(payloads).where(payloads.c.rollout_id.in_(some)))
+        tx.conn.execute(sa.delete(rollouts).where(rollouts.c.id.in_(some)))
+    if len(ids) == BATCH:
+        return False
+    tx.conn.execute(sa.delete(groups).where(groups.c.job_id == job_id))
+    gone = tx.conn.execute(sa.delete(jobs).where(jobs.c.id == job_id).returning(jobs.c.blob_id))
+    blob_id = gone.scalar_one_or_none()
+    if blob_id is not None:
+        blobs.let_go(tx, blob_id)
+    return True

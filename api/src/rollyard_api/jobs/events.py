@@ -1,0 +1,175 @@
+"""Server-sent events of a job: a bounded past to resume from, and subscribers that must keep up."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from rollyard_api.core import cursors
+from rollyard_api.core.codec import dumps
+
+MAX_JOBS = 1024
+"""Jobs whose past events are kept; the one that was silent longest is forgotten first."""
+MAX_PAST_BYTES = 256 << 20
+"""Of all jobs' past events together."""
+EVENT_BYTES = 256
+"""About what an event takes beside its data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event; `number` grows by one per job and process. That of what is of one subscriber only is 0."""
+
+    number: int
+    name: str
+    data: bytes
+
+
+class SlowConsumer(Exception):
+    """The subscriber fell behind by a whole buffer and was dropped; it may resume by Last-Event-ID."""
+
+    reason = "SlowConsumer"
+
+
+class _Stream:
+    """One job's events; the first has the number `first`."""
+
+    def __init__(self, first: int) -> None:
+        self.past: deque[Event] = deque()
+        self.bytes = 0
+        self.next = first
+        self.subscribers: set[asyncio.Queue[Event | None]] = set()
+
+    def drop_oldest(self) -> int:
+        """Forget the oldest event; returns its bytes."""
+        size = _bytes(self.past.popleft())
+        self.bytes -= size
+        return size
+
+
+def _bytes(event: Event) -> int:
+    return len(event.data) + EVENT_BYTES
+
+
+class EventHub:
+    """All jobs' events in this process. Ids name the process and a number; only its own are resumed from."""
+
+    def __init__(self, buffer: int) -> None:
+        self._buffer = buffer
+        self._streams: dict[int, _Stream] = {}
+        self._bytes = 0
+        self._first = 1
+        """Of the next job: above every number of a job that was forgotten, so that no id is given twice."""
+        self.process = secrets.token_hex(4)
+
+    def _stream(self, job_id: int) -> _Stream:
+        stream = self._streams.pop(job_id, None) or _Stream(self._first)
+        self._streams[job_id] = stream
+        if len(self._streams) > MAX_JOBS:
+            silent = (old for old, one in self._streams.items() if not one.subscribers and old != job_id)
+            if (oldest := next(silent, None)) is not None:
+                self.forget(oldest)
+        return stream
+
+    def publish(self, job_id: int, name: str, data: dict[str, Any]) -> None:
+        """Add an event; a subscriber whose buffer is full is dropped instead of waited for."""
+        stream = self._stream(job_id)
+        event = Event(stream.next, name, dumps(data))
+        stream.next += 1
+        self._keep(stream, event)
+        for subscriber in list(stream.subscribers):
+            try:
+                subscriber.put_nowait(event)
+            except asyncio.QueueFull:
+                stream.subscribers.discard(subscriber)
+                # Room for the end mark: what it has not read is in the past, to be resumed from.
+                subscriber.get_nowait()
+                subscriber.put_nowait(None)
+
+    def _keep(self, stream: _Stream, event: Event) -> None:
+        stream.past.append(event)
+        stream.bytes += _bytes(event)
+        self._bytes += _bytes(event)
+        while len(stream.past) > self._buffer:
+            self._bytes -= stream.drop_oldest()
+        if self._bytes > MAX_PAST_BYTES:
+            # The job with the longest past makes room: nobody's events push those of others out.
+            longest = max(self._streams.values(), key=lambda one: one.bytes)
+            for _ in range((len(longest.past) + 1) // 2):
+                self._bytes -= longest.drop_oldest()
+
+    def forget(self, job_id: int) -> None:
+        """Drop a removed job's past; a database may give its number to a later job."""
+        stream = self._streams.pop(job_id, None)
+        if stream is not None:
+            self._bytes -= stream.bytes
+            self._first = max(self._first, stream.next)
+
+    def resume_after(self, job: Any, last_id: str) -> int | None:
+        """The number of the event after which a subscriber continues; None: from now on ("" as the id).
+
+        An id of another process gives -1: what came after it is not kept here.
+
+        Raises:
+            BadRequest: it is no id of an event.
+            Gone: it is one of another job that had this name.
+            Conflict: there was no such event yet.
+        """
+        if not last_id:
+            return None
+        place = last_id
+        if last_id.startswith("v"):
+            place = cursors.word(last_id, "events", uid=job.uid, job=job.name, parameter="Last-Event-ID")
+        process, _, number = place.partition("-")
+        if not re.fullmatch(r"[0-9a-f]{8}-[0-9]{1,18}", place):
+            raise cursors.garbage("Last-Event-ID", last_id, "events")
+        if process != self.process:
+            return -1
+        past = self._stream(job.id).next - 1
+        if int(number) > past:
+            raise cursors.beyond("Last-Event-ID", int(number), past, job.name, "events")
+        return int(number)
+
+    async def subscribe(self, job_id: int, after: int | None, idle: float) -> AsyncIterator[Event | None]:
+        """Events after number `after` (None: from now on); None after each `idle` seconds without one.
+
+        Where some of them are not kept, the first event is `missed`.
+
+        Raises:
+            SlowConsumer: the subscriber fell behind.
+        """
+        stream = self._stream(job_id)
+        kept = stream.past[0].number if stream.past else stream.next
+        missed = after is not None and after + 1 < kept
+        after = stream.next - 1 if after is None or after < 0 else after
+        events: asyncio.Queue[Event | None] = asyncio.Queue(self._buffer)
+        backlog = [event for event in stream.past if event.number > after]
+        stream.subscribers.add(events)
+        try:
+            if missed:
+                yield Event(0, "missed", dumps({"reason": "NotKept"}))
+            for event in backlog:
+                yield event
+            while True:
+                try:
+                    got = await asyncio.wait_for(events.get(), idle)
+                except TimeoutError:
+                    yield None
+                    continue
+                if got is None:
+                    raise SlowConsumer("fell behind the events of this job")
+                yield got
+        finally:
+            stream.subscribers.discard(events)
+
+    def format(self, uid: str, event: Event) -> bytes:
+        """An event of the job with this uid in the wire form of server-sent events."""
+        body = b"event: %s\ndata: %s\n\n" % (event.name.encode(), event.data)
+        if not event.number:
+            return body
+        return b"id: " + cursors.text("events", uid, f"{self.process}-{event.number}").encode() + b"\n" + body

@@ -1,0 +1,176 @@
+"""RolloutJobs as REST shows them: the manifest with live counts."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core import states
+from rollyard_api.core.codec import loads
+from rollyard_api.core.conditions import timestamp
+from rollyard_api.core.problems import NotFound
+from rollyard_api.jobs.jobs import find
+from rollyard_api.storage.schema import jobs, rollouts
+from rollyard_api.trajectories.records import fitting
+
+_JOB_BYTES = 1024
+"""About what a job has in a list beside its manifest."""
+CLOSED = "rollyard.dev/closed"
+"""Annotation of a job to which no task will be added: every batch job, and a closed stream."""
+CANCEL_REASON = "rollyard.dev/cancel-reason"
+"""Annotation of a cancelled job: `Cancelled`, `DeadlineExceeded` or `Deleted`."""
+DELETED = "Deleted"
+"""Cancel reason of a job that is to be removed."""
+DELETE_REQUESTED = "rollyard.dev/delete-requested"
+"""Annotation of a pool that is to be removed, for the driver whose object it is."""
+OBJECT_UID = "rollyard.dev/object-uid"
+"""Annotation with the uid of the Kubernetes object that a job or pool is registered for."""
+
+
+def counts(conn: Connection, job: Any) -> dict[str, Any]:
+    """Live RolloutCounts of a job's row."""
+    waiting = {
+        row.state: row.n
+        for row in conn.execute(
+            sa.select(rollouts.c.state, sa.func.count().label("n"))
+            .where(rollouts.c.job_id == job.id, rollouts.c.state < states.SUCCEEDED)
+            .group_by(rollouts.c.state)
+        )
+    }
+    return {
+        "total": job.total,
+        **{
+            stage: {
+                "queued": waiting.get(states.queued(stage), 0),
+                "active": waiting.get(states.leased(stage), 0),
+            }
+            for stage in ("init", "run", "eval")
+        },
+        "succeeded": job.succeeded,
+        "failed": job.failed,
+        "cancelled": job.cancelled,
+    }
+
+
+def _without_tasks(spec: bytes) -> dict[str, Any]:
+    document: dict[str, Any] = loads(spec)
+    if "inline" in document["tasks"]:
+        document["tasks"] = {"stream": True}
+    return document
+
+
+def document(conn: Connection, job: Any, *, bare: bool = False) -> dict[str, Any]:
+    """The whole RolloutJob, as REST answers it, with live counts; `bare`: without inline tasks."""
+    meta = loads(job.metadata)
+    annotations = dict(meta.get("annotations") or {})
+    annotations.pop(OBJECT_UID, None)  # whoever wrote it into a manifest: only registering counts
+    if job.object_uid is not None:
+        annotations[OBJECT_UID] = job.object_uid
+    if job.closed:
+        annotations[CLOSED] = "true"
+    if job.cancel_reason is not None:
+        annotations[CANCEL_REASON] = job.cancel_reason
+    status = {
+        "phase": "Pending",
+        "conditions": [],
+        "observedGeneration": 0,
+        "message": "",
+        **loads(job.status),
+        "counts": counts(conn, job),
+        "rewardMean": job.reward_sum / job.succeeded if job.succeeded else None,
+        "startTime": timestamp(job.started_at),
+        "completionTime": timestamp(job.finished_at),
+    }
+    return {
+        "apiVersion": "rollyard.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {
+            **meta,
+            "annotations": annotations,
+            "name": job.name,
+            "namespace": job.namespace,
+            "uid": job.uid,
+            "generation": job.generation,
+            "creationTimestamp": timestamp(job.created_at),
+        },
+        "spec": _without_tasks(job.spec) if bare else orjson.Fragment(job.spec),
+        "status": {k: v for k, v in status.items() if v is not None},
+    }
+
+
+def _drivers_concern() -> sa.ColumnElement[bool]:
+    """Not ended; and a job whose object is to be deleted is not off its driver's hands either."""
+    leaving = sa.and_(jobs.c.object_uid.is_not(None), jobs.c.cancel_reason == DELETED)
+    return sa.or_(jobs.c.finished_at.is_(None), leaving)
+
+
+def unfinished(conn: Connection) -> dict[str, Any]:
+    """UnfinishedJobs: those that drivers have to do with.
+
+    The revision is a digest of what the list says, so that every replica gives the same list the same one.
+    """
+    columns = (jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.generation, jobs.c.cancel_reason)
+    query = sa.select(*columns).where(jobs.c.deleted_at.is_(None), _drivers_concern()).order_by(jobs.c.id)
+    told = [
+        {
+            "namespace": row.namespace,
+            "name": row.name,
+            "uid": row.uid,
+            "generation": row.generation,
+            "cancel_reason": row.cancel_reason or "",
+        }
+        for row in conn.execute(query)
+    ]
+    digest = hashlib.blake2b(orjson.dumps(told), digest_size=8).digest()
+    # 53 bits: exact in every reader of JSON.
+    return {"revision": int.from_bytes(digest) >> 11, "jobs": told}
+
+
+def listed(
+    conn: Connection,
+    namespace: str | None,
+    limit: int,
+    after: int,
+    *,
+    bare: bool,
+    finished: bool | None,
+    max_bytes: int,
+) -> tuple[list[dict[str, Any]], int | None]:
+    """Jobs made after the one with id `after`, and where to go on, if there are more.
+
+    There are at most `limit`, and they have about `max_bytes` at most, unless it is a single one.
+    """
+    chosen = [jobs.c.deleted_at.is_(None), jobs.c.id > after]
+    if namespace is not None:
+        chosen.append(jobs.c.namespace == namespace)
+    if finished is not None:
+        chosen.append(jobs.c.finished_at.is_not(None) if finished else _drivers_concern())
+    size = sum(
+        (sa.func.length(column) for column in (jobs.c.metadata, jobs.c.spec, jobs.c.status)), _JOB_BYTES
+    )
+    sizes = sa.select(jobs.c.id, sa.type_coerce(size, sa.Integer).label("bytes")).where(*chosen)
+    found = list(conn.execute(sizes.order_by(jobs.c.id).limit(limit + 1)))
+    count = min(limit, fitting((row.bytes for row in found), max_bytes))
+    if not count:
+        return [], None
+    last = found[count - 1].id
+    rows = conn.execute(sa.select(jobs).where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
+    documents = [document(conn, row, bare=bare) for row in rows]
+    return documents, last if count < len(found) else None
+
+
+def worker_spec(conn: Connection, namespace: str, name: str, uid: str | None) -> dict[str, Any]:
+    """What a stage worker needs of a job: its spec, inline tasks left out (each lease carries its task).
+
+    Raises:
+        NotFound: no such job, or it was made anew under another uid.
+    """
+    job = find(conn, namespace, name)
+    if uid is not None and uid != job.uid:
+        raise NotFound(f"RolloutJob {name!r} with uid {uid} is gone", reason="JobNotFound")
+    spec = _without_tasks(job.spec)
+    return {"uid": job.uid, "namespace": namespace, "name": name, "generation": job.generation, "spec": spec}

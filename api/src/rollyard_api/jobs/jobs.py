@@ -1,0 +1,323 @@
+"""RolloutJobs: made, found, given tasks, changed."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from rollyard_crds.claims import shape_of
+from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core import states
+from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.conditions import merge_conditions
+from rollyard_api.core.problems import Conflict, NotFound, QueueFull
+from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
+from rollyard_api.jobs import blobs
+from rollyard_api.jobs.task_sources import blob_of
+from rollyard_api.jobs.tasks import TaskRow
+from rollyard_api.rollouts.ending import finish
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import groups, jobs, rollouts
+
+_OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A checked manifest with its tasks read."""
+
+    namespace: str
+    name: str
+    metadata: bytes
+    spec: RolloutJobSpec
+    spec_json: bytes
+    digest: str
+    tasks: Sequence[TaskRow]
+    object_uid: str | None = None
+    """Of the Kubernetes object that it is registered for."""
+
+
+def prepare(job: RolloutJob, tasks: Sequence[TaskRow]) -> NewJob:
+    """What `create` stores of a manifest."""
+    meta = {k: v for k, v in job.metadata.to_json().items() if k not in _OWN_METADATA}
+    spec = orjson.dumps(job.spec.to_json(), option=orjson.OPT_SORT_KEYS)
+    digest = hashlib.sha256(spec).hexdigest()
+    return NewJob(job.metadata.namespace, job.metadata.name, dumps(meta), job.spec, spec, digest, tasks)
+
+
+def query(namespace: str, name: str) -> sa.Select[Any]:
+    """Selects the job of this name that is not deleted."""
+    return sa.select(jobs).where(
+        jobs.c.namespace == namespace, jobs.c.name == name, jobs.c.deleted_at.is_(None)
+    )
+
+
+def find(conn: Connection, namespace: str, name: str) -> Any:
+    """The job's row.
+
+    Raises:
+        NotFound: no such job in this namespace.
+    """
+    row = conn.execute(query(namespace, name)).one_or_none()
+    if row is None:
+        raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
+    return row
+
+
+def find_locked(tx: Transaction, namespace: str, name: str) -> Any:
+    """As `find`, its row locked until the commit."""
+    row = tx.conn.execute(query(namespace, name).with_for_update()).one_or_none()
+    if row is None:
+        raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
+    return row
+
+
+def same(conn: Connection, new: NewJob) -> bool:
+    """Whether this job stands already with the same spec.
+
+    Raises:
+        Conflict: it stands with another spec.
+    """
+    row = conn.execute(query(new.namespace, new.name)).one_or_none()
+    if row is None:
+        return False
+    if row.digest != new.digest:
+        raise Conflict(
+            f"RolloutJob {new.name!r} exists in namespace {new.namespace!r} with another spec; "
+            "delete it first or choose another name",
+            reason="AlreadyExists",
+        )
+    return True
+
+
+def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
+    """Make the job and queue its tasks; False when the same job stands already.
+
+    Raises:
+        Conflict: a job of this name has another spec.
+        QueueFull: no room for so many rollouts.
+        Invalid: the upload that it names is gone.
+    """
+    if same(tx.conn, new):
+        return False
+    spec = new.spec
+    digest = blob_of(spec.tasks.url or "")
+    started = None if spec.suspend else tx.now
+    job_id: int = tx.conn.execute(
+        sa.insert(jobs)
+        .values(
+            uid=str(uuid.uuid4()),
+            namespace=new.namespace,
+            name=new.name,
+            generation=1,
+            metadata=new.metadata,
+            spec=new.spec_json,
+            digest=new.digest,
+            limits=limits_of(spec),
+            status=b"{}",
+            pool=None if spec.backend_ref is None else spec.backend_ref.name,
+            priority=spec.priority,
+            suspended=spec.suspend,
+            closed=not spec.tasks.stream,
+            created_at=tx.now,
+            started_at=started,
+            deadline_at=deadline_at(started, spec.active_deadline_seconds),
+            total=0,
+            ended=0,
+            succeeded=0,
+            failed=0,
+            cancelled=0,
+            reward_sum=0.0,
+            groups=0,
+            groups_ended=0,
+            parts=0,
+            object_uid=new.object_uid,
+            warm=warm_of(spec),
+            blob_id=None if digest is None else blobs.hold(tx, new.namespace, digest),
+        )
+        .returning(jobs.c.id)
+    ).scalar_one()
+    if new.tasks:
+        row = tx.conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()
+        _enqueue(tx, row, new.tasks, max_queued)
+    tx.wake(UNFINISHED)
+    return True
+
+
+def limits_of(spec: RolloutJobSpec) -> bytes:
+    """What leases and outcomes need of a spec, so that they need not read all of it."""
+    return dumps(
+        {
+            "attempts": {s: getattr(spec.stages, s).max_attempts for s in ("init", "run", "eval")},
+            "samples": spec.samples_per_task,
+            "min_group": spec.min_group_size,
+            "deadline": spec.active_deadline_seconds,
+            "max_policy_lag": spec.max_policy_lag,
+            "stale_rollouts": spec.stale_rollouts,
+        }
+    )
+
+
+def warm_of(spec: RolloutJobSpec) -> bytes | None:
+    """Shape and count of the sandboxes that a driver on Kubernetes keeps warm; None where it keeps none."""
+    if spec.sandbox.warm == 0 or spec.placement not in (None, "kubernetes"):
+        return None
+    return dumps({"shape": shape_of(spec.sandbox).model_dump(), "count": spec.sandbox.warm})
+
+
+def deadline_at(started: float | None, seconds: int | None) -> float | None:
+    """When a job that was admitted at `started` is past its active deadline; None: never."""
+    return None if started is None or seconds is None else started + seconds
+
+
+def _enqueue(tx: Transaction, job: Any, tasks: Sequence[TaskRow], max_queued: int) -> None:
+    samples = loads(job.limits)["samples"]
+    adding = samples * len(tasks)
+    unfinished = tx.conn.execute(
+        sa.select(sa.func.coalesce(sa.func.sum(jobs.c.total - jobs.c.ended), 0)).where(
+            jobs.c.finished_at.is_(None)
+        )
+    ).scalar_one()
+    if unfinished + adding > max_queued:
+        raise QueueFull(
+            f"{unfinished} rollouts are unfinished and at most {max_queued} may be; {adding} more do not fit",
+            headers={"Retry-After": "10"},
+        )
+    first = job.groups
+    tx.conn.execute(
+        sa.insert(groups),
+        [
+            {"job_id": job.id, "no": first + i, "task_id": t.id, "task": t.packed, "remaining": samples}
+            for i, t in enumerate(tasks)
+        ],
+    )
+    prefix = f"{job.name}-{job.uid[:8]}"
+    base = {
+        "job_id": job.id,
+        "state": states.queued("init"),
+        "node": "",
+        "token": 0,
+        "since": tx.now,
+        "failures_init": 0,
+        "failures_run": 0,
+        "failures_eval": 0,
+        "expiries": 0,
+        "eval_expiries": 0,
+        "settled": "",
+        "timings": "{}",
+    }
+    tx.conn.execute(
+        sa.insert(rollouts),
+        [
+            base
+            | {
+                "id": f"{prefix}-{no}-{sample}",
+                "group_no": no,
+                "sample": sample,
+                "place": no * samples + sample,
+            }
+            for no in range(first, first + len(tasks))
+            for sample in range(samples)
+        ],
+    )
+    tx.conn.execute(
+        sa.update(jobs)
+        .where(jobs.c.id == job.id)
+        .values(total=jobs.c.total + adding, groups=jobs.c.groups + len(tasks))
+    )
+    tx.wake(QUEUE)
+    tx.wake(job_topic(job.id))
+
+
+def push(
+    tx: Transaction, namespace: str, name: str, tasks: Sequence[TaskRow], max_queued: int
+) -> dict[str, int]:
+    """Add tasks to an open stream; a task whose id is there already changes nothing.
+
+    Returns:
+        How many were accepted and how many repeated.
+
+    Raises:
+        Conflict: the job is a batch, closed or cancelled.
+        QueueFull: no room; nothing was added.
+    """
+    job = find_locked(tx, namespace, name)
+    if job.cancel_reason is not None:
+        raise Conflict(f"RolloutJob {name!r} is cancelled and takes no more tasks", reason="JobCancelled")
+    if job.closed:
+        raise Conflict(f"RolloutJob {name!r} is closed and takes no more tasks", reason="JobClosed")
+    known: set[str] = set()
+    ids = [t.id for t in tasks]
+    for at in range(0, len(ids), 500):
+        known.update(
+            tx.conn.scalars(
+                sa.select(groups.c.task_id).where(
+                    groups.c.job_id == job.id, groups.c.task_id.in_(ids[at : at + 500])
+                )
+            )
+        )
+    fresh = [t for t in tasks if t.id not in known]
+    if fresh:
+        _enqueue(tx, job, fresh, max_queued)
+    return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
+
+
+def close(tx: Transaction, namespace: str, name: str) -> None:
+    """No more tasks will come; closing twice is the same as once."""
+    job = find_locked(tx, namespace, name)
+    if not job.closed:
+        tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(closed=True))
+        if job.ended == job.total:
+            finish(tx, job.id)
+    tx.wake(job_topic(job.id))
+
+
+def patch(tx: Transaction, namespace: str, name: str, *, suspend: bool | None, priority: int | None) -> None:
+    """Suspend, resume, or change the priority. A suspended job's deadline does not run."""
+    job = find_locked(tx, namespace, name)
+    spec = loads(job.spec)
+    values: dict[str, Any] = {}
+    if suspend is not None and suspend != job.suspended:
+        spec["suspend"] = suspend
+        started = None if suspend else tx.now
+        deadline = loads(job.limits)["deadline"]
+        values |= {
+            "suspended": suspend,
+            "started_at": started,
+            "deadline_at": deadline_at(started, deadline),
+        }
+    if priority is not None and priority != job.priority:
+        spec["priority"] = priority
+        values["priority"] = priority
+    if values:
+        values |= {"spec": orjson.dumps(spec, option=orjson.OPT_SORT_KEYS), "generation": job.generation + 1}
+        tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(**values))
+        for topic in (job_topic(job.id), QUEUE, CLAIMS, UNFINISHED):
+            tx.wake(topic)
+
+
+def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any]) -> None:
+    """Take phase, conditions, observedGeneration and message from the driver.
+
+    A condition's lastTransitionTime moves only when its status flips.
+    """
+    job = find_locked(tx, namespace, name)
+    before = loads(job.status)
+    status = {k: status[k] for k in ("phase", "conditions", "observedGeneration", "message") if k in status}
+    status["conditions"] = merge_conditions(before.get("conditions", []), status.get("conditions", []))
+    if status != before:
+        tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(status=dumps(status)))
+        tx.wake(job_topic(job.id))
+        tx.wake(CLAIMS)
+
+
+def by_id(conn: Connection, job_id: int) -> Any | None:
+    """A job's row by its number, deleted ones too; None once it is removed."""
+    return conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one_or_none()

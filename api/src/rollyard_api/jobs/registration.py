@@ -1,0 +1,220 @@
+"""Jobs and pools whose spec has its home elsewhere, as objects of Kubernetes: their driver registers them.
+
+Registering is level-based: the driver says what the object is, as often as it likes, and the
+control plane makes, changes or keeps its own. An object that was deleted and made anew has another
+uid; what was registered for the old one then makes way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import sqlalchemy as sa
+from rollyard_crds.backendpool import BackendPool, BackendPoolSpec
+from rollyard_crds.base import ObjectMeta
+from rollyard_crds.rolloutjob import RolloutJobSpec
+
+from rollyard_api.backends import pools
+from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.problems import Conflict, Invalid
+from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
+from rollyard_api.jobs import cancellation, jobs
+from rollyard_api.jobs.job_views import CANCEL_REASON, CLOSED, DELETE_REQUESTED, DELETED, OBJECT_UID
+from rollyard_api.jobs.jobs import NewJob
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import jobs as job_table
+from rollyard_api.storage.schema import pools as pool_table
+
+MUTABLE: Final = frozenset(
+    {
+        "stages",
+        "suspend",
+        "priority",
+        "failurePolicy",
+        "activeDeadlineSeconds",
+        "ttlSecondsAfterFinished",
+        "maxPolicyLag",
+        "staleRollouts",
+        "backoffLimit",
+    }
+)
+"""Fields of a job's spec that may change; the others are what the job is."""
+_NOT_KEPT = frozenset(
+    {CLOSED, CANCEL_REASON, DELETE_REQUESTED, "kubectl.kubernetes.io/last-applied-configuration"}
+)
+"""Annotations that say what the control plane says itself, or repeat the whole manifest."""
+_MAX_UID = 128
+
+
+def of_object(meta: ObjectMeta) -> ObjectMeta:
+    """What is kept of an object's metadata: its name, labels and annotations, nothing of its server's.
+
+    Raises:
+        Invalid: the annotation with the object's uid is too long to be one.
+    """
+    uid = meta.annotations.get(OBJECT_UID, "")
+    if len(uid) > _MAX_UID:
+        text = f"metadata.annotations[{OBJECT_UID}]: must be a uid of at most {_MAX_UID} characters"
+        raise Invalid(text, errors=[text])
+    annotations = {k: v for k, v in meta.annotations.items() if k not in _NOT_KEPT}
+    return ObjectMeta(name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=annotations)
+
+
+def object_uid(meta: ObjectMeta) -> str | None:
+    """The uid of the object that a manifest speaks of; None where it names none."""
+    return meta.annotations.get(OBJECT_UID) or None
+
+
+def _another(old: str | None, new: str | None) -> bool:
+    return old is not None and new is not None and old != new
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """`made`: the job was made just now; None: its tasks must be read first, and nothing was changed."""
+
+    made: bool | None
+    replaced: int | None = None
+    """Id of the job that made way; its rollouts are still to be ended."""
+
+
+def register_job(tx: Transaction, new: NewJob, max_queued: int, *, with_tasks: bool) -> Registered:
+    """Make the job, or bring what may change of it up to date.
+
+    Args:
+        new: the manifest; its tasks count only where the job is made.
+        max_queued: as for `jobs.create`.
+        with_tasks: whether its tasks have been read.
+
+    Raises:
+        Conflict: a field that cannot change differs, and the object is not known to be another.
+        QueueFull: no room for so many rollouts.
+    """
+    row = tx.conn.execute(jobs.query(new.namespace, new.name).with_for_update()).one_or_none()
+    if row is not None and not _another(row.object_uid, new.object_uid):
+        _update_job(tx, row, new)
+        return Registered(False)
+    if not with_tasks:
+        return Registered(None)
+    replaced = None if row is None else cancellation.delete_job(tx, new.namespace, new.name)
+    return Registered(jobs.create(tx, new, max_queued), replaced)
+
+
+def _update_job(tx: Transaction, row: Any, new: NewJob) -> None:
+    values: dict[str, Any] = {}
+    if row.spec != new.spec_json:
+        values = _changes(tx, row, new)
+    if row.metadata != new.metadata:
+        values["metadata"] = new.metadata
+    if new.object_uid is not None and row.object_uid != new.object_uid:
+        values["object_uid"] = new.object_uid
+    warm = jobs.warm_of(new.spec)
+    if row.warm != warm:
+        values["warm"] = warm
+    if values:
+        tx.conn.execute(sa.update(job_table).where(job_table.c.id == row.id).values(**values))
+        for topic in (job_topic(row.id), QUEUE, CLAIMS, UNFINISHED):
+            tx.wake(topic)
+
+
+def _changes(tx: Transaction, row: Any, new: NewJob) -> dict[str, Any]:
+    """Columns that follow from another spec."""
+    # Read by today's model, an old spec has the defaults of the fields that came since.
+    old = RolloutJobSpec.model_validate(loads(row.spec)).to_json()
+    spec = loads(new.spec_json)
+    differing = {name for name in old.keys() | spec.keys() if old.get(name) != spec.get(name)}
+    wrong = [f"spec.{name}: differs and cannot be changed" for name in sorted(differing - MUTABLE)]
+    if wrong:
+        raise Conflict(
+            f"RolloutJob {new.name!r} exists in namespace {new.namespace!r} with another spec "
+            f"({wrong[0]}); delete it first or choose another name",
+            reason="AlreadyExists",
+            errors=wrong,
+        )
+    values: dict[str, Any] = {"spec": new.spec_json}
+    if not differing:
+        return values
+    values |= {
+        "generation": row.generation + 1,
+        "digest": new.digest,
+        "limits": jobs.limits_of(new.spec),
+        "priority": new.spec.priority,
+    }
+    if row.finished_at is None:
+        started = row.started_at
+        if new.spec.suspend != row.suspended:
+            started = None if new.spec.suspend else tx.now
+            values |= {"suspended": new.spec.suspend, "started_at": started}
+        values["deadline_at"] = jobs.deadline_at(started, new.spec.active_deadline_seconds)
+    if "ttlSecondsAfterFinished" in differing:
+        values["delete_at"] = None  # the sweep counts it anew
+    return values
+
+
+def register_pool(tx: Transaction, pool: BackendPool) -> bool:
+    """Make the pool, or bring its spec, labels and annotations up to date; whether it was made.
+
+    Raises:
+        Conflict: the model, the tokenizer or the engine's type differs, and the object is not known to be
+            another.
+    """
+    meta = pool.metadata
+    query = sa.select(pool_table).where(
+        pool_table.c.namespace == meta.namespace, pool_table.c.name == meta.name
+    )
+    row = tx.conn.execute(query.with_for_update()).one_or_none()
+    if row is None:
+        return pools.create(tx, pool)
+    known = ObjectMeta.model_validate({**loads(row.metadata), "name": row.name, "namespace": row.namespace})
+    if _another(object_uid(known), object_uid(meta)):
+        pools.delete(tx, meta.namespace, meta.name)
+        return pools.create(tx, pool)
+    wrong = pools.fixed(BackendPoolSpec.model_validate(loads(row.spec)), pool.spec)
+    if wrong:
+        raise Conflict(
+            f"BackendPool {meta.name!r} exists in namespace {meta.namespace!r} with another spec "
+            f"({wrong[0]}); delete it first or choose another name",
+            reason="AlreadyExists",
+            errors=wrong,
+        )
+    pools.change(tx, row, pool.spec)
+    own = {k: v for k, v in known.annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
+    kept = {"labels": meta.labels, "annotations": own | meta.annotations}
+    if loads(row.metadata) != kept:
+        tx.conn.execute(sa.update(pool_table).where(pool_table.c.id == row.id).values(metadata=dumps(kept)))
+    return False
+
+
+def delete_job(tx: Transaction, namespace: str, name: str) -> int:
+    """Cancel a job; it is removed at once only if it is registered for no object.
+
+    The driver of an object would register it again: it is told by the cancel reason, deletes the
+    object, and then removes the job by `cancellation.delete_job`.
+
+    Returns:
+        The job's id.
+    """
+    job = jobs.find_locked(tx, namespace, name)
+    if job.object_uid is None:
+        return cancellation.delete_job(tx, namespace, name)
+    cancellation.cancel_job(tx, namespace, name, DELETED)
+    if job.cancel_reason != DELETED:
+        # Over another reason, and of a job that has ended, which `cancel_job` leaves alone.
+        tx.conn.execute(sa.update(job_table).where(job_table.c.id == job.id).values(cancel_reason=DELETED))
+        for topic in (job_topic(job.id), UNFINISHED):
+            tx.wake(topic)
+    return int(job.id)
+
+
+def delete_pool(tx: Transaction, namespace: str, name: str) -> bool:
+    """Remove a pool, and say so, or note that its driver is to delete its object and then remove it."""
+    row = pools.find(tx.conn, namespace, name)
+    meta = loads(row.metadata)
+    annotations = meta.get("annotations") or {}
+    if OBJECT_UID not in annotations:
+        pools.delete(tx, namespace, name)
+        return True
+    meta["annotations"] = annotations | {DELETE_REQUESTED: "true"}
+    tx.conn.execute(sa.update(pool_table).where(pool_table.c.id == row.id).values(metadata=dumps(meta)))
+    return False

@@ -1,0 +1,279 @@
+"""Reading what an allowed URL names, piece by piece: a file, a web server's answer, an object of a bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack
+from typing import Any, Final, Protocol, TypeVar
+from urllib.parse import urljoin
+
+import fsspec
+import httpcore
+
+from rollyard_api.jobs.task_sources import Address, AllowList, Source
+
+T = TypeVar("T")
+
+PIECE_BYTES: Final = 256 << 10
+MAX_REDIRECTS: Final = 5
+CONNECT_SECONDS: Final = 10.0
+SILENT_SECONDS: Final = 30.0
+"""A server that sends nothing for so long is given up."""
+_REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+_OK: Final = 200
+
+
+class Unreadable(Exception):
+    """An allowed source cannot be read. The message shows nothing of what the other side answered."""
+
+
+class _File(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+    def close(self) -> None: ...
+
+
+class Blocking:
+    """Runs calls that may hang in threads of their own; knows when the last of them has ended.
+
+    Args:
+        threads: where they run.
+        free: called once, when `finish` was called and no call runs any more.
+    """
+
+    def __init__(self, threads: Executor, free: Callable[[], None]) -> None:
+        self._threads = threads
+        self._free = free
+        self._closers: list[Callable[[], None]] = []
+        self._running = 0
+        self._finished = False
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What the function returns. A call that is no longer awaited still runs to its end."""
+        return await asyncio.shield(self._start(lambda: function(*arguments)))
+
+    async def open(self, function: Callable[[], _File]) -> _File:
+        """The file that the function opens; it is closed after the last call."""
+
+        def opened() -> _File:
+            file = function()
+            self._closers.append(file.close)
+            return file
+
+        return await self.call(opened)
+
+    def _start(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        future = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        self._running += 1
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, future: asyncio.Future[Any]) -> None:
+        if not future.cancelled():
+            future.exception()  # Nobody may wait for it any more.
+        self._running -= 1
+        self._look()
+
+    def finish(self) -> None:
+        """No more calls will come."""
+        self._finished = True
+        self._look()
+
+    def _look(self) -> None:
+        if not self._finished or self._running:
+            return
+        if self._closers:
+            self._start(self._closers.pop())
+        else:
+            self._finished = False
+            self._free()
+
+
+def pieces(
+    source: Source, allowed: AllowList, namespace: str, blocking: Blocking
+) -> AsyncGenerator[bytes, None]:
+    """The bytes of a source as they come, never more than a piece at once.
+
+    Raises:
+        TasksNotAllowed: what it leads to is not allowed: the target of a link or of a redirect, an address.
+        Unreadable: it cannot be read.
+    """
+    match source.location.kind:
+        case "web":
+            return _answer(source, allowed, namespace, blocking)
+        case "file":
+            return _pieces_of(lambda: open_file(source, allowed), blocking)
+        case "bucket":
+            return _pieces_of(lambda: _open_object(source), blocking)
+
+
+async def _pieces_of(open_: Callable[[], _File], blocking: Blocking) -> AsyncGenerator[bytes, None]:
+    file = await blocking.open(open_)
+    while data := await blocking.call(_read, file):
+        yield data
+
+
+def _read(file: _File) -> bytes:
+    try:
+        return file.read(PIECE_BYTES)
+    except OSError as error:
+        raise Unreadable(error.strerror or type(error).__name__) from error
+    except Exception as error:
+        # The file systems of fsspec raise errors of their own libraries.
+        raise Unreadable(type(error).__name__) from error
+
+
+def open_file(source: Source, allowed: AllowList) -> _File:
+    """A regular file beneath the listed folder.
+
+    The file is taken hold of first, without opening it, and then judged by the path that the kernel has for
+    it: to swap a link or a folder between the check and the opening changes nothing.
+
+    Raises:
+        TasksNotAllowed: it lies elsewhere, once links are followed.
+        Unreadable: there is no such file, or it cannot be read.
+    """
+    path = source.location.path
+    try:
+        held = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        # Nobody learns what there is outside of the folder.
+        if not allowed.permits_file(source, os.path.realpath(path)):
+            raise allowed.refusal(source.url) from error
+        raise Unreadable(getattr(error, "strerror", None) or "the path is malformed") from error
+    try:
+        place = f"/proc/self/fd/{held}"
+        if not allowed.permits_file(source, os.readlink(place)):
+            raise allowed.refusal(source.url)
+        if not stat.S_ISREG(os.fstat(held).st_mode):
+            raise Unreadable("it is no regular file")
+        try:
+            return os.fdopen(os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)
+        except OSError as error:
+            raise Unreadable(error.strerror or type(error).__name__) from error
+    finally:
+        os.close(held)
+
+
+def _open_object(source: Source) -> _File:
+    location = source.location
+    try:
+        system: Any = fsspec.filesystem(location.scheme)
+        opened: _File = system.open(f"{location.authority}{location.path}", "rb")
+    except FileNotFoundError as error:
+        raise Unreadable("there is no such object") from error
+    except Exception as error:
+        raise Unreadable(f"the object store cannot be used: {type(error).__name__}") from error
+    return opened
+
+
+class _Checked(httpcore.AsyncNetworkBackend):
+    """Connects to addresses that have been checked, and to no others: names are resolved here, once."""
+
+    def __init__(self, source: Source, allowed: AllowList, blocking: Blocking) -> None:
+        self._source = source
+        self._allowed = allowed
+        self._blocking = blocking
+        self._inner = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        failure: Exception = Unreadable("its host has no address")
+        for address in await self._addresses(host, port):
+            try:
+                return await self._inner.connect_tcp(
+                    address.compressed, port, timeout, local_address, socket_options
+                )
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                failure = error
+        raise failure
+
+    async def _addresses(self, host: str, port: int) -> list[Address]:
+        try:
+            found = await self._blocking.call(_resolve, host.strip("[]"), port)
+        except (OSError, UnicodeError) as error:
+            raise Unreadable("its host cannot be resolved") from error
+        if not all(self._allowed.permits_address(self._source, address) for address in found):
+            # Which address it was is nothing for the author of a job to know.
+            why = "its host has an address that is neither public nor in the installer's networks"
+            raise self._allowed.refusal(self._source.url, why)
+        return found
+
+    async def connect_unix_socket(self, *_arguments: Any, **_options: Any) -> httpcore.AsyncNetworkStream:
+        raise Unreadable("Unix sockets are not read")
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+def _resolve(host: str, port: int) -> list[Address]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(ipaddress.ip_address(str(item[4][0]).partition("%")[0]) for item in found))
+
+
+async def _answer(
+    source: Source, allowed: AllowList, namespace: str, blocking: Blocking
+) -> AsyncGenerator[bytes, None]:
+    for _ in range(MAX_REDIRECTS + 1):
+        async with AsyncExitStack() as stack:
+            try:
+                answer = await _get(source, allowed, blocking, stack)
+                if answer.status not in _REDIRECTS:
+                    async for data in _body(answer):
+                        yield data
+                    return
+                # Each target is looked up in the list as if the job had named it.
+                found = (value for name, value in answer.headers if name.lower() == b"location")
+                target = urljoin(source.url, next(found, b"").decode("latin-1"))
+                source = allowed.source(target, namespace)
+            except (httpcore.NetworkError, httpcore.TimeoutException, ssl.SSLError) as error:
+                raise Unreadable(f"the server cannot be reached ({type(error).__name__})") from error
+            except httpcore.ProtocolError as error:
+                raise Unreadable("the server does not speak HTTP") from error
+        if source.location.kind != "web":
+            raise allowed.refusal(source.url, "a redirect leads to no web server")
+    raise Unreadable(f"it redirects more than {MAX_REDIRECTS} times")
+
+
+async def _get(
+    source: Source, allowed: AllowList, blocking: Blocking, stack: AsyncExitStack
+) -> httpcore.Response:
+    location = source.location
+    pool = httpcore.AsyncConnectionPool(
+        ssl_context=ssl.create_default_context(),
+        network_backend=_Checked(source, allowed, blocking),
+        max_connections=1,
+        max_keepalive_connections=0,
+    )
+    await stack.enter_async_context(pool)
+    target = location.path + (f"?{location.query}" if location.query else "")
+    limits = {"connect": CONNECT_SECONDS, "read": SILENT_SECONDS, "write": SILENT_SECONDS, "pool": 1.0}
+    host = location.authority.removesuffix(":80" if location.scheme == "http" else ":443")
+    return await stack.enter_async_context(
+        pool.stream(
+            "GET",
+            f"{location.scheme}://{location.authority}{target}",
+            headers={"Host": host, "User-Agent": "rollyard", "Accept-Encoding": "identity"},
+            extensions={"timeout": limits},
+        )
+    )
+
+
+async def _body(answer: httpcore.Response) -> AsyncGenerator[bytes, None]:
+    if answer.status != _OK:
+        raise Unreadable(f"the server answered {answer.status}")
+    async for data in answer.aiter_stream():
+        for at in range(0, len(data), PIECE_BYTES):
+            yield data[at : at + PIECE_BYTES]

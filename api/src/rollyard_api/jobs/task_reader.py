@@ -1,0 +1,154 @@
+"""Reads the task files that jobs name: each within limits of time, size and number."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+from rollyard_api.core.problems import ApiError, Invalid, QueueFull, Unavailable
+from rollyard_api.jobs.source_readers import Blocking, Unreadable, pieces
+from rollyard_api.jobs.task_sources import FIELD, AllowList, blob_of, shown
+from rollyard_api.jobs.tasks import Collector, TaskRow
+
+PARSERS: Final = 2
+"""Threads that unpack and check; they never wait for anything."""
+RETRY_SECONDS: Final = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much may be read in the name of jobs."""
+
+    file_bytes: int = 256 << 20
+    """Of one task file, unpacked."""
+    seconds: float = 60.0
+    """For the whole of one file."""
+    per_namespace: int = 2
+    """Files read at once for the jobs of one namespace."""
+    external: int = 16
+    """Files, web servers and buckets read at once in all; each may hold a thread."""
+    uploads: int = 16
+    """Uploads read at once in all."""
+
+
+class SourcesBusy(QueueFull):
+    """As many task files are read for this namespace as may be; ask again after Retry-After seconds."""
+
+    reason = "SourcesBusy"
+
+
+Pieces = Callable[[str, str], AsyncGenerator[bytes, None]]
+"""Bytes of an upload, by namespace and SHA-256."""
+
+
+class _Slots:
+    """How many reads of one kind run now."""
+
+    def __init__(self, total: int, per_namespace: int) -> None:
+        self._total = total
+        self._per_namespace = per_namespace
+        self._taken: Counter[str] = Counter()
+
+    def take(self, namespace: str) -> Callable[[], None]:
+        """Take a slot; what is returned gives it back.
+
+        Raises:
+            SourcesBusy: the namespace has as many as it may.
+            Unavailable: all are taken.
+        """
+        retry = {"Retry-After": RETRY_SECONDS}
+        if self._taken[namespace] >= self._per_namespace:
+            raise SourcesBusy(
+                f"{self._per_namespace} task files are being read for jobs of namespace {namespace!r}, "
+                "and no more are at once; submit again in a moment",
+                headers=retry,
+            )
+        if self._taken.total() >= self._total:
+            raise Unavailable(
+                "too many task files are being read; submit again in a moment",
+                reason=SourcesBusy.reason,
+                headers=retry,
+            )
+        self._taken[namespace] += 1
+
+        def free() -> None:
+            self._taken[namespace] -= 1
+            if not self._taken[namespace]:
+                del self._taken[namespace]
+
+        return free
+
+
+class TaskReader:
+    """The only way from a URL in a job to its tasks.
+
+    A source that hangs costs its own namespace a slot and one thread of a pool that serves nothing else,
+    until it answers; uploads are read beside it.
+    """
+
+    def __init__(self, allowed: AllowList, limits: Limits, uploads: Pieces) -> None:
+        self._allowed = allowed
+        self._limits = limits
+        self._uploads = uploads
+        self._external = _Slots(limits.external, limits.per_namespace)
+        self._uploaded = _Slots(limits.uploads, limits.per_namespace)
+        self._waiting = ThreadPoolExecutor(limits.external, thread_name_prefix="source")
+        self._parsers = ThreadPoolExecutor(PARSERS, thread_name_prefix="tasks")
+
+    async def read(self, url: str, namespace: str) -> list[TaskRow]:
+        """Every task of a JSON-lines file behind a URL, which may be compressed.
+
+        Raises:
+            TasksNotAllowed: the installer's list does not hold it, or what it leads to.
+            Invalid: it cannot be read in time, or a line is refused; the whole list is refused then.
+            SourcesBusy, Unavailable: too many are read now.
+        """
+        digest = blob_of(url)
+        if digest is not None:
+            free = self._uploaded.take(namespace)
+            try:
+                return await self._collect(url, self._uploads(namespace, digest), quote=True)
+            finally:
+                free()
+        source = self._allowed.source(url, namespace)
+        blocking = Blocking(self._waiting, self._external.take(namespace))
+        try:
+            return await self._collect(url, pieces(source, self._allowed, namespace, blocking), quote=False)
+        finally:
+            blocking.finish()
+
+    async def _collect(self, url: str, data: AsyncGenerator[bytes, None], *, quote: bool) -> list[TaskRow]:
+        seconds, loop = self._limits.seconds, asyncio.get_running_loop()
+        collector = Collector(
+            url, quote=quote, max_bytes=self._limits.file_bytes, deadline=time.monotonic() + seconds
+        )
+        try:
+            async with asyncio.timeout(seconds), aclosing(data):
+                async for piece in data:
+                    collector.feed(piece)
+                    while not await loop.run_in_executor(self._parsers, collector.step):
+                        pass
+                collector.finish()
+                while not await loop.run_in_executor(self._parsers, collector.step):
+                    pass
+                return collector.rows()
+        except TimeoutError as error:
+            raise _unreadable(url, f"it was not read within {seconds:g} seconds") from error
+        except Unreadable as error:
+            raise _unreadable(url, str(error)) from error
+
+    def close(self) -> None:
+        """End without waiting for sources that hang."""
+        self._waiting.shutdown(wait=False)
+        self._parsers.shutdown(wait=False, cancel_futures=True)
+
+
+def _unreadable(url: str, why: str) -> ApiError:
+    text = f"{FIELD}: {shown(url)} cannot be read: {why}"
+    return Invalid(text, reason="InvalidTasks", errors=[text])

@@ -1,0 +1,296 @@
+"""Which URLs the control plane reads for the author of a job: the installer's list, and the checks by it.
+
+Nothing here reads or connects: `readers` does, and asks here about every file that it has opened, every
+address that it is about to connect to and every redirect.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+from urllib.parse import unquote, urlsplit
+
+from rollyard_api.core.problems import Invalid
+
+FIELD: Final = "spec.tasks.url"
+NAMESPACE: Final = "{namespace}"
+"""Stands for the job's namespace in a prefix of the list."""
+BUCKETS: Final = frozenset(
+    {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos"}
+)
+"""Schemes of object stores that may be listed; fsspec reads them with the credentials of the server."""
+_LISTED: Final = ", ".join(["file", "http", "https", *sorted(BUCKETS)])
+_NEVER: Final = ("/proc", "/sys", "/dev")
+"""Folders of the kernel, in which no file is a task list."""
+_BLOB = re.compile(r"blob:sha256:([0-9a-f]{64})")
+_HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.(?!-)[a-z0-9-]{1,63})*")
+_SHOWN = 300
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Kind = Literal["file", "web", "bucket"]
+
+
+class TasksNotAllowed(Invalid):
+    """The job names a source that the installer's list does not hold."""
+
+    reason = "TasksNotAllowed"
+
+
+class PrefixError(ValueError):
+    """An entry of the installer's list cannot be used; the message names it and says what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A URL taken apart. Two that name the same place by other words need not be equal."""
+
+    scheme: str
+    authority: str
+    """Host and port, or bucket; empty for files."""
+    path: str
+    """Of files: decoded. Begins with a slash."""
+    query: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        return "file" if self.scheme == "file" else "web" if self.scheme in _PORTS else "bucket"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A URL that the list holds."""
+
+    url: str
+    location: Location
+    prefix: Location
+    """The entry of the list that holds it, the namespace filled in."""
+
+
+def shown(url: str) -> str:
+    """A URL as messages give it: bounded, without characters that could begin a line."""
+    text = url if url.isprintable() else repr(url)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def blob_of(url: str) -> str | None:
+    """The SHA-256 that `blob:sha256:HEX` names; None for every other URL.
+
+    Raises:
+        Invalid: the URL begins with `blob:` and is not of that form.
+    """
+    if not url.startswith("blob:"):
+        return None
+    found = _BLOB.fullmatch(url)
+    if found is None:
+        text = f"{FIELD}: {shown(url)}: must be blob:sha256: and 64 lower-case hexadecimal digits"
+        raise Invalid(text, reason="InvalidTasks", errors=[text])
+    return found.group(1)
+
+
+class Malformed(ValueError):
+    """A URL that is not well-formed, or that has several readings."""
+
+
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+def parse(url: str) -> Location:
+    """Take a URL apart; a path that begins with a slash is a file's.
+
+    Raises:
+        Malformed: its parts could be read in more than one way, or it holds credentials.
+    """
+    if not url.isprintable() or "\\" in url or url != url.strip():
+        raise Malformed("control characters, backslashes and spaces at an end are not allowed")
+    if "::" in url:
+        raise Malformed("chained URLs are not allowed")
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        if url.startswith("/"):
+            return Location("file", "", _steps(url))
+        raise Malformed("it is no URL with '://'")
+    scheme = scheme.lower()
+    if scheme == "file":
+        if not rest.startswith(("/", "localhost/")):
+            raise Malformed("a file has an absolute path and no host: file:///path")
+        return Location(scheme, "", _steps(unquote(rest.removeprefix("localhost"))))
+    if scheme in _PORTS:
+        return _web(scheme, url)
+    bucket, _, key = rest.partition("/")
+    if not re.fullmatch(r"[A-Za-z0-9._@-]+", bucket) or any(letter in key for letter in "?#*[]"):
+        raise Malformed("a bucket's URL is scheme://bucket/key, without any of ?#*[]")
+    return Location(scheme, bucket, _steps(f"/{key}"))
+
+
+def _steps(path: str) -> str:
+    """A path without `.`, `..` and empty steps, which servers and file systems resolve in various ways."""
+    if "\0" in path or any(step in (".", "..") for step in path.split("/")) or "//" in path:
+        raise Malformed("a path must not hold '.', '..' or empty steps")
+    return path
+
+
+def _web(scheme: str, url: str) -> Location:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or _PORTS[scheme]
+    except ValueError as error:
+        raise Malformed("its host or port is malformed") from error
+    if "@" in parts.netloc:
+        raise Malformed("credentials in a URL are not allowed")
+    if parts.fragment or "#" in url:
+        raise Malformed("fragments are not allowed")
+    if ":" in host:
+        try:
+            host = f"[{ipaddress.IPv6Address(host).compressed}]"
+        except ValueError as error:
+            raise Malformed("its host is no IPv6 address") from error
+        if "%" in host:
+            raise Malformed("zones of IPv6 addresses are not allowed")
+    elif _HOST.fullmatch(host.removesuffix(".")) is None:
+        raise Malformed("its host must be a DNS name in ASCII or an address")
+    path = parts.path or "/"
+    if not url.isascii():
+        raise Malformed("letters beyond ASCII must be percent-encoded")
+    # Percent-encoded slashes and dots mean different steps to different servers.
+    if any(code in path.lower() for code in ("%2e", "%2f", "%5c", "%00", ";")):
+        raise Malformed("encoded dots, slashes and backslashes, and ';', are not allowed in a path")
+    return Location(scheme, f"{host.removesuffix('.')}:{port}", _steps(path), parts.query)
+
+
+def _prefix(text: str) -> Location:
+    """An entry of the list.
+
+    Raises:
+        PrefixError: it cannot be used.
+    """
+    try:
+        found = parse(text)
+    except Malformed as error:
+        raise PrefixError(f"{text!r}: {error}") from error
+    if found.kind == "bucket" and found.scheme not in BUCKETS:
+        raise PrefixError(f"{text!r}: the scheme must be one of {_LISTED}")
+    if found.query:
+        raise PrefixError(f"{text!r}: a prefix has no query")
+    if NAMESPACE in found.authority or re.search(r"[{}]", found.path.replace(NAMESPACE, "")):
+        raise PrefixError(f"{text!r}: {NAMESPACE} may stand in the path, and no other braces")
+    return found
+
+
+def _network(text: str) -> Network:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as error:
+        raise PrefixError(f"{text!r}: must be a network such as 10.0.0.0/8 ({error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class AllowList:
+    """What the installer lets jobs name. Empty: uploads only."""
+
+    prefixes: tuple[Location, ...] = ()
+    networks: tuple[Network, ...] = ()
+    """Where hosts of the list may be, beside public addresses."""
+    kept: tuple[Path, ...] = ()
+    """The control plane's own files and folders, which no entry opens."""
+
+    @classmethod
+    def of(
+        cls, prefixes: Sequence[str], networks: Sequence[str] = (), kept: Sequence[Path] = ()
+    ) -> AllowList:
+        """The list as it is written on a command line.
+
+        Raises:
+            PrefixError: an entry cannot be used.
+        """
+        return cls(
+            tuple(_prefix(text) for text in prefixes), tuple(_network(text) for text in networks), tuple(kept)
+        )
+
+    def source(self, url: str, namespace: str) -> Source:
+        """A URL that a job of this namespace names, if the list holds it.
+
+        Raises:
+            TasksNotAllowed: the list does not hold it. Whether it exists makes no difference.
+        """
+        try:
+            location = parse(url)
+        except Malformed as error:
+            raise self.refusal(url, str(error)) from error
+        for entry in self.prefixes:
+            prefix = Location(entry.scheme, entry.authority, entry.path.replace(NAMESPACE, namespace))
+            if _holds(prefix, location):
+                return Source(url, location, prefix)
+        raise self.refusal(url)
+
+    def refusal(self, url: str, why: str = "") -> TasksNotAllowed:
+        """What to raise for a URL that the list does not hold."""
+        allowed = [_written(prefix) for prefix in self.prefixes]
+        # Older clients look for "cannot be read" and send the tasks along then.
+        text = (
+            f"{FIELD}: {shown(url)} cannot be read: {why or 'the installer does not allow it'}; allowed are "
+            f"uploads (`rollyard submit` makes one of a local file){''.join(f', {one}' for one in allowed)}"
+        )
+        return TasksNotAllowed(text, errors=[text])
+
+    def permits_file(self, source: Source, real: str) -> bool:
+        """Whether the file that was opened for a source may be read.
+
+        Args:
+            source: as `source` found it.
+            real: path of the opened file without any symbolic links, as the kernel gives it.
+        """
+        own = [os.path.realpath(path) for path in self.kept]
+        if any(_beneath(real, folder) for folder in (*own, *_NEVER)):
+            return False
+        return _beneath(real, os.path.realpath(source.prefix.path))
+
+    def permits_address(self, source: Source, address: Address) -> bool:
+        """Whether the control plane may connect to an address that a source's host has.
+
+        Public addresses are permitted, those of `networks` too, and the one that the list itself gives in
+        the place of a name. An IPv4 address inside of an IPv6 one counts as itself.
+        """
+        address = _plain(address)
+        if any(address in network for network in self.networks if network.version == address.version):
+            return True
+        host = source.prefix.authority.rpartition(":")[0].strip("[]")
+        if host == address.compressed:
+            return True
+        return address.is_global and not (address.is_multicast or address.is_reserved)
+
+
+def _plain(address: Address) -> Address:
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    if address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    if address.sixtofour is not None:
+        return address.sixtofour
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address
+
+
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+def _holds(prefix: Location, location: Location) -> bool:
+    same = prefix.scheme == location.scheme and prefix.authority == location.authority
+    return same and _beneath(location.path, prefix.path)
+
+
+def _beneath(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder if folder.endswith("/") else f"{folder}/")
+
+
+def _written(prefix: Location) -> str:
+    authority = prefix.authority
+    if prefix.kind == "web":
+        authority = authority.removesuffix(f":{_PORTS[prefix.scheme]}")
+    return f"{prefix.scheme}://{authority}{prefix.path}"

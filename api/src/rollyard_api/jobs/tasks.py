@@ -1,0 +1,158 @@
+"""Task lists, checked at submit time: of a file, or pushed to a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import ValidationError
+from rollyard_crds.manifest import describe
+from rollyard_crds.task import Task
+from rollyard_crds.tasklist import MAX_LINE_BYTES, MAX_PROBLEMS, TaskLines, TaskListError, parse_lines
+
+from rollyard_api.core.codec import pack
+from rollyard_api.core.decompression import Damaged, Lines, LineTooLong, TooLong
+from rollyard_api.core.problems import Invalid
+from rollyard_api.jobs.task_sources import FIELD, shown
+
+MAX_LINES: Final = 1_000_000
+"""In one file, blank ones too."""
+STEP_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """One task, checked, as it goes into the database."""
+
+    id: str
+    packed: bytes
+
+
+def row(task: Task) -> TaskRow:
+    """A checked task in stored form: compact JSON, compressed when that pays."""
+    return TaskRow(task.id, pack(task.model_dump_json(exclude_none=True, exclude_defaults=True).encode()))
+
+
+class Collector:
+    """Tasks of a JSON-lines file whose bytes come piece by piece; `.gz`, `.bz2` and `.xz` too.
+
+    Args:
+        url: as the job names it, for messages.
+        quote: whether messages may show what the file holds.
+        max_bytes: of the file, unpacked.
+        deadline: on the clock `time.monotonic`; unpacking stops then.
+    """
+
+    def __init__(self, url: str, *, quote: bool, max_bytes: int, deadline: float) -> None:
+        self._url = shown(url)
+        self._max_bytes = max_bytes
+        self._deadline = deadline
+        self._lines = Lines(max_bytes, MAX_LINE_BYTES)
+        self._checked = TaskLines(quote=quote)
+        self._rows: list[TaskRow] = []
+        self._waiting: Iterator[bytes] = iter(())
+        self._count = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take some of the file; `step` checks it. To be called once all before it is checked."""
+        self._waiting = self._lines.feed(data)
+
+    def finish(self) -> None:
+        """All of the file was fed; `step` checks its last line."""
+        self._waiting = self._lines.end()
+
+    def step(self) -> bool:
+        """Check what was fed, for STEP_SECONDS at most; True once it is checked.
+
+        A small piece of a compressed file may unpack to much: whoever calls this takes turns with others.
+
+        Raises:
+            Invalid: a line is refused, or the file is too long or damaged.
+            TimeoutError: the deadline has passed.
+        """
+        turn = time.monotonic() + STEP_SECONDS
+        try:
+            for line in self._waiting:
+                self._count += 1
+                task = self._checked.add(line.decode())
+                if task is not None:
+                    self._rows.append(row(task))
+                if self._count > MAX_LINES:
+                    raise TaskListError([f"holds more than {MAX_LINES} lines"])
+                now = time.monotonic()
+                if now > self._deadline:
+                    raise TimeoutError
+                if now > turn:
+                    return False
+        except TaskListError as error:
+            raise self._refused(error) from error
+        except LineTooLong as error:
+            raise self._refused(self._checked.refuse(f"longer than {MAX_LINE_BYTES} bytes")) from error
+        except UnicodeDecodeError as error:
+            raise self._refused(self._checked.refuse("not UTF-8 text")) from error
+        except TooLong as error:
+            raise self._refused(
+                TaskListError([f"holds more than {self._max_bytes} bytes of text"])
+            ) from error
+        except Damaged as error:
+            raise self._refused(TaskListError(["the compressed file is damaged"])) from error
+
+        return True
+
+    def rows(self) -> list[TaskRow]:
+        """All tasks, once all is checked.
+
+        Raises:
+            Invalid: a line was refused, or there is no task; the whole list is refused then.
+        """
+        try:
+            self._checked.end()
+        except TaskListError as error:
+            raise self._refused(error) from error
+        return self._rows
+
+    def _refused(self, error: TaskListError) -> Invalid:
+        problems = [f"{FIELD}: {self._url}: {problem}" for problem in error.problems]
+        return Invalid(problems[0], reason=error.reason, errors=problems)
+
+
+def read_lines(text: str) -> list[TaskRow]:
+    """Every task of a pushed NDJSON body.
+
+    Raises:
+        Invalid: a line is refused; nothing is taken then.
+    """
+    try:
+        return [row(task) for task in parse_lines(text.splitlines())]
+    except TaskListError as error:
+        raise Invalid(error.problems[0], reason=error.reason, errors=error.problems) from error
+
+
+def read_list(documents: Any) -> list[TaskRow]:
+    """Every task of a pushed `{"tasks": [...]}`.
+
+    Raises:
+        Invalid: not a list, empty, or a task is refused; nothing is taken then.
+    """
+    if not isinstance(documents, list) or not documents:
+        raise Invalid(
+            "tasks: must be a list of at least one task", reason="InvalidTasks", errors=["tasks: is empty"]
+        )
+    problems: list[str] = []
+    rows: list[TaskRow] = []
+    seen: dict[str, int] = {}
+    for place, document in enumerate(documents):
+        try:
+            task = Task.model_validate(document)
+        except ValidationError as error:
+            problems += describe(error, f"tasks[{place}]", Task)
+            continue
+        if task.id in seen:
+            problems.append(f"tasks[{place}].id: {task.id!r} stands already at tasks[{seen[task.id]}]")
+        seen[task.id] = place
+        rows.append(row(task))
+    if problems:
+        raise Invalid(problems[0], reason="InvalidTasks", errors=problems[:MAX_PROBLEMS])
+    return rows

@@ -1,0 +1,1 @@
+"""The life of a rollout: its leases, what workers report of them, and how it ends."""

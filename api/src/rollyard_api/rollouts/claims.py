@@ -1,0 +1,314 @@
+"""Sandbox claims: filed by workers, fulfilled by a driver, released here once no rollout needs them.
+
+A claim is needed while the lease that it was filed under is held, Init's or Eval's. One of Init is
+needed further while its sandbox is that of its unfinished rollout; one of Eval, for a fresh sandbox to
+evaluate in, ends with its lease. Whether it is follows from the rollout's row alone, and once it
+is not, it never is again: whatever ends or moves a rollout need not know of claims, and a crash
+between the two loses nothing. A released claim stays until the driver says that nothing is left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from rollyard_crds.claims import ClaimRequest, ClaimStatus
+from sqlalchemy import bindparam
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core import states
+from rollyard_api.core.codec import loads
+from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
+from rollyard_api.core.wakeups import CLAIMS, claim_topic
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import claims, jobs, rollouts
+
+PENDING, BOUND, FAILED, RELEASED = "Pending", "Bound", "Failed", "Released"
+
+_ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
+_FILING = (states.leased("init"), states.leased("eval"))
+_KEPT_FOR_EVAL = 8
+"""One of so many claims is kept for Eval, so that sandboxes that wait for Eval can never take them all."""
+_NEEDED = sa.exists().where(
+    rollouts.c.id == claims.c.rollout_id,
+    sa.or_(
+        sa.and_(rollouts.c.sandbox_id == claims.c.id, rollouts.c.state < states.SUCCEEDED),
+        sa.and_(rollouts.c.state.in_(_FILING), rollouts.c.token == claims.c.token),
+    ),
+)
+_HOLDER = (
+    sa.select(rollouts.c.state, rollouts.c.token, jobs.c.namespace, jobs.c.name, jobs.c.uid)
+    .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
+    .where(rollouts.c.id == bindparam("b_rollout"))
+)
+_FILED = sa.select(claims).where(
+    claims.c.rollout_id == bindparam("b_rollout"), claims.c.token == bindparam("b_token")
+)
+_COUNT = sa.select(sa.func.count()).select_from(claims)
+_INSERT = {
+    name: module.insert(claims).on_conflict_do_nothing(index_elements=[claims.c.rollout_id, claims.c.token])
+    for name, module in (("sqlite", sqlite), ("postgresql", postgresql))
+}
+_ONE = sa.select(claims).where(claims.c.id == bindparam("b_id"))
+_FORGET = sa.delete(claims).where(claims.c.removed, sa.not_(_NEEDED)).returning(claims.c.id)
+_RELEASE = (
+    sa.update(claims)
+    .where(claims.c.state != RELEASED, sa.not_(claims.c.removed), sa.not_(_NEEDED))
+    .values(state=RELEASED, secret="")
+    .returning(claims.c.id)
+)
+
+
+def _changed(tx: Transaction, ids: Sequence[str]) -> None:
+    if ids:
+        tx.wake(CLAIMS)
+    for claim in ids:
+        tx.wake(claim_topic(claim))
+
+
+def _write(tx: Transaction, claim: str, **values: Any) -> Any:
+    row = tx.conn.execute(
+        sa.update(claims).where(claims.c.id == claim).values(**values).returning(claims)
+    ).one()
+    _changed(tx, [claim])
+    return row
+
+
+def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> Any:
+    """The claim of this rollout and token, made if it is not there yet; its row.
+
+    Raises:
+        NotFound: no such rollout.
+        Conflict: its Init or Eval lease is not held with this token, or it has a claim of another shape.
+        QueueFull: `max_claims` stand already; for an Init lease seven eighths of them.
+    """
+    holder = tx.conn.execute(_HOLDER, {"b_rollout": asked.rollout}).one_or_none()
+    if holder is None:
+        raise NotFound(f"there is no rollout {asked.rollout!r}", reason="RolloutNotFound")
+    if holder.state not in _FILING or holder.token != asked.token:
+        raise lease_lost(asked)
+    key = {"b_rollout": asked.rollout, "b_token": asked.token}
+    shape = orjson.dumps(asked.shape.model_dump(), option=orjson.OPT_SORT_KEYS)
+    found = tx.conn.execute(_FILED, key).one_or_none()
+    if found is None:
+        most = max_claims
+        if holder.state == states.leased("init"):
+            most -= max_claims // _KEPT_FOR_EVAL
+        if tx.conn.execute(_COUNT).scalar_one() >= most:
+            raise QueueFull(
+                f"{most} sandbox claims stand, and no more may; a driver has to remove sandboxes first",
+                headers={"Retry-After": "2"},
+            )
+        values = {
+            "id": f"c{secrets.token_hex(10)}",
+            "rollout_id": asked.rollout,
+            "token": asked.token,
+            "namespace": holder.namespace,
+            "job": holder.name,
+            "job_uid": holder.uid,
+            "shape": shape,
+            "state": PENDING,
+            "removed": False,
+            "address": "",
+            "secret": "",
+            "reason": "",
+            "message": "",
+            "retryable": True,
+            "created_at": tx.now,
+        }
+        # Another replica may file it at this moment: the one that stands is then the answer.
+        tx.conn.execute(_INSERT["sqlite" if tx.sqlite else "postgresql"], values)
+        found = tx.conn.execute(_FILED, key).one()
+        _changed(tx, [found.id])
+    if loads(found.shape) != loads(shape):
+        raise Conflict(
+            f"the lease of {asked.rollout!r} with token {asked.token} has a claim of another shape",
+            reason="AlreadyExists",
+        )
+    return found
+
+
+def lease_lost(asked: ClaimRequest) -> Conflict:
+    """The lease that a claim is asked for is not held."""
+    return Conflict(
+        f"no Init or Eval lease of {asked.rollout!r} with token {asked.token} is held", reason="LeaseLost"
+    )
+
+
+def find(conn: Connection, claim: str) -> Any | None:
+    """The claim's row; None where there is none."""
+    return conn.execute(_ONE, {"b_id": claim}).one_or_none()
+
+
+def unknown(claim: str) -> NotFound:
+    """There is no such claim (any more)."""
+    return NotFound(f"there is no claim {claim!r}", reason="ClaimNotFound")
+
+
+def release(tx: Transaction, claim: str) -> None:
+    """Its worker has no use for it; again, or of an unknown one, changes nothing."""
+    row = tx.conn.execute(_ONE.with_for_update(), {"b_id": claim}).one_or_none()
+    if row is None or row.state == RELEASED:
+        return
+    if row.removed:
+        _forget(tx, claim)
+    else:
+        _write(tx, claim, state=RELEASED, secret="")
+
+
+def release_unneeded(tx: Transaction) -> int:
+    """Release every claim that no rollout needs; returns how many."""
+    gone = list(tx.conn.scalars(_FORGET))
+    released = list(tx.conn.scalars(_RELEASE))
+    _changed(tx, gone + released)
+    return len(gone) + len(released)
+
+
+def _forget(tx: Transaction, claim: str) -> None:
+    tx.conn.execute(sa.delete(claims).where(claims.c.id == claim))
+    _changed(tx, [claim])
+
+
+def check_status(status: ClaimStatus) -> None:
+    """What a driver must give with each state.
+
+    Raises:
+        Invalid: a field is missing or wrong; `errors` names each.
+    """
+    problems = []
+    if status.state == BOUND:
+        if not _ADDRESS.fullmatch(status.address):
+            problems.append(f"address: must be tcp://HOST:PORT with 'state: Bound' (got {status.address!r})")
+        if not status.secret:
+            problems.append("secret: is required with 'state: Bound'")
+    if status.state == FAILED and not status.reason:
+        problems.append("reason: is required with 'state: Failed', a CamelCase word such as 'QuotaExceeded'")
+    if problems:
+        raise Invalid(problems[0], errors=problems)
+
+
+def report(tx: Transaction, claim: str, status: ClaimStatus) -> Any | None:
+    """Take a driver's report; the claim's row after it, None once it said `Removed`.
+
+    Only Pending becomes Bound, only Pending and Bound become Failed: any other report changes nothing,
+    and the row says how the claim stands.
+
+    Raises:
+        NotFound: no such claim, and the report is not `Removed`.
+    """
+    row = tx.conn.execute(_ONE.with_for_update(), {"b_id": claim}).one_or_none()
+    if status.state == "Removed":
+        if row is not None:
+            _removed(tx, row)
+        return None
+    if row is None:
+        raise unknown(claim)
+    if status.state == BOUND and row.state == PENDING:
+        tx.count("claim_seconds", value=max(0.0, tx.now - row.created_at))
+        return _write(tx, claim, state=BOUND, address=status.address, secret=status.secret)
+    if status.state == FAILED and row.state in (PENDING, BOUND):
+        return _fail(tx, row, status, removed=False)
+    return row
+
+
+def _fail(tx: Transaction, row: Any, status: ClaimStatus, *, removed: bool) -> Any:
+    tx.count("claim_failures", status.reason)
+    return _write(
+        tx,
+        row.id,
+        state=FAILED,
+        removed=removed,
+        address="",
+        secret="",
+        reason=status.reason,
+        message=status.message,
+        retryable=status.retryable,
+    )
+
+
+def _removed(tx: Transaction, row: Any) -> None:
+    """Nothing is left of its sandbox. While its worker may still ask, it stands as Failed."""
+    if row.state == RELEASED:
+        _forget(tx, row.id)
+    elif row.state == FAILED:
+        if not row.removed:
+            _write(tx, row.id, removed=True)
+    else:
+        message = "the driver removed the sandbox before the claim was released"
+        told = ClaimStatus(state="Failed", reason="SandboxRemoved", message=message)
+        _fail(tx, row, told, removed=True)
+
+
+def document(row: Any, now: float) -> dict[str, Any]:
+    """A Claim, from its row."""
+    return {
+        "id": row.id,
+        "namespace": row.namespace,
+        "job": row.job,
+        "job_uid": row.job_uid,
+        "rollout": row.rollout_id,
+        "shape": orjson.Fragment(row.shape),
+        "state": row.state,
+        "address": row.address,
+        "secret": row.secret,
+        "reason": row.reason,
+        "message": row.message,
+        "retryable": bool(row.retryable),
+        "age_seconds": round(max(0.0, now - row.created_at), 3),
+    }
+
+
+def listed(conn: Connection, namespace: str | None) -> dict[str, Any]:
+    """A ClaimList: the claims that a driver has to do with, oldest first, and what is to be warm.
+
+    The revision is a digest of what the list says (ages apart), so that every replica, and the same
+    one after a restart, gives the same list the same revision and another list another one.
+    """
+    query = sa.select(claims).where(sa.not_(claims.c.removed)).order_by(claims.c.created_at, claims.c.id)
+    if namespace is not None:
+        query = query.where(claims.c.namespace == namespace)
+    rows = list(conn.execute(query))
+    warm = _warm(conn, namespace)
+    told = [[row.id, row.state, row.address, row.reason] for row in rows]
+    digest = hashlib.blake2b(orjson.dumps([told, warm]), digest_size=8).digest()
+    now = time.time()
+    return {
+        # 53 bits: exact in every reader of JSON.
+        "revision": int.from_bytes(digest) >> 11,
+        "claims": [document(row, now) for row in rows],
+        "warm": warm,
+    }
+
+
+def _warm(conn: Connection, namespace: str | None) -> list[dict[str, Any]]:
+    query = (
+        sa.select(jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.warm, jobs.c.status)
+        .where(
+            jobs.c.finished_at.is_(None),
+            jobs.c.deleted_at.is_(None),
+            jobs.c.cancel_reason.is_(None),
+            jobs.c.suspended.is_(False),
+            jobs.c.object_uid.is_not(None),
+            jobs.c.warm.is_not(None),
+        )
+        .order_by(jobs.c.id)
+    )
+    if namespace is not None:
+        query = query.where(jobs.c.namespace == namespace)
+    return [
+        {"namespace": row.namespace, "job": row.name, "job_uid": row.uid, **loads(row.warm)}
+        for row in conn.execute(query)
+        if _admitted(loads(row.status))
+    ]
+
+
+def _admitted(status: dict[str, Any]) -> bool:
+    conditions = status.get("conditions", [])
+    return any(c["type"] == "Admitted" and c["status"] == "True" for c in conditions)

@@ -1,0 +1,197 @@
+"""Ending rollouts: the one place where a rollout gets its result, its group and its job their ends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+
+from rollyard_api.core import states
+from rollyard_api.core.codec import loads
+from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import groups, jobs, rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How one rollout ends. `reward` is a number exactly where `state` is SUCCEEDED."""
+
+    rollout: str
+    job_id: int
+    group_no: int
+    state: int
+    stage: str
+    reward: float | None = None
+    components: bytes | None = None
+    reward_reason: str | None = None
+    reason: str | None = None
+    message: str | None = None
+    timings: str = "{}"
+    settled: str = ""
+
+
+_COUNT = (
+    sa.update(jobs)
+    .where(jobs.c.id == bindparam("b_job"))
+    .values(
+        ended=jobs.c.ended + bindparam("b_ended"),
+        succeeded=jobs.c.succeeded + bindparam("b_succeeded"),
+        failed=jobs.c.failed + bindparam("b_failed"),
+        cancelled=jobs.c.cancelled + bindparam("b_cancelled"),
+        reward_sum=jobs.c.reward_sum + bindparam("b_reward"),
+    )
+    .returning(jobs.c.ended, jobs.c.total, jobs.c.closed, jobs.c.limits, jobs.c.name, jobs.c.namespace)
+)
+_END = (
+    sa.update(rollouts)
+    .where(rollouts.c.id == bindparam("b_id"))
+    .values(
+        state=bindparam("b_state"),
+        node="",
+        lease_expires=None,
+        since=bindparam("b_now"),
+        sandbox_id=None,
+        reward=bindparam("b_reward"),
+        components=bindparam("b_components"),
+        reward_reason=bindparam("b_reward_reason"),
+        reason=bindparam("b_reason"),
+        message=bindparam("b_message"),
+        timings=bindparam("b_timings"),
+        settled=bindparam("b_settled"),
+        end_seq=bindparam("b_seq"),
+        pending=1,
+    )
+)
+_LEAVE = (
+    sa.update(groups)
+    .where(groups.c.job_id == bindparam("b_job"), groups.c.no == bindparam("b_no"))
+    .values(remaining=groups.c.remaining - bindparam("b_count"))
+    .returning(groups.c.remaining)
+)
+_NEXT_GROUP = (
+    sa.update(jobs)
+    .where(jobs.c.id == bindparam("b_job"))
+    .values(groups_ended=jobs.c.groups_ended + 1)
+    .returning(jobs.c.groups_ended)
+)
+_GROUP_END = (
+    sa.update(groups)
+    .where(groups.c.job_id == bindparam("b_job"), groups.c.no == bindparam("b_no"))
+    .values(
+        seq=bindparam("b_seq"),
+        delivered=bindparam("b_delivered"),
+        informative=bindparam("b_informative"),
+        reason=bindparam("b_reason"),
+    )
+)
+_REWARDS = sa.select(rollouts.c.state, rollouts.c.reward).where(
+    rollouts.c.job_id == bindparam("b_job"), rollouts.c.group_no == bindparam("b_no")
+)
+_FINISH = (
+    sa.update(jobs)
+    .where(jobs.c.id == bindparam("b_job"), jobs.c.finished_at.is_(None))
+    .values(finished_at=bindparam("b_now"))
+)
+
+METRIC_COMPLETIONS: Final = "completions"
+METRIC_REWARD: Final = "reward"
+
+
+def end(tx: Transaction, endings: Sequence[Ending]) -> None:
+    """Give each rollout its result, in the order of the list; ends groups and jobs that are complete.
+
+    The update of the job's row, held until the commit, puts the places (`end_seq`) of a job
+    in the order of the commits, so that a reader's cursor skips nothing.
+    """
+    by_job: defaultdict[int, list[Ending]] = defaultdict(list)
+    for ending in endings:
+        by_job[ending.job_id].append(ending)
+    for job_id in sorted(by_job):
+        _end_of_job(tx, job_id, by_job[job_id])
+    tx.wake(QUEUE)
+
+
+def _end_of_job(tx: Transaction, job_id: int, endings: list[Ending]) -> None:
+    row = tx.conn.execute(
+        _COUNT,
+        {
+            "b_job": job_id,
+            "b_ended": len(endings),
+            "b_succeeded": sum(e.state == states.SUCCEEDED for e in endings),
+            "b_failed": sum(e.state == states.FAILED for e in endings),
+            "b_cancelled": sum(e.state == states.CANCELLED for e in endings),
+            "b_reward": sum(e.reward for e in endings if e.reward is not None),
+        },
+    ).one()
+    first = row.ended - len(endings) + 1
+    tx.conn.execute(
+        _END,
+        [
+            {
+                "b_id": e.rollout,
+                "b_state": e.state,
+                "b_now": tx.now,
+                "b_reward": e.reward,
+                "b_components": e.components,
+                "b_reward_reason": e.reward_reason,
+                "b_reason": e.reason,
+                "b_message": e.message,
+                "b_timings": e.timings,
+                "b_settled": e.settled,
+                "b_seq": first + i,
+            }
+            for i, e in enumerate(endings)
+        ],
+    )
+    left: defaultdict[int, int] = defaultdict(int)
+    for e in endings:
+        left[e.group_no] += 1
+        status = states.ENDED[e.state]
+        tx.count(METRIC_COMPLETIONS, row.namespace, row.name, status, e.reason or "")
+        if e.reward is not None:
+            tx.count(METRIC_REWARD, row.namespace, row.name, value=e.reward)
+        tx.emit(
+            job_id, rollout=e.rollout, stage=e.stage, status=status, reward=e.reward, reason=e.reason or ""
+        )
+    min_group = loads(row.limits)["min_group"]
+    for no in sorted(left):
+        remaining = tx.conn.execute(_LEAVE, {"b_job": job_id, "b_no": no, "b_count": left[no]}).scalar_one()
+        if remaining == 0:
+            _end_group(tx, job_id, no, min_group)
+    if row.closed and row.ended == row.total:
+        finish(tx, job_id)
+    tx.wake(job_topic(job_id))
+
+
+def _end_group(tx: Transaction, job_id: int, no: int, min_group: int) -> None:
+    members: list[Any] = list(tx.conn.execute(_REWARDS, {"b_job": job_id, "b_no": no}))
+    rewards = [m.reward for m in members if m.state == states.SUCCEEDED]
+    delivered = len(rewards) >= min(min_group, len(members))
+    reason = None
+    if not delivered:
+        all_cancelled = all(m.state == states.CANCELLED for m in members)
+        reason = "Cancelled" if all_cancelled else "TooFewRewards"
+    seq = tx.conn.execute(_NEXT_GROUP, {"b_job": job_id}).scalar_one()
+    tx.conn.execute(
+        _GROUP_END,
+        {
+            "b_job": job_id,
+            "b_no": no,
+            "b_seq": seq,
+            "b_delivered": delivered,
+            "b_informative": delivered and min(rewards) != max(rewards),
+            "b_reason": reason,
+        },
+    )
+
+
+def finish(tx: Transaction, job_id: int) -> None:
+    """Every rollout of a closed job has ended."""
+    tx.conn.execute(_FINISH, {"b_job": job_id, "b_now": tx.now})
+    for topic in (job_topic(job_id), QUEUE, CLAIMS, UNFINISHED):
+        tx.wake(topic)

@@ -1,0 +1,192 @@
+"""Leases that live on and leases that do not: heartbeats, orphaned sandboxes, expiry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+
+from rollyard_api.core import states
+from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.rollouts import timing
+from rollyard_api.rollouts.ending import Ending, end
+from rollyard_api.rollouts.outcomes import LEASED_COLUMNS, drop, requeued
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import rollouts
+
+EXPIRY_BATCH = 500
+"""Expired leases taken back in one transaction."""
+MAX_EVAL_EXPIRIES = 1
+"""Expired Eval leases after which the sandbox is no longer trusted and Init starts anew."""
+
+_NAMED = sa.select(rollouts.c.id, rollouts.c.token, rollouts.c.state).where(
+    rollouts.c.id.in_(bindparam("b_ids", expanding=True))
+)
+_RENEW = (
+    sa.update(rollouts)
+    .where(
+        rollouts.c.id == bindparam("b_id"),
+        rollouts.c.token == bindparam("b_token"),
+        rollouts.c.lease_expires.is_not(None),
+    )
+    .values(lease_expires=bindparam("b_expires"))
+)
+_KNOWN = sa.select(rollouts.c.sandbox_id).where(rollouts.c.sandbox_id.in_(bindparam("b_ids", expanding=True)))
+_INITS = sa.select(sa.func.min(rollouts.c.since)).where(
+    rollouts.c.lease_expires.is_not(None),
+    rollouts.c.state == states.leased("init"),
+    rollouts.c.node == bindparam("b_node"),
+)
+_EXPIRED = (
+    sa.select(*LEASED_COLUMNS, rollouts.c.expiries, rollouts.c.eval_expiries, rollouts.c.worker)
+    .where(rollouts.c.lease_expires < bindparam("b_now"))
+    .order_by(rollouts.c.lease_expires)
+    .limit(EXPIRY_BATCH)
+    .with_for_update(skip_locked=True)
+)
+_RETURN = (
+    sa.update(rollouts)
+    .where(rollouts.c.id == bindparam("b_id"))
+    .values(
+        state=bindparam("b_state"),
+        node=bindparam("b_node"),
+        lease_expires=None,
+        since=bindparam("b_now"),
+        timings=bindparam("b_timings"),
+        sandbox_id=bindparam("b_sandbox_id"),
+        sandbox=bindparam("b_sandbox"),
+        expiries=bindparam("b_expiries"),
+        eval_expiries=bindparam("b_eval_expiries"),
+    )
+)
+_GRACE = (
+    sa.update(rollouts)
+    .where(rollouts.c.lease_expires.is_not(None), rollouts.c.lease_expires < bindparam("b_until"))
+    .values(lease_expires=bindparam("b_until"))
+)
+
+
+def renew(
+    tx: Transaction, leases: Sequence[tuple[str, int]], lease_seconds: float
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Renew leases by rollout and token.
+
+    Returns:
+        Those lost (expired, or fenced off by a newer token) and those cancelled.
+    """
+    if not leases:
+        return [], []
+    ids = sorted({rollout for rollout, _ in leases})
+    rows = {row.id: row for row in tx.conn.execute(_NAMED, {"b_ids": ids})}
+    lost, cancelled, held = [], [], []
+    for rollout, token in leases:
+        row = rows.get(rollout)
+        if row is None or row.token != token:
+            lost.append((rollout, token))
+        elif row.state == states.CANCELLED:
+            cancelled.append((rollout, token))
+        elif row.state not in states.LEASED:
+            lost.append((rollout, token))
+        else:
+            held.append({"b_id": rollout, "b_token": token, "b_expires": tx.now + lease_seconds})
+    if held:
+        # In the order of the ids, as every multi-row change, so that two replicas do not deadlock.
+        tx.conn.execute(_RENEW, sorted(held, key=lambda change: str(change["b_id"])))
+    return lost, cancelled
+
+
+@dataclass(slots=True)
+class Unclaimed:
+    """When each sandbox that no rollout names was first listed, per node.
+
+    An Init in progress has claimed its sandbox before the control plane hears of it. Such a
+    sandbox was first listed after its lease was given, so one that was listed before every
+    Init lease of its node belongs to none of them.
+    """
+
+    first_listed: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def orphans(self, node: str, unnamed: Sequence[str], oldest_init: float | None, now: float) -> list[str]:
+        """Of the sandboxes that no unfinished rollout names: those that no running Init can own."""
+        before = self.first_listed.get(node, {})
+        listed = {sandbox: before.get(sandbox, now) for sandbox in unnamed}
+        found = [s for s, first in listed.items() if oldest_init is None or first < oldest_init]
+        kept = {s: first for s, first in listed.items() if s not in set(found)}
+        if kept:
+            self.first_listed[node] = kept
+        else:
+            self.first_listed.pop(node, None)
+        return found
+
+
+def claims(tx: Transaction, node: str, sandboxes: Sequence[str]) -> tuple[list[str], float | None]:
+    """Which of these sandboxes no unfinished rollout names, and when the node's oldest Init lease began."""
+    known: set[str] = set()
+    for at in range(0, len(sandboxes), 500):
+        known.update(tx.conn.scalars(_KNOWN, {"b_ids": list(sandboxes[at : at + 500])}))
+    unnamed = [s for s in sandboxes if s not in known]
+    if not unnamed:
+        return [], None
+    return unnamed, tx.conn.execute(_INITS, {"b_node": node}).scalar_one()
+
+
+def expire(tx: Transaction, max_expiries: int) -> int:
+    """Take back leases that ran out; returns how many (at most EXPIRY_BATCH, call again if so many).
+
+    Init and Run begin anew at Init (the sandbox is dirty or gone); Eval is tried once more in
+    the same sandbox, then at Init.
+    """
+    rows = list(tx.conn.execute(_EXPIRED, {"b_now": tx.now}))
+    changes: list[dict[str, Any]] = []
+    dropped: list[str] = []
+    endings: list[Ending] = []
+    for row in rows:
+        stage = states.stage_of(row.state)
+        assert stage is not None
+        timings = timing.add(row.timings, stage, active=max(0.0, tx.now - row.since))
+        tx.count("expiries", stage)
+        if row.expiries + 1 > max_expiries:
+            endings.append(
+                Ending(
+                    rollout=row.id,
+                    job_id=row.job_id,
+                    group_no=row.group_no,
+                    state=states.FAILED,
+                    stage=stage,
+                    reason="LeaseExpired",
+                    message=f"{row.expiries + 1} leases expired; the last was held by {row.worker}",
+                    timings=timings,
+                    settled=row.settled,
+                )
+            )
+            continue
+        again = stage == "eval" and row.eval_expiries < MAX_EVAL_EXPIRIES
+        change = requeued(row, tx.now, "eval" if again else "init", timings=timings)
+        change = {k: v for k, v in change.items() if not k.startswith("b_failures") and k != "b_settled"}
+        change.pop("b_backend")
+        changes.append(
+            change
+            | {
+                "b_expiries": row.expiries + 1,
+                "b_eval_expiries": row.eval_expiries + 1 if again else 0,
+            }
+        )
+        if not again:
+            dropped.append(row.id)
+        to = "eval" if again else "init"
+        tx.emit(row.job_id, rollout=row.id, stage=to, status="queued", reward=None, reason="LeaseExpired")
+    if changes:
+        tx.conn.execute(_RETURN, changes)
+        tx.wake(QUEUE)
+    drop(tx, dropped)
+    if endings:
+        end(tx, endings)
+    return len(rows)
+
+
+def grace(tx: Transaction, lease_seconds: float) -> None:
+    """After a start: workers could not renew while nobody listened, so every lease gets its full time."""
+    tx.conn.execute(_GRACE, {"b_until": tx.now + lease_seconds})

@@ -1,0 +1,311 @@
+"""Giving out leases: stage queues, shares of the jobs, backends, and the lease as its worker reads it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from rollyard_crds.lease import MAX_BATCH
+from rollyard_crds.rolloutjob import StageName
+from sqlalchemy import bindparam
+
+from rollyard_api.backends.assignment import ACTIVE, STICK, Routers, lock
+from rollyard_api.backends.router import Backend
+from rollyard_api.core import states
+from rollyard_api.core.codec import unpack
+from rollyard_api.rollouts import timing
+from rollyard_api.rollouts.fairness import Share, allocate
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
+from rollyard_api.trajectories.records import fitting
+
+SERVED_ORDER: tuple[StageName, ...] = ("eval", "run", "init")
+"""Later stages first: what is nearly done holds a sandbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A checked LeaseRequest."""
+
+    worker: str
+    node: str
+    capacity: dict[StageName, int]
+    job: str | None
+    namespace: str | None
+    job_id: int | None = None
+    """The only job that the asking token reaches, whatever job has its name by now; None for any."""
+
+
+_LIVE = sa.select(jobs.c.id, jobs.c.uid, jobs.c.namespace, jobs.c.name, jobs.c.priority, jobs.c.pool).where(
+    jobs.c.finished_at.is_(None),
+    jobs.c.deleted_at.is_(None),
+    jobs.c.cancel_reason.is_(None),
+    jobs.c.suspended.is_(False),
+)
+_COLUMNS = (
+    rollouts.c.id,
+    rollouts.c.job_id,
+    rollouts.c.group_no,
+    rollouts.c.sample,
+    rollouts.c.token,
+    rollouts.c.since,
+    rollouts.c.timings,
+    rollouts.c.failures_init,
+    rollouts.c.failures_run,
+    rollouts.c.failures_eval,
+    rollouts.c.sandbox,
+    rollouts.c.backend,
+    rollouts.c.policy_index,
+)
+_WAITING = (
+    sa.select(*_COLUMNS)
+    .where(
+        rollouts.c.job_id == bindparam("b_job"),
+        rollouts.c.state == bindparam("b_state"),
+        rollouts.c.node == bindparam("b_node"),
+    )
+    .order_by(rollouts.c.place)
+    .limit(bindparam("b_limit"))
+    .with_for_update(skip_locked=True)
+)
+_GRANT = (
+    sa.update(rollouts)
+    .where(rollouts.c.id == bindparam("b_id"))
+    .values(
+        state=bindparam("b_state"),
+        node=bindparam("b_node"),
+        token=bindparam("b_token"),
+        worker=bindparam("b_worker"),
+        lease_expires=bindparam("b_expires"),
+        since=bindparam("b_now"),
+        timings=bindparam("b_timings"),
+        backend=bindparam("b_backend"),
+        policy_index=bindparam("b_policy_index"),
+    )
+)
+_GROUPS = sa.select(
+    groups.c.job_id, groups.c.no, groups.c.task_id, groups.c.task, groups.c.backend, groups.c.remaining
+).where(groups.c.job_id == bindparam("b_job"), groups.c.no.in_(bindparam("b_nos", expanding=True)))
+_TASK_BYTES = sa.select(groups.c.no, sa.func.length(groups.c.task).label("bytes")).where(
+    groups.c.job_id == bindparam("b_job"), groups.c.no.in_(bindparam("b_nos", expanding=True))
+)
+_PAYLOAD_BYTES = sa.select(
+    payloads.c.rollout_id,
+    (
+        sa.func.coalesce(sa.func.length(payloads.c.carry), 0)
+        + sa.func.coalesce(sa.func.length(payloads.c.trajectory), 0)
+    ).label("bytes"),
+).where(payloads.c.rollout_id.in_(bindparam("b_ids", expanding=True)))
+_PAYLOADS = sa.select(payloads).where(payloads.c.rollout_id.in_(bindparam("b_ids", expanding=True)))
+
+
+def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> list[dict[str, Any]]:
+    """Lease up to MAX_BATCH rollouts within the worker's capacity; [] when nothing waits for it.
+
+    What the leases carry of tasks and trajectories has at most `max_bytes`, unless it is a single lease;
+    the rest stays in its queue.
+    """
+    room = max_bytes
+    live = {
+        row.id: row
+        for row in tx.conn.execute(_LIVE)
+        if (ask.job is None or row.name == ask.job)
+        and (ask.namespace is None or row.namespace == ask.namespace)
+        and ask.job_id in (None, row.id)
+    }
+    if not live:
+        return []
+    pools = {(row.namespace, row.pool) for row in live.values() if row.pool is not None}
+    if ask.capacity.get("run", 0) > 0:
+        lock(tx, pools)
+    active = list(tx.conn.execute(ACTIVE))
+    loads: defaultdict[int, int] = defaultdict(int)
+    for row in active:
+        loads[row.job_id] += row.n
+    leases: list[dict[str, Any]] = []
+    for stage in SERVED_ORDER:
+        places = min(ask.capacity.get(stage, 0), MAX_BATCH - len(leases))
+        if places <= 0 or room <= 0:
+            continue
+        routers = None
+        if stage == "run":
+            routers = Routers(tx, active)
+            routers.count_waiting(tx, pools)
+        shares = [Share(job_id, row.priority, loads[job_id]) for job_id, row in live.items()]
+        fetch = partial(_waiting, tx, states.queued(stage), ask.node)
+        admit = partial(_admit, live, routers)
+        taken = allocate(shares, places, fetch, admit)
+        for row in taken:
+            loads[row.job_id] += 1
+        if taken:
+            granted, size = _granted(tx, ask, live, stage, taken, routers, lease_seconds, room)
+            leases += granted
+            room -= size
+        if routers is not None:
+            tx.loads.update(routers.loads())
+    return leases
+
+
+def _admit(live: dict[int, Any], routers: Routers | None, job_id: int) -> bool:
+    job = live[job_id]
+    return routers is None or job.pool is None or routers.admit((job.namespace, job.pool))
+
+
+def _waiting(tx: Transaction, state: int, node: str, job_id: int, limit: int) -> list[Any]:
+    asked = {"b_job": job_id, "b_state": state, "b_node": node, "b_limit": limit}
+    rows: list[Any] = []
+    if state != states.queued("init"):
+        rows = list(tx.conn.execute(_WAITING, asked))
+    if len(rows) < limit:
+        rows += tx.conn.execute(_WAITING, asked | {"b_node": "", "b_limit": limit - len(rows)})
+    return rows
+
+
+def _granted(
+    tx: Transaction,
+    ask: Ask,
+    live: dict[int, Any],
+    stage: StageName,
+    taken: list[Any],
+    routers: Routers | None,
+    lease_seconds: float,
+    room: int,
+) -> tuple[list[dict[str, Any]], int]:
+    """Leases of what was taken, as far as there is room for what they carry; and its bytes."""
+    taken = _fitting(tx, taken, stage, room)
+    by_group = _groups(tx, taken)
+    kept = {}
+    if stage != "init":
+        ids = [row.id for row in taken]
+        kept = {row.rollout_id: row for row in tx.conn.execute(_PAYLOADS, {"b_ids": ids})}
+    changes: list[dict[str, Any]] = []
+    leases: list[dict[str, Any]] = []
+    total = 0
+    for row in taken:
+        job, group = live[row.job_id], by_group[row.job_id, row.group_no]
+        carried = _carried(group, kept.get(row.id), stage)
+        size = sum(map(len, carried.values()))
+        # What is compressed in the database may be far larger here.
+        if leases and total + size > room:
+            break
+        backend, policy_index, assignment = row.backend, row.policy_index, None
+        if routers is not None and job.pool is not None:
+            chosen = _route(tx, routers, job, row, by_group)
+            if chosen is None:
+                continue
+            backend, policy_index = chosen.url, chosen.policy_index
+            assignment = routers.assignment((job.namespace, job.pool), chosen)
+        total += size
+        queued = max(0.0, tx.now - row.since)
+        changes.append(
+            {
+                "b_id": row.id,
+                "b_state": states.leased(stage),
+                "b_node": ask.node,
+                "b_token": row.token + 1,
+                "b_worker": ask.worker,
+                "b_expires": tx.now + lease_seconds,
+                "b_now": tx.now,
+                "b_timings": timing.add(row.timings, stage, queued=queued, attempts=1),
+                "b_backend": backend,
+                "b_policy_index": policy_index,
+            }
+        )
+        lease = {
+            "rollout": row.id,
+            "token": row.token + 1,
+            "stage": stage,
+            "job": job.name,
+            "namespace": job.namespace,
+            "job_uid": job.uid,
+            "group_id": group.task_id,
+            "sample_index": row.sample,
+            "attempt": getattr(row, f"failures_{stage}"),
+            "queued_seconds": round(queued, 6),
+            "lease_seconds": lease_seconds,
+            "sandbox": None if row.sandbox is None or stage == "init" else orjson.Fragment(row.sandbox),
+            "backend": assignment,
+            "carry": {},
+            "trajectory": None,
+            **{name: orjson.Fragment(data) for name, data in carried.items()},
+        }
+        leases.append(lease)
+        tx.emit(row.job_id, rollout=row.id, stage=stage, status="leased", reward=None, reason="")
+        tx.count("leases", stage)
+        tx.count("queue_seconds", stage, value=queued)
+    if changes:
+        tx.conn.execute(_GRANT, changes)
+    return leases, total
+
+
+def _carried(group: Any, payload: Any | None, stage: StageName) -> dict[str, bytes]:
+    """The large parts of a lease, as JSON."""
+    carried = {"task": unpack(group.task)}
+    if payload is not None and payload.carry is not None:
+        carried["carry"] = unpack(payload.carry)
+    if stage == "eval" and payload is not None and payload.trajectory is not None:
+        carried["trajectory"] = unpack(payload.trajectory)
+    return carried
+
+
+def _fitting(tx: Transaction, taken: list[Any], stage: StageName, room: int) -> list[Any]:
+    """The first of what was taken, as far as their compressed parts have room; one at least."""
+    wanted: defaultdict[int, set[int]] = defaultdict(set)
+    for row in taken:
+        wanted[row.job_id].add(row.group_no)
+    tasks = {
+        (job_id, found.no): found.bytes
+        for job_id, nos in wanted.items()
+        for found in tx.conn.execute(_TASK_BYTES, {"b_job": job_id, "b_nos": sorted(nos)})
+    }
+    kept: dict[str, int] = {}
+    if stage != "init":
+        for found in tx.conn.execute(_PAYLOAD_BYTES, {"b_ids": [row.id for row in taken]}):
+            kept[found.rollout_id] = found.bytes
+    sizes = (tasks[row.job_id, row.group_no] + kept.get(row.id, 0) for row in taken)
+    return taken[: fitting(sizes, room)]
+
+
+def _groups(tx: Transaction, rows: Sequence[Any]) -> dict[tuple[int, int], Any]:
+    wanted: defaultdict[int, set[int]] = defaultdict(set)
+    for row in rows:
+        wanted[row.job_id].add(row.group_no)
+    return {
+        (group.job_id, group.no): group
+        for job_id, nos in wanted.items()
+        for group in tx.conn.execute(_GROUPS, {"b_job": job_id, "b_nos": sorted(nos)})
+    }
+
+
+def _route(
+    tx: Transaction, routers: Routers, job: Any, row: Any, by_group: dict[tuple[int, int], Any]
+) -> Backend | None:
+    router = routers.get((job.namespace, job.pool))
+    if router is None:
+        return None
+    group = by_group[row.job_id, row.group_no]
+    # Where an attempt failed, the next one is better off elsewhere; after a hand-over it is not.
+    own, avoid = (None, row.backend) if row.failures_run else (row.backend, None)
+    chosen = router.choose(own, group.backend, together=group.remaining, avoid=avoid)
+    if chosen is None or chosen.url in (group.backend, own):
+        return chosen
+    if avoid is None or group.backend not in router.backends:
+        # The samples that follow go where this one went: a group that must be split falls in few parts.
+        tx.conn.execute(STICK, {"b_job": row.job_id, "b_no": row.group_no, "b_backend": chosen.url})
+        by_group[row.job_id, row.group_no] = _Group(group.task_id, group.task, chosen.url, group.remaining)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group's row with the backend that was just chosen for it."""
+
+    task_id: str
+    task: bytes
+    backend: str
+    remaining: int

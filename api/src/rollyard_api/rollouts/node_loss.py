@@ -1,0 +1,158 @@
+"""Nodes whose sandboxes are gone: rollouts that wait for them begin anew at Init.
+
+A rollout with a sandbox of a node is leased by workers of that node only. Where the last of them
+has ended, nobody would ever lease it: a batch job reached its time limit, a machine was lost. A
+worker whose sandboxes end with it says so in its last heartbeat; a node that nobody speaks for any
+more is silent until its sandboxes have ended by themselves. Neither counts as a failure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from rollyard_crds.names import NODE
+from sqlalchemy import bindparam
+from sqlalchemy.dialects import postgresql, sqlite
+
+from rollyard_api.core import states
+from rollyard_api.rollouts import timing
+from rollyard_api.rollouts.outcomes import LEASED_COLUMNS, requeue, requeued
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import nodes, rollouts
+
+HEARD_SECONDS = 5.0
+"""A node's row is written anew no more often than that."""
+BATCH = 500
+_WAITING = (states.queued("run"), states.queued("eval"))
+_UNFINISHED = tuple(range(states.SUCCEEDED))
+
+
+def _upsert(module: Any) -> Any:
+    insert = module.insert(nodes)
+    later = insert.excluded.heard_at
+    return insert.on_conflict_do_update(
+        index_elements=[nodes.c.name],
+        set_={"heard_at": later},
+        where=nodes.c.heard_at < later - HEARD_SECONDS,
+    )
+
+
+_HEARD = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
+_NAMED = sa.select(*LEASED_COLUMNS).where(
+    rollouts.c.sandbox_id.in_(bindparam("b_ids", expanding=True)), rollouts.c.state.in_(_WAITING)
+)
+_HELD = sa.select(rollouts.c.sandbox_id).where(
+    rollouts.c.sandbox_id.in_(bindparam("b_ids", expanding=True)), rollouts.c.lease_expires.is_not(None)
+)
+_WAITED_FOR = (
+    sa.select(rollouts.c.node, rollouts.c.job_id)
+    .distinct()
+    .where(rollouts.c.state.in_(_WAITING), rollouts.c.node.not_in(("", NODE)))
+)
+_OF_NODE = (
+    sa.select(*LEASED_COLUMNS)
+    .where(
+        rollouts.c.job_id == bindparam("b_job"),
+        rollouts.c.state.in_(_WAITING),
+        rollouts.c.node == bindparam("b_node"),
+    )
+    .order_by(rollouts.c.id)
+    .limit(BATCH)
+    .with_for_update(skip_locked=True)
+)
+
+
+def heard(tx: Transaction, node: str, job_id: int | None = None) -> None:
+    """A worker of this node spoke just now.
+
+    Args:
+        job_id: the only job that it works for. It speaks for that job's rollouts alone, so that nobody
+            keeps another job waiting for a node that is gone; and only where some of them have the node,
+            so that no row is made for a name that is none. None: it speaks for every job.
+    """
+    if node == NODE or (job_id is not None and not _has_rollouts(tx, node, job_id)):
+        return
+    dialect = "sqlite" if tx.sqlite else "postgresql"
+    tx.conn.execute(_HEARD[dialect], {"name": _name(node, job_id), "heard_at": tx.now})
+
+
+def _name(node: str, job_id: int | None) -> str:
+    """The name of a row; a job's own is hashed, since a node's name may be as long as the column."""
+    if job_id is None:
+        return node
+    return f"job {job_id}: {hashlib.sha256(node.encode()).hexdigest()}"
+
+
+def _has_rollouts(tx: Transaction, node: str, job_id: int) -> bool:
+    some = sa.select(rollouts.c.id).where(
+        rollouts.c.job_id == job_id, rollouts.c.state.in_(_UNFINISHED), rollouts.c.node == node
+    )
+    return tx.conn.execute(some.limit(1)).first() is not None
+
+
+def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
+    """Sandboxes that end now with their worker: what waits for them goes back to Init.
+
+    Returns:
+        Those that no worker uses just now; they may be removed.
+    """
+    used: set[str] = set()
+    for at in range(0, len(sandboxes), BATCH):
+        some = list(sandboxes[at : at + BATCH])
+        _begin_anew(tx, list(tx.conn.execute(_NAMED, {"b_ids": some})))
+        used.update(tx.conn.scalars(_HELD, {"b_ids": some}))
+    return [sandbox for sandbox in sandboxes if sandbox not in used]
+
+
+def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
+    """Rollouts that wait for a node of which nothing was heard for so long; how many went back to Init.
+
+    A node that is not known yet counts as heard of now. Call it again after BATCH.
+    """
+    given_up = 0
+    waited_for = sorted((row.node, row.job_id) for row in tx.conn.execute(_WAITED_FOR))
+    if not waited_for:
+        return 0
+    found = tx.conn.execute(sa.select(nodes.c.name, nodes.c.heard_at))
+    known = {row.name: row.heard_at for row in found}
+    for node, job_id in waited_for:
+        names = (node, _name(node, job_id))
+        spoke = [known[name] for name in names if name in known]
+        if not spoke:
+            heard(tx, node, job_id)
+        elif max(spoke) < tx.now - silent_seconds:
+            rows = list(tx.conn.execute(_OF_NODE, {"b_node": node, "b_job": job_id}))
+            _begin_anew(tx, rows)
+            given_up += len(rows)
+    return given_up
+
+
+def forget(tx: Transaction, silent_seconds: float) -> None:
+    """Drops the rows of nodes that have long been silent, and for which nothing waits."""
+    waits = sa.select(rollouts.c.id).where(rollouts.c.state.in_(_WAITING), rollouts.c.node == nodes.c.name)
+    tx.conn.execute(
+        sa.delete(nodes).where(nodes.c.heard_at < tx.now - 10 * silent_seconds, ~sa.exists(waits))
+    )
+
+
+def grace(tx: Transaction) -> None:
+    """After a start: nobody could speak while nobody listened."""
+    tx.conn.execute(sa.update(nodes).values(heard_at=tx.now))
+
+
+def _timings(tx: Transaction, row: Any) -> str:
+    stage = states.stage_of(row.state)
+    assert stage is not None
+    return timing.add(row.timings, stage, queued=max(0.0, tx.now - row.since))
+
+
+def _begin_anew(tx: Transaction, rows: Sequence[Any]) -> None:
+    if not rows:
+        return
+    ordered = sorted(rows, key=lambda row: str(row.id))
+    requeue(tx, [requeued(row, tx.now, "init", timings=_timings(tx, row)) for row in ordered])
+    for row in ordered:
+        tx.emit(row.job_id, rollout=row.id, stage="init", status="queued", reward=None, reason="NodeGone")

@@ -1,0 +1,323 @@
+"""What workers report of their leases: complete and fail, judged by the fencing token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from rollyard_crds.rolloutjob import StageName
+from sqlalchemy import bindparam
+from sqlalchemy.dialects import postgresql, sqlite
+
+from rollyard_api.backends import assignment, circuits
+from rollyard_api.core import states
+from rollyard_api.core.codec import dumps, loads, pack
+from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.rollouts import timing
+from rollyard_api.rollouts.ending import Ending, end
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import jobs, payloads, rollouts
+
+LEASED_COLUMNS = (
+    rollouts.c.id,
+    rollouts.c.job_id,
+    rollouts.c.group_no,
+    rollouts.c.state,
+    rollouts.c.node,
+    rollouts.c.token,
+    rollouts.c.since,
+    rollouts.c.settled,
+    rollouts.c.timings,
+    rollouts.c.failures_init,
+    rollouts.c.failures_run,
+    rollouts.c.failures_eval,
+    rollouts.c.sandbox_id,
+    rollouts.c.sandbox,
+    rollouts.c.backend,
+)
+"""What `advance` and `requeued` read of a leased rollout."""
+
+_HELD = (
+    sa.select(*LEASED_COLUMNS)
+    .where(rollouts.c.id.in_(bindparam("b_ids", expanding=True)))
+    .order_by(rollouts.c.id)
+    .with_for_update()
+)
+_ADVANCE = (
+    sa.update(rollouts)
+    .where(rollouts.c.id == bindparam("b_id"))
+    .values(
+        state=bindparam("b_state"),
+        node=bindparam("b_node"),
+        lease_expires=None,
+        since=bindparam("b_now"),
+        settled=bindparam("b_settled"),
+        timings=bindparam("b_timings"),
+        sandbox_id=bindparam("b_sandbox_id"),
+        sandbox=bindparam("b_sandbox"),
+        backend=bindparam("b_backend"),
+        failures_init=bindparam("b_failures_init"),
+        failures_run=bindparam("b_failures_run"),
+        failures_eval=bindparam("b_failures_eval"),
+    )
+)
+_LIMITS = sa.select(jobs.c.id, jobs.c.limits).where(jobs.c.id.in_(bindparam("b_ids", expanding=True)))
+_DROP_PAYLOADS = sa.delete(payloads).where(payloads.c.rollout_id == bindparam("b_id"))
+
+
+def _upsert(module: Any, *columns: str) -> Any:
+    insert = module.insert(payloads)
+    return insert.on_conflict_do_update(
+        index_elements=[payloads.c.rollout_id], set_={name: insert.excluded[name] for name in columns}
+    )
+
+
+_KEEP = {
+    (dialect, columns): _upsert(module, *columns)
+    for dialect, module in (("sqlite", sqlite), ("postgresql", postgresql))
+    for columns in (("carry",), ("trajectory",), ("carry", "trajectory"))
+}
+
+
+def keep(tx: Transaction, rows: Sequence[dict[str, Any]]) -> None:
+    """Store carries and trajectories between stages; rows of {"rollout_id", and one or both}."""
+    dialect = "sqlite" if tx.sqlite else "postgresql"
+    for columns in (("carry",), ("trajectory",), ("carry", "trajectory")):
+        some = [row for row in rows if tuple(sorted(row.keys() - {"rollout_id"})) == columns]
+        if some:
+            tx.conn.execute(_KEEP[dialect, columns], some)
+
+
+def drop(tx: Transaction, ids: Sequence[str]) -> None:
+    """Forget carries and trajectories of rollouts that begin anew."""
+    if ids:
+        tx.conn.execute(_DROP_PAYLOADS, [{"b_id": rollout} for rollout in ids])
+
+
+def advance(row: Any, now: float, state: int, **changes: Any) -> dict[str, Any]:
+    """Parameters of the update that takes a row to `state`, all else kept unless named."""
+    return {
+        "b_id": row.id,
+        "b_state": state,
+        "b_node": changes.get("node", row.node),
+        "b_now": now,
+        "b_settled": changes.get("settled", row.settled),
+        "b_timings": changes.get("timings", row.timings),
+        "b_sandbox_id": changes.get("sandbox_id", row.sandbox_id),
+        "b_sandbox": changes.get("sandbox", row.sandbox),
+        "b_backend": changes.get("backend", row.backend),
+        **{
+            f"b_failures_{s}": changes.get(f"failures_{s}", getattr(row, f"failures_{s}"))
+            for s in STAGE_NAMES
+        },
+    }
+
+
+_BACKENDS_FAULT = ("BackendMismatch",)
+"""Reasons of Run failures that count for a circuit; unreachable backends are told by `route` calls."""
+STAGE_NAMES: tuple[StageName, ...] = ("init", "run", "eval")
+
+
+def _judge(row: Any, item: dict[str, Any], mark: str) -> str:
+    """The outcome before anything is changed: `accepted` means that the holder speaks."""
+    if row is None:
+        return "unknown"
+    if f"{mark}{item['token']}" in row.settled.split():
+        return "repeated"
+    if item["token"] != row.token:
+        return "stale"
+    if row.state == states.CANCELLED:
+        return "cancelled"
+    return "accepted" if row.state == states.leased(item["stage"]) else "stale"
+
+
+class _Batch:
+    """The changes of one request, gathered and then made with one statement each."""
+
+    def __init__(self, tx: Transaction, ids: Sequence[str]) -> None:
+        self.tx = tx
+        self.rows = {row.id: row for row in tx.conn.execute(_HELD, {"b_ids": sorted(set(ids))})}
+        self.changes: list[dict[str, Any]] = []
+        self.kept: list[dict[str, Any]] = []
+        self.dropped: list[str] = []
+        self.endings: list[Ending] = []
+        self.seen: set[str] = set()
+        self.answering: set[tuple[int, str]] = set()
+
+    def judge(self, item: dict[str, Any], mark: str) -> str:
+        """As _judge; a rollout named twice in one request is `repeated` the second time."""
+        outcome = _judge(self.rows.get(item["rollout"]), item, mark)
+        if outcome == "accepted":
+            if item["rollout"] in self.seen:
+                return "repeated"
+            self.seen.add(item["rollout"])
+        return outcome
+
+    def write(self) -> None:
+        if self.changes:
+            self.tx.conn.execute(_ADVANCE, self.changes)
+            self.tx.wake(QUEUE)
+        keep(self.tx, self.kept)
+        drop(self.tx, self.dropped)
+        circuits.completed(self.tx, self.answering)
+        if self.endings:
+            end(self.tx, self.endings)
+
+
+def complete(tx: Transaction, results: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Accept stage results of the current holders; one outcome per result, in their order.
+
+    Args:
+        results: StageResults as checked by `wire.check_results`; a Run's trajectory is already
+            packed, under "packed".
+    """
+    batch = _Batch(tx, [item["rollout"] for item in results])
+    outcomes = []
+    for item in results:
+        outcome = batch.judge(item, "c")
+        if outcome == "accepted":
+            _accept(batch, batch.rows[item["rollout"]], item)
+        outcomes.append({"rollout": item["rollout"], "outcome": outcome})
+    batch.write()
+    return outcomes
+
+
+def _accept(batch: _Batch, row: Any, item: dict[str, Any]) -> None:
+    tx, stage = batch.tx, item["stage"]
+    times = item.get("times") or {}
+    settled = f"{row.settled} c{item['token']}".strip()
+    active = max(0.0, tx.now - row.since)
+    timings = timing.add(row.timings, stage, active=active, worker=times)
+    tx.count("stage_seconds", stage, value=active)
+    if stage == "eval":
+        components = item.get("reward_components") or None
+        batch.endings.append(
+            Ending(
+                rollout=row.id,
+                job_id=row.job_id,
+                group_no=row.group_no,
+                state=states.SUCCEEDED,
+                stage=stage,
+                reward=float(item["reward"]),
+                components=None if components is None else dumps(components),
+                reward_reason=item.get("reward_reason") or None,
+                timings=timings,
+                settled=settled,
+            )
+        )
+        return
+    carry = item.get("carry")
+    kept: dict[str, Any] = {"rollout_id": row.id}
+    if carry:
+        kept["carry"] = pack(dumps(carry))
+    if stage == "init":
+        sandbox = item.get("sandbox")
+        batch.changes.append(
+            advance(
+                row,
+                tx.now,
+                states.queued("run"),
+                node="" if sandbox is None else sandbox["node"],
+                sandbox_id=None if sandbox is None else sandbox["id"],
+                sandbox=None if sandbox is None else dumps(sandbox),
+                settled=settled,
+                timings=timings,
+            )
+        )
+        next_stage = "run"
+    else:
+        kept["trajectory"] = item["packed"]
+        node = "" if row.sandbox is None else loads(row.sandbox)["node"]
+        batch.changes.append(
+            advance(row, tx.now, states.queued("eval"), node=node, settled=settled, timings=timings)
+        )
+        breaks = item.get("template_breaks", 0)
+        if breaks:
+            tx.count("template_breaks", value=breaks)
+        tx.count("sampled_tokens", value=item.get("sampled_tokens", 0))
+        if row.backend is not None:
+            batch.answering.add((row.job_id, row.backend))
+            if not assignment.moved(row.settled, row.token):
+                tx.measure(row.backend, _tokens(item), float(times.get("model_seconds", 0.0)), active)
+        next_stage = "eval"
+    if len(kept) > 1:
+        batch.kept.append(kept)
+    tx.emit(row.job_id, rollout=row.id, stage=next_stage, status="queued", reward=None, reason="")
+
+
+def _tokens(item: dict[str, Any]) -> int:
+    """Tokens that the backend sampled in this Run, those included that no trajectory keeps."""
+    stats = item.get("stats") or {}
+    kept: int = stats.get("sampled_tokens", 0) or item.get("sampled_tokens", 0)
+    discarded: int = stats.get("discarded_tokens", 0)
+    return kept + discarded
+
+
+def fail(tx: Transaction, failures: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Take failures of the current holders: back to a queue while attempts are left, else the end."""
+    batch = _Batch(tx, [item["rollout"] for item in failures])
+    found = {row.job_id for row in batch.rows.values()}
+    limits = {row.id: loads(row.limits) for row in tx.conn.execute(_LIMITS, {"b_ids": sorted(found)})}
+    outcomes = []
+    for item in failures:
+        outcome = batch.judge(item, "f")
+        if outcome == "accepted":
+            row = batch.rows[item["rollout"]]
+            _take_failure(batch, row, item, limits[row.job_id])
+        outcomes.append({"rollout": item["rollout"], "outcome": outcome})
+    batch.write()
+    return outcomes
+
+
+def _take_failure(batch: _Batch, row: Any, item: dict[str, Any], limits: dict[str, Any]) -> None:
+    tx, stage = batch.tx, item["stage"]
+    counts = item.get("counts", True)
+    failures = getattr(row, f"failures_{stage}") + (1 if counts else 0)
+    settled = f"{row.settled} f{item['token']}".strip()
+    active = max(0.0, tx.now - row.since)
+    timings = timing.add(row.timings, stage, active=active, worker=item.get("times"))
+    tx.count("failures", stage, item["reason"])
+    if stage == "run" and item["reason"] in _BACKENDS_FAULT and row.backend is not None:
+        circuits.failed(tx, row.job_id, row.backend)
+    retryable = item.get("retryable", True) or not counts
+    if retryable and failures < limits["attempts"][stage] + (0 if counts else 1):
+        to: StageName = item.get("return_to") or stage
+        batch.changes.append(
+            requeued(row, tx.now, to, settled=settled, timings=timings, **{f"failures_{stage}": failures})
+        )
+        if to == "init":
+            batch.dropped.append(row.id)
+        tx.emit(row.job_id, rollout=row.id, stage=to, status="queued", reward=None, reason=item["reason"])
+        return
+    batch.endings.append(
+        Ending(
+            rollout=row.id,
+            job_id=row.job_id,
+            group_no=row.group_no,
+            state=states.FAILED,
+            stage=stage,
+            reason=item["reason"],
+            message=item.get("message") or None,
+            timings=timings,
+            settled=settled,
+        )
+    )
+    if counts:
+        batch.changes.append(advance(row, tx.now, row.state, **{f"failures_{stage}": failures}))
+
+
+def requeue(tx: Transaction, changes: Sequence[dict[str, Any]]) -> None:
+    """Write what `requeued` gave for rollouts that begin anew at Init."""
+    tx.conn.execute(_ADVANCE, changes)
+    drop(tx, [change["b_id"] for change in changes])
+    tx.wake(QUEUE)
+
+
+def requeued(row: Any, now: float, stage: StageName, **changes: Any) -> dict[str, Any]:
+    """Back into a stage's queue; Init starts with no sandbox, the others keep theirs and its node."""
+    if stage == "init" or row.sandbox is None:
+        changes |= {"node": "", "sandbox": None, "sandbox_id": None}
+    else:
+        changes |= {"node": loads(row.sandbox)["node"]}
+    return advance(row, now, states.queued(stage), **changes)

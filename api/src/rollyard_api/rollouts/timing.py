@@ -1,0 +1,33 @@
+"""A rollout's timings as they accumulate over stages and attempts, kept as JSON in its row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollyard_api.core.codec import dumps, loads
+
+_STAGE = ("queued_seconds", "active_seconds", "attempts")
+_WORKER = ("model_seconds", "tool_seconds", "own_seconds")
+
+
+def add(
+    timings: str,
+    stage: str,
+    *,
+    queued: float = 0.0,
+    active: float = 0.0,
+    attempts: int = 0,
+    worker: Mapping[str, Any] | None = None,
+) -> str:
+    """Add seconds and attempts to one stage; `worker`: what the worker measured (StageTimes)."""
+    document = loads(timings)
+    entry = document.setdefault(stage, dict.fromkeys(_STAGE, 0))
+    entry["queued_seconds"] = round(entry["queued_seconds"] + queued, 6)
+    entry["active_seconds"] = round(entry["active_seconds"] + active, 6)
+    entry["attempts"] += attempts
+    for name in _WORKER if worker else ():
+        seconds = (worker or {}).get(name, 0.0)
+        if seconds:
+            document[name] = round(document.get(name, 0.0) + seconds, 6)
+    return dumps(document).decode()

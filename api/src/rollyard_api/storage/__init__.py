@@ -1,0 +1,1 @@
+"""The database: tables, migrations, one writer and its readers."""

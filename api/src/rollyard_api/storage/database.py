@@ -1,0 +1,333 @@
+"""The database: one writer with group commit, a few readers with a snapshot each.
+
+Changes are functions `op(tx) -> result`. The writer thread takes all that wait, runs them
+in one transaction and answers each only after the commit, so that one fsync serves many
+requests. If any of them fails, the transaction is rolled back and each is run again alone:
+ops touch nothing but the connection, and say through `tx` what is to be told after commit.
+
+SQLite runs in WAL. What was promised to somebody (a job, tasks, a result) is committed with
+synchronous=FULL: on the disk before it is answered, even through a power cut; group commit
+makes the fsync cheap enough. A transaction of ops that say `durable=False` (leases, heartbeats,
+expiry) uses NORMAL: a killed process loses nothing of it either, a power cut may, and then the
+rollout is leased again. Every replica of a
+PostgreSQL control plane has a writer of its own; rows are locked, and a deadlock is
+answered by running the op again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.engine import URL, Connection, Engine, RootTransaction, make_url
+from sqlalchemy.exc import DBAPIError
+
+from rollyard_api.core.problems import ApiError, Conflict, StorageFull, Unavailable
+
+T = TypeVar("T")
+
+MAX_GROUP = 64
+"""Ops in one transaction."""
+MAX_WAITING = 10_000
+"""Ops that wait for the writer, and as many queries for a reader; more is answered 503."""
+MAX_RETRIES = 8
+"""Of one op, on deadlock or serialization failure."""
+READERS = 2
+
+
+Measured = tuple[str, int, float, float]
+"""Of one completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
+
+
+@dataclass(slots=True)
+class Transaction:
+    """One op's view: the connection, the time, and what others are told once it is committed."""
+
+    conn: Connection
+    now: float
+    sqlite: bool
+    wakes: set[str] = field(default_factory=set)
+    events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    counted: list[tuple[str, tuple[str, ...], float]] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+    loads: dict[str, int] = field(default_factory=dict)
+    """Active rollouts by backend, where this transaction counted them."""
+
+    def wake(self, topic: str) -> None:
+        """Long polls on this topic look again after the commit."""
+        self.wakes.add(topic)
+
+    def emit(self, job_id: int, **data: Any) -> None:
+        """A stage transition for the job's event stream."""
+        self.events.append((job_id, data))
+
+    def count(self, metric: str, *labels: str, value: float = 1.0) -> None:
+        """Add to a counter, or observe a value, under these labels."""
+        self.counted.append((metric, labels, value))
+
+    def measure(self, backend: str, tokens: int, seconds: float, run_seconds: float) -> None:
+        """A rollout sampled `tokens` on this backend in `seconds` of model time, `run_seconds` of Run."""
+        self.measured.append((backend, tokens, seconds, run_seconds))
+
+
+AfterCommit = Callable[[Sequence[Transaction]], None]
+
+
+@dataclass(slots=True)
+class _Waiting(Generic[T]):
+    op: Callable[[Transaction], T]
+    future: asyncio.Future[T]
+    durable: bool
+    tx: Transaction | None = None
+    result: T | None = None
+
+
+def _sqlite_engine(url: URL, max_pages: int, *, writer: bool) -> Engine:
+    engine = sa.create_engine(
+        url,
+        pool_size=1 if writer else READERS,
+        max_overflow=0,
+        # The transactions are ours (see _begin): sqlite3's implicit ones start too late.
+        connect_args={"timeout": 30.0, "check_same_thread": False, "isolation_level": None},
+    )
+
+    @event.listens_for(engine, "connect")
+    def _pragmas(connection: sqlite3.Connection, _record: object) -> None:
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=OFF", "cache_size=-32768"):
+            connection.execute(f"PRAGMA {pragma}").close()
+        if max_pages:
+            connection.execute(f"PRAGMA max_page_count={max_pages}").close()
+
+    begin = "BEGIN IMMEDIATE" if writer else "BEGIN"
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine
+
+
+def is_storage_full(error: BaseException) -> bool:
+    """Whether a database or file error means: no space (left on the device, or within a quota)."""
+    if isinstance(error, DBAPIError) and error.orig is not None:
+        return is_storage_full(error.orig)
+    if isinstance(error, sqlite3.Error):
+        return error.sqlite_errorcode in _SQLITE_FULL if hasattr(error, "sqlite_errorcode") else False
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return getattr(error, "sqlstate", None) == "53100"
+
+
+# SQLITE_IOERR_WRITE and its shared-memory kin are what a write past RLIMIT_FSIZE or a full WAL gives.
+_SQLITE_FULL = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+)
+_RETRY_STATES = ("40001", "40P01")
+
+
+def translate(error: Exception) -> Exception:
+    """A database error as the API error that callers are answered with."""
+    if isinstance(error, ApiError):
+        return error
+    if is_storage_full(error):
+        return StorageFull("no space left for the database; nothing was kept, try again when there is room")
+    if isinstance(error, sa.exc.IntegrityError):
+        return Conflict("another request made the same object at the same moment; ask again")
+    if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError):
+        return Unavailable(f"the database cannot be used now: {error.orig}", headers={"Retry-After": "1"})
+    return error
+
+
+class Database:
+    """Engines, the writer thread and the readers. Open with `start`, end with `close`."""
+
+    def __init__(self, url: str, *, sqlite_max_pages: int = 0) -> None:
+        parsed = make_url(url)
+        self.sqlite = parsed.get_backend_name() == "sqlite"
+        if self.sqlite:
+            self.writer = _sqlite_engine(parsed, sqlite_max_pages, writer=True)
+            self.reader = _sqlite_engine(parsed, sqlite_max_pages, writer=False)
+        else:
+            # READ COMMITTED and row locks for the writer; a reader's statements share one snapshot.
+            self.writer = sa.create_engine(parsed, pool_size=1, max_overflow=1, pool_pre_ping=True)
+            self.reader = sa.create_engine(
+                parsed,
+                pool_size=READERS,
+                max_overflow=0,
+                isolation_level="REPEATABLE READ",
+                pool_pre_ping=True,
+            )
+        self._waiting: queue.Queue[_Waiting[Any] | None] = queue.Queue(MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._after: AfterCommit = lambda _committed: None
+        self._synchronous = ""
+        self._reading = 0
+
+    def start(self, after_commit: AfterCommit) -> None:
+        """Start the writer; `after_commit` is called in the event loop's thread, before the answers."""
+        self._loop = asyncio.get_running_loop()
+        self._after = after_commit
+        self._thread = threading.Thread(target=self._write_forever, name="writer", daemon=True)
+        self._thread.start()
+
+    async def migrate(self, upgrade: Callable[[Engine], None]) -> None:
+        """Bring the schema up to date, before `start`."""
+        await asyncio.get_running_loop().run_in_executor(self._readers, upgrade, self.writer)
+
+    async def close(self) -> None:
+        """Finish what waits, then close every connection."""
+        loop = asyncio.get_running_loop()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._waiting.put(None)
+            await loop.run_in_executor(self._readers, thread.join)
+        self._readers.shutdown()
+        self.writer.dispose()
+        self.reader.dispose()
+
+    async def write(self, op: Callable[[Transaction], T], *, durable: bool = True) -> T:
+        """Run `op` in the writer; returns once its changes are committed.
+
+        Args:
+            op: what to do; may be run more than once, each time on a transaction that begins anew.
+            durable: whether the commit must survive a power cut, not only a killed process.
+
+        Raises:
+            Unavailable: too many wait, or the database is gone.
+            StorageFull: no space; nothing was changed.
+            ApiError: what the op raised; nothing was changed.
+        """
+        if self._loop is None or self._thread is None:
+            raise Unavailable("the database is closed")
+        future: asyncio.Future[T] = self._loop.create_future()
+        try:
+            self._waiting.put_nowait(_Waiting(op, future, durable))
+        except queue.Full:
+            raise Unavailable(
+                "too many requests wait for the database", headers={"Retry-After": "1"}
+            ) from None
+        return await future
+
+    async def read(self, query: Callable[[Connection], T]) -> T:
+        """Run `query` on a snapshot, in a reader thread. It reads nothing but the database.
+
+        Raises:
+            Unavailable: too many wait, or the database is gone.
+            ApiError: what the query raised.
+        """
+        if self._reading >= MAX_WAITING:
+            raise Unavailable("too many requests wait for the database", headers={"Retry-After": "1"})
+        self._reading += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, query)
+        finally:
+            self._reading -= 1
+
+    def _read(self, query: Callable[[Connection], T]) -> T:
+        try:
+            with self.reader.connect() as conn:
+                return query(conn)
+        except Exception as error:
+            translated = translate(error)
+            if translated is error:
+                raise
+            raise translated from error
+
+    def _write_forever(self) -> None:
+        stopping = False
+        while not stopping:
+            first = self._waiting.get()
+            if first is None:
+                return
+            batch = [first]
+            while len(batch) < MAX_GROUP:
+                try:
+                    item = self._waiting.get_nowait()
+                except queue.Empty:
+                    break
+                if item is None:
+                    stopping = True
+                    break
+                batch.append(item)
+            self._write_batch(batch)
+
+    def _write_batch(self, batch: list[_Waiting[Any]]) -> None:
+        try:
+            self._commit(batch)
+        except Exception as error:
+            if len(batch) == 1:
+                self._write_alone(batch[0], error)
+                return
+            for item in batch:
+                self._write_batch([item])
+        else:
+            self._answer(batch, None)
+
+    def _write_alone(self, item: _Waiting[Any], error: Exception) -> None:
+        retries = 0
+        while _retryable(error) and retries < MAX_RETRIES:
+            retries += 1
+            time.sleep(0.005 * retries)  # seconds; lets the other side of the deadlock commit
+            try:
+                self._commit([item])
+            except Exception as again:
+                error = again
+            else:
+                self._answer([item], None)
+                return
+        self._answer([item], translate(error))
+
+    def _commit(self, batch: list[_Waiting[Any]]) -> None:
+        now = time.time()
+        with self.writer.connect() as conn, self._begin(conn, any(item.durable for item in batch)):
+            for item in batch:
+                item.tx = Transaction(conn, now, self.sqlite)
+                item.result = item.op(item.tx)
+
+    def _begin(self, conn: Connection, durable: bool) -> RootTransaction:
+        level = "FULL" if durable else "NORMAL"
+        if self.sqlite and level != self._synchronous:
+            # On the driver's connection: through SQLAlchemy, the pragma would begin a transaction.
+            driver = conn.connection.driver_connection
+            assert driver is not None
+            driver.execute(f"PRAGMA synchronous={level}").close()
+            self._synchronous = level
+        return conn.begin()
+
+    def _answer(self, batch: list[_Waiting[Any]], error: Exception | None) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, batch, error)
+        except RuntimeError:
+            # The loop is closed: nobody waits any more, and what was committed stays committed.
+            return
+
+    def _deliver(self, batch: list[_Waiting[Any]], error: Exception | None) -> None:
+        if error is None:
+            self._after([item.tx for item in batch if item.tx is not None])
+        for item in batch:
+            if item.future.cancelled():
+                continue
+            if error is None:
+                item.future.set_result(item.result)
+            else:
+                item.future.set_exception(error)
+
+
+def _retryable(error: Exception) -> bool:
+    return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in _RETRY_STATES

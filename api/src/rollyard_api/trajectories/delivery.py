@@ -1,0 +1,58 @@
+"""Answers with results: they are sent in pieces, and only so many are in memory at once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+
+import msgpack
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from rollyard_api.core.codec import MSGPACK, loads
+
+PARQUET = "application/vnd.apache.parquet"
+NDJSON = "application/x-ndjson"
+PIECE_BYTES = 256 << 10
+"""What is handed to the connection at a time; the next piece waits until it is taken."""
+
+
+def media_type(accept: str) -> str:
+    """The form of the answer that an Accept header asks for."""
+    return next((form for form in (PARQUET, MSGPACK) if form in accept), NDJSON)
+
+
+def encode(lines: Sequence[bytes], form: str) -> bytes:
+    """Records, each as JSON, in the form that was asked for. Blocking: call it in a thread."""
+    if form == PARQUET:
+        from rollyard_api.trajectories.parquet import encode
+
+        return encode(lines)
+    if form == MSGPACK:
+        packer = msgpack.Packer()
+        head = bytes(packer.pack_array_header(len(lines)))
+        return head + b"".join(bytes(msgpack.packb(loads(line))) for line in lines)
+    return b"".join(line + b"\n" for line in lines)
+
+
+async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(data), PIECE_BYTES):
+        yield data[at : at + PIECE_BYTES]
+
+
+class Delivery(Response):
+    """An answer that holds its place until it is sent, or until the connection is lost."""
+
+    def __init__(
+        self, body: bytes | AsyncIterator[bytes], form: str, headers: Mapping[str, str], held: AsyncExitStack
+    ) -> None:
+        super().__init__(media_type=form)
+        if isinstance(body, bytes):
+            headers = {**headers, "Content-Length": str(len(body))}
+            body = _pieces(body)
+        self._inner = StreamingResponse(body, media_type=form, headers=headers)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await self._inner(scope, receive, send)

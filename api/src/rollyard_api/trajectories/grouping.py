@@ -1,0 +1,93 @@
+"""Groups as a GRPO or DAPO trainer wants them: whole, or dropped with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core import states
+from rollyard_api.storage.schema import groups, jobs, rollouts
+from rollyard_api.trajectories import records
+
+COLUMNS = (
+    groups.c.no, groups.c.task_id, groups.c.seq, groups.c.delivered, groups.c.informative, groups.c.reason
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Some groups of a job that have ended, oldest first; of their trajectories, rows of `records.sizes`."""
+
+    groups: list[tuple[Any, list[Any]]]
+    after: int
+    """Up to which place in the order of ends the groups reach, those that were not asked for included."""
+    ended: int
+    """How many groups of the job have ended."""
+    large: bool
+    """The first group has more than a page's bytes: it is alone, and is to be read in parts."""
+
+
+def ended_after(
+    conn: Connection,
+    job_id: int,
+    cursor: int,
+    limit: int,
+    *,
+    informative: bool,
+    dropped: bool,
+    max_bytes: int,
+) -> Ended:
+    """Groups that ended after a cursor: at most `limit`, and at most `max_bytes` unless it is a single one.
+
+    Args:
+        informative: only groups whose rewards are not all equal.
+        dropped: also those with too few rewards.
+    """
+    ended = conn.execute(sa.select(jobs.c.groups_ended).where(jobs.c.id == job_id)).scalar_one()
+    query = sa.select(*COLUMNS).where(groups.c.job_id == job_id, groups.c.seq > cursor)
+    if informative:
+        query = query.where(groups.c.informative.is_(True))
+    if not dropped:
+        query = query.where(groups.c.delivered.is_(True))
+    found = list(conn.execute(query.order_by(groups.c.seq).limit(limit)))
+    members: dict[int, list[Any]] = {group.no: [] for group in found}
+    if found:
+        query = records.sizes().where(*_members(job_id, found))
+        for row in conn.execute(query.order_by(rollouts.c.group_no, rollouts.c.sample)):
+            members[row.group_no].append(row)
+    sizes = [sum(row.bytes for row in members[group.no]) for group in found]
+    count = records.fitting(sizes, max_bytes)
+    full = count < len(found) or len(found) == limit
+    after = found[count - 1].seq if full else max(cursor, ended)
+    large = count == 1 and sizes[0] > max_bytes
+    return Ended([(group, members[group.no]) for group in found[:count]], after, ended, large)
+
+
+def rows_of(conn: Connection, job_id: int, of: Sequence[Any]) -> dict[str, Any]:
+    """The rows of the trajectories of these groups, by rollout."""
+    return {row.id: row for row in conn.execute(records.select().where(*_members(job_id, of)))}
+
+
+def _members(job_id: int, of: Sequence[Any]) -> tuple[sa.ColumnElement[bool], ...]:
+    """Of delivered groups, the members that have a reward: an infrastructure failure is not one."""
+    delivered = [group.no for group in of if group.delivered]
+    return (
+        rollouts.c.job_id == job_id,
+        rollouts.c.group_no.in_(delivered),
+        rollouts.c.state == states.SUCCEEDED,
+    )
+
+
+def some_members(conn: Connection, job_id: int, group: Any, after: int, max_bytes: int) -> list[Any]:
+    """Rows of a delivered group's trajectories after sample `after`: as many as fit, at least one."""
+    wanted = (*_members(job_id, [group]), rollouts.c.sample > after)
+    found = list(conn.execute(records.sizes().where(*wanted).order_by(rollouts.c.sample)))
+    if not found:
+        return []
+    last = found[records.fitting((row.bytes for row in found), max_bytes) - 1].sample
+    query = records.select().where(*wanted, rollouts.c.sample <= last)
+    return list(conn.execute(query.order_by(rollouts.c.sample)))

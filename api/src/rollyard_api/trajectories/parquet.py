@@ -1,0 +1,91 @@
+"""Trajectories as Parquet. Kept apart because pyarrow is large and most processes never need it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollyard_api.core.codec import dumps, loads
+
+_SEGMENT = pa.struct(
+    [
+        ("prompt_ids", pa.list_(pa.int64())),
+        ("response_ids", pa.list_(pa.int64())),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("logprobs", pa.list_(pa.float64())),
+        ("policy_versions", pa.list_(pa.string())),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("job", pa.string()),
+        ("namespace", pa.string()),
+        ("task_id", pa.string()),
+        ("group_id", pa.string()),
+        ("sample_index", pa.int32()),
+        ("attempt", pa.int32()),
+        ("status", pa.string()),
+        ("reason", pa.string()),
+        ("message", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_reason", pa.string()),
+        ("segments", pa.list_(_SEGMENT)),
+        ("backend", pa.string()),
+        ("truncated", pa.bool_()),
+        ("truncated_reason", pa.string()),
+        ("template_breaks", pa.int32()),
+        # Of no fixed shape: JSON text.
+        ("reward_components", pa.string()),
+        ("messages", pa.string()),
+        ("turns", pa.string()),
+        ("sampling", pa.string()),
+        ("timings", pa.string()),
+        ("metadata", pa.string()),
+    ]
+)
+_JSON = ("reward_components", "messages", "turns", "sampling", "timings", "metadata")
+_DEFAULTS: dict[str, Any] = {
+    "reward_reason": "",
+    "segments": [],
+    "backend": "",
+    "truncated": False,
+    "truncated_reason": "",
+    "template_breaks": 0,
+    "messages": [],
+    "turns": [],
+    "sampling": None,
+    "metadata": {},
+}
+
+
+GROUP_BYTES = 4 << 20
+"""JSON bytes of a row group: as Python objects, its rows take some five times as much memory."""
+
+
+def encode(lines: Sequence[bytes]) -> bytes:
+    """Trajectories, each as JSON bytes, as one Parquet file; an empty list gives a file with no rows."""
+    file = io.BytesIO()
+    with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+        rows: list[dict[str, Any]] = []
+        size = 0
+        for line in lines:
+            rows.append(_row(line))
+            size += len(line)
+            if size >= GROUP_BYTES:
+                writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+                rows, size = [], 0
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+    return file.getvalue()
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    row: dict[str, Any] = _DEFAULTS | loads(line)
+    for name in _JSON:
+        row[name] = dumps(row[name]).decode()
+    return row

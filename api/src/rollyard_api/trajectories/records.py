@@ -1,0 +1,222 @@
+"""Trajectory records: a rollout's row and what Run recorded, put together.
+
+The record is a pure function of what is in the database when a rollout has ended, so that
+writing it twice gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from rollyard_api.core import states
+from rollyard_api.core.codec import dumps, loads, unpack
+from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
+
+COLUMNS = (
+    rollouts.c.id,
+    rollouts.c.job_id,
+    rollouts.c.sample,
+    rollouts.c.state,
+    rollouts.c.failures_init,
+    rollouts.c.failures_run,
+    rollouts.c.failures_eval,
+    rollouts.c.timings,
+    rollouts.c.backend,
+    rollouts.c.reward,
+    rollouts.c.components,
+    rollouts.c.reward_reason,
+    rollouts.c.reason,
+    rollouts.c.message,
+    rollouts.c.end_seq,
+    rollouts.c.pending,
+    rollouts.c.part,
+    rollouts.c.part_offset,
+    rollouts.c.part_length,
+    rollouts.c.group_no,
+    groups.c.task_id,
+    payloads.c.trajectory,
+)
+_ROW_BYTES = 1024
+"""About what a record has beside what Run recorded."""
+_STAGE = {"queued_seconds": 0.0, "active_seconds": 0.0, "attempts": 0}
+
+
+def select() -> sa.Select[Any]:
+    """Rows that `record` understands."""
+    return (
+        sa.select(*COLUMNS)
+        .join_from(
+            rollouts,
+            groups,
+            sa.and_(groups.c.job_id == rollouts.c.job_id, groups.c.no == rollouts.c.group_no),
+        )
+        .outerjoin(payloads, payloads.c.rollout_id == rollouts.c.id)
+    )
+
+
+def timings(text: str) -> dict[str, Any]:
+    """A row's accumulated timings in the record's form."""
+    return {
+        "init": _STAGE,
+        "run": _STAGE,
+        "eval": _STAGE,
+        "model_seconds": 0.0,
+        "tool_seconds": 0.0,
+        "own_seconds": 0.0,
+        **loads(text),
+    }
+
+
+def record(row: Any, job: str, namespace: str) -> bytes:
+    """The Trajectory of an ended rollout, as one line of JSON without its newline."""
+    document: dict[str, Any] = {"segments": [], "messages": [], "turns": []}  # what never ran has them too
+    if row.trajectory is not None:
+        document |= loads(unpack(row.trajectory))
+        document.pop("reward_reason", None)  # it is not Run's to say
+    document |= {
+        "id": row.id,
+        "job": job,
+        "namespace": namespace,
+        "task_id": row.task_id,
+        "group_id": row.task_id,
+        "sample_index": row.sample,
+        "attempt": row.failures_init + row.failures_run + row.failures_eval,
+        "status": states.status_of(row.state),
+        "reason": row.reason or "",
+        "message": row.message or "",
+        "reward": row.reward,
+        "reward_components": {} if row.components is None else loads(row.components),
+        "timings": timings(row.timings),
+    }
+    if row.reward_reason:
+        # Only where there is one: clients that are older refuse a field that they do not know.
+        document["reward_reason"] = row.reward_reason
+    if row.backend and not document.get("backend"):
+        document["backend"] = row.backend
+    return dumps(document)
+
+
+def summaries(
+    conn: Connection, job_id: int, wanted: Sequence[int], limit: int, after: str, max_bytes: int
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Rollouts in these states as short rows, ordered by id, from the one after `after` on.
+
+    Returns:
+        At most `limit`, with about `max_bytes` at most; and the last one's id, if there are more.
+    """
+    query = (
+        sa.select(
+            rollouts.c.id,
+            rollouts.c.state,
+            rollouts.c.worker,
+            rollouts.c.timings,
+            rollouts.c.reward,
+            rollouts.c.reason,
+            rollouts.c.message,
+            rollouts.c.failures_init,
+            rollouts.c.failures_run,
+            rollouts.c.failures_eval,
+            rollouts.c.sample,
+            rollouts.c.backend,
+            groups.c.task_id,
+        )
+        .join_from(
+            rollouts,
+            groups,
+            sa.and_(groups.c.job_id == rollouts.c.job_id, groups.c.no == rollouts.c.group_no),
+        )
+        .where(rollouts.c.job_id == job_id, rollouts.c.state.in_(wanted), rollouts.c.id > after)
+        .order_by(rollouts.c.id)
+        .limit(limit + 1)
+    )
+    rows = list(conn.execute(query))
+    room = fitting((_ROW_BYTES + len(row.message or "") + len(row.timings) for row in rows), max_bytes)
+    limit = min(limit, room)
+    more = rows[limit - 1].id if len(rows) > limit else None
+    return [
+        {
+            "id": row.id,
+            "task_id": row.task_id,
+            "group_id": row.task_id,
+            "sample_index": row.sample,
+            "stage": states.stage_of(row.state),
+            "status": states.status_of(row.state),
+            "attempt": row.failures_init + row.failures_run + row.failures_eval,
+            "reason": row.reason or "",
+            "message": row.message or "",
+            "reward": row.reward,
+            "timings": timings(row.timings),
+            "worker": row.worker or "",
+            "backend": row.backend or "",
+        }
+        for row in rows[:limit]
+    ], more
+
+
+def _bytes() -> sa.ColumnElement[int]:
+    """Bytes that a row adds to a page: those of its stored record, or of what the database has of it."""
+    waiting = sa.func.coalesce(sa.func.length(payloads.c.trajectory), 0) + _ROW_BYTES
+    return sa.case((rollouts.c.pending.is_(None), rollouts.c.part_length), else_=waiting)
+
+
+def sizes() -> sa.Select[Any]:
+    """Rows like those of `select`, in short: where each belongs, and how many bytes it adds to a page."""
+    return sa.select(
+        rollouts.c.id,
+        rollouts.c.end_seq,
+        rollouts.c.group_no,
+        rollouts.c.sample,
+        rollouts.c.pending,
+        _bytes().label("bytes"),
+    ).outerjoin(payloads, payloads.c.rollout_id == rollouts.c.id)
+
+
+def fitting(sizes: Iterable[int], max_bytes: int) -> int:
+    """How many of these, from the first on, have at most `max_bytes` together; one has room always."""
+    total = count = 0
+    for size in sizes:
+        total += size
+        if count and total > max_bytes:
+            break
+        count += 1
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Some ended rollouts of a job, oldest first."""
+
+    found: list[Any]
+    """Rows of `sizes`."""
+    after: int
+    """Up to which place in the order of ends they reach, those of another status included."""
+    ended: int
+    """How many rollouts of the job have ended."""
+
+
+def _chosen(job_id: int, cursor: int, wanted: Sequence[int]) -> tuple[sa.ColumnElement[bool], ...]:
+    return (rollouts.c.job_id == job_id, rollouts.c.end_seq > cursor, rollouts.c.state.in_(wanted))
+
+
+def ended_after(
+    conn: Connection, job_id: int, cursor: int, limit: int, wanted: Sequence[int], max_bytes: int
+) -> Ended:
+    """Ended rollouts after a cursor: at most `limit`, and at most `max_bytes` unless it is a single one."""
+    ended = conn.execute(sa.select(jobs.c.ended).where(jobs.c.id == job_id)).scalar_one()
+    query = sizes().where(*_chosen(job_id, cursor, wanted)).order_by(rollouts.c.end_seq).limit(limit)
+    found = list(conn.execute(query))
+    count = fitting((row.bytes for row in found), max_bytes)
+    # Where the page is not full, all up to `ended` have been looked at, those of another status too.
+    full = count < len(found) or len(found) == limit
+    return Ended(found[:count], found[count - 1].end_seq if full else max(cursor, ended), ended)
+
+
+def rows_of(conn: Connection, job_id: int, cursor: int, wanted: Sequence[int], last: int) -> list[Any]:
+    """The rows of ended rollouts after a cursor, up to the place `last` in the order of ends."""
+    query = select().where(*_chosen(job_id, cursor, wanted), rollouts.c.end_seq <= last)
+    return list(conn.execute(query.order_by(rollouts.c.end_seq)))

@@ -1,0 +1,1 @@
+"""Weight updates: what was asked for, and how every backend comes to it."""

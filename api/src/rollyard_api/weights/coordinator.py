@@ -1,0 +1,211 @@
+"""Brings every backend to its pool's weights, and pauses and resumes servers as their pools say.
+
+Level-based: what is to be done follows from the tables alone, so that a control plane that was
+killed at any step is succeeded by one that goes on. A backend whose weights are `Updating` may
+have been paused by us; it stays so until it has been resumed. A server's label says the pool's
+version only once its weights were loaded and, where there is something to compare with, verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import httpx
+from rollyard_crds.weights import UNVERIFIED
+
+from rollyard_api.backends.fetch import Unanswered
+from rollyard_api.core.problems import ApiError
+from rollyard_api.storage.database import Database
+from rollyard_api.weights import backend_targets, backend_weights, update_records
+from rollyard_api.weights.backend_targets import PAUSED, Action, Target, action
+from rollyard_api.weights.backend_weights import Superseded
+from rollyard_api.weights.loader import LoadFailed, Unreachable, WeightLoader
+from rollyard_api.weights.steps import Limits, NoSuchCall, Refused, Server, StepFailed
+from rollyard_api.weights.verification import Forward
+
+log = logging.getLogger("rollyard.api")
+
+LOAD_ATTEMPTS: Final = 3
+"""Loads that a server answers with an error, before it is given up."""
+BACKOFF_SECONDS: Final = 0.5
+BACKOFF_CAP_SECONDS: Final = 10.0
+
+
+@dataclass(slots=True)
+class _Tries:
+    """What went wrong with a backend so far."""
+
+    count: int = 0
+    again_at: float = 0.0
+    loads: int = 0
+    of: tuple[int, int] = (0, 0)
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """One per control plane; `round` is called again and again."""
+
+    database: Database
+    client: httpx.AsyncClient
+    forward: Forward
+    limits: Limits
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _tasks: dict[tuple[int, str], asyncio.Task[None]] = field(default_factory=dict)
+    _tries: dict[tuple[int, str], _Tries] = field(default_factory=dict)
+    _looked: dict[tuple[int, str], float] = field(default_factory=dict)
+
+    @property
+    def _loader(self) -> WeightLoader:
+        return WeightLoader(self.database, self.client, self.forward, self.name)
+
+    async def round(self) -> None:
+        """Start what is due; what goes on already is left alone."""
+        self._tasks = {key: task for key, task in self._tasks.items() if not task.done()}
+        targets = await self.database.read(backend_targets.read)
+        known = {target.key for target in targets}
+        self._tries = {key: tries for key, tries in self._tries.items() if key in known}
+        self._looked = {key: at for key, at in self._looked.items() if key in known}
+        running = {
+            target.pool.id
+            for target in targets
+            if target.update is not None and target.update.state == "Running"
+        }
+        mine = {
+            target.update.id for target in targets if target.key in self._tasks and target.update is not None
+        }
+        if mine:
+            await self.database.write(partial(backend_weights.renew, name=self.name, ids=mine), durable=False)
+        for pool_id in sorted(running | await self.database.read(backend_targets.pools_without_backends)):
+            await self.database.write(partial(update_records.settle, pool_id=pool_id))
+        now = time.monotonic()
+        for target in targets:
+            if target.key not in self._tasks and self._due(target, now):
+                self._tasks[target.key] = asyncio.create_task(self._guard(target))
+
+    async def close(self) -> None:
+        """Stop where it stands: the next start goes on from there."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _due(self, target: Target, now: float) -> bool:
+        what = action(target.pool, target.row)
+        if what in ("look", "hold", "watch"):
+            if what == "look" and target.pool.policy_index == 0:
+                return False
+            if now < self._looked.get(target.key, 0.0) + self.limits.look:
+                return False
+            self._looked[target.key] = now
+            return target.row.ready or what == "watch"
+        if what == "stale":
+            return bool(target.row.weights == "Current")
+        tries = self._tries.get(target.key)
+        return tries is None or tries.of != target.wanted or now >= tries.again_at
+
+    async def _guard(self, target: Target) -> None:
+        """Do what a backend needs; a failure is told in the tables, and tried again later."""
+        what = action(target.pool, target.row)
+        server = Server(self.client, target.row.url, self.limits)
+        try:
+            if what == "bring":
+                await self._loader.bring(target, server)
+            elif what == "stale":
+                await self._mark(target, weights="Stale", weights_message="behind the pool; it is not ready")
+            elif what == "watch":
+                await self._watch(target, server)
+            elif what in ("pause", "hold"):
+                await self._pause(target, server)
+            elif what == "resume":
+                await self._resume(target, server)
+            else:
+                await self._look(target, server)
+        except Superseded:
+            return
+        except Unreachable:
+            self._later(target, LOAD_ATTEMPTS + 2)
+        except (StepFailed, Unanswered) as error:
+            await self._failed(target, what, error)
+        except ApiError as error:
+            log.warning("weights of %s: %s", target.row.url, error.detail)
+        except Exception:
+            log.exception("weights of %s: unexpected", target.row.url)
+            self._later(target, LOAD_ATTEMPTS)
+        else:
+            if what != "look":
+                self._tries.pop(target.key, None)
+
+    def _later(self, target: Target, more: int = 1, *, load: bool = False) -> _Tries:
+        tries = self._tries.get(target.key)
+        if tries is None or tries.of != target.wanted:
+            tries = self._tries[target.key] = _Tries(of=target.wanted)
+        tries.count += more
+        tries.loads += load
+        delay = min(BACKOFF_CAP_SECONDS, BACKOFF_SECONDS * 2 ** (tries.count - 1))
+        tries.again_at = time.monotonic() + delay
+        return tries
+
+    async def _failed(self, target: Target, what: Action, error: Exception) -> None:
+        message = str(error)
+        if what in ("look", "hold", "watch"):
+            return
+        loading = isinstance(error, LoadFailed)
+        tries = self._later(target, load=loading)
+        log.warning("weights of %s: %s", target.row.url, message)
+        await self.database.write(partial(backend_weights.tell, target=target, message=message))
+        if loading and isinstance(error.__cause__, Refused) and target.begun:
+            await self._loader.refuse(target, f"{target.row.url}: {message}", refused_by=target.row.url)
+        elif loading and tries.loads >= LOAD_ATTEMPTS:
+            await self.database.write(
+                partial(backend_weights.give_up_loading, target=target, message=message)
+            )
+
+    async def _mark(self, target: Target, **values: Any) -> None:
+        await self.database.write(partial(backend_weights.mark, target=target, values=values))
+
+    # -- pausing and looking -------------------------------------------------------------------------
+
+    async def _pause(self, target: Target, server: Server) -> None:
+        if target.row.weights == "Current":
+            await self._mark(target, weights="Updating", weights_message="pausing")
+        if not await server.is_paused():
+            await server.pause(target.pool.pause_mode or "abort")
+        if target.row.weights_message != PAUSED:
+            await self.database.write(partial(backend_weights.paused, target=target))
+
+    async def _resume(self, target: Target, server: Server) -> None:
+        if target.update is not None:
+            with suppress(NoSuchCall):
+                label = await server.label()
+                if label != target.row.policy_version:
+                    message = f"it calls its weights {label!r}: it was started anew"
+                    values = {
+                        "weights": "Stale",
+                        "weights_message": message,
+                        "policy_index": update_records.BEHIND,
+                    }
+                    await self._mark(target, **values)
+                    return
+        with suppress(NoSuchCall):
+            await server.resume()
+        await self._mark(target, weights="Current", weights_message="")
+
+    async def _look(self, target: Target, server: Server) -> None:
+        with suppress(NoSuchCall):
+            label = await server.label()
+            if label in (target.row.policy_version, target.pool.policy_version):
+                return
+            message = f"it calls its weights {label!r}: it was started anew"
+            values = {"weights": "Stale", "weights_message": message, "policy_index": update_records.BEHIND}
+            await self._mark(target, **values)
+
+    async def _watch(self, target: Target, server: Server) -> None:
+        """A server that waits for its restart has had it once its label is not ours any more."""
+        if not (await server.label()).startswith(UNVERIFIED):
+            await self._mark(target, restart_requested=False)

@@ -1,0 +1,383 @@
+"""Weight updates in the tables: asked for, superseded, how far each backend is, how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import orjson
+import sqlalchemy as sa
+from rollyard_crds.weights import BackendUpdate, WeightSource, WeightUpdateRequest
+from sqlalchemy.engine import Connection
+
+from rollyard_api.backends import pools
+from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.conditions import timestamp
+from rollyard_api.core.problems import Conflict, NotFound
+from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.rollouts import staleness
+from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import backends, weight_updates
+from rollyard_api.storage.schema import pools as pools_table
+
+TOPIC: Final = "weights"
+"""A pool's weights, or whether it is paused, are wanted otherwise than before, or are so now."""
+LISTED: Final = 100
+"""Updates in one answer, the newest."""
+BEHIND: Final = -1
+"""policy_index of a backend whose weights are not known."""
+_MAX_MESSAGE = 1000
+
+
+def request_of(row: Any) -> WeightUpdateRequest:
+    """What was asked, from a row of weight_updates."""
+    return WeightUpdateRequest.model_validate_json(row.request)
+
+
+def progress_of(row: Any) -> dict[str, BackendUpdate]:
+    """Each backend's part, by URL."""
+    return {item["url"]: BackendUpdate.model_validate(item) for item in loads(row.progress)}
+
+
+def _encoded(progress: dict[str, BackendUpdate]) -> bytes:
+    return dumps([item.to_json() for item in progress.values()])
+
+
+def document(row: Any) -> dict[str, Any]:
+    """A row as REST answers it."""
+    asked = request_of(row)
+    return {
+        "id": row.id,
+        "policyVersion": row.policy_version,
+        "source": asked.source.to_json(),
+        "mode": asked.mode,
+        "inFlight": asked.in_flight,
+        "state": row.state,
+        "verified": bool(row.verified),
+        "verifiedBy": row.verified_by,
+        "message": row.message,
+        "backends": [orjson.Fragment(dumps(item)) for item in loads(row.progress)],
+        "createdAt": timestamp(row.created_at),
+        "finishedAt": None if row.finished_at is None else timestamp(row.finished_at),
+    }
+
+
+def listed(conn: Connection, namespace: str, name: str) -> list[dict[str, Any]]:
+    """A pool's updates, the newest first."""
+    pool = pools.find(conn, namespace, name)
+    query = sa.select(weight_updates).where(weight_updates.c.pool_id == pool.id)
+    return [document(row) for row in conn.execute(query.order_by(weight_updates.c.id.desc()).limit(LISTED))]
+
+
+def one(conn: Connection, namespace: str, name: str, number: int) -> Any:
+    """One update's row.
+
+    Raises:
+        NotFound: the pool has no such update.
+    """
+    pool = pools.find(conn, namespace, name)
+    query = sa.select(weight_updates).where(
+        weight_updates.c.pool_id == pool.id, weight_updates.c.id == number
+    )
+    row = conn.execute(query).one_or_none()
+    if row is None:
+        raise NotFound(f"BackendPool {name!r} has no weight update {number}", reason="UpdateNotFound")
+    return row
+
+
+def desired(conn: Connection, pool: Any, *, lock: bool = False) -> Any | None:
+    """The update whose weights every backend of the pool should have; None before the first."""
+    if pool.policy_index == 0:
+        return None
+    query = (
+        sa.select(weight_updates)
+        .where(
+            weight_updates.c.pool_id == pool.id,
+            weight_updates.c.policy_index == pool.policy_index,
+            weight_updates.c.state.in_(["Running", "Succeeded"]),
+        )
+        .order_by(weight_updates.c.id.desc())
+        .limit(1)
+    )
+    return conn.execute(query.with_for_update() if lock else query).one_or_none()
+
+
+def succeeded(conn: Connection, pool_id: int, before: int | None = None) -> list[Any]:
+    """Updates that every backend had, the newest first; only those with an id below `before`."""
+    query = sa.select(weight_updates).where(
+        weight_updates.c.pool_id == pool_id, weight_updates.c.state == "Succeeded"
+    )
+    if before is not None:
+        query = query.where(weight_updates.c.id < before)
+    return list(conn.execute(query.order_by(weight_updates.c.id.desc()).limit(LISTED)))
+
+
+def served_model(pool: Any, source: WeightSource) -> str | None:
+    """The name under which these weights are asked for; None: the model's own."""
+    if source.lora is not None:
+        return source.lora.name
+    return None if source.checkpoint is not None else pool.served_model
+
+
+def lock_pool(tx: Transaction, namespace: str, name: str) -> Any:
+    """The pool's row, locked.
+
+    Raises:
+        NotFound: no such pool.
+    """
+    query = sa.select(pools_table).where(pools_table.c.namespace == namespace, pools_table.c.name == name)
+    return tx.conn.execute(query.with_for_update()).one_or_none() or pools.find(tx.conn, namespace, name)
+
+
+def standing(conn: Connection, pool: Any, asked: WeightUpdateRequest) -> Any | None:
+    """The update that gave the pool the version asked for, from the same source; None if none did.
+
+    Raises:
+        Conflict: the version names other weights already: tokens under it could not be told apart.
+    """
+    rows = conn.execute(
+        sa.select(weight_updates)
+        .where(
+            weight_updates.c.pool_id == pool.id,
+            weight_updates.c.policy_version == asked.policy_version,
+            weight_updates.c.state != "Failed",
+        )
+        .order_by(weight_updates.c.id.desc())
+    ).all()
+    for row in rows:
+        if request_of(row).source != asked.source:
+            raise Conflict(
+                f"policyVersion: {asked.policy_version!r} names the weights of update {row.id} already, "
+                "from another source; give every set of weights a version of its own",
+                reason="PolicyVersionExists",
+            )
+    now = desired(conn, pool)
+    return now if now is not None and now.policy_version == asked.policy_version else None
+
+
+def add(
+    tx: Transaction, namespace: str, name: str, asked: WeightUpdateRequest, note: str
+) -> tuple[Any, bool]:
+    """Take an update; one that runs still is superseded: a trainer wants its newest weights.
+
+    Returns:
+        The row, and whether it is new.
+
+    Raises:
+        NotFound: no such pool.
+        Conflict: the version names other weights; the model's name would change under rollouts.
+    """
+    pool = lock_pool(tx, namespace, name)
+    found = standing(tx.conn, pool, asked)
+    if found is not None:
+        return _again(tx, pool, found, asked), False
+    serves = served_model(pool, asked.source)
+    if serves != pool.served_model and asked.in_flight != "restart":
+        raise Conflict(
+            f"inFlight: these weights are served as {serves or pool.model!r}, rollouts in flight ask for "
+            f"{pool.served_model or pool.model!r}: give inFlight 'restart'",
+            reason="ModelNameChanges",
+        )
+    superseded = tx.conn.execute(
+        sa.update(weight_updates)
+        .where(weight_updates.c.pool_id == pool.id, weight_updates.c.state == "Running")
+        .values(state="Superseded", finished_at=tx.now, message="a later update came")
+    ).rowcount
+    if superseded:
+        tx.count("weight_updates", "Superseded", value=superseded)
+    # Never given twice, so that no backend's index can mean the weights of an update that failed.
+    last = tx.conn.execute(
+        sa.select(sa.func.max(weight_updates.c.policy_index)).where(weight_updates.c.pool_id == pool.id)
+    ).scalar_one()
+    urls = tx.conn.scalars(
+        sa.select(backends.c.url).where(backends.c.pool_id == pool.id).order_by(backends.c.position)
+    )
+    row = tx.conn.execute(
+        sa.insert(weight_updates)
+        .values(
+            pool_id=pool.id,
+            policy_version=asked.policy_version,
+            policy_index=(last or 0) + 1,
+            request=asked.model_dump_json(by_alias=True).encode(),
+            state="Running",
+            verified=False,
+            verified_by="",
+            message=note,
+            progress=_encoded({url: BackendUpdate(url=url) for url in urls}),
+            created_at=tx.now,
+        )
+        .returning(weight_updates)
+    ).one()
+    _want(tx, pool.id, row.policy_version, row.policy_index, serves)
+    return row, True
+
+
+def _again(tx: Transaction, pool: Any, row: Any, asked: WeightUpdateRequest) -> Any:
+    """The same once more: nothing to do, unless pushed weights were lost by servers that began anew."""
+    lost = tx.conn.scalars(
+        sa.select(backends.c.url).where(
+            backends.c.pool_id == pool.id, backends.c.weights.in_(["Stale", "Failed"])
+        )
+    ).all()
+    if not asked.source.pushed or row.state != "Succeeded" or not lost:
+        return row
+    progress = progress_of(row) | {url: BackendUpdate(url=url) for url in lost}
+    tx.wake(TOPIC)
+    return change(tx, row, state="Running", finished_at=None, progress=_encoded(progress))
+
+
+def _want(tx: Transaction, pool_id: int, version: str, index: int, serves: str | None) -> None:
+    tx.conn.execute(
+        sa.update(pools_table)
+        .where(pools_table.c.id == pool_id)
+        .values(policy_version=version, policy_index=index, served_model=serves)
+    )
+    tx.wake(TOPIC)
+
+
+def change(tx: Transaction, row: Any, **values: Any) -> Any:
+    """Write columns of an update; its row as it is then."""
+    tx.wake(TOPIC)
+    return tx.conn.execute(
+        sa.update(weight_updates)
+        .where(weight_updates.c.id == row.id)
+        .values(**values)
+        .returning(weight_updates)
+    ).one()
+
+
+def set_backend(tx: Transaction, pool_id: int, url: str, **values: Any) -> None:
+    """Write columns of a backend."""
+    if "weights_message" in values:
+        values["weights_message"] = values["weights_message"][:_MAX_MESSAGE]
+    where = (backends.c.pool_id == pool_id, backends.c.url == url)
+    tx.conn.execute(sa.update(backends).where(*where).values(**values))
+
+
+def note(tx: Transaction, update_id: int, url: str, **values: Any) -> Any | None:
+    """Change one backend's part of an update, while that runs; its row, None if it does not run any more."""
+    row = tx.conn.execute(
+        sa.select(weight_updates)
+        .where(weight_updates.c.id == update_id, weight_updates.c.state == "Running")
+        .with_for_update()
+    ).one_or_none()
+    if row is None:
+        return None
+    progress = progress_of(row)
+    before = progress.get(url, BackendUpdate(url=url))
+    if "message" in values:
+        values["message"] = values["message"][:_MAX_MESSAGE]
+    progress[url] = before.model_copy(update=values)
+    return change(tx, row, progress=_encoded(progress)) if progress[url] != before else row
+
+
+def settle(tx: Transaction, pool_id: int) -> None:
+    """End a running update that every backend of the pool has."""
+    pool = tx.conn.execute(sa.select(pools_table).where(pools_table.c.id == pool_id)).one_or_none()
+    if pool is None:
+        return
+    row = desired(tx.conn, pool, lock=True)
+    if row is None or row.state != "Running":
+        return
+    having = {
+        b.url: b.policy_index == row.policy_index and b.weights in ("Current", "Updating")
+        for b in tx.conn.execute(
+            sa.select(backends).where(backends.c.pool_id == pool.id, backends.c.draining.is_(False))
+        )
+    }
+    if not all(having.values()):
+        return
+    progress = {url: item for url, item in progress_of(row).items() if url in having}
+    parts = [progress[url] for url in having if url in progress]
+    verified = bool(parts) and all(item.verified for item in parts)
+    change(
+        tx,
+        row,
+        state="Succeeded",
+        verified=verified,
+        verified_by=row.verified_by if verified else "",
+        message=row.message or next((item.message for item in parts if item.message), ""),
+        progress=_encoded(progress),
+        finished_at=tx.now,
+    )
+    tx.count("weight_updates", "Succeeded")
+    staleness.enforce(tx, pool.namespace, pool.name)
+
+
+_TOUCHED: Final = frozenset({"Loading", "Verifying", "Done", "Failed"})
+
+
+def refuse(tx: Transaction, pool_id: int, update_id: int, message: str, *, refused_by: str = "") -> None:
+    """Fail a running update: the pool wants what it had before; who may have the new weights is behind.
+
+    Args:
+        refused_by: the server that did not take the weights, and has those before.
+    """
+    pool = tx.conn.execute(
+        sa.select(pools_table).where(pools_table.c.id == pool_id).with_for_update()
+    ).one_or_none()
+    if pool is None:
+        return
+    row = desired(tx.conn, pool, lock=True)
+    if row is None or row.id != update_id or row.state != "Running":
+        return
+    progress = progress_of(row)
+    if refused_by in progress:
+        failed = {"step": "Failed", "message": message[:_MAX_MESSAGE]}
+        progress[refused_by] = progress[refused_by].model_copy(update=failed)
+    change(tx, row, state="Failed", message=message[:4096], finished_at=tx.now, progress=_encoded(progress))
+    tx.count("weight_updates", "Failed")
+    for item in progress.values():
+        if item.step in _TOUCHED and item.url != refused_by:
+            why = f"it may have refused weights ({row.policy_version})"
+            set_backend(
+                tx,
+                pool.id,
+                item.url,
+                weights="Failed",
+                weights_message=why,
+                policy_index=BEHIND,
+                restart_requested=False,
+            )
+    before = next(iter(succeeded(tx.conn, pool.id, before=row.id)), None)
+    if before is None:
+        _want(tx, pool.id, "", 0, None)
+    else:
+        chain = [request_of(u).source for u in reversed(succeeded(tx.conn, pool.id, before=row.id))]
+        _want(tx, pool.id, before.policy_version, before.policy_index, _serves(chain))
+
+
+def _serves(chain: Sequence[WeightSource]) -> str | None:
+    serves: str | None = None
+    for source in chain:
+        if source.lora is not None:
+            serves = source.lora.name
+        elif source.checkpoint is not None:
+            serves = None
+    return serves
+
+
+def pause(tx: Transaction, namespace: str, name: str, mode: str) -> Any:
+    """Let no rollout enter Run, and the servers sample nothing."""
+    pool = lock_pool(tx, namespace, name)
+    tx.conn.execute(
+        sa.update(pools_table).where(pools_table.c.id == pool.id).values(paused=True, pause_mode=mode)
+    )
+    tx.wake(TOPIC)
+    return pool
+
+
+def resume(tx: Transaction, namespace: str, name: str) -> Any:
+    """Undo `pause`."""
+    pool = lock_pool(tx, namespace, name)
+    unpause(tx, pool.id)
+    return pool
+
+
+def unpause(tx: Transaction, pool_id: int) -> None:
+    """The pool's rollouts go on, each backend as soon as its server does."""
+    tx.conn.execute(
+        sa.update(pools_table).where(pools_table.c.id == pool_id).values(paused=False, pause_mode=None)
+    )
+    tx.wake(TOPIC)
+    tx.wake(QUEUE)

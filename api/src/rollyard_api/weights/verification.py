@@ -1,0 +1,226 @@
+"""Whether a server has the weights that it should have: log-probabilities of a fixed prompt, compared.
+
+A server may answer that it has loaded a checkpoint and sample with a part of the old one (vLLM with
+tied embeddings does). Only numbers tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+import httpx
+import orjson
+from rollyard_crds.weights import LogprobReference
+
+from rollyard_api.backends.fetch import Unanswered, base_of, fetch
+from rollyard_api.core.bulkhead import Bulkhead
+from rollyard_api.core.problems import TimedOut, Unavailable
+from rollyard_api.weights import checkpoints, forward
+
+T = TypeVar("T")
+
+PROMPT_TOKENS: Final = 48
+TOLERANCE: Final = 0.1
+"""Nats; covers servers that compute in bfloat16."""
+FORWARD_SECONDS: Final = 900.0
+ASK_SECONDS: Final = 60.0
+_MAX_BYTES: Final = 8 << 20
+_CACHED: Final = 8
+
+
+class Unverifiable(Exception):
+    """There is nothing to compare with; the message says why."""
+
+
+class Incomparable(Exception):
+    """The server does not tell the log-probabilities of a prompt; the message holds its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a fixed prompt must give: `ids` of length n, `logprobs` (nats) of length n - 1."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tolerance: float
+    source: Literal["reference", "transformers"]
+
+    @classmethod
+    def of(cls, given: LogprobReference) -> Reference:
+        """The caller's."""
+        return cls(tuple(given.prompt_ids), tuple(given.logprobs), given.tolerance, "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far a server is off: the largest difference in nats, and at which token it is."""
+
+    max_difference: float
+    place: int
+    tolerance: float
+    source: str
+
+    @property
+    def agrees(self) -> bool:
+        return self.max_difference <= self.tolerance
+
+    def __str__(self) -> str:
+        what = "the caller's" if self.source == "reference" else "those of a transformers forward pass"
+        return (
+            f"log-probabilities of a fixed prompt were compared with {what}: they differ by up to "
+            f"{self.max_difference:.4g} nats (token {self.place}), {self.tolerance:g} is allowed"
+        )
+
+
+def fixed_prompt(vocabulary: int, room: int = PROMPT_TOKENS) -> list[int]:
+    """The same ids for the same vocabulary, spread over it (a linear congruential sequence)."""
+    state, ids = 20_240_229, []
+    for _ in range(max(2, min(PROMPT_TOKENS, room))):
+        state = (1_103_515_245 * state + 12_345) % 2**31
+        ids.append(state * vocabulary >> 31)
+    return ids
+
+
+def compare(reference: Reference, measured: Sequence[float]) -> Comparison:
+    """The largest difference; a number that is none is an infinite one."""
+    worst, place = 0.0, 1
+    for number, (expected, found) in enumerate(zip(reference.logprobs, measured, strict=True), 1):
+        difference = abs(expected - found)
+        if math.isnan(difference):
+            difference = math.inf
+        if difference > worst:
+            worst, place = difference, number
+    return Comparison(worst, place, reference.tolerance, reference.source)
+
+
+async def ask(client: httpx.AsyncClient, url: str, model: str, ids: Sequence[int]) -> list[float]:
+    """The server's log-probabilities of ids[1:], by `prompt_logprobs` of `/v1/completions`.
+
+    Raises:
+        Unanswered: it does not answer, or fails.
+        Incomparable: it answers without them.
+    """
+    body = {
+        "model": model,
+        "prompt": list(ids),
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "prompt_logprobs": 0,
+        "stream": False,
+    }
+    address = f"{base_of(url)}/v1/completions"
+    status, answer = await fetch(client, "POST", address, json=body, seconds=ASK_SECONDS, limit=_MAX_BYTES)
+    if status != httpx.codes.OK:
+        said = answer[:300].decode(errors="replace")
+        if status >= 500:
+            raise Unanswered(f"POST {address} answered {status}: {said}")
+        raise Incomparable(f"POST {address} with prompt_logprobs answered {status}: {said}")
+    try:
+        entries = orjson.loads(answer)["choices"][0]["prompt_logprobs"]
+        if len(entries) != len(ids):
+            raise ValueError(f"{len(entries)} entries for {len(ids)} tokens")
+        return [
+            float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries[1:], strict=True)
+        ]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise Incomparable(f"POST {address} gave no prompt_logprobs of the prompt: {error!r}") from error
+
+
+def default_python() -> str:
+    """This interpreter, if it has torch and transformers; else none."""
+    has = all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+    return sys.executable if has else ""
+
+
+class Forward:
+    """Forward passes in a subprocess, one at a time, the last few results kept."""
+
+    def __init__(self, python: str, disk: Bulkhead) -> None:
+        self._python = python
+        self._disk = disk
+        self._place = asyncio.Semaphore(1)
+        self._known: OrderedDict[tuple[Any, ...], Reference] = OrderedDict()
+
+    async def reference(self, folder: Path) -> Reference:
+        """What the checkpoint in `folder` gives on the fixed prompt.
+
+        Raises:
+            Unverifiable: no transformers, no such folder here, or the pass fails.
+        """
+        if not self._python:
+            raise Unverifiable(
+                "no reference was given, and no Python with transformers is known (--verify-python)"
+            )
+        if not await self._look(partial(checkpoints.is_hugging_face, folder)):
+            raise Unverifiable(f"no reference was given, and {folder} is no Hugging Face folder seen here")
+        async with self._place:
+            key = await self._look(partial(_identity, folder))
+            if key not in self._known:
+                self._known[key] = await self._run(folder)
+            self._known.move_to_end(key)
+            while len(self._known) > _CACHED:
+                self._known.popitem(last=False)
+            return self._known[key]
+
+    async def _look(self, function: Callable[[], T]) -> T:
+        try:
+            return await self._disk.run(function)
+        except (TimedOut, Unavailable) as error:
+            raise Unverifiable(error.detail) from error
+
+    async def _run(self, folder: Path) -> Reference:
+        ids = fixed_prompt(*await self._look(partial(_vocabulary, folder)))
+        command = [self._python, str(Path(forward.__file__)), str(folder)]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:
+            raise Unverifiable(f"{self._python} cannot be run: {error}") from error
+        try:
+            async with asyncio.timeout(FORWARD_SECONDS):
+                out, err = await process.communicate(orjson.dumps({"ids": ids}))
+        except TimeoutError as error:
+            raise Unverifiable(f"the forward pass took more than {FORWARD_SECONDS:g} s") from error
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        try:
+            logprobs = (
+                orjson.loads(out.strip().splitlines()[-1])["logprobs"] if not process.returncode else []
+            )
+        except (ValueError, KeyError, IndexError) as error:
+            raise Unverifiable(f"the forward pass gave no log-probabilities: {error!r}") from error
+        if len(logprobs) != len(ids) - 1:
+            last = err.decode(errors="replace").strip().splitlines()[-1:]
+            raise Unverifiable(f"the forward pass of {folder} failed: {' '.join(last)[:500]}")
+        return Reference(tuple(ids), tuple(logprobs), TOLERANCE, "transformers")
+
+
+def _identity(folder: Path) -> tuple[Any, ...]:
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    return (str(folder), *((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files))
+
+
+def _vocabulary(folder: Path) -> tuple[int, int]:
+    """Size of the vocabulary, and tokens that a prompt may have."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        text = config.get("text_config") or config
+        return int(text["vocab_size"]), int(text.get("max_position_embeddings", 2048)) - 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unverifiable(f"{folder / 'config.json'} tells no vocab_size: {error!r}") from error

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_sandbox.client import ExecClient
 

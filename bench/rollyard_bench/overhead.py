@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollyard_pipeline.seeds import request_seed
+from rollyard_pipeline.trajectories.request_seeds import request_seed
 
 from rollyard_bench.memory import manifest, posted
 from rollyard_bench.processes import ProgramFailed, control_plane, port_of, program

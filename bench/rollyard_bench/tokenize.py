@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rollyard_pipeline.chat.format import ChatFormat, ChatMessage
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import load_folder
-from rollyard_pipeline.recorder import Sample, TrajectoryRecorder
+from rollyard_pipeline.trajectories.recorder import Sample, TrajectoryRecorder
 
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline

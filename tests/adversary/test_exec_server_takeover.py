@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.sandboxes.runtime import PYTHON
+from rollyard_pipeline.sandboxes.starters.runtime import PYTHON
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError, SandboxSabotaged
 from rollyard_sandbox.frames import encode

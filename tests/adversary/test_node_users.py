@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rollyard_operator.plan import Owner, Workload
 from rollyard_pipeline.sandboxes.errors import RunDirUnusable
-from rollyard_pipeline.sandboxes.records import SandboxFolder
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.readers.job_identity import identity
 from rollyard_slurm.scripts.batch import Site, batch_script

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rollyard_pipeline.sandboxes.cgroups import enforced, find_places
+from rollyard_pipeline.sandboxes.host.cgroups import enforced, find_places
 from rollyard_testing.adversary.attacklab import TOOLS, Lab
 from rollyard_testing.adversary.attacks import Attack, ipython, python
 

@@ -12,7 +12,7 @@ from rollyard_crds.lease import RouteResponse
 from rollyard_inference.errors import BackendMismatch, BackendRefused, ContextOverflow, ModelNotServed
 from rollyard_inference.sampling.checks import checked_answer
 from rollyard_pipeline.backends import BackendClient, Sampling
-from rollyard_pipeline.seeds import request_seed
+from rollyard_pipeline.trajectories.request_seeds import request_seed
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
 

@@ -20,10 +20,10 @@ from rollyard_crds.lease import Lease, SandboxHandle, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_pipeline.backends import BackendClient
-from rollyard_pipeline.leases import HeldLease
+from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.registry import HANDLERS, Registry, installed
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.stages import Stages
+from rollyard_pipeline.stages.stages import Stages
 
 assert "closeness" in installed(HANDLERS)
 spec = RolloutJobSpec.model_validate({

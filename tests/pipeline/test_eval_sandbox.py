@@ -11,19 +11,19 @@ import pytest
 from rollyard_crds.lease import Lease, SandboxHandle, StageResult, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
-from rollyard_pipeline import carrying, registry
-from rollyard_pipeline import places as places_module
+from rollyard_pipeline import registry
 from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
 from rollyard_pipeline.errors import CarryUnusable, EvalSandboxFailed, SandboxMissing
-from rollyard_pipeline.failure import stage_failure
 from rollyard_pipeline.handlers import Evaluation, StageContext
 from rollyard_pipeline.handlers.shell import ShellHandler
-from rollyard_pipeline.leases import HeldLease, LeaseTable
-from rollyard_pipeline.places import SandboxPlaces
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.stages import Stages
+from rollyard_pipeline.stages import eval_carry, sandbox_places
+from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
+from rollyard_pipeline.stages.stages import Stages
+from rollyard_pipeline.worker.failures import stage_failure
 from rollyard_sandbox.errors import FileError
 
 SMALL = {"warm": 0, "resources": {"memory": "192Mi", "disk": "16Mi", "processes": 64}}
@@ -215,7 +215,7 @@ async def test_a_diff_is_all_that_run_changed(rollout: Rollout) -> None:
 
 async def test_a_diff_compares_contents(rollout: Rollout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither size nor time says that a file is the same, and one is compared in parts."""
-    monkeypatch.setattr(carrying, "MAX_DIGESTED", 1000)
+    monkeypatch.setattr(eval_carry, "MAX_DIGESTED", 1000)
     rollout.job({"carry": {"diff": True}})
     make = "head -c 2999 /dev/zero > zeros; cp zeros same; touch -d @1 zeros same"
     change = "printf x | dd of=zeros bs=1 seek=2500 conv=notrunc status=none; touch -d @1 zeros"
@@ -396,7 +396,7 @@ async def test_full_of_rollouts_that_wait_for_eval_a_node_goes_on(
     limit: int, evals: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Init, Run and Eval of many rollouts: the limit is reached, never exceeded, and all of them end."""
-    monkeypatch.setattr(places_module, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sandbox_places, "_LOOK_SECONDS", 0.01)
     node = Node()
     places = SandboxPlaces(node, usual=99, limit=limit, evals=evals)  # type: ignore[arg-type]
     most, done = 0, 0

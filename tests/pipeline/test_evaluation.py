@@ -13,11 +13,11 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_pipeline import sabotage
 from rollyard_pipeline.errors import EvalTimeout, EvaluationInvalid
-from rollyard_pipeline.evaluation import evaluate
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.environment import SYSTEM_PATH, evaluation_environment
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
+from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_sandbox.client import EvalPlace, ExecClient
 
 PLACE = EvalPlace("/p", "/p/home", "/p/tmp", "/p/reward")
@@ -207,7 +207,7 @@ async def test_a_program_that_no_image_has_is_not_the_policys_failing(
     async def removed(client: ExecClient, error: exec_errors.SandboxError) -> bool:
         return False
 
-    monkeypatch.setattr("rollyard_pipeline.evaluation._was_removed", removed)
+    monkeypatch.setattr("rollyard_pipeline.stages.evaluation._was_removed", removed)
     with pytest.raises(exec_errors.LaunchError) as caught:
         await evaluate(Scored(score), context(*sandbox), 20.0)
     assert caught.value.reason == "ProgramNotFound"

@@ -20,8 +20,8 @@ from rollyard_pipeline.ahead import WITHOUT, first_sandbox
 from rollyard_pipeline.errors import OptionError
 from rollyard_pipeline.registry import AGENTS, HANDLERS, Registry
 from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
-from rollyard_pipeline.sandboxes.records import SandboxFolder, SandboxRecord
 
 LONGEST_SECONDS = 60.0
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollyard_pipeline.episode import clean_turn
 from rollyard_pipeline.registry import TOOL_PARSERS, Registry, installed
 from rollyard_pipeline.tool_parsers import ConfigurableParser, ParsedCall, ToolCallParser
 from rollyard_pipeline.tool_parsers.detect import AutoParser, choose
+from rollyard_pipeline.trajectories.episode import clean_turn
 
 Arguments = dict[str, Any]
 Calls = list[tuple[str, Arguments]]

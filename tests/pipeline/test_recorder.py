@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from rollyard_pipeline.chat import ChatFormat
-from rollyard_pipeline.recorder import Prompt, Sample, TrajectoryRecorder
+from rollyard_pipeline.trajectories.recorder import Prompt, Sample, TrajectoryRecorder
 
 NAMES = ("chatml", "llama", "qwen", "tiny", "newline")
 END_OF_TURN = {name: "<|eot_id|>" if name == "llama" else "<|im_end|>" for name in NAMES}

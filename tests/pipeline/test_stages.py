@@ -18,17 +18,17 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
 from rollyard_inference.errors import BackendUnavailable
 from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import SetupFailed, TemplateError, TokenizerUnavailable
-from rollyard_pipeline.failure import stage_failure
-from rollyard_pipeline.leases import HeldLease
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.stages import Stages
+from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.tools import ToolContext
 from rollyard_pipeline.tools.edit import EditTool
+from rollyard_pipeline.worker.failures import stage_failure
 from rollyard_sandbox.client import ExecClient
 
 END = "<|im_end|>"

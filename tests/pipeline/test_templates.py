@@ -16,7 +16,7 @@ from rollyard_pipeline.chat import ChatFormat
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import MARK, ChatTokenizer
 from rollyard_pipeline.errors import TemplateError
-from rollyard_pipeline.recorder import Prompt, Sample, TrajectoryRecorder
+from rollyard_pipeline.trajectories.recorder import Prompt, Sample, TrajectoryRecorder
 from rollyard_testing.families import FAMILIES, MARKERS, SPECIAL, Family, train_tokenizer
 
 Message = dict[str, Any]

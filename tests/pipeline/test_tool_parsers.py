@@ -7,10 +7,10 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_pipeline.clean import clean_text
-from rollyard_pipeline.episode import clean_turn
 from rollyard_pipeline.tool_parsers import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.hermes import HermesParser
+from rollyard_pipeline.trajectories.episode import clean_turn
+from rollyard_pipeline.trajectories.sanitize import clean_text
 
 
 def call(name: str, arguments: object) -> str:

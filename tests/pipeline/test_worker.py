@@ -32,11 +32,11 @@ from rollyard_crds.task import Task
 from rollyard_pipeline import registry
 from rollyard_pipeline.agents import Agent, AgentContext
 from rollyard_pipeline.backends import BackendClient
-from rollyard_pipeline.control import ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
 from rollyard_pipeline.errors import ControlPlaneError
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull
-from rollyard_pipeline.worker import Worker, WorkerOptions
+from rollyard_pipeline.worker.worker import Worker, WorkerOptions
 
 Outcome = StageResult | StageFailure
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 from rollyard_crds.lease import FailRequest, StageFailure
+from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.errors import ControlPlaneError, JobEnded
-from rollyard_pipeline.pool import Identity, StagePool
-from rollyard_pipeline.rest import RestControlPlane
+from rollyard_pipeline.worker.stage_pool import Identity, StagePool
 
 
 async def _refusing(reason: str) -> tuple[asyncio.Server, str]:

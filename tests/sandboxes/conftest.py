@@ -19,8 +19,8 @@ from rollyard_crds.claims import EXEC_SERVER_ARGV
 from rollyard_crds.lease import LeaseRef
 from rollyard_crds.names import RUNTIME_PATH
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
-from rollyard_pipeline.sandboxes.cgroups import find_places
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
+from rollyard_pipeline.sandboxes.host.cgroups import find_places
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.client import ExecClient

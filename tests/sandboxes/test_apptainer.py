@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_pipeline.sandboxes import instances, open_provider
-from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
-from rollyard_pipeline.sandboxes.apptainer_program import find_program
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.apptainer.program import find_program
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, instances
 from rollyard_pipeline.sandboxes.errors import SandboxLost
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.sandboxes.records import SandboxFolder
 
 pytestmark = [pytest.mark.real, pytest.mark.apptainer]
 PROGRAM = shutil.which("apptainer") or "singularity"

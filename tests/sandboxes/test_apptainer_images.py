@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_pipeline.sandboxes import apptainer as apptainer_module
-from rollyard_pipeline.sandboxes.apptainer_program import Program, run_program
+from rollyard_pipeline.sandboxes.apptainer import starter as apptainer_module
+from rollyard_pipeline.sandboxes.apptainer.image_cache import ImageCache
+from rollyard_pipeline.sandboxes.apptainer.images import parse_image
+from rollyard_pipeline.sandboxes.apptainer.program import Program, run_program
 from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
     ImageNotUsable,
     RunDirUnusable,
     SandboxStartFailed,
 )
-from rollyard_pipeline.sandboxes.imagecache import ImageCache
-from rollyard_pipeline.sandboxes.images import parse_image
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 
 CONFIG = {

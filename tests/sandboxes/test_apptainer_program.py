@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_pipeline.sandboxes import apptainer as apptainer_module
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
-from rollyard_pipeline.sandboxes.apptainer_program import find_program, fuse_problem, userns_problem
+from rollyard_pipeline.sandboxes.apptainer import starter as apptainer_module
+from rollyard_pipeline.sandboxes.apptainer.program import find_program, fuse_problem, userns_problem
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 from rollyard_pipeline.sandboxes.doctor import apptainer_checks
 from rollyard_pipeline.sandboxes.errors import (
     ApptainerMissing,

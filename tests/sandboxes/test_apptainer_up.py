@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rollyard_pipeline.sandboxes.records import SandboxFolder
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 
 pytestmark = [pytest.mark.real, pytest.mark.apptainer, pytest.mark.timeout(240)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_pipeline.sandboxes.images import parse_image
+from rollyard_pipeline.sandboxes.apptainer.images import parse_image
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = (ROOT / "sandbox-image/rollyard.def").read_text()

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 import pytest
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, NodeDiskFull, SandboxError, SandboxStartFailed
+from rollyard_pipeline.sandboxes.host.disk_room import LONGEST_PAUSE_SECONDS, ROOM_BYTES, DiskRoom
+from rollyard_pipeline.sandboxes.host.processes import ProcessRef
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
-from rollyard_pipeline.sandboxes.processes import ProcessRef
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.sandboxes.records import SandboxFolder, SandboxRecord
-from rollyard_pipeline.sandboxes.room import LONGEST_PAUSE_SECONDS, ROOM_BYTES, DiskRoom
 from rollyard_testing.slurm.fulldisk import fill
 
 

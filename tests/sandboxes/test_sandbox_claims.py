@@ -17,9 +17,9 @@ from rollyard_crds.lease import Lease, LeaseRef, SandboxHandle, StageTimes
 from rollyard_crds.names import NODE, PROVIDER
 from rollyard_crds.rolloutjob import RolloutJobSpec, SandboxSpec
 from rollyard_crds.task import Task
-from rollyard_pipeline.control import ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import ControlPlaneError, NotThere
-from rollyard_pipeline.leases import HeldLease
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.claims import ClaimProvider, shape_of_key
@@ -32,7 +32,7 @@ from rollyard_pipeline.sandboxes.errors import (
     SandboxStartFailed,
 )
 from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest
-from rollyard_pipeline.stages import Stages
+from rollyard_pipeline.stages.stages import Stages
 
 pytestmark = pytest.mark.real
 GIVEN = {"files": {"up": "set\n"}}

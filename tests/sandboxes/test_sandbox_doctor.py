@@ -8,11 +8,12 @@ import stat
 from pathlib import Path
 
 import pytest
-from rollyard_pipeline.sandboxes import cgroups, open_provider
-from rollyard_pipeline.sandboxes.bubblewrap import bwrap_version, forbidden_text, userns_advice
-from rollyard_pipeline.sandboxes.cgroups import CgroupPlace, Limits
+from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.doctor import limits_check, sandbox_checks
 from rollyard_pipeline.sandboxes.errors import BubblewrapMissing, UserNamespacesForbidden
+from rollyard_pipeline.sandboxes.host import cgroups
+from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace, Limits
+from rollyard_pipeline.sandboxes.starters.bubblewrap import bwrap_version, forbidden_text, userns_advice
 
 
 def program(folder: Path, script: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, UserNamespacesForbidden
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.sandboxes.rootfs import check_image, in_root
+from rollyard_pipeline.sandboxes.starters.root_folders import check_image, in_root
 
 
 @pytest.mark.real

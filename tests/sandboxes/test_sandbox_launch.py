@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
-from rollyard_pipeline.sandboxes.launch import LOG_FD, READY_FD, Launch, start
-from rollyard_pipeline.sandboxes.processes import Reaper
+from rollyard_pipeline.sandboxes.host.processes import Reaper
+from rollyard_pipeline.sandboxes.starters.launch import LOG_FD, READY_FD, Launch, start
 
 
 def launch(folder: Path, script: str, *, info: bool = False, log: bool = False) -> Launch:

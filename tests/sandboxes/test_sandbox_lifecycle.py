@@ -16,9 +16,9 @@ import pytest
 from rollyard_crds.lease import SandboxHandle
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import SandboxLost
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.sandboxes.records import SandboxFolder
 
 pytestmark = pytest.mark.real
 
@@ -26,7 +26,7 @@ _WORKER = """
 import asyncio, sys
 from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 
 async def main():

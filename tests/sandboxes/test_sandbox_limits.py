@@ -6,8 +6,8 @@ import contextlib
 from typing import Any
 
 import pytest
-from rollyard_pipeline.sandboxes.cgroups import enforced, find_places
 from rollyard_pipeline.sandboxes.errors import DiskFull
+from rollyard_pipeline.sandboxes.host.cgroups import enforced, find_places
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.errors import SandboxError
 

@@ -16,8 +16,7 @@ from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_crds.task import TaskSandbox
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import DiskFull, RunDirUnusable
-from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest
-from rollyard_pipeline.sandboxes.processes import (
+from rollyard_pipeline.sandboxes.host.processes import (
     ProcessRef,
     descendants,
     kill_and_wait,
@@ -25,8 +24,9 @@ from rollyard_pipeline.sandboxes.processes import (
     process_ref,
     this_process,
 )
-from rollyard_pipeline.sandboxes.records import Process, SandboxFolder, SandboxRecord
-from rollyard_pipeline.sandboxes.rootfs import disk_sizes
+from rollyard_pipeline.sandboxes.host.records import Process, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest
+from rollyard_pipeline.sandboxes.starters.root_folders import disk_sizes
 
 
 def record(folder: SandboxFolder, **changes: object) -> SandboxRecord:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rollyard_pipeline.sandboxes.runtime import COPIED, INSIDE, make_runtime, package_folder
+from rollyard_pipeline.sandboxes.starters.runtime import COPIED, INSIDE, make_runtime, package_folder
 
 
 def test_modules_are_compiled_ahead_and_name_no_path_of_this_machine(tmp_path: Path) -> None:
@@ -40,7 +40,8 @@ def test_python_takes_them_without_their_source(tmp_path: Path) -> None:
 def test_without_compiled_modules_here_they_are_compiled(tmp_path: Path) -> None:
     code = "import sys; sys.pycache_prefix = sys.argv[2]; sys.dont_write_bytecode = True\n"
     code += "from pathlib import Path\n"
-    code += "from rollyard_pipeline.sandboxes.runtime import make_runtime; make_runtime(Path(sys.argv[1]))"
+    code += "from rollyard_pipeline.sandboxes.starters.runtime import make_runtime\n"
+    code += "make_runtime(Path(sys.argv[1]))"
     (tmp_path / "b").mkdir()
     subprocess.check_call(
         [sys.executable, "-c", code, str(tmp_path / "b"), str(tmp_path / "none")], timeout=60

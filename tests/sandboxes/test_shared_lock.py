@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rollyard_pipeline.sandboxes.sharedlock import shared_lock
+from rollyard_pipeline.sandboxes.apptainer.shared_lock import shared_lock
 
 
 async def test_one_after_the_other(tmp_path: Path) -> None:

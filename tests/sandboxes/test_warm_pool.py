@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest
-from rollyard_pipeline.sandboxes.warmpool import WarmPool, WarmSandbox
+from rollyard_pipeline.sandboxes.warm_pool import WarmPool, WarmSandbox
 
 KEY = SandboxRequest().key
 

@@ -12,7 +12,7 @@ from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_inference.errors import BackendRefused, ContextOverflow, ModelNotServed
 from rollyard_pipeline.backends import BackendClient, BackendSession, Sampling
-from rollyard_pipeline.recorder import Sample
+from rollyard_pipeline.trajectories.recorder import Sample
 from rollyard_testing.vllm.servers import MAX_MODEL_LEN, VllmServer
 
 KINDS = ("generate", "completions")

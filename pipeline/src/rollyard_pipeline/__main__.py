@@ -26,16 +26,16 @@ from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
 from rollyard_pipeline.ahead import first_sandbox, keep_warm, request_of, stages_of
 from rollyard_pipeline.errors import ControlPlaneError, OptionError, PipelineError
 from rollyard_pipeline.sandboxes import PROVIDERS, open_provider
-from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
+from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
-from rollyard_pipeline.sandboxes.threads import in_thread
 
 if TYPE_CHECKING:
     from rollyard_crds.rolloutjob import RolloutJobSpec
 
+    from rollyard_pipeline.control_plane.rest import RestControlPlane
     from rollyard_pipeline.registry import Registry
-    from rollyard_pipeline.rest import RestControlPlane
-    from rollyard_pipeline.worker import Worker
+    from rollyard_pipeline.worker.worker import Worker
 
 _DEFAULT_HOME: Final = "~/.local/state/rollyard"
 _SWITCH_SECONDS: Final = 0.0005

@@ -2,9 +2,9 @@
 
 from rollyard_pipeline import httpx_alone  # noqa: F401 - before whatever imports httpx
 from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.registry import Registry
-from rollyard_pipeline.rest import RestControlPlane
-from rollyard_pipeline.worker import Worker, WorkerOptions
+from rollyard_pipeline.worker.worker import Worker, WorkerOptions
 
 __all__ = [
     "BackendClient",

@@ -42,7 +42,7 @@ _INFRASTRUCTURE: Final = frozenset(
         "SandboxLost", "ProtocolError", "Unauthorized",
         # Descriptors are those of the server or of the node.
         "TooManyOpenFiles",
-        # The image has no such program. Where Run could remove it, `evaluation` looks for that.
+        # The image has no such program. Where Run could remove it, `stages.evaluation` looks for that.
         "ProgramNotFound",
         # The walls around commands, which the server puts up by itself.
         "ConfinementFailed",

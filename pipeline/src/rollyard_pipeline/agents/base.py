@@ -24,10 +24,10 @@ from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.backends.session import BackendSession
-from rollyard_pipeline.episode import Episode, clean_turn
 from rollyard_pipeline.sabotage import reward_reason
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, ToolCallParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
+from rollyard_pipeline.trajectories.episode import Episode, clean_turn
 
 MAX_CALLS_PER_TURN: Final = 64
 

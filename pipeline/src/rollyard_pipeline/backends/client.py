@@ -24,7 +24,7 @@ from rollyard_inference.sampling.request import Answer, Sampling
 from rollyard_inference.transports.interface import MAX_ANSWER_BYTES, Reply, base_url
 from rollyard_inference.transports.with_aiohttp import AiohttpTransport
 
-from rollyard_pipeline.recorder import Sample
+from rollyard_pipeline.trajectories.recorder import Sample
 
 UNKNOWN_MODE: Final = "unknown"
 

@@ -25,8 +25,8 @@ from rollyard_inference.errors import (
 from rollyard_inference.sampling.request import Sampling
 
 from rollyard_pipeline.backends.client import UNKNOWN_MODE, BackendClient
-from rollyard_pipeline.recorder import Sample
-from rollyard_pipeline.seeds import request_seed
+from rollyard_pipeline.trajectories.recorder import Sample
+from rollyard_pipeline.trajectories.request_seeds import request_seed
 
 Route = Callable[[str, str, bool], Awaitable[RouteResponse]]
 """Asks the control plane for another backend: (url, error, whether the backend failed) to its answer."""

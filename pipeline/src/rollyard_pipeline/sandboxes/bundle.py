@@ -34,7 +34,7 @@ from rollyard_crds.claims import COPY_ARGV, EXEC_SERVER_ARGV
 from rollyard_crds.names import RUNTIME_PATH
 
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
-from rollyard_pipeline.sandboxes.runtime import (
+from rollyard_pipeline.sandboxes.starters.runtime import (
     COPIED,
     base_python,
     package_folder,

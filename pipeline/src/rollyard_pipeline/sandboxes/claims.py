@@ -22,7 +22,7 @@ from rollyard_sandbox.errors import FileError
 from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_sandbox.proof import PROVEN
 
-from rollyard_pipeline.control import ClaimCalls, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.control_plane.calls import ClaimCalls, ControlPlaneUnavailable, backoff
 from rollyard_pipeline.errors import ControlPlaneError, NotThere
 from rollyard_pipeline.sandboxes.connection import apply, connect
 from rollyard_pipeline.sandboxes.errors import (
@@ -33,7 +33,7 @@ from rollyard_pipeline.sandboxes.errors import (
     SandboxStartFailed,
 )
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRequest
-from rollyard_pipeline.sandboxes.rootfs import WORKDIR
+from rollyard_pipeline.sandboxes.starters.root_folders import WORKDIR
 
 log = logging.getLogger(__name__)
 

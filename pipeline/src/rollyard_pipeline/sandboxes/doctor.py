@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollyard_pipeline.sandboxes.apptainer import namespace_advice
-from rollyard_pipeline.sandboxes.apptainer_program import FUSE, find_program, fuse_problem, userns_problem
-from rollyard_pipeline.sandboxes.bubblewrap import probe_bwrap
-from rollyard_pipeline.sandboxes.cgroups import CgroupPlace, enforced, find_places
+from rollyard_pipeline.sandboxes.apptainer.program import FUSE, find_program, fuse_problem, userns_problem
+from rollyard_pipeline.sandboxes.apptainer.starter import namespace_advice
 from rollyard_pipeline.sandboxes.errors import (
     ApptainerMissing,
     BubblewrapMissing,
     RunDirUnusable,
     UserNamespacesForbidden,
 )
-from rollyard_pipeline.sandboxes.records import SandboxFolder
+from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace, enforced, find_places
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder
+from rollyard_pipeline.sandboxes.starters.bubblewrap import probe_bwrap
 
 _NPROC_PER_NAMESPACE = (5, 14)
 

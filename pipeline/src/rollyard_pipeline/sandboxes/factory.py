@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Final
 
 from rollyard_crds.names import NODE, PROVIDER
 
-from rollyard_pipeline.sandboxes import cgroups
-from rollyard_pipeline.sandboxes.apptainer import ApptainerOptions, ApptainerStarter
-from rollyard_pipeline.sandboxes.bubblewrap import BubblewrapStarter
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, ApptainerStarter
+from rollyard_pipeline.sandboxes.host import cgroups
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
-from rollyard_pipeline.sandboxes.process import WARNING, ProcessStarter
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.sandboxes.records import SandboxFolder
+from rollyard_pipeline.sandboxes.starters.bare_process import WARNING, ProcessStarter
+from rollyard_pipeline.sandboxes.starters.bubblewrap import BubblewrapStarter
 
 if TYPE_CHECKING:
-    from rollyard_pipeline.control import ClaimCalls
+    from rollyard_pipeline.control_plane.calls import ClaimCalls
 
 log = logging.getLogger(__name__)
 

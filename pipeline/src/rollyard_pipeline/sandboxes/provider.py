@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 
 from rollyard_sandbox.errors import SandboxError as ExecError
 
-from rollyard_pipeline.sandboxes import cgroups
 from rollyard_pipeline.sandboxes.connection import apply, connect
 from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
@@ -23,13 +22,14 @@ from rollyard_pipeline.sandboxes.errors import (
     SandboxLost,
     SandboxStartFailed,
 )
+from rollyard_pipeline.sandboxes.host import cgroups
+from rollyard_pipeline.sandboxes.host.disk_room import DiskRefuses, DiskRoom, is_full
+from rollyard_pipeline.sandboxes.host.processes import this_process
+from rollyard_pipeline.sandboxes.host.records import Process, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRequest
-from rollyard_pipeline.sandboxes.processes import this_process
-from rollyard_pipeline.sandboxes.records import Process, SandboxFolder, SandboxRecord
-from rollyard_pipeline.sandboxes.room import DiskRefuses, DiskRoom, is_full
-from rollyard_pipeline.sandboxes.starters import LEASE_SECONDS, Starter, limits_of
-from rollyard_pipeline.sandboxes.threads import in_thread
-from rollyard_pipeline.sandboxes.warmpool import WarmPool, WarmSandbox
+from rollyard_pipeline.sandboxes.starters.base import LEASE_SECONDS, Starter, limits_of
+from rollyard_pipeline.sandboxes.warm_pool import WarmPool, WarmSandbox
 
 if TYPE_CHECKING:
     from rollyard_crds.lease import LeaseRef, SandboxHandle

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from rollyard_pipeline.agents import Agent, AgentContext
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
-from rollyard_pipeline.recorder import Prompt, Sample
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult
+from rollyard_pipeline.trajectories.recorder import Prompt, Sample
 from tokenizers import Tokenizer
 
 PIECES = (

@@ -9,9 +9,9 @@ from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_crds.task import FunctionCall, Message, ToolCall
 from rollyard_crds.trajectory import FinishReason, SamplingRecord, Trajectory, Turn, TurnToolCall
 
-from rollyard_pipeline.clean import TooDeep, clean_text, clean_value
-from rollyard_pipeline.recorder import TrajectoryRecorder
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
+from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
+from rollyard_pipeline.trajectories.sanitize import TooDeep, clean_text, clean_value
 
 _MAX_CONTENT = 1 << 20  # characters, as Message bounds them
 _MAX_RECORDED_CALLS = 64  # as Message bounds them

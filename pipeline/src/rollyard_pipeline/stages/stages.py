@@ -22,9 +22,9 @@ from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_pipeline.backends.vocabulary import vocabulary_size
 from rollyard_pipeline.chat.format import ChatFormat, FormatCache, to_chat
 from rollyard_pipeline.chat.tokenizer import locate
-from rollyard_pipeline.clean import clean_text
-from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable
-from rollyard_pipeline.episode import Episode
+from rollyard_pipeline.control_plane.calls import ControlPlane, ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.job_specs import JobSpecs
+from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     CarryRefused,
     EvalOutOfMemory,
@@ -32,18 +32,18 @@ from rollyard_pipeline.errors import (
     InitTimeout,
     SandboxMissing,
 )
-from rollyard_pipeline.evalsandbox import EvalSandboxes, eval_sandbox
-from rollyard_pipeline.evaluation import evaluate
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
-from rollyard_pipeline.jobs import JobSpecs
-from rollyard_pipeline.leases import HeldLease
-from rollyard_pipeline.places import SandboxPlaces
-from rollyard_pipeline.recorder import TrajectoryRecorder
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
+from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, eval_sandbox
+from rollyard_pipeline.stages.evaluation import evaluate
+from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.tool_parsers.base import configured
 from rollyard_pipeline.tools.base import Tool, ToolContext
+from rollyard_pipeline.trajectories.episode import Episode
+from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
+from rollyard_pipeline.trajectories.sanitize import clean_text
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Stages:
         """One stage of one rollout. `times` is filled in whatever happens.
 
         Raises:
-            Exception: infrastructure failed; `failure.stage_failure` says how to report it.
+            Exception: infrastructure failed; `worker.failures.stage_failure` says how to report it.
         """
         try:
             spec = await self._jobs.get(held.lease)

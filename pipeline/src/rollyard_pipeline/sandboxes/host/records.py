@@ -26,8 +26,8 @@ from rollyard_crds.private_folder import make_private_folder
 from rollyard_sandbox.proof import SECRET_BYTES
 
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, RunDirUnusable
-from rollyard_pipeline.sandboxes.processes import ProcessRef
-from rollyard_pipeline.sandboxes.room import is_full
+from rollyard_pipeline.sandboxes.host.disk_room import is_full
+from rollyard_pipeline.sandboxes.host.processes import ProcessRef
 
 SOCKET_NAME = "exec.sock"
 _SECRET_NAME = "secret"

@@ -22,7 +22,7 @@ from rollyard_crds.lease import (
 )
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
-from rollyard_pipeline.control import ControlPlaneUnavailable, backoff
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, backoff
 from rollyard_pipeline.errors import ControlPlaneError, JobEnded, NotThere
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _START_SECONDS: Final = 60.0  # how long a worker waits at its start for its job
 
 
 class RestControlPlane:
-    """`control.ControlPlane` over `rollyard_client.WorkerClient`. Use as an async context manager.
+    """`calls.ControlPlane` over `rollyard_client.WorkerClient`. Use as an async context manager.
 
     Retries are the loops' own: they know how long their lease is worth something.
     """

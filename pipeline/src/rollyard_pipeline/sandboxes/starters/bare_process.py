@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollyard_pipeline.sandboxes.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable
+from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
+from rollyard_pipeline.sandboxes.host.processes import Reaper, kill_tree
+from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
-from rollyard_pipeline.sandboxes.launch import Launch, start
-from rollyard_pipeline.sandboxes.processes import Reaper, kill_tree
-from rollyard_pipeline.sandboxes.records import SOCKET_NAME, SandboxRecord
-from rollyard_pipeline.sandboxes.starters import START_SECONDS, StartedSandbox, server_code
+from rollyard_pipeline.sandboxes.starters.base import START_SECONDS, StartedSandbox, server_code
+from rollyard_pipeline.sandboxes.starters.launch import Launch, start
 
 WARNING = (
     "--sandbox process: commands of the model run as bare processes of user %d on this machine. They see its "

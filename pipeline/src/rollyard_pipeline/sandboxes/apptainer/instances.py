@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rollyard_pipeline.sandboxes.processes import (
+from rollyard_pipeline.sandboxes.host.processes import (
     ProcessRef,
     descendants,
     kill_and_wait,

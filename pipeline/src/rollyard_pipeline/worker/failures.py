@@ -7,8 +7,8 @@ from rollyard_crds.rolloutjob import StageName
 from rollyard_inference.errors import BackendError
 from rollyard_sandbox.errors import SandboxError as ExecError
 
-from rollyard_pipeline.clean import clean_text
 from rollyard_pipeline.errors import PipelineError
+from rollyard_pipeline.trajectories.sanitize import clean_text
 
 _MESSAGE_LIMIT = 4096  # as StageFailure bounds it
 

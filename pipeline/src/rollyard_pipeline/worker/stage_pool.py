@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rollyard_crds.lease import MAX_BATCH, Lease, LeaseRequest
 from rollyard_crds.rolloutjob import StageName
 
-from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.control_plane.calls import ControlPlane, ControlPlaneUnavailable, backoff
 from rollyard_pipeline.errors import ControlPlaneError, JobEnded
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
+from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import SandboxMissing
-from rollyard_pipeline.leases import HeldLease
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 
 _LOOK_SECONDS: Final = 0.5

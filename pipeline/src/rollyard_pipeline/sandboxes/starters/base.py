@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rollyard_pipeline.sandboxes.cgroups import CgroupPlace, Limits, enforced
+from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace, Limits, enforced
+from rollyard_pipeline.sandboxes.host.processes import ProcessRef
+from rollyard_pipeline.sandboxes.host.records import SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
-from rollyard_pipeline.sandboxes.launch import LISTEN_FD, READY_FD, SECRET_FD
-from rollyard_pipeline.sandboxes.processes import ProcessRef
-from rollyard_pipeline.sandboxes.records import SandboxRecord
-from rollyard_pipeline.sandboxes.rootfs import PROC_HIDDEN, WORKDIR
-from rollyard_pipeline.sandboxes.runtime import EVAL_FOLDER
+from rollyard_pipeline.sandboxes.starters.launch import LISTEN_FD, READY_FD, SECRET_FD
+from rollyard_pipeline.sandboxes.starters.root_folders import PROC_HIDDEN, WORKDIR
+from rollyard_pipeline.sandboxes.starters.runtime import EVAL_FOLDER
 
 SANDBOX_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

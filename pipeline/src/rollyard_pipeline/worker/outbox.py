@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from rollyard_crds.lease import CompleteRequest, FailRequest, OutcomeResponse, StageFailure, StageResult
 
-from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.control_plane.calls import ControlPlane, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import ControlPlaneError
-from rollyard_pipeline.leases import HeldLease
 
 log = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from rollyard_crds.rolloutjob import EvalSandbox, RolloutJobSpec
 from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.errors import SandboxError as ExecError
 
-from rollyard_pipeline import carrying
+from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import CarryRefused, EvalOutOfMemory, EvalSandboxFailed
 from rollyard_pipeline.handlers.base import Handler, StageContext
-from rollyard_pipeline.leases import HeldLease
-from rollyard_pipeline.places import SandboxPlaces
 from rollyard_pipeline.sabotage import reward_reason
 from rollyard_pipeline.sandboxes.errors import SandboxError, SandboxLost
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
+from rollyard_pipeline.stages import eval_carry
+from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 
 log = logging.getLogger(__name__)
 
@@ -184,14 +184,14 @@ async def _carry(used: Sandbox, fresh: Sandbox, carry: EvalCarry) -> None:
     run, empty = used.client.beneath(), fresh.client.beneath()
     try:
         if carry.diff:
-            carried = await carrying.take_changes(run, empty, carry)
+            carried = await eval_carry.take_changes(run, empty, carry)
         else:
-            carried = await carrying.take_files(run, carry)
+            carried = await eval_carry.take_files(run, carry)
     except ExecError as error:
         if reward_reason(error):
             raise CarryRefused(f"{error.reason}: {error}") from error
         raise
-    await carrying.put(empty, carried)
+    await eval_carry.put(empty, carried)
 
 
 async def _answers(sandbox: Sandbox) -> bool:

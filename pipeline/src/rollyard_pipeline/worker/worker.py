@@ -13,17 +13,17 @@ from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import STAGES, StageName
 
 from rollyard_pipeline.backends import BackendClient
-from rollyard_pipeline.control import ControlPlane
-from rollyard_pipeline.failure import hand_over, stage_failure
-from rollyard_pipeline.heartbeat import Heartbeat
-from rollyard_pipeline.leases import HeldLease, LeaseTable
-from rollyard_pipeline.outbox import Outbox
-from rollyard_pipeline.places import SandboxPlaces
-from rollyard_pipeline.pool import Identity, StagePool
+from rollyard_pipeline.control_plane.calls import ControlPlane
+from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes.errors import SandboxError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
-from rollyard_pipeline.stages import Stages
+from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
+from rollyard_pipeline.stages.stages import Stages
+from rollyard_pipeline.worker.failures import hand_over, stage_failure
+from rollyard_pipeline.worker.heartbeat import Heartbeat
+from rollyard_pipeline.worker.outbox import Outbox
+from rollyard_pipeline.worker.stage_pool import Identity, StagePool
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class WorkerOptions:
     job: str | None = None
     namespace: str | None = None
     max_sandboxes: int | None = None
-    """Sandboxes on the node beyond which Init waits; None: see `sandbox_limit`. See `places`, too."""
+    """Sandboxes on the node beyond which Init waits (see `stages.sandbox_places`); None: `sandbox_limit`."""
     sandboxes_end: bool = False
     """The sandboxes that it started end with it, as those of a batch job do."""
     trouble_file: Path | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable
-from rollyard_pipeline.sandboxes.rootfs import check_image
+from rollyard_pipeline.sandboxes.starters.root_folders import check_image
 
 _REGISTRIES: Final = ("docker", "oras", "library", "shub")
 _ARCHIVES: Final = ("docker-archive", "oci-archive")
@@ -63,7 +63,7 @@ def parse_image(text: str, private: Iterable[Path] = ()) -> Image:
 
     Raises:
         ImageNotUsable: nothing that Apptainer starts, a file that is missing or broken, or a folder that
-            is no root folder or shows one of `private` (see `rootfs.check_image`).
+            is no root folder or shows one of `private` (see `root_folders.check_image`).
     """
     scheme, colon, rest = text.partition(":")
     if colon and scheme in _REGISTRIES:

@@ -10,26 +10,31 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollyard_pipeline.sandboxes.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.errors import (
     BubblewrapMissing,
     ImageNotUsable,
     SandboxStartFailed,
     UserNamespacesForbidden,
 )
+from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
+from rollyard_pipeline.sandboxes.host.processes import Reaper, kill_and_wait
+from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
-from rollyard_pipeline.sandboxes.launch import ARGS_FD, INFO_FD, Launch, start
-from rollyard_pipeline.sandboxes.processes import Reaper, kill_and_wait
-from rollyard_pipeline.sandboxes.records import SOCKET_NAME, SandboxFolder, SandboxRecord
-from rollyard_pipeline.sandboxes.rootfs import NAMESPACES, WORKDIR, bwrap_arguments, check_image
-from rollyard_pipeline.sandboxes.runtime import SANDBOX_UID, Runtime, make_runtime
-from rollyard_pipeline.sandboxes.starters import (
+from rollyard_pipeline.sandboxes.starters.base import (
     SANDBOX_ENV,
     START_SECONDS,
     StartedSandbox,
     inside,
     server_code,
 )
+from rollyard_pipeline.sandboxes.starters.launch import ARGS_FD, INFO_FD, Launch, start
+from rollyard_pipeline.sandboxes.starters.root_folders import (
+    NAMESPACES,
+    WORKDIR,
+    bwrap_arguments,
+    check_image,
+)
+from rollyard_pipeline.sandboxes.starters.runtime import SANDBOX_UID, Runtime, make_runtime
 
 INSTALL_HINT = (
     "install it (Debian, Ubuntu: `apt-get install bubblewrap`; Fedora, RHEL: `dnf install bubblewrap`), "

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
-from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.control_plane.calls import ControlPlane, ControlPlaneUnavailable, backoff
 
 
 class JobSpecs:

@@ -2,7 +2,7 @@
 
     <cache>/<key>.sif     an image; <key>.dir where SIF files cannot be mounted
     <cache>/<key>.json    what it was built from
-    <cache>/<key>.lock    held by whoever builds it (see `sharedlock`)
+    <cache>/<key>.lock    held by whoever builds it (see `shared_lock`)
     <cache>/.new-<…>      what is being built: renamed when it is whole
     <cache>/.layers-<…>   what a build has downloaded that was not finished: the next one goes on from there
 
@@ -26,11 +26,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from rollyard_pipeline.sandboxes.apptainer_program import Program, run_program
+from rollyard_pipeline.sandboxes.apptainer.images import Image
+from rollyard_pipeline.sandboxes.apptainer.program import Program, run_program
+from rollyard_pipeline.sandboxes.apptainer.shared_lock import STALE_SECONDS, shared_lock
 from rollyard_pipeline.sandboxes.errors import DiskFull, ImageNotUsable, RunDirUnusable, SandboxStartFailed
-from rollyard_pipeline.sandboxes.images import Image
-from rollyard_pipeline.sandboxes.sharedlock import STALE_SECONDS, shared_lock
-from rollyard_pipeline.sandboxes.threads import in_thread
+from rollyard_pipeline.sandboxes.host.threads import in_thread
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Final
 
 from rollyard_crds.lease import HeartbeatRequest
 
-from rollyard_pipeline.control import ControlPlane, ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.calls import ControlPlane, ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.leases import LeaseTable
 from rollyard_pipeline.errors import ControlPlaneError
-from rollyard_pipeline.leases import LeaseTable
 from rollyard_pipeline.sandboxes.errors import SandboxError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 

@@ -21,16 +21,16 @@ from typing import Final
 
 from rollyard_sandbox.walls import NOT_CONFINED
 
-from rollyard_pipeline.sandboxes import instances
-from rollyard_pipeline.sandboxes.apptainer_program import (
+from rollyard_pipeline.sandboxes.apptainer import instances
+from rollyard_pipeline.sandboxes.apptainer.image_cache import NO_ROOM, ImageCache
+from rollyard_pipeline.sandboxes.apptainer.images import Image, parse_image
+from rollyard_pipeline.sandboxes.apptainer.program import (
     Program,
     find_program,
     fuse_problem,
     program_env,
     userns_problem,
 )
-from rollyard_pipeline.sandboxes.bubblewrap import userns_advice
-from rollyard_pipeline.sandboxes.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
     ImageNotUsable,
@@ -39,22 +39,28 @@ from rollyard_pipeline.sandboxes.errors import (
     SandboxStartFailed,
     UserNamespacesForbidden,
 )
-from rollyard_pipeline.sandboxes.imagecache import NO_ROOM, ImageCache
-from rollyard_pipeline.sandboxes.images import Image, parse_image
+from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
+from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper
+from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import SandboxKey
-from rollyard_pipeline.sandboxes.launch import LOG_FD, READY_FD, Launch, start
-from rollyard_pipeline.sandboxes.processes import ProcessRef, Reaper
-from rollyard_pipeline.sandboxes.records import SOCKET_NAME, SandboxFolder, SandboxRecord
-from rollyard_pipeline.sandboxes.rootfs import SHM_BYTES, WORKDIR, disk_sizes
-from rollyard_pipeline.sandboxes.runtime import EVAL_FOLDER, INSIDE, SANDBOX_UID, Runtime, make_runtime
-from rollyard_pipeline.sandboxes.starters import (
+from rollyard_pipeline.sandboxes.starters.base import (
     SANDBOX_ENV,
     START_SECONDS,
     StartedSandbox,
     inside,
     server_code,
 )
-from rollyard_pipeline.sandboxes.threads import in_thread
+from rollyard_pipeline.sandboxes.starters.bubblewrap import userns_advice
+from rollyard_pipeline.sandboxes.starters.launch import LOG_FD, READY_FD, Launch, start
+from rollyard_pipeline.sandboxes.starters.root_folders import SHM_BYTES, WORKDIR, disk_sizes
+from rollyard_pipeline.sandboxes.starters.runtime import (
+    EVAL_FOLDER,
+    INSIDE,
+    SANDBOX_UID,
+    Runtime,
+    make_runtime,
+)
 
 log = logging.getLogger(__name__)
 

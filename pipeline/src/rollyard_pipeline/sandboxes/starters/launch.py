@@ -20,9 +20,9 @@ from io import FileIO
 from pathlib import Path
 
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxStartFailed
-from rollyard_pipeline.sandboxes.processes import ProcessRef, Reaper, kill_and_wait, process_ref
-from rollyard_pipeline.sandboxes.room import is_full
-from rollyard_pipeline.sandboxes.threads import in_thread
+from rollyard_pipeline.sandboxes.host.disk_room import is_full
+from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper, kill_and_wait, process_ref
+from rollyard_pipeline.sandboxes.host.threads import in_thread
 
 LISTEN_FD, READY_FD, INFO_FD, ARGS_FD, LOG_FD, SECRET_FD = 3, 4, 5, 6, 7, 8
 LOG_BYTES = 64 << 10

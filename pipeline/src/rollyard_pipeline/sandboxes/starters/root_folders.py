@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable
 from rollyard_pipeline.sandboxes.interface import SandboxKey
-from rollyard_pipeline.sandboxes.runtime import EVAL_FOLDER, INSIDE, Runtime
+from rollyard_pipeline.sandboxes.starters.runtime import EVAL_FOLDER, INSIDE, Runtime
 
 WORKDIR = "/work"
 SHM_BYTES = 64 << 20

@@ -1,0 +1,1 @@
+"""Apptainer sandboxes: the program, its instances, and the images that they start from."""

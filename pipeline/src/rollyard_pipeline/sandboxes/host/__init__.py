@@ -1,0 +1,1 @@
+"""What sandboxes use of their machine: control groups, processes, the run folder and its disk."""

@@ -1,0 +1,1 @@
+"""What a worker does with one lease: Init, Run or Eval of one rollout."""

@@ -1,0 +1,83 @@
+"""What pages name in backticks is there: files and folders of the repository, and modules of its packages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+    cwd=ROOT, capture_output=True, text=True, check=True,
+).stdout.splitlines()  # fmt: skip
+# What the changelog names was there when the line was written.
+PAGES = [
+    name for name in FILES if name.endswith(".md") and name != "CHANGELOG.md" and (ROOT / name).is_file()
+]
+FOLDERS = {name.partition("/")[0] for name in FILES if "/" in name}
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"`([^`\n]+)`")
+PATH = re.compile(r"([\w.-]+)(/[\w.*-]+)*/?")
+MODULE = re.compile(r"rollyard_\w+(\.\w+)+")
+
+
+def code(text: str) -> list[str]:
+    """What stands between single backticks, outside of fenced blocks."""
+    return CODE.findall(FENCE.sub("", text))
+
+
+def is_path(word: str) -> bool:
+    """Whether a word looks like a path from the repository's root: one of its folders and a slash."""
+    return PATH.fullmatch(word) is not None and "/" in word and word.partition("/")[0] in FOLDERS
+
+
+def is_there(path: str) -> bool:
+    """Whether a path, which may be a pattern, names something in the repository."""
+    return any(True for _ in ROOT.glob(path.rstrip("/")))
+
+
+def is_defined(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[end:]:
+            if not hasattr(found, attribute):
+                return False
+            found = getattr(found, attribute)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page: str) -> None:
+    words = {word.partition("::")[0] for word in code((ROOT / page).read_text())}
+    assert sorted(word for word in words if is_path(word) and not is_there(word)) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_exist(page: str) -> None:
+    names = {word for word in code((ROOT / page).read_text()) if MODULE.fullmatch(word)}
+    assert sorted(name for name in names if not is_defined(name)) == []
+
+
+def test_what_looks_like_a_path() -> None:
+    assert is_path("tests/docs")
+    assert is_path("helm/rollyard/")
+    assert is_path("tests/*/test_faults.py")
+    assert not is_path("tests")
+    assert not is_path("nodes/metrics")
+    assert not is_path("docs/a page")
+    assert is_there("tests/docs/test_*.py")
+    assert not is_there("tests/docs/test_nothing.py")
+    assert is_defined("rollyard_crds.version.installed_version")
+    assert not is_defined("rollyard_crds.version.nothing")
+    assert not is_defined("rollyard_crds.nothing")

@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from rollyard_sandbox import peers
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.frames import encode
+from rollyard_sandbox.isolation import peers
 
 TOKEN = "a token of one sandbox"
 # Run by a command of the sandbox, with the address as its argument; it holds what it opens.

@@ -92,9 +92,9 @@ async def test_no_command_looks_into_the_server(sandbox: Sandbox) -> None:
 
 async def test_refused_calls(sandbox: Sandbox) -> None:
     """Every call of the filter fails with EPERM in bash's children, in programs and in the kernel."""
-    from rollyard_sandbox import callfilter
+    from rollyard_sandbox.isolation import seccomp
 
-    numbers = callfilter.refused_calls(os.uname().machine)
+    numbers = seccomp.refused_calls(os.uname().machine)
     program = (
         HEAD
         + f"""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from rollyard_sandbox import errors, isolation
+from rollyard_sandbox import errors
 from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.isolation import network
 
 SECRET = "a secret of one sandbox"
 HASH = hashlib.sha256(SECRET.encode()).hexdigest()
@@ -75,7 +76,7 @@ def test_an_open_network_is_refused(listener: socket.socket) -> None:
          "--isolation-seconds", "0.3"],
         capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == isolation.NOT_ISOLATED == 78
+    assert done.returncode == network.NOT_ISOLATED == 78
     assert done.stderr.startswith("NotIsolated: after 0.3 s")
     assert target(listener) in done.stderr
     assert "127.0.0.1:1," not in done.stderr
@@ -89,8 +90,8 @@ def test_silence_must_be_met_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(1)
         return next(rounds)
 
-    monkeypatch.setattr(isolation, "_try_all", tried)
-    assert isolation.wait_isolated([isolation.Target("127.0.0.1:1")], 30) is None
+    monkeypatch.setattr(network, "_try_all", tried)
+    assert network.wait_isolated([network.Target("127.0.0.1:1")], 30) is None
     assert len(calls) == 5
 
 
@@ -103,7 +104,7 @@ def test_a_full_backlog_is_silence_not_a_connection() -> None:
         for sock in waiting:
             sock.setblocking(False)
             sock.connect_ex(address)
-        reached, silent = isolation._try_all([isolation.Target(f"127.0.0.1:{address[1]}")])
+        reached, silent = network._try_all([network.Target(f"127.0.0.1:{address[1]}")])
         for sock in waiting:
             sock.close()
     assert (reached, silent) == ([], True)

@@ -382,7 +382,7 @@ async def test_the_folder_runs_by_path_without_an_installed_package(tmp_path: Pa
 
 
 def test_starting_imports_nothing_heavy() -> None:
-    code = "import sys, rollyard_sandbox.server; print(*sys.modules)"
+    code = "import sys, rollyard_sandbox.server.command_line; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     modules = set(loaded.stdout.split())
     heavy = {

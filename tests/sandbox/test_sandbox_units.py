@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollyard_sandbox import errors
-from rollyard_sandbox.capture import Capture
+from rollyard_sandbox.execution.capture import Capture
+from rollyard_sandbox.execution.shell import parse_report, single_quoted, typed_line
 from rollyard_sandbox.frames import FrameReader, encode
-from rollyard_sandbox.shell import parse_report, single_quoted, typed_line
 
 
 @settings(max_examples=60, deadline=None)

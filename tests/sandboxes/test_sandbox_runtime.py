@@ -14,13 +14,14 @@ def test_modules_are_compiled_ahead_and_name_no_path_of_this_machine(tmp_path: P
     make_runtime(tmp_path)
     (folder,) = tmp_path.glob("runtime-*")
     for package in COPIED:
-        sources = sorted((folder / "lib" / package).glob("*.py"))
-        assert sources
+        sources = sorted((folder / "lib" / package).rglob("*.py"))
+        assert {"__init__.py"} < {source.name for source in sources}
+        assert len(sources) == len(list(package_folder(package).rglob("*.py")))
         for source in sources:
             tag = sys.implementation.cache_tag
             compiled = (source.parent / "__pycache__" / f"{source.stem}.{tag}.pyc").read_bytes()
             code = marshal.loads(compiled[16:])
-            assert code.co_filename == f"{INSIDE}/lib/{package}/{source.name}"
+            assert code.co_filename == f"{INSIDE}/{source.relative_to(folder)}"
             assert str(package_folder(package)).encode() not in compiled
             # PEP 552: by hash and never checked, so that what is mounted read-only is not compiled anew.
             assert compiled[4:8] == b"\1\0\0\0"
@@ -47,5 +48,5 @@ def test_without_compiled_modules_here_they_are_compiled(tmp_path: Path) -> None
         [sys.executable, "-c", code, str(tmp_path / "b"), str(tmp_path / "none")], timeout=60
     )
     (made,) = (tmp_path / "b").glob("runtime-*")
-    modules = list(made.glob("lib/*/*.py"))
-    assert len(list(made.glob("lib/*/__pycache__/*.pyc"))) == len(modules) > 0
+    modules = list(made.glob("lib/**/*.py"))
+    assert len(list(made.glob("lib/**/__pycache__/*.pyc"))) == len(modules) > 0

@@ -9,6 +9,6 @@ if not __package__:
     # A folder run by path: its parent holds this package and ptyprocess.
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from rollyard_sandbox.server import main
+from rollyard_sandbox.server.command_line import main
 
 sys.exit(main())

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from rollyard_sandbox.results import EvalPlace
+from rollyard_sandbox.client.results import EvalPlace
 
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SHARED: Final = ("/tmp", "/var/tmp", "/dev/shm", "/run/user")

@@ -90,8 +90,9 @@ def write_bundle(out: Path) -> None:
     for source, name in _packages():
         _copy(source, out / "site" / name)
     for package in COPIED:
-        for source in package_folder(package).glob("*.py"):
-            _copy(source, out / "lib" / package / source.name)
+        folder = package_folder(package)
+        for source in folder.rglob("*.py"):
+            _copy(source, out / "lib" / package / source.relative_to(folder))
     for name, text in _written().items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ def _written() -> dict[str, str]:
     inside = [f"{RUNTIME_PATH}/lib", f"{RUNTIME_PATH}/site"]
     return {
         **venv_files(argv[-1], argv, inside),
-        Path(EXEC_SERVER_ARGV[-1]).name: _START.format(module="server", arguments=""),
+        Path(EXEC_SERVER_ARGV[-1]).name: _START.format(module="server.command_line", arguments=""),
         Path(COPY_ARGV[-1]).name: _START.format(module="copying", arguments="here, sys.argv[1:]"),
     }
 

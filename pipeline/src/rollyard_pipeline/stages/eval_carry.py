@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rollyard_crds.evalcarry import EvalCarry, carried_path
+from rollyard_sandbox.client.work_folder import DIGEST_SIZE, MAX_DIGESTED, TreeEntry, WorkFolder
 from rollyard_sandbox.errors import FileError
-from rollyard_sandbox.workfolder import DIGEST_SIZE, MAX_DIGESTED, TreeEntry, WorkFolder
 
 from rollyard_pipeline.errors import CarryRefused, CarryUnusable
 

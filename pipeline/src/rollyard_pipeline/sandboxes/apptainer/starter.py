@@ -1,8 +1,8 @@
 """Apptainer sandboxes: rootless instances of SIF files, of container images and of root folders.
 
 Apptainer gives the image, a writable layer and the closed network; inside, before the exec server
-starts, `rollyard_sandbox.confine` adds what an instance lacks: a user of its own, sizes for what can be
-written, and an exec server that nothing inside can see around or end.
+starts, `rollyard_sandbox.isolation.container` adds what an instance lacks: a user of its own, sizes for
+what can be written, and an exec server that nothing inside can see around or end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rollyard_sandbox.walls import NOT_CONFINED
+from rollyard_sandbox.isolation.protections import NOT_CONFINED
 
 from rollyard_pipeline.sandboxes.apptainer import instances
 from rollyard_pipeline.sandboxes.apptainer.image_cache import NO_ROOM, ImageCache
@@ -301,7 +301,7 @@ class ApptainerStarter:
         return [
             "import os",
             f"os.dup2({LOG_FD}, 1); os.dup2({LOG_FD}, 2); os.closerange({READY_FD + 1}, 65536)",
-            "from rollyard_sandbox.confine import Confinement, clean_environment, confine",
+            "from rollyard_sandbox.isolation.container import Confinement, clean_environment, confine",
             f"confine(Confinement(uid={uid!r}, sizes={sizes!r}, aliases={{'/var/tmp': '/tmp'}}, "
             f"read_only=('/dev', '/sys'), hostname='sandbox'))",
             f"if not any(os.access(path, os.X_OK) for path in {_BASHES!r}): "

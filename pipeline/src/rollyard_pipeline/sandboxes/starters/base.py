@@ -127,8 +127,9 @@ def server_code(
     if shared:
         lines.append(f"r.setrlimit(r.RLIMIT_FSIZE, ({key.disk_bytes}, {key.disk_bytes}))")
     lines += [
-        "from rollyard_sandbox.border import Inside",
-        "from rollyard_sandbox.server import Options, serve",
+        "from rollyard_sandbox.isolation.command_namespaces import Inside",
+        "from rollyard_sandbox.server.exec_server import serve",
+        "from rollyard_sandbox.server.options import Options",
         f"sys.exit(serve(Options(listen=['fd:{LISTEN_FD}'], ready_fd={READY_FD}, workdir={workdir!r}, "
         f"lease={LEASE_SECONDS!r}, own_pid_namespace={not shared}, filter_calls={not shared}, "
         f"secret=secret, inside={inside})))",

@@ -56,7 +56,8 @@ def bwrap_arguments(key: SandboxKey, runtime: Runtime, env: Mapping[str, str]) -
     arguments = [
         *NAMESPACES,
         # The exec server is process 1, and may do in these namespaces what it needs to make others for its
-        # commands; `rollyard_sandbox.border` lets commands have no right, and no user namespaces.
+        # commands. Commands themselves have no right and make no user namespaces (see
+        # `rollyard_sandbox.isolation.command_namespaces`).
         "--as-pid-1", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv",
         "--uid", "0", "--gid", "0", *(part for name in _RIGHTS for part in ("--cap-add", name)),
     ]  # fmt: skip

@@ -102,8 +102,9 @@ def make_runtime(cache: Path) -> Runtime:
     }
     origins: dict[str, Path] = {}
     for package in COPIED:
-        for source in sorted(package_folder(package).glob("*.py")):
-            name = f"lib/{package}/{source.name}"
+        installed = package_folder(package)
+        for source in sorted(installed.rglob("*.py")):
+            name = f"lib/{package}/{source.relative_to(installed)}"
             files[name], origins[name] = source.read_text(encoding="utf-8"), source
     folder = _write(cache, files, origins)
     binds += [(str(folder / name), f"{INSIDE}/{name}") for name in ("lib", "venv")]
@@ -206,7 +207,7 @@ def _write(cache: Path, files: dict[str, str], origins: dict[str, Path]) -> Path
         return folder
     temporary = cache / f".runtime-{secrets.token_hex(6)}"
     for parent in dict.fromkeys(os.path.dirname(name) for name in files):
-        (temporary / parent).mkdir(parents=True)
+        (temporary / parent).mkdir(parents=True, exist_ok=True)
     for package in dict.fromkeys(os.path.dirname(name) for name in origins):
         (temporary / package / "__pycache__").mkdir()
     for name, text in files.items():

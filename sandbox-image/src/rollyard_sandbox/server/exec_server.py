@@ -13,92 +13,26 @@ import socket
 import sys
 from time import monotonic
 
-from rollyard_sandbox import isolation, peers, processes, proof
-from rollyard_sandbox.connection import Connection
+from rollyard_sandbox import proof
 from rollyard_sandbox.errors import Unauthorized
-from rollyard_sandbox.eventloop import EventLoop
-from rollyard_sandbox.operations import Operations
-from rollyard_sandbox.walls import FAILED, NOT_CONFINED, Walls
+from rollyard_sandbox.execution import processes
+from rollyard_sandbox.execution.event_loop import EventLoop
+from rollyard_sandbox.isolation import network, peers
+from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED, Walls
+from rollyard_sandbox.server.connection import Connection
+from rollyard_sandbox.server.operations import Operations
+from rollyard_sandbox.server.options import Options
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from argparse import Namespace
     from typing import Any
 
-    from rollyard_sandbox.border import Inside
-    from rollyard_sandbox.eventloop import Timer
+    from rollyard_sandbox.execution.event_loop import Timer
 
 LEASE_ENDED = 75  # exit status when the lease was not renewed (EX_TEMPFAIL)
-MAX_SESSIONS = 64
-MAX_OUTPUT = 16 * 1024 * 1024
 _MAX_CONNECTIONS = 64  # that have greeted
 _MAX_STRANGERS = 32  # that have not
 _ACCEPTS_AT_ONCE = 64
-
-
-class Options:
-    """What the command line can say; `main` parses and checks one, `serve` takes it as it is.
-
-    Args:
-        listen: addresses, see `Server.listen`.
-        workdir: where sessions start.
-        lease: seconds after which the server kills everything and ends when nobody renews; None: never.
-        token: what clients must show; None: nothing. TCP needs one, or its hash.
-        token_sha256: the SHA-256 of what clients must show, in hex: the server knows no more until a client
-            shows it, and proves from then on that it does (see `proof`).
-        isolation_checks: addresses that must be out of reach before the server listens.
-        isolation_seconds: how long it waits for that, before it exits with NOT_ISOLATED.
-        max_sessions: sessions at once.
-        max_output: bytes, upper bound of a request's max_output.
-        ready_fd: where one JSON line (pid, listen) is written when the server is ready.
-        own_pid_namespace: only the server and pid 1 may survive kill_all.
-        secret: what the server proves to know when a client asks it; None: it proves nothing.
-        allow_loopback: whether connections over TCP may come from this machine itself, that is from the
-            sandbox's own commands; where it listens on a loopback address only, they may in any case.
-        inside: what commands find beyond a border between them and the server; None: there is none.
-        filter_calls: whether commands get a filter of system calls (see `callfilter`).
-    """
-
-    __slots__ = (
-        "allow_loopback", "filter_calls", "inside", "isolation_checks", "isolation_seconds", "lease",
-        "listen", "max_output", "max_sessions", "own_pid_namespace", "ready_fd", "secret", "token",
-        "token_sha256", "workdir",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        *,
-        listen: list[str],
-        workdir: str = "/",
-        lease: float | None = None,
-        token: str | None = None,
-        token_sha256: str | None = None,
-        isolation_checks: tuple[isolation.Target, ...] = (),
-        isolation_seconds: float = isolation.DEFAULT_SECONDS,
-        max_sessions: int = MAX_SESSIONS,
-        max_output: int = MAX_OUTPUT,
-        ready_fd: int | None = None,
-        own_pid_namespace: bool = False,
-        filter_calls: bool = True,
-        inside: Inside | None = None,
-        secret: bytes | None = None,
-        allow_loopback: bool = False,
-    ) -> None:
-        self.listen = listen
-        self.workdir = workdir
-        self.lease = lease
-        self.token = token
-        self.token_sha256 = token_sha256
-        self.isolation_checks = isolation_checks
-        self.isolation_seconds = isolation_seconds
-        self.max_sessions = max_sessions
-        self.max_output = max_output
-        self.ready_fd = ready_fd
-        self.own_pid_namespace = own_pid_namespace
-        self.filter_calls = filter_calls
-        self.inside = inside
-        self.secret = secret
-        self.allow_loopback = allow_loopback
 
 
 class Server:
@@ -305,132 +239,6 @@ def _split_tcp(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _parse(arguments: list[str] | None) -> Namespace:
-    import argparse  # 3 ms, which a sandbox that calls `serve` itself does not spend
-
-    parser = argparse.ArgumentParser(prog="rollyard_sandbox.server", description="Exec server of a sandbox.")
-    add = parser.add_argument
-    add(
-        "--listen",
-        action="append",
-        required=True,
-        metavar="ADDRESS",
-        help="unix:/path, tcp://host:port (host *: every address; port 0: any free one) or fd:N (a bound "
-        "socket); may be repeated",
-    )
-    add("--workdir", default="/", help="where sessions start")
-    add(
-        "--lease", type=float, metavar="SECONDS", help="kill everything and exit when not renewed for so long"
-    )
-    add("--token-file", metavar="FILE", help="the token that clients must show; TCP needs it, or its hash")
-    add("--token-sha256", metavar="HEX", help="SHA-256 of the token that clients must show, 64 hex digits")
-    add(
-        "--isolation-check",
-        action="append",
-        default=[],
-        metavar="IP:PORT",
-        help="listen only when this cannot be reached, else exit with "
-        f"{isolation.NOT_ISOLATED}; may be repeated",
-    )
-    add(
-        "--isolation-seconds",
-        type=float,
-        default=isolation.DEFAULT_SECONDS,
-        metavar="SECONDS",
-        help="how long to wait for that",
-    )
-    add("--max-sessions", type=int, default=MAX_SESSIONS)
-    add(
-        "--max-output",
-        type=int,
-        default=MAX_OUTPUT,
-        metavar="BYTES",
-        help="upper bound of a request's max_output",
-    )
-    add(
-        "--ready-fd",
-        type=int,
-        metavar="N",
-        help="write one JSON line (pid, listen) to this descriptor when ready, then close it",
-    )
-    add(
-        "--own-pid-namespace",
-        action="store_true",
-        help="only this server and pid 1 may survive kill_all: the pid namespace is its own",
-    )
-    add(
-        "--secret-fd",
-        type=int,
-        metavar="N",
-        help=f"read {proof.SECRET_BYTES} bytes from this descriptor, which the server proves to know",
-    )
-    add(
-        "--allow-loopback",
-        action="store_true",
-        help="accept TCP connections that come from this machine itself, where the server does not listen on "
-        "a loopback address only",
-    )
-    options = parser.parse_args(arguments)
-    if not os.path.isdir(options.workdir):
-        parser.error(f"--workdir: {options.workdir} is not a directory")
-    if options.lease is not None and options.lease <= 0:
-        parser.error("--lease: must be more than 0 seconds")
-    with_token = options.token_file is not None or options.token_sha256 is not None
-    if not with_token and any(address.startswith("tcp:") for address in options.listen):
-        parser.error("--listen: TCP needs --token-file or --token-sha256")
-    if options.token_sha256 is not None:
-        options.token_sha256 = options.token_sha256.lower()
-        if len(options.token_sha256) != 64 or set(options.token_sha256) - set("0123456789abcdef"):
-            parser.error("--token-sha256: must be 64 hexadecimal digits")
-    if not 0 <= options.isolation_seconds <= 3600:
-        parser.error("--isolation-seconds: must be between 0 and 3600 seconds")
-    try:
-        options.isolation_check = tuple(isolation.Target(text) for text in options.isolation_check)
-    except ValueError as error:
-        parser.error(f"--isolation-check: {error}")
-    return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    options = _parse(arguments)
-    token = None
-    if options.token_file is not None:
-        try:
-            with open(options.token_file, encoding="utf-8") as file:
-                token = file.read().strip()
-        except OSError as error:
-            print(f"--token-file: {error}", file=sys.stderr)
-            return 2
-        if not token:
-            print(f"--token-file: {options.token_file} is empty", file=sys.stderr)
-            return 2
-    secret = None
-    if options.secret_fd is not None:
-        try:
-            secret = proof.read_secret(options.secret_fd)
-        except (OSError, ValueError) as error:
-            print(f"--secret-fd: {error}", file=sys.stderr)
-            return 2
-    return serve(
-        Options(
-            listen=options.listen,
-            workdir=options.workdir,
-            lease=options.lease,
-            token=token,
-            token_sha256=options.token_sha256,
-            isolation_checks=options.isolation_check,
-            isolation_seconds=options.isolation_seconds,
-            max_sessions=options.max_sessions,
-            max_output=options.max_output,
-            ready_fd=options.ready_fd,
-            own_pid_namespace=options.own_pid_namespace,
-            secret=secret,
-            allow_loopback=options.allow_loopback,
-        )
-    )
-
-
 def serve(options: Options) -> int:
     """Serves until shutdown, SIGTERM or the end of the lease; returns the exit status."""
     if os.getpid() != 1:  # process 1 inherits orphans anyway
@@ -441,10 +249,10 @@ def serve(options: Options) -> int:
         print(f"{NOT_CONFINED}: {error}", file=sys.stderr)
         return FAILED
     if options.isolation_checks:
-        problem = isolation.wait_isolated(options.isolation_checks, options.isolation_seconds)
+        problem = network.wait_isolated(options.isolation_checks, options.isolation_seconds)
         if problem is not None:
-            isolation.refuse(problem)
-            return isolation.NOT_ISOLATED
+            network.refuse(problem)
+            return network.NOT_ISOLATED
     server = Server(options, walls)
     try:
         addresses = [server.listen(address) for address in options.listen]
@@ -455,7 +263,3 @@ def serve(options: Options) -> int:
         os.write(options.ready_fd, json.dumps({"pid": os.getpid(), "listen": addresses}).encode() + b"\n")
         os.close(options.ready_fd)
     return server.run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,7 @@ import select
 import signal
 from time import monotonic
 
-from rollyard_sandbox.outsidesignals import OutsideSignals
+from rollyard_sandbox.isolation.signal_senders import OutsideSignals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

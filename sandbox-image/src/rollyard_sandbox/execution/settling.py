@@ -10,7 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollyard_sandbox.shell import Shell
+    from rollyard_sandbox.execution.shell import Shell
 
 AT_INTERRUPT = b"\n"
 """What bash prints when it acts on a SIGINT at its prompt."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 import ctypes
 from contextlib import contextmanager
 
-from rollyard_sandbox import outsidesignals
-from rollyard_sandbox.callfilter import CallFilter
+from rollyard_sandbox.isolation import signal_senders
+from rollyard_sandbox.isolation.seccomp import CallFilter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollyard_sandbox.border import Border, Inside
+    from rollyard_sandbox.isolation.command_namespaces import Border, Inside
 
 FAILED = 78  # exit status (EX_CONFIG)
 NOT_CONFINED = "NotConfined"
@@ -41,7 +41,7 @@ class Walls:
         libc = ctypes.CDLL(None, use_errno=True)
         self.border: Border | None = None
         if inside is not None:
-            from rollyard_sandbox.border import Border
+            from rollyard_sandbox.isolation.command_namespaces import Border
 
             self.border = Border(libc, inside)
         # What the server executes from now on is an ordinary process again (prctl(2), PR_SET_DUMPABLE).
@@ -72,7 +72,7 @@ class Walls:
         Raises:
             OSError: the kernel refuses a wall; the command must not run.
         """
-        outsidesignals.unblock()
+        signal_senders.unblock()
         if self.border is not None:
             self.border.enter(cwd)
         if self._filter is not None:

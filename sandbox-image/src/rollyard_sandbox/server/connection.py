@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from rollyard_sandbox.errors import CommandTooLarge, ProtocolError, SandboxError
-from rollyard_sandbox.eventloop import READ, WRITE
+from rollyard_sandbox.execution.event_loop import READ, WRITE
 from rollyard_sandbox.frames import FrameReader, encode
 
 TYPE_CHECKING = False
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from rollyard_sandbox.eventloop import EventLoop
+    from rollyard_sandbox.execution.event_loop import EventLoop
 
 _READ = 256 * 1024
 _MAX_UNSENT = 128 * 1024 * 1024  # bytes; a client that reads nothing is dropped

@@ -6,21 +6,21 @@ import os
 import signal
 from time import monotonic
 
-from rollyard_sandbox.capture import Capture
-from rollyard_sandbox.commands import Command, Outcome
 from rollyard_sandbox.errors import LaunchError, NoCommandRunning, SandboxError, SessionBusy
-from rollyard_sandbox.eventloop import READ, WRITE
-from rollyard_sandbox.interrupts import INTERRUPT_GRACE, Interrupt, Stragglers, kill_foreground_job
-from rollyard_sandbox.processes import send_signal, session_members
-from rollyard_sandbox.settling import AT_INTERRUPT, Settling
-from rollyard_sandbox.shell import Report, Shell, parse_report
+from rollyard_sandbox.execution.capture import Capture
+from rollyard_sandbox.execution.commands import Command, Outcome
+from rollyard_sandbox.execution.event_loop import READ, WRITE
+from rollyard_sandbox.execution.interrupts import INTERRUPT_GRACE, Interrupt, Stragglers, kill_foreground_job
+from rollyard_sandbox.execution.processes import send_signal, session_members
+from rollyard_sandbox.execution.settling import AT_INTERRUPT, Settling
+from rollyard_sandbox.execution.shell import Report, Shell, parse_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollyard_sandbox.eventloop import EventLoop
-    from rollyard_sandbox.walls import Walls
+    from rollyard_sandbox.execution.event_loop import EventLoop
+    from rollyard_sandbox.isolation.protections import Walls
 
 START_LIMIT = 10.0  # seconds for bash to report for the first time, and after an interrupt
 KILL_GRACE = 0.5  # seconds between killing the foreground and killing the shell

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from rollyard_sandbox.client import ExecClient
+from rollyard_sandbox.client.work_folder import MAX_ENTRIES, TreeEntry, WorkFolder, parse_tree
 from rollyard_sandbox.errors import BadRequest, FileError, ProtocolError, SandboxError
-from rollyard_sandbox.workfolder import MAX_ENTRIES, TreeEntry, WorkFolder, parse_tree
 
 
 @pytest.fixture

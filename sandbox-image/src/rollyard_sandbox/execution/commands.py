@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from time import monotonic
 
-from rollyard_sandbox.capture import Capture
+from rollyard_sandbox.execution.capture import Capture
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollyard_sandbox.errors import SandboxError
-    from rollyard_sandbox.eventloop import Timer
+    from rollyard_sandbox.execution.event_loop import Timer
 
 
 class Outcome:

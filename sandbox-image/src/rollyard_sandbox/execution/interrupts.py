@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 
-from rollyard_sandbox.processes import forked_by, send_signal, with_descendants
+from rollyard_sandbox.execution.processes import forked_by, send_signal, with_descendants
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollyard_sandbox.eventloop import EventLoop
-    from rollyard_sandbox.shell import Shell
+    from rollyard_sandbox.execution.event_loop import EventLoop
+    from rollyard_sandbox.execution.shell import Shell
 
 INTERRUPT_GRACE = 1.0  # seconds between SIGINT and SIGKILL
 _REPEATS = 2

@@ -6,7 +6,7 @@ import errno
 import struct
 
 import pytest
-from rollyard_sandbox import callfilter
+from rollyard_sandbox.isolation import seccomp
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -47,9 +47,9 @@ def machine(request: pytest.FixtureRequest) -> str:
 
 
 def test_each_call_has_its_answer(machine: str) -> None:
-    code = callfilter.program(machine)
+    code = seccomp.program(machine)
     assert code is not None
-    refused = set(callfilter.refused_calls(machine).values())
+    refused = set(seccomp.refused_calls(machine).values())
     assert len(refused) > 45
     special = {CLONE[machine], UNSHARE[machine], SOCKET[machine], 435}
     for number in range(600):
@@ -60,7 +60,7 @@ def test_each_call_has_its_answer(machine: str) -> None:
 
 
 def test_only_new_namespaces_are_refused_to_clone_and_unshare(machine: str) -> None:
-    code = callfilter.program(machine)
+    code = seccomp.program(machine)
     assert code is not None
     for flag in NAMESPACES:
         assert run(code, CLONE[machine], AUDIT[machine], flag | 17) == refusal(errno.EPERM)
@@ -75,7 +75,7 @@ def test_only_new_namespaces_are_refused_to_clone_and_unshare(machine: str) -> N
 
 
 def test_other_abis_are_refused(machine: str) -> None:
-    code = callfilter.program(machine)
+    code = seccomp.program(machine)
     assert code is not None
     for other in (0x40000003, 0x40000028, *(set(AUDIT.values()) - {AUDIT[machine]})):
         assert run(code, 1, other) == KILL
@@ -85,4 +85,4 @@ def test_other_abis_are_refused(machine: str) -> None:
 
 
 def test_an_unknown_processor_has_no_filter() -> None:
-    assert callfilter.program("riscv64") is None
+    assert seccomp.program("riscv64") is None

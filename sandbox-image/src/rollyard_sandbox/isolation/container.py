@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 
-from rollyard_sandbox.kernelcalls import BIND, NODEV, NOEXEC, NOSUID, PRIVATE, REC, Mount, call
-from rollyard_sandbox.walls import FAILED, NOT_CONFINED
+from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED
+from rollyard_sandbox.isolation.syscalls import BIND, NODEV, NOEXEC, NOSUID, PRIVATE, REC, Mount, call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -6,18 +6,18 @@ import os
 import signal
 from time import monotonic
 
-from rollyard_sandbox.capture import Capture
-from rollyard_sandbox.commands import Outcome
 from rollyard_sandbox.errors import BadRequest, LaunchError, SandboxError
-from rollyard_sandbox.eventloop import WRITE
-from rollyard_sandbox.processes import prefer_for_oom, send_signal, session_members
+from rollyard_sandbox.execution.capture import Capture
+from rollyard_sandbox.execution.commands import Outcome
+from rollyard_sandbox.execution.event_loop import WRITE
+from rollyard_sandbox.execution.processes import prefer_for_oom, send_signal, session_members
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollyard_sandbox.eventloop import EventLoop
-    from rollyard_sandbox.walls import Walls
+    from rollyard_sandbox.execution.event_loop import EventLoop
+    from rollyard_sandbox.isolation.protections import Walls
 
 _REAP_GRACE = 2.0  # seconds for a killed program to end
 _READ = 65536

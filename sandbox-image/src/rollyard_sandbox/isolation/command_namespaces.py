@@ -16,7 +16,7 @@ import signal
 import socket
 from contextlib import contextmanager
 
-from rollyard_sandbox.kernelcalls import Mount, call, drop_rights, limit_rights
+from rollyard_sandbox.isolation.syscalls import Mount, call, drop_rights, limit_rights
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollyard_sandbox.border import Border
+    from rollyard_sandbox.isolation.command_namespaces import Border
 
 _NAME_BYTES = 16
 _ROOM = 1 << 20  # bytes that must be free

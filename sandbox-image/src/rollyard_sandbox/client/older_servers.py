@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
+from rollyard_sandbox.client.results import EvalPlace
 from rollyard_sandbox.errors import FileError, SandboxSabotaged
-from rollyard_sandbox.results import EvalPlace
 
 if TYPE_CHECKING:
-    from rollyard_sandbox.client import ExecClient
+    from rollyard_sandbox.client.exec_client import ExecClient
 
 _NAME_BYTES = 16
 # Anybody may write to these at first, and they are of fixed size: who finds them otherwise was kept out.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollyard_sandbox.clientwire import Wire
+from rollyard_sandbox.client.wire import Wire
 from rollyard_sandbox.errors import ProtocolError
 
 MAX_ENTRIES: Final = 50_000

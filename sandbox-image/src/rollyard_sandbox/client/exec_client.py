@@ -1,11 +1,4 @@
-"""The asyncio client of the exec server.
-
-Example:
-    client = await ExecClient.connect("unix:/run/sandbox.sock")
-    result = await client.bash("echo hi")
-    assert result.text() == "hi\\n" and result.exit_code == 0
-    await client.close()
-"""
+"""The asyncio client: one method for each operation of the exec server."""
 
 from __future__ import annotations
 
@@ -15,23 +8,13 @@ from collections.abc import Coroutine
 from hmac import compare_digest
 from typing import Any
 
-from rollyard_sandbox import olderservers, proof
-from rollyard_sandbox.clientwire import Wire
+from rollyard_sandbox import proof
+from rollyard_sandbox.client import older_servers
+from rollyard_sandbox.client.results import DirEntry, EvalPlace, ExecResult, FileContent, ServerInfo
+from rollyard_sandbox.client.wire import Wire
+from rollyard_sandbox.client.work_folder import WorkFolder
 from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxError, SandboxSabotaged
 from rollyard_sandbox.frames import PROTOCOL_VERSION
-from rollyard_sandbox.results import DirEntry, EvalPlace, ExecResult, FileContent, ServerInfo
-from rollyard_sandbox.workfolder import WorkFolder
-
-__all__ = [
-    "DirEntry",
-    "EvalPlace",
-    "ExecClient",
-    "ExecResult",
-    "FileContent",
-    "RunningCommand",
-    "ServerInfo",
-    "WorkFolder",
-]
 
 _KERNEL_START = 60.0  # seconds that the first cell may wait for its kernel
 _LIMIT_MARGIN = 15.0  # seconds beyond a command's timeout: the server interrupts, kills and answers within 5
@@ -354,7 +337,7 @@ class ExecClient:
         if "begin_eval" not in self._features:
             # No server that proves anything is as old as that: somebody has taken the word out.
             _check_proof(self._secret, "begin_eval", "", {})
-            return await olderservers.begin_eval(self)
+            return await older_servers.begin_eval(self)
         challenge = proof.new_challenge()
         fields, _ = await self._wire.request({"op": "begin_eval", "challenge": challenge})
         _check_proof(self._secret, f"begin_eval {fields['folder']}", challenge, fields)

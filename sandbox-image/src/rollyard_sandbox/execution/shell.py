@@ -26,13 +26,13 @@ import struct
 import termios
 
 from rollyard_sandbox.errors import LaunchError
-from rollyard_sandbox.processes import prefer_for_oom
+from rollyard_sandbox.execution.processes import prefer_for_oom
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ptyprocess import PtyProcess
 
-    from rollyard_sandbox.walls import Walls
+    from rollyard_sandbox.isolation.protections import Walls
 
 CHANNEL = 11  # bash's descriptor of the channel
 _MEMORY = 12  # bash's descriptor of the memory file

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-from rollyard_sandbox import files
-from rollyard_sandbox.commands import Outcome
 from rollyard_sandbox.errors import (
     BadRequest,
     CommandTooLarge,
@@ -16,21 +14,23 @@ from rollyard_sandbox.errors import (
     SandboxError,
     TooManySessions,
 )
-from rollyard_sandbox.evalplace import EvalPlaces
+from rollyard_sandbox.execution.bash_session import BashSession
+from rollyard_sandbox.execution.commands import Outcome
 from rollyard_sandbox.frames import MAX_BODY, PROTOCOL_VERSION
 from rollyard_sandbox.proof import TOKEN_PROOF, answer
-from rollyard_sandbox.session import BashSession
+from rollyard_sandbox.server import files
+from rollyard_sandbox.server.eval_place import EvalPlaces
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, Protocol
 
-    from rollyard_sandbox.connection import Connection
-    from rollyard_sandbox.eventloop import EventLoop
-    from rollyard_sandbox.ipython import IPython
-    from rollyard_sandbox.programs import Program
-    from rollyard_sandbox.walls import Walls
+    from rollyard_sandbox.execution.event_loop import EventLoop
+    from rollyard_sandbox.execution.ipython import IPython
+    from rollyard_sandbox.execution.programs import Program
+    from rollyard_sandbox.isolation.protections import Walls
+    from rollyard_sandbox.server.connection import Connection
 
     class Control(Protocol):
         """What operations need of the server."""
@@ -282,7 +282,7 @@ class Operations:
     # Programs and files
 
     def _run(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        from rollyard_sandbox.programs import Program
+        from rollyard_sandbox.execution.programs import Program
 
         argv = header.get("argv")
         if not isinstance(argv, list) or not all(isinstance(word, str) for word in argv):
@@ -308,7 +308,7 @@ class Operations:
         connection.in_flight[request] = program.cancel
 
     def _run_cell(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        from rollyard_sandbox.ipython import IPython
+        from rollyard_sandbox.execution.ipython import IPython
 
         timeout, max_output = _seconds(header, "timeout"), self._limit(header)
         try:
@@ -347,25 +347,27 @@ class Operations:
 
     def _beneath(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         """The operations of `beneath`: none follows a symbolic link, and all keep to the work folder."""
-        from rollyard_sandbox import beneath
+        from rollyard_sandbox.server import work_folder
 
         action, workdir = header.get("action"), self._workdir
         if action == "tree":
             path = header.get("path")
-            answer = beneath.tree(workdir, beneath.name(path) if path else b"")
+            answer = work_folder.tree(workdir, work_folder.name(path) if path else b"")
         elif action == "digests":
-            answer = beneath.digests(workdir, _list(body))
+            answer = work_folder.digests(workdir, _list(body))
         elif action == "read":
             offset, most = _whole(header, "offset", 0, 1 << 62), _whole(header, "max_bytes", 0, MAX_BODY)
-            answer = beneath.read(workdir, beneath.name(header.get("path")), offset, most)
+            answer = work_folder.read(workdir, work_folder.name(header.get("path")), offset, most)
         else:
             answer = b""
             if action == "put":
-                beneath.put(workdir, beneath.name(header.get("path")), body, _whole(header, "mode", 0, 0o777))
+                work_folder.put(
+                    workdir, work_folder.name(header.get("path")), body, _whole(header, "mode", 0, 0o777)
+                )
             elif action == "make":
-                beneath.make(workdir, _list(body))
+                work_folder.make(workdir, _list(body))
             elif action == "remove":
-                beneath.remove(workdir, _list(body))
+                work_folder.remove(workdir, _list(body))
             else:
                 raise BadRequest(f"action: {action!r} is unknown")
         connection.answer(request, {}, answer)

@@ -15,19 +15,19 @@ import sys
 from functools import partial
 from time import monotonic
 
-from rollyard_sandbox.capture import Capture
-from rollyard_sandbox.commands import Outcome
 from rollyard_sandbox.errors import IPythonUnavailable, SandboxError, SessionBusy
-from rollyard_sandbox.processes import prefer_for_oom, send_signal, session_members
+from rollyard_sandbox.execution.capture import Capture
+from rollyard_sandbox.execution.commands import Outcome
+from rollyard_sandbox.execution.processes import prefer_for_oom, send_signal, session_members
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from queue import SimpleQueue
 
-    from rollyard_sandbox.eventloop import EventLoop
-    from rollyard_sandbox.kernelwire import Wire
-    from rollyard_sandbox.walls import Walls
+    from rollyard_sandbox.execution.event_loop import EventLoop
+    from rollyard_sandbox.execution.jupyter_wire import Wire
+    from rollyard_sandbox.isolation.protections import Walls
 
 _START_LIMIT = 45.0  # seconds until a new kernel answers
 _INTERRUPT_GRACE = 2.0  # seconds between SIGINT and SIGKILL
@@ -148,7 +148,7 @@ class Kernel:
         wire: Wire | None = None
         problem = ""
         try:
-            from rollyard_sandbox.kernelwire import Wire
+            from rollyard_sandbox.execution.jupyter_wire import Wire
 
             wire = Wire(connection, self.wake)
         except ImportError as error:

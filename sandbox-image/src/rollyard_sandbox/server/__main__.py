@@ -1,0 +1,9 @@
+"""`python -I -m rollyard_sandbox.server …` runs the exec server."""
+
+from __future__ import annotations
+
+import sys
+
+from rollyard_sandbox.server.command_line import main
+
+sys.exit(main())

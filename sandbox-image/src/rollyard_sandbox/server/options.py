@@ -1,0 +1,77 @@
+"""The options of the exec server."""
+
+from __future__ import annotations
+
+from rollyard_sandbox.isolation import network
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from rollyard_sandbox.isolation.command_namespaces import Inside
+
+MAX_SESSIONS = 64
+MAX_OUTPUT = 16 * 1024 * 1024  # bytes
+
+
+class Options:
+    """What the command line can say; `main` parses and checks one, `serve` takes it as it is.
+
+    Args:
+        listen: addresses, see `Server.listen`.
+        workdir: where sessions start.
+        lease: seconds after which the server kills everything and ends when nobody renews; None: never.
+        token: what clients must show; None: nothing. TCP needs one, or its hash.
+        token_sha256: the SHA-256 of what clients must show, in hex: the server knows no more until a client
+            shows it, and proves from then on that it does (see `proof`).
+        isolation_checks: addresses that must be out of reach before the server listens.
+        isolation_seconds: how long it waits for that, before it exits with NOT_ISOLATED.
+        max_sessions: sessions at once.
+        max_output: bytes, upper bound of a request's max_output.
+        ready_fd: where one JSON line (pid, listen) is written when the server is ready.
+        own_pid_namespace: only the server and pid 1 may survive kill_all.
+        secret: what the server proves to know when a client asks it; None: it proves nothing.
+        allow_loopback: whether connections over TCP may come from this machine itself, that is from the
+            sandbox's own commands; where it listens on a loopback address only, they may in any case.
+        inside: what commands find beyond a border between them and the server; None: there is none.
+        filter_calls: whether commands get a filter of system calls (see `callfilter`).
+    """
+
+    __slots__ = (
+        "allow_loopback", "filter_calls", "inside", "isolation_checks", "isolation_seconds", "lease",
+        "listen", "max_output", "max_sessions", "own_pid_namespace", "ready_fd", "secret", "token",
+        "token_sha256", "workdir",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        listen: list[str],
+        workdir: str = "/",
+        lease: float | None = None,
+        token: str | None = None,
+        token_sha256: str | None = None,
+        isolation_checks: tuple[network.Target, ...] = (),
+        isolation_seconds: float = network.DEFAULT_SECONDS,
+        max_sessions: int = MAX_SESSIONS,
+        max_output: int = MAX_OUTPUT,
+        ready_fd: int | None = None,
+        own_pid_namespace: bool = False,
+        filter_calls: bool = True,
+        inside: Inside | None = None,
+        secret: bytes | None = None,
+        allow_loopback: bool = False,
+    ) -> None:
+        self.listen = listen
+        self.workdir = workdir
+        self.lease = lease
+        self.token = token
+        self.token_sha256 = token_sha256
+        self.isolation_checks = isolation_checks
+        self.isolation_seconds = isolation_seconds
+        self.max_sessions = max_sessions
+        self.max_output = max_output
+        self.ready_fd = ready_fd
+        self.own_pid_namespace = own_pid_namespace
+        self.filter_calls = filter_calls
+        self.inside = inside
+        self.secret = secret
+        self.allow_loopback = allow_loopback

@@ -13,7 +13,7 @@ import yaml
 from kubernetes_demo import ROOT, Demo, DemoFailed
 from kubernetes_vllm import Crash, FromImage, Mounted, VllmUnusable, mounted, pool_manifest
 from rollyard.connection import connect
-from rollyard.vllm_servers import run_places
+from rollyard.quickstart.vllm_servers import run_places
 from rollyard_client import Client
 from rollyard_client import NotFound as NoSuchJob
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rollyard.connection import connect
-from rollyard.vllm_servers import run_places
+from rollyard.quickstart.vllm_servers import run_places
 from rollyard_client import Client
 from slurm_demo import ROOT, Demo, DemoFailed, Site
 from vllm_cpu_build import CPU_ARGUMENTS, CPU_ENVIRONMENT

@@ -18,8 +18,8 @@ from rollyard.render.describe import describe_pool
 from rollyard.render.progress import Lines, progress_line, stage_progress
 from rollyard.render.tables import backends_table, plain_table, pools_table, print_table
 from rollyard.render.trajectory import TrajectoryView, why
-from rollyard.summary import summarize
-from rollyard.trajectories import find, most_telling, read_file
+from rollyard.trajectories.reading import find, most_telling, read_file
+from rollyard.trajectories.summary import summarize
 from rollyard_api.trajectories.parquet import encode
 from rollyard_crds import BackendPool, RolloutCounts, RolloutJob
 from rollyard_crds.trajectory import Trajectory

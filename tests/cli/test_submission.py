@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from rollyard.errors import InvalidInput
-from rollyard.submission import submit
+from rollyard.jobs.submission import submit
 from rollyard_client import Client, Conflict, Invalid, NotFound
 from rollyard_crds import RolloutJob
 from rollyard_crds.rolloutjob import MAX_INLINE_TASKS

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from rollyard.checkpoint import check_model, perturbed
 from rollyard.commands.quickstart import command
 from rollyard.errors import InvalidInput, UsageProblem
-from rollyard.versions import summarize_policies
+from rollyard.quickstart.checkpoint import check_model, perturbed
+from rollyard.trajectories.versions import summarize_policies
 from rollyard_crds.backendpool import BackendStatus
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate

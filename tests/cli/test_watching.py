@@ -8,8 +8,8 @@ from typing import cast
 import httpx
 import pytest
 from rich.console import Console
-from rollyard import watching
 from rollyard.errors import CliError
+from rollyard.jobs import watching
 from rollyard_client import AsyncClient, Client, JobReplaced, NotFound, finish
 from rollyard_crds import RolloutJob
 

@@ -94,16 +94,16 @@ def _elsewhere(url: str | None, home: Path | None, env: dict[str, str]) -> Itera
     from rollyard_client import errors as wire
     from rollyard_client.context import context_path, resolve
 
-    from rollyard import kubeconfig
+    from rollyard.cluster import installations, kubectl
 
     try:
         context = resolve(url, None, env)
     except wire.ContextError as error:
         named = url is not None or home is not None or env.get("ROLLYARD_URL") or env.get("ROLLYARD_HOME")
-        if named or context_path(env).exists() or not kubeconfig.configured(env):
+        if named or context_path(env).exists() or not kubectl.configured(env):
             raise _no_context(error, url, env) from error
         try:
-            only = kubeconfig.find(KUBERNETES)
+            only = installations.find(KUBERNETES)
         except UsageProblem:
             raise
         except CliError as problem:
@@ -123,10 +123,11 @@ def _in_cluster(address: str, env: dict[str, str]) -> Iterator[Context]:
 
     from rollyard_client.context import Context
 
-    from rollyard import kubeconfig
+    from rollyard.cluster import installations
+    from rollyard.cluster.tunnel import forwarded
 
-    installation = kubeconfig.find(address)
-    token = env.get("ROLLYARD_TOKEN") or kubeconfig.token(installation)
+    installation = installations.find(address)
+    token = env.get("ROLLYARD_TOKEN") or installations.token(installation)
     tls: ssl.SSLContext | None = None
     if installation.scheme == "https":
         # The API server has vouched for the other end of the tunnel; the certificate is for the Service's
@@ -134,7 +135,7 @@ def _in_cluster(address: str, env: dict[str, str]) -> Iterator[Context]:
         tls = ssl.create_default_context()
         tls.check_hostname = False
         tls.verify_mode = ssl.CERT_NONE
-    with kubeconfig.forwarded(installation) as url:
+    with forwarded(installation) as url:
         yield Context(url, token, tls)
 
 

@@ -10,7 +10,7 @@ import click
 from rollyard import terminal
 
 if TYPE_CHECKING:
-    from rollyard.vllm_servers import VllmOptions
+    from rollyard.quickstart.vllm_servers import VllmOptions
 
 
 @click.command()
@@ -62,8 +62,8 @@ def command(
 ) -> None:
     """Run the quickstart job on this machine, from nothing to trajectories. Ctrl-C stops all of it."""
 
-    from rollyard.quickstart import QuickstartOptions, default_job, run
-    from rollyard.watching import require_success
+    from rollyard.jobs.watching import require_success
+    from rollyard.quickstart.run import QuickstartOptions, default_job, run
 
     vllm = _vllm(engine, model, replicas, vllm_python, update_weights, backend)
     further = [
@@ -105,6 +105,6 @@ def _vllm(
         raise UsageProblem(
             "--engine vllm: give --model, a Hugging Face model folder (examples/tiny-policy/hf)"
         )
-    from rollyard.vllm_servers import VllmOptions
+    from rollyard.quickstart.vllm_servers import VllmOptions
 
     return VllmOptions(python, Path(model).expanduser(), replicas or 2, update_weights)

@@ -23,9 +23,9 @@ def command(
     from rollyard_crds import BackendPool, RolloutJob
 
     from rollyard.errors import InvalidInput, UsageProblem
-    from rollyard.manifests import entry_point_problems, read_manifests
-    from rollyard.submission import submit
-    from rollyard.watching import leaving, require_success, watch
+    from rollyard.jobs.manifests import entry_point_problems, read_manifests
+    from rollyard.jobs.submission import submit
+    from rollyard.jobs.watching import leaving, require_success, watch
 
     manifests = read_manifests(path)
     jobs = [manifest for manifest in manifests if isinstance(manifest, RolloutJob)]

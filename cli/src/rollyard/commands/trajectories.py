@@ -25,7 +25,7 @@ def command(
 ) -> None:
     """Write a job's ended rollouts to a file. A file is there whole or not at all."""
     from rollyard.errors import UsageProblem
-    from rollyard.export import write
+    from rollyard.trajectories.export import write
 
     if follow and output.suffix == ".parquet":
         raise UsageProblem("--follow writes .jsonl; export Parquet once the job has ended")

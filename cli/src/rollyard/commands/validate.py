@@ -21,7 +21,7 @@ import click
 def command(files: tuple[Path, ...], handler: str | None) -> None:
     """Check manifests and the tasks that they name. Every fault is named; exit status 1 if there is one."""
     from rollyard.errors import InvalidInput
-    from rollyard.manifests import check_file
+    from rollyard.jobs.manifests import check_file
 
     faults: list[str] = []
     for file in files:

@@ -59,7 +59,7 @@ def command(
     """
     choice = Choice(failed, listing, step)
     if path is not None:
-        from rollyard.trajectories import read_file, tokenizer_of
+        from rollyard.trajectories.reading import read_file, tokenizer_of
 
         if len(arguments) > 1:
             raise click.UsageError("with --from give at most the ROLLOUT")
@@ -122,7 +122,7 @@ def _view(
     from rollyard.errors import NotFound
     from rollyard.render.tables import print_table, trajectories_table
     from rollyard.render.trajectory import TrajectoryView, why
-    from rollyard.trajectories import find, most_telling
+    from rollyard.trajectories.reading import find, most_telling
 
     console = terminal.console()
     wanted: Iterator[Trajectory] = (

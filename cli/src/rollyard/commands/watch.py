@@ -15,7 +15,7 @@ from rollyard.connection import connect, server_options
 @server_options
 def command(name: str, url: str | None, home: Path | None, namespace: str) -> None:
     """Follow a job's progress until it ends: bars on a terminal, lines elsewhere."""
-    from rollyard.watching import leaving, require_success, watch
+    from rollyard.jobs.watching import leaving, require_success, watch
 
     with connect(url, home, namespace) as client, leaving(name):
         job = watch(client, name, namespace)

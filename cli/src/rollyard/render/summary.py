@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from rollyard.summary import Summary
-from rollyard.versions import PolicySummary, UpdateSummary
+from rollyard.trajectories.summary import Summary
+from rollyard.trajectories.versions import PolicySummary, UpdateSummary
 
 
 def print_summary(console: Console, summary: Summary) -> None:

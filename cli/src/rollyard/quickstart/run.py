@@ -1,7 +1,4 @@
-"""The quickstart: a whole Rollyard in a private home, one job, its trajectories and a summary.
-
-`python -m rollyard.quickstart` is `rollyard quickstart`.
-"""
+"""One run of the quickstart: a whole Rollyard in a private home, one job, its trajectories and a summary."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ if TYPE_CHECKING:
     from rollyard_crds import RolloutJob
     from rollyard_crds.trajectory import Trajectory
 
-    from rollyard.versions import PolicySummary
-    from rollyard.vllm_servers import VllmOptions, VllmServers
+    from rollyard.quickstart.vllm_servers import VllmOptions, VllmServers
+    from rollyard.trajectories.versions import PolicySummary
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
@@ -61,7 +58,7 @@ def default_job() -> Path:
     Raises:
         NotFound: it does not run from a checkout.
     """
-    path = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "job.yaml"
+    path = Path(__file__).resolve().parents[4] / "examples" / "quickstart" / "job.yaml"
     if not path.is_file():
         raise NotFound("the quickstart's examples are in the source checkout; give --job FILE")
     return path
@@ -76,7 +73,7 @@ def prepare(options: QuickstartOptions) -> RolloutJob:
     """
     from rollyard_crds import RolloutJob, TaskListError
 
-    from rollyard.manifests import local_path, read_manifests, read_tasks, text_file
+    from rollyard.jobs.manifests import local_path, read_manifests, read_tasks, text_file
 
     manifests = read_manifests(options.job)
     job = manifests[0]
@@ -184,7 +181,7 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
         InvalidInput, HomeInUse, StartFailed, CliError: with what to do.
     """
     from rollyard.connection import connect
-    from rollyard.watching import watch
+    from rollyard.jobs.watching import watch
 
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # it is under nohup, to outlive the terminal
@@ -227,7 +224,7 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
 def _vllm_servers(options: QuickstartOptions, job: RolloutJob, console: Console) -> VllmServers | None:
     if options.vllm is None:
         return None
-    from rollyard.vllm_servers import VllmServers, run_places
+    from rollyard.quickstart.vllm_servers import VllmServers, run_places
 
     run = job.spec.stages.run
     if options.vllm.update_weights:
@@ -236,7 +233,7 @@ def _vllm_servers(options: QuickstartOptions, job: RolloutJob, console: Console)
 
 
 def _export(client: Client, job: RolloutJob, options: QuickstartOptions) -> Path:
-    from rollyard.export import write
+    from rollyard.trajectories.export import write
 
     name = job.metadata.name
     lines = options.out / "trajectories.jsonl"
@@ -254,8 +251,8 @@ def conclude(
 ) -> None:
     """Prints what a run came to and writes OUT/summary.json; `lines`: its trajectories, `wall`: seconds."""
     from rollyard.render.summary import print_policies, print_summary
-    from rollyard.summary import summarize
-    from rollyard.trajectories import most_telling, read_file
+    from rollyard.trajectories.reading import most_telling, read_file
+    from rollyard.trajectories.summary import summarize
 
     summary = summarize(read_file(lines), wall)
     document = summary.to_json() | (policies.to_json() if policies is not None else {})
@@ -288,9 +285,3 @@ def _program() -> str:
     with contextlib.suppress(ValueError):
         return str(beside.relative_to(Path.cwd()))
     return str(beside) if beside.is_file() else "rollyard"
-
-
-if __name__ == "__main__":
-    from rollyard.main import main
-
-    sys.exit(main(["quickstart", *sys.argv[1:]]))

@@ -12,7 +12,7 @@ from rollyard_crds.manifest import describe
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard.errors import InvalidInput, NotFound
-from rollyard.manifests import text_file
+from rollyard.jobs.manifests import text_file
 
 JSON_COLUMNS = frozenset({"reward_components", "messages", "turns", "sampling", "timings", "metadata"})
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollyard.checkpoint import ReferenceRun, check_model, perturbed
 from rollyard.errors import StartFailed, UsageProblem
 from rollyard.local.options import DEFAULT_POOL
-from rollyard.midway import MidwayUpdate, NewVersion
-from rollyard.trajectories import read_file
-from rollyard.versions import PolicySummary, summarize_policies
+from rollyard.quickstart.checkpoint import ReferenceRun, check_model, perturbed
+from rollyard.quickstart.weight_update import MidwayUpdate, NewVersion
+from rollyard.trajectories.reading import read_file
+from rollyard.trajectories.versions import PolicySummary, summarize_policies
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rollyard_crds import RolloutJob
 from rollyard_crds.weights import WeightUpdate
 
-from rollyard.checkpoint import Reference
+from rollyard.quickstart.checkpoint import Reference
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ from rollyard_crds import RolloutJob
 from rollyard_crds.rolloutjob import MAX_INLINE_TASKS
 
 from rollyard.errors import InvalidInput
-from rollyard.manifests import local_path, read_tasks
+from rollyard.jobs.manifests import local_path, read_tasks
 
 
 def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:

@@ -1,0 +1,150 @@
+"""Installations of Rollyard in a cluster, found by the labels of their Service, and their tokens."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import json
+import re
+from dataclasses import dataclass
+
+from rollyard.cluster.kubectl import ClusterProblem, KubectlRefused, kubectl
+from rollyard.errors import NotFound, UsageProblem
+
+SCHEME = "kubernetes://"
+"""`kubernetes://NAMESPACE/RELEASE` as a URL; either part may be left out."""
+SELECTOR = "app.kubernetes.io/name=rollyard,app.kubernetes.io/component=api"
+INSTANCE = "app.kubernetes.io/instance"
+TOKENS_SECRET = "rollyard.dev/tokens-secret"
+TOKEN_KEY = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """One Rollyard in a cluster."""
+
+    namespace: str
+    service: str
+    release: str
+    scheme: str
+    port: int
+    tokens_secret: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.release}"
+
+
+def _current_namespace() -> str:
+    with contextlib.suppress(KubectlRefused):
+        text = kubectl("config", "view", "--minify", "-o", "jsonpath={..namespace}").strip()
+        if text:
+            return text
+    return "default"
+
+
+def parse(url: str) -> tuple[str, str]:
+    """Namespace and release of a `kubernetes://` URL; empty: any.
+
+    Raises:
+        UsageProblem: it is none.
+    """
+    namespace, _, release = url.removeprefix(SCHEME).strip("/").partition("/")
+    namespace = "" if namespace == "*" else namespace
+    for part in (namespace, release):
+        if part and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", part):
+            raise UsageProblem(f"--kubernetes must be NAMESPACE or NAMESPACE/RELEASE (got {part!r})")
+    return namespace, release
+
+
+def find(url: str) -> Installation:
+    """The one installation that a `kubernetes://` URL means.
+
+    Raises:
+        NotFound: there is none. UsageProblem: there are several. ClusterProblem.
+    """
+    namespace, release = parse(url)
+    found, where = _listed(namespace)
+    found = [one for one in found if not release or one.release == release]
+    if not found:
+        wanted = f"release {release!r} of Rollyard" if release else "Rollyard"
+        raise NotFound(f"no {wanted} is installed in {where} (no Service labelled {SELECTOR})")
+    if len(found) > 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise UsageProblem(
+            f"several Rollyards are installed ({names}): choose with --kubernetes=NAMESPACE/RELEASE"
+        )
+    return found[0]
+
+
+def _listed(namespace: str) -> tuple[list[Installation], str]:
+    """The installations of a namespace, or of as much as may be looked at; and where that was."""
+    if not namespace:
+        try:
+            return _services("--all-namespaces"), "the cluster"
+        except KubectlRefused as error:
+            if not error.forbidden:
+                raise ClusterProblem(f"services cannot be listed: {error}") from error
+        # Not all of the cluster, then: the kubeconfig's own namespace.
+        namespace = _current_namespace()
+    try:
+        return _services("--namespace", namespace), f"namespace {namespace!r}"
+    except KubectlRefused as error:
+        what = f"services of namespace {namespace!r} cannot be listed: {error}"
+        if error.forbidden:
+            what += "; name the installation's namespace (--kubernetes=NAMESPACE), or ask for `list services`"
+        raise ClusterProblem(what) from error
+
+
+def _services(*scope: str) -> list[Installation]:
+    document = json.loads(kubectl("get", "services", *scope, "--selector", SELECTOR, "--output", "json"))
+    found = []
+    for item in document["items"]:
+        meta = item["metadata"]
+        for port in item["spec"].get("ports", []):
+            if port.get("name") in ("http", "https"):
+                labels: dict[str, str] = meta.get("labels", {})
+                annotations: dict[str, str] = meta.get("annotations", {})
+                found.append(
+                    Installation(
+                        namespace=meta["namespace"],
+                        service=meta["name"],
+                        release=labels.get(INSTANCE, meta["name"]),
+                        scheme=port["name"],
+                        port=port["port"],
+                        tokens_secret=annotations.get(TOKENS_SECRET, ""),
+                    )
+                )
+                break
+    return found
+
+
+def token(installation: Installation) -> str:
+    """The admin's token, from the installation's Secret.
+
+    Raises:
+        ClusterProblem: it may not be read, or holds none.
+    """
+    name, namespace = installation.tokens_secret, installation.namespace
+    instead = "set ROLLYARD_TOKEN to a token that you were given"
+    if not name:
+        raise ClusterProblem(f"the Service of {installation} names no Secret with tokens; {instead}")
+    where = f"Secret {name!r} in namespace {namespace!r}"
+    try:
+        text = kubectl("get", "secret", name, "--namespace", namespace, "--output", "json")
+    except KubectlRefused as error:
+        if error.forbidden:
+            raise ClusterProblem(
+                f"you may not read {where}: {instead}, or ask for the right to `get` it"
+            ) from error
+        raise ClusterProblem(f"{where}: {error}; {instead}") from error
+    encoded = (json.loads(text).get("data") or {}).get(TOKEN_KEY, "")
+    try:
+        decoded = base64.b64decode(encoded, validate=True).decode().strip()
+    except (binascii.Error, UnicodeDecodeError):
+        decoded = ""
+    if not decoded:
+        raise ClusterProblem(
+            f"Secret {name!r} in namespace {namespace!r} has no key {TOKEN_KEY!r}; {instead}"
+        )
+    return decoded

@@ -1,0 +1,66 @@
+"""Calls of kubectl, which does what it is good at: authentication plugins and proxies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollyard.errors import CliError
+
+CALL_SECONDS = 15
+"""Limit of one kubectl call."""
+
+
+class ClusterProblem(CliError):
+    """The cluster, or the rights in it, do not do; the message says what to do."""
+
+    reason = "ClusterProblem"
+
+
+class KubectlRefused(Exception):
+    """kubectl failed; the message is its own."""
+
+    @property
+    def forbidden(self) -> bool:
+        return "Forbidden" in str(self) or "forbidden" in str(self)
+
+
+def configured(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether there are kubectl and a kubeconfig, told without asking any cluster."""
+    if shutil.which("kubectl") is None:
+        return False
+    given = env.get("KUBECONFIG")
+    paths = [Path(part) for part in given.split(os.pathsep) if part] if given else []
+    return any(path.is_file() for path in paths or [Path.home() / ".kube" / "config"])
+
+
+def kubectl(*arguments: str, seconds: float = CALL_SECONDS) -> str:
+    """What kubectl prints.
+
+    Raises:
+        KubectlRefused: it failed.
+        ClusterProblem: there is no kubectl, or no cluster that answers in time.
+    """
+    program = shutil.which("kubectl")
+    if program is None:
+        raise ClusterProblem(
+            "kubectl is not on PATH, and --kubernetes needs it; install it, or give --url (an ingress, say)"
+        )
+    command = [program, *arguments, f"--request-timeout={seconds:.0f}s"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds + 5
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterProblem(f"the cluster does not answer within {seconds:.0f} s") from error
+    if done.returncode == 0:
+        return done.stdout
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    text = lines[-1].removeprefix("error: ") if lines else f"kubectl ended with status {done.returncode}"
+    unreachable = ("was refused", "Unable to connect", "i/o timeout", "no such host", "context deadline")
+    if any(part in text for part in unreachable):
+        raise ClusterProblem(f"the cluster does not answer: {text} (is KUBECONFIG right?)")
+    raise KubectlRefused(text)

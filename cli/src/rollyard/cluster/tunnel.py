@@ -1,0 +1,147 @@
+"""A tunnel to the control plane of a cluster, which lasts as long as the command and needs no ingress."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import IO
+
+from rollyard_operator.host import launcher
+
+from rollyard.cluster.installations import Installation
+from rollyard.cluster.kubectl import ClusterProblem
+from rollyard.errors import CliError, NoServer
+
+START_SECONDS = 30.0
+"""Limit of the time until the tunnel is open."""
+LONGEST_PAUSE = 1.0
+"""Seconds between two attempts to restore a broken tunnel."""
+_FORWARDING = re.compile(rb"^Forwarding from 127\.0\.0\.1:(\d+) ")
+
+
+class Tunnel:
+    """`kubectl port-forward`, brought back on the same port when its pod goes."""
+
+    def __init__(self, installation: Installation, errors: IO[bytes]) -> None:
+        """`errors`: an empty file, for kubectl's words."""
+        self._installation = installation
+        self._errors = errors
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._threads: list[threading.Thread] = []
+        self.port = 0
+
+    def open(self) -> None:
+        """Returns when local connections are taken.
+
+        Raises:
+            ClusterProblem: no right to.
+            NoServer: it does not stand in time, or no pod runs.
+        """
+        opened = threading.Event()
+        process = self._start(0)
+        assert process is not None
+        self._run(self._read, process.stdout, opened)
+        in_time = opened.wait(START_SECONDS)
+        if not self.port:
+            failure = self._failure(in_time)
+            self.close()
+            raise failure
+        self._run(self._keep, process)
+
+    def close(self) -> None:
+        """Ends kubectl; returns when it has gone."""
+        with self._lock:
+            self._closing.set()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, target: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(
+            target=target, args=arguments, name=f"kubectl{target.__name__}", daemon=True
+        )
+        thread.start()
+        self._threads.append(thread)
+
+    def _start(self, port: int) -> subprocess.Popen[bytes] | None:
+        """kubectl on a local port, 0: any free one; None while closing."""
+        one = self._installation
+        program = shutil.which("kubectl") or "kubectl"
+        command = [program, "port-forward", "--namespace", one.namespace, "--address", "127.0.0.1"]
+        command += [f"service/{one.service}", f"{port or ''}:{one.port}"]
+        with self._lock:
+            if self._closing.is_set():
+                return None
+            # In a session of its own, so that Ctrl-C is for the command alone; it dies with us all the same.
+            self._process = subprocess.Popen(
+                [sys.executable, "-IS", str(launcher.__file__), str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if not port else subprocess.DEVNULL,
+                stderr=self._errors,
+                start_new_session=True,
+            )
+            return self._process
+
+    def _read(self, output: IO[bytes], opened: threading.Event) -> None:
+        with output:
+            for line in output:
+                match = _FORWARDING.match(line)
+                if match is not None and not self.port:
+                    self.port = int(match[1])
+                    opened.set()
+        opened.set()
+
+    def _keep(self, process: subprocess.Popen[bytes] | None) -> None:
+        # Of a new process the kernel counts this thread as the parent: it lives as long as they do.
+        pause = 0.1
+        while process is not None:
+            began = time.monotonic()
+            process.wait()
+            pause = 0.1 if time.monotonic() - began > LONGEST_PAUSE else min(2 * pause, LONGEST_PAUSE)
+            if self._closing.wait(pause):
+                return
+            process = self._start(self.port)
+
+    def _failure(self, in_time: bool) -> CliError:
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines()]
+        said = next((line for line in reversed(lines) if line), "kubectl said nothing").removeprefix(
+            "error: "
+        )
+        where = f"{self._installation.service!r} in namespace {self._installation.namespace!r}"
+        if not in_time:
+            return NoServer(f"no tunnel to Service {where} within {START_SECONDS:.0f} s: {said}")
+        if "forbidden" in said.lower():
+            return ClusterProblem(
+                f"you may not forward a port to Service {where}: {said}; ask for `get services`, `list pods` "
+                "and `create pods/portforward` there, or give --url (an ingress, say)"
+            )
+        return NoServer(f"no tunnel to Service {where}: {said}; does its pod run?")
+
+
+@contextlib.contextmanager
+def forwarded(installation: Installation) -> Iterator[str]:
+    """A local URL of the installation's control plane, as long as the block lasts.
+
+    Raises:
+        ClusterProblem, NoServer.
+    """
+    with tempfile.TemporaryFile() as errors:
+        tunnel = Tunnel(installation, errors)
+        tunnel.open()
+        try:
+            yield f"{installation.scheme}://127.0.0.1:{tunnel.port}"
+        finally:
+            tunnel.close()

@@ -1,0 +1,5 @@
+"""`rollyard slurm-bridge`: the same jobs and pools on a Slurm cluster."""
+
+from rollyard.commands.slurm_bridge.group import command
+
+__all__ = ["command"]

@@ -1,0 +1,126 @@
+"""The options of `slurm-bridge up`: checked together, and made those of the bridge."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollyard_operator.host.home import Home
+    from rollyard_slurm.options import BridgeOptions
+
+
+def bridge_home(given: Path | None) -> Home:
+    from rollyard_operator.host.home import Home, default_home
+    from rollyard_slurm.options import COMMAND
+
+    return Home((given or default_home()).expanduser().absolute(), COMMAND)
+
+
+def bridge_options(given: dict[str, Any]) -> BridgeOptions:
+    """The options of the bridge that the command line asks for.
+
+    Raises:
+        UsageProblem: options contradict each other, or one of them has a value that cannot be used.
+    """
+    from rollyard_crds.base import NAME_PATTERN
+    from rollyard_slurm import profile as profiles
+    from rollyard_slurm.options import BridgeOptions
+
+    from rollyard.errors import UsageProblem
+
+    home = bridge_home(given["home"]).root
+    if bool(given["join"]) != (given["token_file"] is not None):
+        raise UsageProblem("--join and --token-file belong together")
+    if not given["join"] and (given["namespaces"] or given["all_namespaces"]):
+        raise UsageProblem("--namespace and --all-namespaces go with --join")
+    if given["join"] and bool(given["namespaces"]) == given["all_namespaces"]:
+        raise UsageProblem(
+            "--join needs --namespace NAME (repeatable) or --all-namespaces: whoever may make a BackendPool "
+            "there can run programs as the user of this bridge"
+        )
+    for name in given["namespaces"]:
+        if not re.fullmatch(NAME_PATTERN.strip("^$"), name):
+            raise UsageProblem(f"--namespace must be a name such as team-a (got {name!r})")
+    if given["join"] and given["engine"] != "none":
+        raise UsageProblem(
+            "--engine is for a control plane of its own; with --join, submit a BackendPool that says "
+            "`placement: slurm`"
+        )
+    if given["join"] and not given["join"].startswith(("http://", "https://")):
+        raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {given['join']!r})")
+    if given["listen"] == "unix" and (given["advertise"] or given["port"]):
+        raise UsageProblem("--advertise and --port have no meaning with --listen unix")
+    names = ("partition", "account", "qos", "time_limit", "constraint", "start")
+    chosen = {name: given[name] for name in names}
+    if given["rest_url"]:
+        chosen["rest"] = {"url": given["rest_url"]}
+    site = profiles.load(given["profile"], chosen)
+    sandbox: list[str] = []
+    for name, value in (("--default-image", given["default_image"]), ("--image-cache", given["image_cache"])):
+        if value and given["sandbox"] != "apptainer":
+            raise UsageProblem(f"{name} goes with --sandbox apptainer")
+        if value:
+            # `docker://NAME`, `docker-archive:/PATH` and the like are taken as they are.
+            local = re.match(r"[a-z][a-z-]*:", value) is None
+            sandbox += [name, str(Path(value).expanduser().absolute()) if local else value]
+    if given["sandbox"] == "apptainer" and not given["image_cache"]:
+        sandbox += ["--image-cache", str(home / "images")]
+    return BridgeOptions(
+        home=home,
+        join=given["join"],
+        tokens=given["token_file"],
+        namespaces=tuple(given["namespaces"]),
+        ca_file=given["ca_file"] if given["join"].startswith("https://") else None,
+        listen=given["listen"],
+        advertise=given["advertise"],
+        port=given["port"],
+        sandbox=given["sandbox"],
+        sandbox_options=tuple(sandbox),
+        profile=site,
+        pools=_pools(given),
+        lease_seconds=given["lease_seconds"],
+        timeout=given["command_timeout"],
+        max_jobs=given["max_jobs"],
+    )
+
+
+def _pools(given: dict[str, Any]) -> tuple[Any, ...]:
+    from rollyard.errors import UsageProblem
+    from rollyard.local.options import Options
+    from rollyard.local.supervisor import default_pool
+
+    engine, model = given["engine"], given["model"]
+    for name, asked in (("--engine-arg", given["engine_args"]), ("--engine-env", given["engine_env"])):
+        if asked and engine == "none":
+            raise UsageProblem(f"{name} goes with --engine")
+    if engine == "none":
+        if model:
+            raise UsageProblem("--model goes with --engine")
+        return ()
+    if given["gpus"] and engine != "vllm":
+        raise UsageProblem("--gpus goes with --engine vllm")
+    if engine == "vllm" and not model:
+        raise UsageProblem("--engine vllm needs --model DIR, a Hugging Face model folder")
+    wrong = next(
+        (pair for pair in given["engine_env"] if not pair.partition("=")[0] or "=" not in pair), None
+    )
+    if wrong is not None:
+        raise UsageProblem(f"--engine-env must be NAME=VALUE (got {wrong!r})")
+    if model.startswith(("/", "~", ".")):
+        folder = Path(model).expanduser().absolute()
+        if not folder.is_dir():
+            raise UsageProblem(f"--model: {folder} is no folder")
+        model = str(folder)
+    pairs = (pair.partition("=") for pair in given["engine_env"])
+    options = Options(
+        home=Path(),
+        engine=engine,
+        replicas=given["replicas"],
+        engine_args=given["engine_args"],
+        engine_env=tuple((name, value) for name, _, value in pairs),
+        gpus=given["gpus"],
+        model=model,
+    )
+    return (default_pool(options),)

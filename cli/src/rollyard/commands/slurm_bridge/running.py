@@ -1,0 +1,109 @@
+"""The bridge runs: in this terminal, without it, or not at all (its batch scripts are printed)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollyard import terminal
+from rollyard.commands.slurm_bridge.options import bridge_home
+
+if TYPE_CHECKING:
+    from rollyard_slurm.options import BridgeOptions
+
+DETACH_SECONDS = 120.0
+_SUBMIT = "Submit with `rollyard submit -f job.yaml`"
+_END = "Ctrl-C ends bridge and Slurm jobs."
+
+
+def dry_run(options: BridgeOptions, files: tuple[Path, ...]) -> None:
+    import asyncio
+
+    from rollyard_slurm.preview import sample_job, scripts
+
+    from rollyard.jobs.manifests import read_manifests
+
+    things = [thing for path in files for thing in read_manifests(path)] or [sample_job(), *options.pools]
+    for text in asyncio.run(scripts(options, things)):
+        click.echo(text)
+
+
+def _how(options: BridgeOptions) -> str:
+    return "The bridge has joined" if options.join else "Rollyard runs at"
+
+
+def run_here(options: BridgeOptions) -> None:
+    import asyncio
+
+    from rollyard_operator.host.store import RestStore
+    from rollyard_slurm.bridge import Bridge, Ready, install_signals
+    from rollyard_slurm.options import served
+
+    def ready(what: Ready) -> None:
+        click.echo(f"{_how(options)} {what.url}")
+        click.echo(f"  sandbox  {options.sandbox}")
+        click.echo(f"  home     {what.home.root}  (logs in {what.home.logs})")
+        if what.found:
+            click.echo(f"  {what.found} Slurm jobs of an earlier run go on")
+        if options.join:
+            click.echo(f"  serves   {served(options.namespaces)}")
+            click.echo(
+                "Their jobs and pools with `placement: slurm` run here; "
+                "whoever may make a BackendPool there can run programs as you."
+            )
+        click.echo(_END if options.join else f"{_SUBMIT}; {_END}")
+        sys.stdout.flush()
+
+    async def run() -> None:
+        bridge = Bridge(options, RestStore, ready, lambda line: terminal.echo_line(line, err=True))
+        install_signals(bridge)
+        await bridge.run()
+
+    asyncio.run(run())
+    click.echo("stopped")
+
+
+def _arguments(ctx: click.Context) -> list[str]:
+    """The command line again, without `--detach`."""
+    words: list[str] = []
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name or "")
+        if not isinstance(parameter, click.Option) or parameter.name in ("detach", "dry_run", "files"):
+            continue
+        flag = max(parameter.opts, key=len)
+        if parameter.is_flag:
+            words += [flag] if value else []
+        elif parameter.multiple:
+            words += [f"{flag}={item}" for item in value or ()]
+        elif value not in (None, ""):
+            words.append(f"{flag}={value}")
+    return words
+
+
+def detach(ctx: click.Context, options: BridgeOptions) -> None:
+    from rollyard_operator.host.home import read_json
+
+    from rollyard import detached
+    from rollyard.errors import HomeInUse
+
+    home = bridge_home(options.home)
+    running = home.supervisor()
+    if running is not None:
+        raise HomeInUse(
+            f"a bridge runs already on {home.root} (process {running.pid}); "
+            "stop it with `rollyard slurm-bridge down`"
+        )
+    home.make()
+
+    def ready(pid: int) -> str:
+        told = read_json(home.root / "bridge.json") or {}
+        if told.get("pid") != pid:
+            return ""
+        return f"{_how(options)} {told['url']} (process {pid}, home {home.root})"
+
+    arguments = ["slurm-bridge", "up", *_arguments(ctx)]
+    click.echo(detached.start(arguments, home.logs / "bridge.log", ready, DETACH_SECONDS))
+    click.echo(f"Stop it with `rollyard slurm-bridge down --home {home.root}`")

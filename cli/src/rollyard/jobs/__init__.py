@@ -1,0 +1,1 @@
+"""Jobs before and while they run: manifests and tasks are read, submitted and watched."""

@@ -1,0 +1,1 @@
+"""The quickstart: one job on this machine, and new weights in the middle of it where vLLM serves."""

@@ -1,0 +1,9 @@
+"""`python -m rollyard.quickstart` is `rollyard quickstart`."""
+
+from __future__ import annotations
+
+import sys
+
+from rollyard.main import main
+
+sys.exit(main(["quickstart", *sys.argv[1:]]))

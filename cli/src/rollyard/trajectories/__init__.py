@@ -1,0 +1,1 @@
+"""Trajectories in files: written from a server, read back, counted and summed up."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard.commands import slurm_bridge
+from rollyard.commands.slurm_bridge import group, running
 from rollyard.doctor import check_cluster
 from rollyard.main import COMMANDS, main
 
@@ -204,11 +204,11 @@ def test_a_dry_run_shows_how_workers_reach_the_control_plane(
 @pytest.mark.parametrize("whose", [["--namespace=team-a", "--namespace=team-b"], ["--all-namespaces"]])
 def test_a_bridge_in_the_background_is_started_as_it_was_asked_for(tmp_path: Path, whose: list[str]) -> None:
     asked = [f"--home={tmp_path}/h", "--join=https://head:8765", *whose, "--token-file=t.json", "--port=0"]
-    with slurm_bridge.up.make_context("up", [*asked, "--detach"]) as ctx:
-        again = slurm_bridge._arguments(ctx)
+    with group.up.make_context("up", [*asked, "--detach"]) as ctx:
+        again = running.arguments_again(ctx)
     assert set(asked) <= set(again)
     assert not [word for word in again if word.startswith("--detach") or word.endswith(("=False", "=True"))]
-    with slurm_bridge.up.make_context("up", again) as same:
+    with group.up.make_context("up", again) as same:
         assert {**same.params, "detach": True} == ctx.params
 
 

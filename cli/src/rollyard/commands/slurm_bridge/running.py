@@ -66,7 +66,7 @@ def run_here(options: BridgeOptions) -> None:
     click.echo("stopped")
 
 
-def _arguments(ctx: click.Context) -> list[str]:
+def arguments_again(ctx: click.Context) -> list[str]:
     """The command line again, without `--detach`."""
     words: list[str] = []
     for parameter in ctx.command.params:
@@ -104,6 +104,6 @@ def detach(ctx: click.Context, options: BridgeOptions) -> None:
             return ""
         return f"{_how(options)} {told['url']} (process {pid}, home {home.root})"
 
-    arguments = ["slurm-bridge", "up", *_arguments(ctx)]
+    arguments = ["slurm-bridge", "up", *arguments_again(ctx)]
     click.echo(detached.start(arguments, home.logs / "bridge.log", ready, DETACH_SECONDS))
     click.echo(f"Stop it with `rollyard slurm-bridge down --home {home.root}`")

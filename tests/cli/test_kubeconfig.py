@@ -190,12 +190,12 @@ def test_without_kubectl(
 
 
 def test_a_tunnel_that_breaks_comes_back(kubectl: Scripted) -> None:
-    from rollyard import kubeconfig
+    from rollyard.cluster import installations, tunnel
     from rollyard_client import Client
 
     kubectl(lives=1.2)
-    installation = kubeconfig.find("kubernetes://")
-    with kubeconfig.forwarded(installation) as url, Client(url, kubeconfig.token(installation)) as client:
+    installation = installations.find("kubernetes://")
+    with tunnel.forwarded(installation) as url, Client(url, installations.token(installation)) as client:
         processes = set()
         deadline = time.monotonic() + READY_SECONDS
         while len(processes) < 2 and time.monotonic() < deadline:
@@ -226,7 +226,7 @@ def test_nothing_is_left_when_the_command_is_killed(kubectl: Scripted, tmp_path:
     script = (
         "import os, signal\n"
         "from rollyard import kubeconfig\n"
-        "with kubeconfig.forwarded(kubeconfig.find('kubernetes://')) as url:\n"
+        "with tunnel.forwarded(installations.find('kubernetes://')) as url:\n"
         "    print(url, flush=True)\n"
         "    signal.pause()\n"
     )

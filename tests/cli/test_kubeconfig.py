@@ -225,7 +225,7 @@ def command_line(pid: str) -> bytes:
 def test_nothing_is_left_when_the_command_is_killed(kubectl: Scripted, tmp_path: Path) -> None:
     script = (
         "import os, signal\n"
-        "from rollyard import kubeconfig\n"
+        "from rollyard.cluster import installations, tunnel\n"
         "with tunnel.forwarded(installations.find('kubernetes://')) as url:\n"
         "    print(url, flush=True)\n"
         "    signal.pause()\n"

@@ -15,7 +15,7 @@ from rollyard_api.access import permissions
 from rollyard_api.core.wakeups import QUEUE
 from rollyard_api.jobs import cancellation
 from rollyard_crds.claims import SandboxShape
-from rollyard_crds.jobtoken import job_of, job_token
+from rollyard_crds.security.job_token import job_of, job_token
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 
 SHAPE = SandboxShape(cpu=1, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64).model_dump()

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from rollyard_api.rollouts import node_loss
 from rollyard_api.storage import schema
 from rollyard_api.storage.database import Transaction
-from rollyard_crds.jobtoken import job_token
 from rollyard_crds.names import NODE
+from rollyard_crds.security.job_token import job_token
 
 SILENT = 60.0
 

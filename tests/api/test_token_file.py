@@ -13,7 +13,7 @@ from rollyard_api.access.bearer_tokens import MAX_VALID, TokenFileError, load
 from rollyard_api.access.token_file import TokenFile
 from rollyard_api.core.problems import Unauthorized
 from rollyard_api.settings import Settings
-from rollyard_crds.jobtoken import job_token
+from rollyard_crds.security.job_token import job_token
 
 OLD: dict[str, Any] = {"admin": "a", "worker": "w", "driver": "d"}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_crds.logtext import LogFormatter, lines, one_line
+from rollyard_crds.security.log_text import LogFormatter, lines, one_line
 
 FORGED = (
     "x\n2030-01-01 00:00:00,000 INFO rollyard.api: all is well\r\x1b[2K\x1b]0;title\x07\x9b31m\u2028\u202ey"

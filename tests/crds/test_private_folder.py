@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rollyard_crds.private_folder import NotPrivateError, make_private_folder, open_private_folder
+from rollyard_crds.security.private_folder import NotPrivateError, make_private_folder, open_private_folder
 
 OTHER = 54_321
 

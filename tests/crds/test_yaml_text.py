@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from rollyard_crds.manifest import ManifestError, load
-from rollyard_crds.yamltext import MAX_DEPTH, MAX_VALUES, YamlError, load_all, load_one
+from rollyard_crds.reading.manifest import ManifestError, load
+from rollyard_crds.reading.yaml_text import MAX_DEPTH, MAX_VALUES, YamlError, load_all, load_one
 
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(8)

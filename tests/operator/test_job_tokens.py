@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from rollyard_crds.jobtoken import JobIdentity, job_of
+from rollyard_crds.security.job_token import JobIdentity, job_of
 from rollyard_operator.kube import KubeError
 from rollyard_operator.labels import Object
 from rollyard_operator.oldtoken import secrets_of

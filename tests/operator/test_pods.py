@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_crds.claims import SandboxShape
-from rollyard_crds.podtemplate import LocalReference
+from rollyard_crds.fields.pod_template import LocalReference
 from rollyard_operator import labels
 from rollyard_operator.labels import Object
 from rollyard_operator.plan import Profile

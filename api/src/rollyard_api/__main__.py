@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import uvicorn
-from rollyard_crds.logtext import log_to
+from rollyard_crds.security.log_text import log_to
 
 from rollyard_api.app import build
 from rollyard_api.jobs import blobs, task_reader

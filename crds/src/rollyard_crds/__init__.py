@@ -15,7 +15,8 @@ if TYPE_CHECKING:
         EngineSpec,
     )
     from rollyard_crds.base import API_VERSION, GROUP, VERSION, Condition, Model, ObjectMeta
-    from rollyard_crds.manifest import Manifest, ManifestError, load, parse
+    from rollyard_crds.reading.manifest import Manifest, ManifestError, load, parse
+    from rollyard_crds.reading.task_list import TaskListError, parse_lines
     from rollyard_crds.rolloutjob import (
         STAGES,
         AgentSpec,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         StageSpec,
     )
     from rollyard_crds.task import FunctionCall, Message, Task, TaskSandbox, ToolCall
-    from rollyard_crds.tasklist import TaskListError, parse_lines
     from rollyard_crds.weights import (
         UNVERIFIED,
         BackendUpdate,
@@ -85,5 +85,7 @@ __all__ = [
 ]
 
 __getattr__ = lazily(
-    __name__, __all__, ("backendpool", "base", "manifest", "rolloutjob", "task", "tasklist", "weights")
+    __name__,
+    __all__,
+    ("backendpool", "base", "reading.manifest", "rolloutjob", "task", "reading.task_list", "weights"),
 )

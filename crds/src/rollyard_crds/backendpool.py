@@ -17,7 +17,7 @@ from rollyard_crds.base import (
     PlacementName,
     cel,
 )
-from rollyard_crds.podtemplate import PodTemplate
+from rollyard_crds.fields.pod_template import PodTemplate
 
 BackendUrl = Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=2048)]
 

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rollyard_crds.fields.quantity import parse_quantity
 from rollyard_crds.names import RUNTIME_PATH
-from rollyard_crds.quantity import parse_quantity
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_crds.trajectory import Record
 

@@ -20,11 +20,11 @@ from rollyard_crds.base import (
     ShortText,
     cel,
 )
-from rollyard_crds.evalcarry import EvalCarry
+from rollyard_crds.fields.eval_carry import EvalCarry
+from rollyard_crds.fields.pod_template import Placement, PodTemplate
+from rollyard_crds.fields.quantity import Quantity
 from rollyard_crds.names import STAGES as STAGES
 from rollyard_crds.names import StageName as StageName
-from rollyard_crds.podtemplate import Placement, PodTemplate
-from rollyard_crds.quantity import Quantity
 from rollyard_crds.task import Task
 
 EntryPointName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]*$", max_length=63)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from rollyard_crds.base import CheckedEnv, Model, Path, cel
-from rollyard_crds.nesting import deeper_than
+from rollyard_crds.fields.nesting import deeper_than
 
 MAX_DEPTH = 100
 """Of lists and objects in a task. It is stored within other documents, and JSON is written to depth 254."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollyard_crds.logtext import log_to
+from rollyard_crds.security.log_text import log_to
 
 from rollyard_engine.errors import EngineError
 from rollyard_engine.settings import Settings

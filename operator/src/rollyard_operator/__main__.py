@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 from rollyard_client import DriverClient, Retry
 from rollyard_client.transport import CA_FILE
-from rollyard_crds.logtext import log_to
+from rollyard_crds.security.log_text import log_to
 
 from rollyard_operator import labels
 from rollyard_operator.installation import Operator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from rollyard_crds import RolloutJobSpec
-from rollyard_crds.quantity import parse_quantity
+from rollyard_crds.fields.quantity import parse_quantity
 
 
 def first_sandbox(spec: RolloutJobSpec) -> str:

@@ -9,9 +9,9 @@ from functools import partial
 
 from rollyard_client import Conflict, Invalid, NotFound, TooMany
 from rollyard_crds import RolloutJob, RolloutJobStatus
-from rollyard_crds.manifest import ManifestError
+from rollyard_crds.reading.manifest import ManifestError
+from rollyard_crds.reading.task_list import TaskListError, parse_lines
 from rollyard_crds.task import Task
-from rollyard_crds.tasklist import TaskListError, parse_lines
 
 from rollyard_operator import turn
 from rollyard_operator.children import Children

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from rollyard_crds import BackendPool, RolloutJob
-from rollyard_crds.podtemplate import PodTemplate
+from rollyard_crds.fields.pod_template import PodTemplate
 
 from rollyard_operator.plan import Owner, Profile
 

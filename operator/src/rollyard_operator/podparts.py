@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rollyard_crds.podtemplate import LocalReference, Placement, PodResources, PodTemplate
+from rollyard_crds.fields.pod_template import LocalReference, Placement, PodResources, PodTemplate
 
 from rollyard_operator.labels import Object
 from rollyard_operator.settings import OperatorSettings

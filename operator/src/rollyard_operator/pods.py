@@ -9,8 +9,8 @@ from typing import Any
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_crds.base import API_VERSION
 from rollyard_crds.claims import EXEC_PORT
+from rollyard_crds.fields.pod_template import PodResources, PodTemplate
 from rollyard_crds.names import NODE, PROVIDER
-from rollyard_crds.podtemplate import PodResources, PodTemplate
 
 from rollyard_operator import labels
 from rollyard_operator.labels import Component, Object

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollyard_client import Conflict, Invalid, NotFound
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
-from rollyard_crds.manifest import ManifestError
+from rollyard_crds.reading.manifest import ManifestError
 
 from rollyard_operator import turn
 from rollyard_operator.children import Children

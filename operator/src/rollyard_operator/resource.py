@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 from rollyard_crds import BackendPool, BackendPoolStatus, RolloutJob, RolloutJobStatus
 from rollyard_crds.base import ObjectMeta
-from rollyard_crds.manifest import ManifestError, describe
+from rollyard_crds.reading.manifest import ManifestError, describe
 
 from rollyard_operator import notes
 from rollyard_operator.kube import Kube

@@ -19,8 +19,8 @@ from rollyard_crds.claims import (
     EXEC_SERVER_ARGV,
     SandboxShape,
 )
+from rollyard_crds.fields.pod_template import Placement
 from rollyard_crds.names import RUNTIME_PATH
-from rollyard_crds.podtemplate import Placement
 
 from rollyard_operator import labels
 from rollyard_operator.labels import Object

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from rollyard_crds.base import Model, Name
-from rollyard_crds.podtemplate import LocalReference, PodResources
+from rollyard_crds.fields.pod_template import LocalReference, PodResources
 
 from rollyard_operator.allowed import Allowed
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rollyard_crds import STAGES, BackendPool, RolloutJob
-from rollyard_crds.podtemplate import Placement, PodTemplate
+from rollyard_crds.fields.pod_template import Placement, PodTemplate
 
 from rollyard_operator.allowed import (
     MOUNT_ROOTS,

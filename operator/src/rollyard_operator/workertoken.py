@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollyard_crds import RolloutJob
 from rollyard_crds.base import API_VERSION
-from rollyard_crds.jobtoken import job_token
+from rollyard_crds.security.job_token import job_token
 
 from rollyard_operator import labels
 from rollyard_operator.kube import Kube, KubeConflict, KubeError

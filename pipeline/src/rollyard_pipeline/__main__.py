@@ -20,8 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rollyard_crds.logtext import log_to
 from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
+from rollyard_crds.security.log_text import log_to
 
 from rollyard_pipeline.ahead import first_sandbox, keep_warm, request_of, stages_of
 from rollyard_pipeline.errors import ControlPlaneError, OptionError, PipelineError

@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 from rollyard_client.unixsocket import LONGEST_PATH
-from rollyard_crds.jobtoken import job_token
+from rollyard_crds.security.job_token import job_token
 from rollyard_operator.driver import Driver, Store, replace_pool, unless_stopped
 from rollyard_operator.host.child import sweep
 from rollyard_operator.host.controlplane import ControlPlane, JoinedPlane, Plane, PlaneSettings

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 from rollyard_crds.base import Model
-from rollyard_crds.manifest import describe
+from rollyard_crds.reading.manifest import describe
 
 from rollyard_slurm.errors import ProfileInvalid
 from rollyard_slurm.readers.command_output import seconds

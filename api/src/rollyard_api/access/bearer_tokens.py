@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from rollyard_crds.jobtoken import JobIdentity, job_of
+from rollyard_crds.security.job_token import JobIdentity, job_of
 
 from rollyard_api.core.problems import Unauthorized
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import sqlalchemy as sa
-from rollyard_crds.jobtoken import JobIdentity
+from rollyard_crds.security.job_token import JobIdentity
 from sqlalchemy.engine import Connection
 
 from rollyard_api.access.permissions import Stand

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from rollyard_crds.manifest import describe
+from rollyard_crds.reading.manifest import describe
 
 from rollyard_api.core.problems import Invalid
 

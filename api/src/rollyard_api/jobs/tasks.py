@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import ValidationError
-from rollyard_crds.manifest import describe
+from rollyard_crds.reading.manifest import describe
+from rollyard_crds.reading.task_list import (
+    MAX_LINE_BYTES,
+    MAX_PROBLEMS,
+    TaskLines,
+    TaskListError,
+    parse_lines,
+)
 from rollyard_crds.task import Task
-from rollyard_crds.tasklist import MAX_LINE_BYTES, MAX_PROBLEMS, TaskLines, TaskListError, parse_lines
 
 from rollyard_api.core.codec import pack
 from rollyard_api.core.decompression import Damaged, Lines, LineTooLong, TooLong

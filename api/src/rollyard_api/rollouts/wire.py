@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from rollyard_crds.lease import MAX_BATCH, RunStats, SandboxHandle, StageFailure, StageTimes
-from rollyard_crds.manifest import describe
+from rollyard_crds.reading.manifest import describe
 from rollyard_crds.trajectory import MAX_REWARD, Trajectory
 
 from rollyard_api.core.codec import check_plain, dumps, pack

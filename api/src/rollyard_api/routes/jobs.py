@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
-from rollyard_crds.manifest import ManifestError, parse
+from rollyard_crds.reading.manifest import ManifestError, parse
+from rollyard_crds.reading.yaml_text import YamlError, load_one
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
-from rollyard_crds.yamltext import YamlError, load_one
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 

@@ -8,7 +8,7 @@ import shutil
 import socket
 from collections.abc import Callable
 
-from rollyard_crds.logtext import one_line
+from rollyard_crds.security.log_text import one_line
 from rollyard_operator.host.home import Home
 from rollyard_operator.host.store import RestStore
 

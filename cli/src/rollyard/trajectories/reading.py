@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rollyard_crds.manifest import describe
+from rollyard_crds.reading.manifest import describe
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard.errors import InvalidInput, NotFound

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollyard_crds.private_folder import make_private_folder
+from rollyard_crds.security.private_folder import make_private_folder
 
 from rollyard_operator.host.errors import HomeInUse, HomeUnusable
 from rollyard_operator.host.processes import Identity, identify, is_alive

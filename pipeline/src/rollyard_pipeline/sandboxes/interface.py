@@ -59,7 +59,7 @@ class SandboxRequest:
             ValueError: a quantity of the spec is malformed.
         """
         # Here, as models are not needed to start a sandbox: see `rollyard_pipeline.__main__`.
-        from rollyard_crds.quantity import parse_quantity
+        from rollyard_crds.fields.quantity import parse_quantity
 
         return cls(
             image=task.image if task is not None and task.image is not None else spec.image,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from rollyard_crds.evalcarry import EvalCarry, carried_path
+from rollyard_crds.fields.eval_carry import EvalCarry, carried_path
 from rollyard_sandbox.client.work_folder import DIGEST_SIZE, MAX_DIGESTED, TreeEntry, WorkFolder
 from rollyard_sandbox.errors import FileError
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
-from rollyard_crds.evalcarry import EvalCarry
+from rollyard_crds.fields.eval_carry import EvalCarry
 from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import EvalSandbox, RolloutJobSpec
 from rollyard_sandbox.errors import ConnectionLost

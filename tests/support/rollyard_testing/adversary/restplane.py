@@ -12,7 +12,7 @@ import httpx
 from rollyard_api.app import build
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
-from rollyard_crds.jobtoken import job_token
+from rollyard_crds.security.job_token import job_token
 
 RARELY = 3600.0
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollyard_crds.private_folder import make_private_folder
+from rollyard_crds.security.private_folder import make_private_folder
 from rollyard_sandbox.proof import SECRET_BYTES
 
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, RunDirUnusable

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from rollyard_crds.manifest import describe
+from rollyard_crds.reading.manifest import describe
 from rollyard_crds.task import Task
 
 MAX_LINE_BYTES = 8 << 20

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.base import API_VERSION
+from rollyard_crds.reading.yaml_text import YamlError, load_all
 from rollyard_crds.rolloutjob import RolloutJob
-from rollyard_crds.yamltext import YamlError, load_all
 
 Manifest = RolloutJob | BackendPool
 _KINDS: dict[str, type[RolloutJob] | type[BackendPool]] = {

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rollyard_crds.base import Model
-from rollyard_crds.quantity import Quantity
+from rollyard_crds.fields.quantity import Quantity
 
 LabelKey = Annotated[str, Field(min_length=1, max_length=317)]
 LabelValue = Annotated[str, Field(max_length=63)]

@@ -1,0 +1,1 @@
+"""Field types and parts of specs that the resources share."""

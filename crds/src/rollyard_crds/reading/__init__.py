@@ -1,0 +1,1 @@
+"""Manifests and task lists, read from text and checked."""

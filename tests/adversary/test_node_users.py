@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from rollyard_operator.plan import Owner, Workload
+from rollyard_drivers.reconcile.plan import Owner, Workload
 from rollyard_pipeline.sandboxes.errors import RunDirUnusable
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_slurm.profile import SiteProfile

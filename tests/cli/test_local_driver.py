@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from rollyard.main import main
 from rollyard_client import Client
-from rollyard_operator.host.home import Home, read_json
-from rollyard_operator.host.processes import Identity, is_alive
+from rollyard_drivers.host.home import Home, read_json
+from rollyard_drivers.host.processes import Identity, is_alive
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 MARK = "ROLLYARD_DRIVER_TEST"

@@ -21,14 +21,14 @@ from rollyard.local.gpus import choose, visible_gpus
 from rollyard.local.options import Options
 from rollyard.local.vllm import vllm_server
 from rollyard_crds import BackendPool, BackendStatus, Condition
-from rollyard_operator.host.child import sweep
-from rollyard_operator.host.home import Home, read_json, write_json
-from rollyard_operator.host.logfile import telling
-from rollyard_operator.host.processes import identify, members
-from rollyard_operator.naming import owner_of
-from rollyard_operator.plan import ObservedPool, Owner, Plan, Profile, Workload
-from rollyard_operator.pools import reconcile_pool
-from rollyard_operator.vllmargs import given
+from rollyard_drivers.commands.vllm import given
+from rollyard_drivers.host.child import sweep
+from rollyard_drivers.host.home import Home, read_json, write_json
+from rollyard_drivers.host.log_file import telling
+from rollyard_drivers.host.processes import identify, members
+from rollyard_drivers.reconcile.naming import owner_of
+from rollyard_drivers.reconcile.plan import ObservedPool, Owner, Plan, Profile, Workload
+from rollyard_drivers.reconcile.pool import reconcile_pool
 
 SERVER = str(Path(__file__).with_name("scripted_vllm.py"))
 PROFILE = Profile(backoff_seconds=0.1, stop_seconds=2.0, blocked_seconds=0.2)

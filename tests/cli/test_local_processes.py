@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from rollyard.errors import HomeInUse
-from rollyard_operator.host.child import Child, Folders, sweep
-from rollyard_operator.host.home import Home, write_json
-from rollyard_operator.host.logfile import LogFile, last_line
-from rollyard_operator.host.processes import Identity, end, identify, is_alive
+from rollyard_drivers.host.child import Child, Folders, sweep
+from rollyard_drivers.host.home import Home, write_json
+from rollyard_drivers.host.log_file import LogFile, last_line
+from rollyard_drivers.host.processes import Identity, end, identify, is_alive
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -76,7 +76,7 @@ def parent_script(folders: Folders) -> str:
     return (
         "import asyncio, os, signal\n"
         "from pathlib import Path\n"
-        "from rollyard_operator.host.child import Child, Folders\n"
+        "from rollyard_drivers.host.child import Child, Folders\n"
         "async def main():\n"
         f"    folders = Folders(Path({str(folders.logs)!r}), Path({str(folders.pids)!r}))\n"
         f"    child = await Child.start('a', ['-c', {STUBBORN!r}], folders)\n"

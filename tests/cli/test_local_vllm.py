@@ -21,8 +21,8 @@ import pytest
 from rollyard.main import main
 from rollyard_client import Client
 from rollyard_crds import BackendPool, Condition
-from rollyard_operator.host.home import Home, read_json
-from rollyard_operator.host.processes import members
+from rollyard_drivers.host.home import Home, read_json
+from rollyard_drivers.host.processes import members
 
 pytestmark = [pytest.mark.real, pytest.mark.vllm, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]

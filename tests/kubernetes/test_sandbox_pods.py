@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from kubernetes.aio import client, config
-from rollyard_operator import labels
-from rollyard_operator.isolation import isolation_checks
-from rollyard_operator.kube import KubeClient
-from rollyard_operator.kubesandboxes import SandboxLoop
-from rollyard_operator.objectcache import PodCache, key_of, uid_of
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import KubeClient
+from rollyard_operator.kube.object_cache import PodCache, key_of, uid_of
+from rollyard_operator.sandboxes.isolation import isolation_checks
+from rollyard_operator.sandboxes.loop import SandboxLoop
+from rollyard_operator.sandboxes.witnesses import Witnesses
 from rollyard_operator.settings import OperatorSettings
-from rollyard_operator.witnesses import Witnesses
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError
 from rollyard_testing.operator.fakeclaims import SHAPE, ClaimDesk
@@ -317,7 +317,7 @@ async def test_a_policy_that_opens_sandboxes_is_named(
     cluster: Cluster, images: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without any check outside of the cluster: the policies themselves tell."""
-    monkeypatch.setattr("rollyard_operator.guard.LOOK_SECONDS", 0.5)
+    monkeypatch.setattr("rollyard_operator.sandboxes.guard.LOOK_SECONDS", 0.5)
     async with live(cluster, images, "always") as world:
         policy = json.dumps(permits_outside(world.namespace))
         cluster.kubectl("apply", "-f", "-", input=policy)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from rollyard_crds import RolloutJobStatus
-from rollyard_operator import labels
-from rollyard_operator.children import Children
-from rollyard_operator.objectcache import PodCache, uid_of
-from rollyard_operator.plan import Launch, Owner, Plan, Stop, Workload
+from rollyard_drivers.reconcile.plan import Launch, Owner, Plan, Stop, Workload
+from rollyard_operator.controllers.children import Children
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.object_cache import PodCache, uid_of
 from rollyard_testing.operator.fakecluster import FakeKube, Object, stamp
 
 OWNER = Owner("RolloutJob", "team", "math", "uid-of-math")

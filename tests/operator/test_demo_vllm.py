@@ -12,9 +12,9 @@ import pytest
 import rollyard_crds
 from kubernetes_vllm import FromImage, Mounted, VllmUnusable, mounted, pool_manifest
 from rollyard_crds import BackendPool
-from rollyard_operator.pods import backend_pod
-from rollyard_operator.pools import pool_workloads
-from rollyard_operator.templatecheck import pool_violations
+from rollyard_drivers.reconcile.pool import pool_workloads
+from rollyard_operator.pods.template_check import pool_violations
+from rollyard_operator.pods.workloads import backend_pod
 from rollyard_testing.operator.operatorlab import settings_in
 
 ENGINE_IMAGE = "registry.example/engine:1"

@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from rollyard_operator.isolation import METADATA, external_checks, isolation_checks
-from rollyard_operator.kube import KubeError
-from rollyard_operator.labels import Object
-from rollyard_operator.policies import egress_trouble
+from rollyard_operator.kube.client import KubeError
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.pods.network_policies import egress_trouble
+from rollyard_operator.sandboxes.isolation import METADATA, external_checks, isolation_checks
+from rollyard_operator.sandboxes.witnesses import Witnesses
 from rollyard_operator.settings import OperatorSettings, SettingsError
-from rollyard_operator.witnesses import Witnesses
 from rollyard_testing.operator.fakecluster import FakeKube
 
 IN_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "6443"}

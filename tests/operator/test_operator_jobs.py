@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rollyard_client import Invalid
 from rollyard_crds import RolloutJob
-from rollyard_operator.kube import KubeError
-from rollyard_operator.plane import OBJECT_UID
+from rollyard_operator.controllers.control_plane_view import OBJECT_UID
+from rollyard_operator.kube.client import KubeError
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, Object
 from rollyard_testing.operator.operatorlab import (
     KEY,

@@ -12,12 +12,12 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
 from rollyard_crds import Condition, RolloutJob
 from rollyard_operator.__main__ import main
-from rollyard_operator.admission import Admissions
-from rollyard_operator.kube import ATTEMPTS, KubeClient, KubeConflict, KubeError
-from rollyard_operator.labels import Object
-from rollyard_operator.notes import notes
-from rollyard_operator.objectcache import PodCache
-from rollyard_operator.podstatus import observed_workload
+from rollyard_operator.controllers.admission import Admissions
+from rollyard_operator.kube.client import ATTEMPTS, KubeClient, KubeConflict, KubeError
+from rollyard_operator.kube.event_messages import notes
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.object_cache import PodCache
+from rollyard_operator.pods.status import observed_workload
 from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -178,8 +178,8 @@ def refusal(code: int, reason: str, message: str = "no", **details: Any) -> tupl
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollyard_operator.kube.LONGEST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr("rollyard_operator.kube.TIMEOUT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("rollyard_operator.kube.client.LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_operator.kube.client.TIMEOUT_SECONDS", PATIENCE_SECONDS)
 
 
 @pytest.fixture

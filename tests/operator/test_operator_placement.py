@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from rollyard_crds import BackendPool, BackendStatus, RolloutJob
-from rollyard_operator.conditions import Claim, updated
-from rollyard_operator.placement import UNSPOKEN_SECONDS, is_for, is_unspoken
-from rollyard_operator.sync import DELETE_REQUESTED
+from rollyard_drivers.reconcile.conditions import Claim, updated
+from rollyard_drivers.reconcile.placement import UNSPOKEN_SECONDS, is_for, is_unspoken
+from rollyard_operator.controllers.rest_sync import DELETE_REQUESTED
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube
 from rollyard_testing.operator.operatorlab import (
     KEY,
@@ -183,7 +183,7 @@ async def test_a_pool_of_another_driver_is_deleted_on_both_sides(lab: Lab, side:
 async def test_what_no_driver_speaks_of_says_which_one_is_missing(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollyard_operator.placement.UNSPOKEN_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_drivers.reconcile.placement.UNSPOKEN_SECONDS", 0.0)
     lab.kube.put(job(placement="local"))
     await until(lambda: lab.condition("Admitted").get("reason") == "NoDriver")
     assert lab.condition("Running")["status"] == "False"

@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from rollyard_operator import labels
-from rollyard_operator.podstatus import observed_sandbox, observed_workload, start_trouble, stuck
+from rollyard_operator.kube import labels
+from rollyard_operator.pods.status import observed_sandbox, observed_workload, start_trouble, stuck
 
 T0, T1, T2 = "2026-01-01T00:00:00Z", "2026-01-01T00:00:02Z", "2026-01-01T00:05:00Z"
 AT0, AT1, AT2 = (datetime.fromisoformat(text) for text in (T0, T1, T2))

@@ -10,14 +10,13 @@ import pytest
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_crds.claims import SandboxShape
 from rollyard_crds.fields.pod_template import LocalReference
-from rollyard_operator import labels
-from rollyard_operator.labels import Object
-from rollyard_operator.plan import Profile
-from rollyard_operator.podparts import TemplateError
-from rollyard_operator.pods import backend_pod, installation_digest, pool_service, service_name, worker_pod
-from rollyard_operator.pools import pool_workloads
-from rollyard_operator.reconcile import job_workloads
-from rollyard_operator.sandboxpods import (
+from rollyard_drivers.reconcile.job import job_workloads
+from rollyard_drivers.reconcile.plan import Profile
+from rollyard_drivers.reconcile.pool import pool_workloads
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.pods.parts import TemplateError
+from rollyard_operator.pods.sandboxes import (
     RUNTIME_BYTES,
     SandboxOwner,
     flavor_of,
@@ -25,6 +24,13 @@ from rollyard_operator.sandboxpods import (
     owner_of_object,
     sandbox_pod,
     secret_of,
+)
+from rollyard_operator.pods.workloads import (
+    backend_pod,
+    installation_digest,
+    pool_service,
+    service_name,
+    worker_pod,
 )
 from rollyard_operator.settings import OperatorSettings
 from rollyard_testing.operator.podcases import PERMISSIVE, UID, objects, settings_of

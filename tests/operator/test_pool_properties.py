@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
-from rollyard_operator.plan import ObservedPool, ObservedWorkload, Plan, Profile
-from rollyard_operator.pools import pool_workloads, reconcile_pool
+from rollyard_drivers.reconcile.plan import ObservedPool, ObservedWorkload, Plan, Profile
+from rollyard_drivers.reconcile.pool import pool_workloads, reconcile_pool
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 PROFILE = Profile()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
-from rollyard_operator.fleet import restart_delay
-from rollyard_operator.plan import ObservedJob, ObservedPool, ObservedWorkload, PoolState, Profile
-from rollyard_operator.pools import pool_workloads, reconcile_pool
-from rollyard_operator.reconcile import job_workloads, reconcile_job
-from rollyard_operator.replaced import Replaced
+from rollyard_drivers.reconcile.job import job_workloads, reconcile_job
+from rollyard_drivers.reconcile.plan import ObservedJob, ObservedPool, ObservedWorkload, PoolState, Profile
+from rollyard_drivers.reconcile.pool import pool_workloads, reconcile_pool
+from rollyard_drivers.reconcile.replacements import Replaced
+from rollyard_drivers.reconcile.workloads import restart_delay
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LOCAL = Profile(combine_stages=True)

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollyard_crds import RolloutJob
-from rollyard_operator.plan import ObservedJob, ObservedWorkload, Plan, PoolState, Profile
-from rollyard_operator.reconcile import job_workloads, reconcile_job
+from rollyard_drivers.reconcile.job import job_workloads, reconcile_job
+from rollyard_drivers.reconcile.plan import ObservedJob, ObservedWorkload, Plan, PoolState, Profile
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

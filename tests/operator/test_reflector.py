@@ -12,12 +12,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
-from rollyard_operator import reflector
-from rollyard_operator.kube import KubeClient, KubeError
-from rollyard_operator.kubewatch import KubeWatch
-from rollyard_operator.labels import Object
-from rollyard_operator.objectcache import PodCache
-from rollyard_operator.reflector import Reflector
+from rollyard_operator.kube import reflector
+from rollyard_operator.kube.client import KubeClient, KubeError
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.object_cache import PodCache
+from rollyard_operator.kube.reflector import Reflector
+from rollyard_operator.kube.watch import KubeWatch
 from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS, until
 
 Answer = Callable[["Stream"], Awaitable[None]]
@@ -93,10 +93,10 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr("rollyard_operator.loops.LONGEST_BACKOFF_SECONDS", 0.01)
-    monkeypatch.setattr("rollyard_operator.kube.LONGEST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr("rollyard_operator.kube.TIMEOUT_SECONDS", PATIENCE_SECONDS)
-    monkeypatch.setattr("rollyard_operator.kubewatch.CONNECT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("rollyard_operator.kube.backoff.LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr("rollyard_operator.kube.client.LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_operator.kube.client.TIMEOUT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("rollyard_operator.kube.watch.CONNECT_SECONDS", PATIENCE_SECONDS)
     return Server()
 
 
@@ -222,7 +222,7 @@ async def test_what_was_seen_later_than_a_list_is_not_taken_for_gone() -> None:
 
 
 async def test_a_watch_that_hangs_is_begun_anew(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollyard_operator.kubewatch.SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("rollyard_operator.kube.watch.SILENT_SECONDS", 0.2)
 
     async def hangs(stream: Stream) -> None:
         # One that seems silent because this machine stands still is asked for again.

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from rollyard_client import RollyardError
 from rollyard_crds.claims import ClaimList, ClaimStatus, SandboxShape
-from rollyard_operator import labels
-from rollyard_operator.guard import Guard
-from rollyard_operator.kube import KubeConflict, KubeError
-from rollyard_operator.kubesandboxes import SandboxLoop
-from rollyard_operator.namespaces import Namespaces
-from rollyard_operator.objectcache import PodCache, key_of, uid_of
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import KubeConflict, KubeError
+from rollyard_operator.kube.object_cache import PodCache, key_of, uid_of
+from rollyard_operator.sandboxes.guard import Guard
+from rollyard_operator.sandboxes.loop import SandboxLoop
+from rollyard_operator.sandboxes.namespaces import Namespaces
+from rollyard_operator.sandboxes.witnesses import Witnesses
 from rollyard_operator.settings import OperatorSettings, parse_settings
-from rollyard_operator.witnesses import Witnesses
 from rollyard_testing.operator.fakeclaims import SHAPE, ClaimDesk
 from rollyard_testing.operator.fakecluster import FakeKube
 from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS
@@ -250,7 +250,7 @@ async def test_a_policy_that_opens_sandboxes_keeps_them_from_being_made(world: W
 async def test_a_warm_sandbox_that_was_opened_meanwhile_is_not_handed_out(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollyard_operator.namespaces.SEEN_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_operator.sandboxes.namespaces.SEEN_SECONDS", 0.0)
     world.plane.want(1)
     await world.turn()
     world.start()
@@ -299,7 +299,7 @@ async def test_a_job_is_told_once_when_its_sandboxes_in_use_are_opened(world: Wo
 async def test_our_own_policy_is_put_back_before_a_sandbox_is_made(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollyard_operator.namespaces.SEEN_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_operator.sandboxes.namespaces.SEEN_SECONDS", 0.0)
     world.plane.file()
     await world.turn()
     world.kube.remove("NetworkPolicy", "team", "rollyard-test-sandboxes")

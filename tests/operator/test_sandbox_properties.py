@@ -8,9 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollyard_operator.rate import Bucket
-from rollyard_operator.sandboxes import reconcile_sandboxes
-from rollyard_operator.sandboxplan import (
+from rollyard_operator.sandboxes.planning.plan import (
     DeleteSandbox,
     Limits,
     ObservedSandbox,
@@ -21,7 +19,9 @@ from rollyard_operator.sandboxplan import (
     WantedSandbox,
     WarmNeed,
 )
-from rollyard_operator.warmnames import WarmNumbers
+from rollyard_operator.sandboxes.planning.reconcile import reconcile_sandboxes
+from rollyard_operator.sandboxes.planning.warm_names import WarmNumbers
+from rollyard_operator.sandboxes.token_bucket import Bucket
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 NAMESPACES = ("one", "two")

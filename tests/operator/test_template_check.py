@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_operator.allowed import is_below, is_image, is_key
-from rollyard_operator.sandboxpods import owner_of_object
+from rollyard_operator.pods.sandboxes import owner_of_object
+from rollyard_operator.pods.template_check import job_violations, pool_violations
 from rollyard_operator.settings import OperatorSettings, SettingsError, parse_settings
-from rollyard_operator.templatecheck import job_violations, pool_violations
 
 RUN = "spec.stages.run.template"
 

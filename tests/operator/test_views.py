@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from rollyard_crds import BackendPool, BackendStatus, Condition
-from rollyard_operator.objectcache import Key
-from rollyard_operator.plane import Views, _others_of_pool
+from rollyard_operator.controllers.control_plane_view import Views, _others_of_pool
+from rollyard_operator.kube.object_cache import Key
 
 POOL = BackendPool.model_validate({"metadata": {"name": "p"}, "spec": {"model": "m"}})
 KEY = ("default", "p")

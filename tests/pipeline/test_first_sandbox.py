@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_crds.rolloutjob import RolloutJobSpec
-from rollyard_operator.firstsandbox import first_sandbox as said_of
+from rollyard_drivers.reconcile.first_sandbox import first_sandbox as said_of
 from rollyard_pipeline.ahead import WITHOUT, first_sandbox
 from rollyard_pipeline.errors import OptionError
 from rollyard_pipeline.registry import AGENTS, HANDLERS, Registry

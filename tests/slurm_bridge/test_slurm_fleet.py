@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from rollyard_operator.plan import Launch, Stop
-from rollyard_operator.probe import Health
+from rollyard_drivers.health.backend import Health
+from rollyard_drivers.reconcile.plan import Launch, Stop
 from rollyard_slurm.scheduling.avoided_nodes import AVOID_SECONDS
 from rollyard_slurm.scripts.batch import Site
 from rollyard_slurm.submissions.fleet import UNSURE_SECONDS
@@ -389,7 +389,7 @@ async def test_a_changed_site_replaces_what_runs(bench: Bench) -> None:
 
 
 def test_health_survives_in_the_record(tmp_path: Path) -> None:
-    from rollyard_operator.plan import Owner, Workload
+    from rollyard_drivers.reconcile.plan import Owner, Workload
     from rollyard_slurm.submissions.submission import Records, fresh
 
     records = Records(tmp_path / "r")
@@ -407,7 +407,7 @@ def test_health_survives_in_the_record(tmp_path: Path) -> None:
 
 
 def test_a_record_of_an_earlier_version_names_no_sandbox(tmp_path: Path) -> None:
-    from rollyard_operator.plan import Owner, Workload
+    from rollyard_drivers.reconcile.plan import Owner, Workload
     from rollyard_slurm.submissions.submission import Records, fresh
 
     folder = tmp_path / "r"

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_crds import BackendPool, RolloutJob
-from rollyard_operator.driver import Driver
-from rollyard_operator.host.errors import StartFailed
-from rollyard_operator.placement import is_for
+from rollyard_drivers.host.errors import StartFailed
+from rollyard_drivers.loop.driver import Driver
+from rollyard_drivers.reconcile.placement import is_for
 from rollyard_slurm.bridge import Bridge
 from rollyard_slurm.options import CA_NAME, BridgeOptions, reconcile_profile, served
 from rollyard_slurm.readers import job_identity

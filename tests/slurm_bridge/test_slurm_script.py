@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rollyard_operator.plan import Owner, Workload
+from rollyard_drivers.reconcile.plan import Owner, Workload
 from rollyard_slurm.errors import ProfileInvalid
 from rollyard_slurm.node import command_for
 from rollyard_slurm.profile import SiteProfile, load

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from rollyard_operator.plan import Owner, Workload
+from rollyard_drivers.reconcile.plan import Owner, Workload
 from rollyard_slurm.allocations import options as salloc_options
 from rollyard_slurm.errors import ScriptInvalid
 from rollyard_slurm.profile import SiteProfile

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollyard_operator.host.logfile import last_line
+from rollyard_drivers.host.log_file import last_line
 
 from rollyard.errors import StartFailed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollyard_operator.host.errors import CannotStart, HomeInUse, HomeUnusable, HostError, StartFailed
+from rollyard_drivers.host.errors import CannotStart, HomeInUse, HomeUnusable, HostError, StartFailed
 
 __all__ = [
     "CannotStart",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from rollyard_operator.host.errors import HostError
+from rollyard_drivers.host.errors import HostError
 
 from rollyard import terminal
 from rollyard.errors import UsageProblem

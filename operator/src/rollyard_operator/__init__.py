@@ -1,1 +1,1 @@
-"""Reconcile: from a job and what was observed to a plan."""
+"""The Kubernetes driver: an operator for RolloutJobs, BackendPools and sandbox pods."""

@@ -16,20 +16,20 @@ import httpx
 from rollyard_client import DriverClient, Retry
 from rollyard_client.transport import CA_FILE
 from rollyard_crds.security.log_text import log_to
+from rollyard_drivers.reconcile.plan import Profile
 
-from rollyard_operator import labels
 from rollyard_operator.installation import Operator
-from rollyard_operator.isolation import external_checks, isolation_checks
-from rollyard_operator.kube import KubeClient, KubeError
-from rollyard_operator.kubesandboxes import SandboxLoop
-from rollyard_operator.kubewatch import KubeWatch
-from rollyard_operator.objectcache import PodCache
-from rollyard_operator.plan import Profile
-from rollyard_operator.pods import installation_digest
-from rollyard_operator.reflector import Reflector
+from rollyard_operator.kopf_shell import LIVENESS, login_of, on_signals, watch
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import KubeClient, KubeError
+from rollyard_operator.kube.object_cache import PodCache
+from rollyard_operator.kube.reflector import Reflector
+from rollyard_operator.kube.watch import KubeWatch
+from rollyard_operator.pods.workloads import installation_digest
+from rollyard_operator.sandboxes.isolation import external_checks, isolation_checks
+from rollyard_operator.sandboxes.loop import SandboxLoop
+from rollyard_operator.sandboxes.witnesses import Witnesses
 from rollyard_operator.settings import OperatorSettings, SettingsError, load_settings
-from rollyard_operator.shell import LIVENESS, login_of, on_signals, watch
-from rollyard_operator.witnesses import Witnesses
 
 _log = logging.getLogger("rollyard_operator")
 MAX_ACTIVE_JOBS = 100

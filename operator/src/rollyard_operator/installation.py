@@ -10,25 +10,25 @@ from typing import Any
 
 import httpx
 from rollyard_crds import RolloutJob
+from rollyard_drivers.reconcile.plan import Profile
+from rollyard_drivers.reconcile.reconcile_pass import is_active
 
-from rollyard_operator import labels
-from rollyard_operator.admission import Admissions
-from rollyard_operator.jobloop import JobLoop
-from rollyard_operator.kube import Kube, KubeError
-from rollyard_operator.labels import Object
-from rollyard_operator.loops import ObjectLoop
-from rollyard_operator.objectcache import Key, ObjectCache, PodCache, key_of, uid_of
-from rollyard_operator.oldtoken import OldToken
-from rollyard_operator.plan import Profile
-from rollyard_operator.plane import POLL_SECONDS, ControlPlane, Plane
-from rollyard_operator.poolloop import PoolLoop
-from rollyard_operator.recorder import EventRecorder
-from rollyard_operator.resource import Reader, fingerprint
+from rollyard_operator.context import DRIVER, Yard
+from rollyard_operator.controllers.admission import Admissions
+from rollyard_operator.controllers.control_plane_view import POLL_SECONDS, ControlPlane, Plane
+from rollyard_operator.controllers.job import JobLoop
+from rollyard_operator.controllers.legacy_token import OldToken
+from rollyard_operator.controllers.object_loop import ObjectLoop
+from rollyard_operator.controllers.pool import PoolLoop
+from rollyard_operator.controllers.resource import Reader, fingerprint
+from rollyard_operator.controllers.rest_sync import Sync
+from rollyard_operator.controllers.worker_token import WorkerToken
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import Kube, KubeError
+from rollyard_operator.kube.event_recorder import EventRecorder
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.object_cache import Key, ObjectCache, PodCache, key_of, uid_of
 from rollyard_operator.settings import OperatorSettings
-from rollyard_operator.sync import Sync
-from rollyard_operator.turn import is_active
-from rollyard_operator.workertoken import WorkerToken
-from rollyard_operator.yard import DRIVER, Yard
 
 TURNS_AT_ONCE = 64
 """A turn mostly waits for the API server: fewer would let others wait behind it while that one is slow."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rollyard_operator.host.logfile import telling_line
-from rollyard_operator.host.processes import Identity, identify, is_alive, send
+from rollyard_drivers.host.log_file import telling_line
+from rollyard_drivers.host.processes import Identity, identify, is_alive, send
 
 from rollyard_slurm.calls.command_line import CommandLine
 from rollyard_slurm.errors import SlurmAway

@@ -22,12 +22,12 @@ from typing import Any
 import httpx
 from rollyard_client.unixsocket import LONGEST_PATH
 from rollyard_crds.security.job_token import job_token
-from rollyard_operator.driver import Driver, Store, replace_pool, unless_stopped
-from rollyard_operator.host.child import sweep
-from rollyard_operator.host.controlplane import ControlPlane, JoinedPlane, Plane, PlaneSettings
-from rollyard_operator.host.errors import StartFailed
-from rollyard_operator.host.home import Home, read_json, write_json
-from rollyard_operator.plan import Owner
+from rollyard_drivers.host.child import sweep
+from rollyard_drivers.host.control_plane import ControlPlane, JoinedPlane, Plane, PlaneSettings
+from rollyard_drivers.host.errors import StartFailed
+from rollyard_drivers.host.home import Home, read_json, write_json
+from rollyard_drivers.loop.driver import Driver, Store, replace_pool, unless_stopped
+from rollyard_drivers.reconcile.plan import Owner
 
 from rollyard_slurm import logs
 from rollyard_slurm.addresses import checked_address, own_address

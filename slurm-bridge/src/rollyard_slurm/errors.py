@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollyard_operator.host.errors import HostError
+from rollyard_drivers.host.errors import HostError
 
 
 class ProfileInvalid(HostError):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollyard_crds import BackendPool, RolloutJob
-from rollyard_operator.placement import is_for
-from rollyard_operator.plan import Profile
+from rollyard_drivers.reconcile.placement import is_for
+from rollyard_drivers.reconcile.plan import Profile
 
 from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.scripts.batch import Site

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from rollyard_client.unixsocket import socket_url
 from rollyard_crds import BackendPool, RolloutJob
-from rollyard_operator.pools import pool_workloads
-from rollyard_operator.reconcile import job_workloads
+from rollyard_drivers.reconcile.job import job_workloads
+from rollyard_drivers.reconcile.pool import pool_workloads
 
 from rollyard_slurm.calls.command_line import environment
 from rollyard_slurm.calls.rest import RestCalls, slurm

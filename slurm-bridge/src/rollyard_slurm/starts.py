@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from rollyard_operator.host.processes import is_alive
-from rollyard_operator.plan import Workload
+from rollyard_drivers.host.processes import is_alive
+from rollyard_drivers.reconcile.plan import Workload
 
 from rollyard_slurm.allocations import MOST, Allocations
 from rollyard_slurm.calls.command_line import Commands

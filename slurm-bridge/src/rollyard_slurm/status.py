@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from rollyard_operator.host.home import Home, read_json
+from rollyard_drivers.host.home import Home, read_json
 
 from rollyard_slurm.bridge import rest_of
 from rollyard_slurm.calls.command_line import environment

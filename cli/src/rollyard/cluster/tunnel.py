@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO
 
-from rollyard_operator.host import launcher
+from rollyard_drivers.host import launcher
 
 from rollyard.cluster.installations import Installation
 from rollyard.cluster.kubectl import ClusterProblem

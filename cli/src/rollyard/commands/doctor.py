@@ -18,7 +18,7 @@ from rollyard import terminal
 def command(profile: Path | None) -> int:
     """What works on this machine, and what to do about the rest. Exit status 1 if something is missing."""
     from rich.text import Text
-    from rollyard_operator.host.home import Home, default_home
+    from rollyard_drivers.host.home import Home, default_home
 
     from rollyard.doctor import examine
 

@@ -13,9 +13,9 @@ GRACE_SECONDS = 25.0
 @click.option("--home", type=click.Path(path_type=Path), help="State folder [~/.local/state/rollyard].")
 def command(home: Path | None) -> None:
     """Stop what `rollyard up` started on this machine. State and trajectories stay."""
-    from rollyard_operator.host.child import sweep
-    from rollyard_operator.host.home import Home, default_home, read_json
-    from rollyard_operator.host.processes import end
+    from rollyard_drivers.host.child import sweep
+    from rollyard_drivers.host.home import Home, default_home, read_json
+    from rollyard_drivers.host.processes import end
 
     from rollyard.errors import CliError, UsageProblem
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from rollyard_operator.host.home import Home
+    from rollyard_drivers.host.home import Home
 
     from rollyard.local.options import Options
 
@@ -109,7 +109,7 @@ def command(
     --engine-arg=--max-model-len=32768`. `$(BACKEND_INDEX)` in --engine-arg and --engine-env is
     the replica's number, from 0.
     """
-    from rollyard_operator.host.home import Home, default_home
+    from rollyard_drivers.host.home import Home, default_home
 
     from rollyard.errors import UsageProblem
     from rollyard.local.options import Options
@@ -191,7 +191,7 @@ def _foreground(options: Options) -> None:
 
 
 def _detach(home: Home, options: Options) -> None:
-    from rollyard_operator.host.home import read_json
+    from rollyard_drivers.host.home import read_json
 
     from rollyard import detached
     from rollyard.errors import HomeInUse
@@ -236,6 +236,6 @@ def _detach(home: Home, options: Options) -> None:
 
 
 def _home_flag(home: Home) -> str:
-    from rollyard_operator.host.home import default_home
+    from rollyard_drivers.host.home import default_home
 
     return "" if home.root == default_home().expanduser().resolve() else f" --home {home.root}"

@@ -10,11 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rollyard_operator.host.child import Child, Folders
-from rollyard_operator.host.home import Home
-from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop, Workload, WorkloadState
-from rollyard_operator.probe import Health, watch_backend
-from rollyard_operator.replaced import Replaced
+from rollyard_drivers.health.backend import Health, watch_backend
+from rollyard_drivers.host.child import Child, Folders
+from rollyard_drivers.host.home import Home
+from rollyard_drivers.reconcile.plan import (
+    Launch,
+    ObservedWorkload,
+    Owner,
+    Plan,
+    Stop,
+    Workload,
+    WorkloadState,
+)
+from rollyard_drivers.reconcile.replacements import Replaced
 
 from rollyard.errors import CannotStart
 from rollyard.local.gpus import choose, visible_gpus

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Callable
 
 from rollyard_crds.security.log_text import one_line
-from rollyard_operator.host.home import Home
-from rollyard_operator.host.store import RestStore
+from rollyard_drivers.host.home import Home
+from rollyard_drivers.loop.rest_store import RestStore
 
 from rollyard.local.options import Options
 from rollyard.local.supervisor import Ready, Supervisor, install_signals, opens_docs

@@ -18,12 +18,12 @@ from typing import Any
 
 import httpx
 from rollyard_crds import BackendPool
-from rollyard_operator.driver import Driver, Store, replace_pool, unless_stopped
-from rollyard_operator.host.child import sweep
-from rollyard_operator.host.controlplane import ControlPlane, PlaneSettings
-from rollyard_operator.host.home import Home
-from rollyard_operator.placement import is_for
-from rollyard_operator.plan import Profile
+from rollyard_drivers.host.child import sweep
+from rollyard_drivers.host.control_plane import ControlPlane, PlaneSettings
+from rollyard_drivers.host.home import Home
+from rollyard_drivers.loop.driver import Driver, Store, replace_pool, unless_stopped
+from rollyard_drivers.reconcile.placement import is_for
+from rollyard_drivers.reconcile.plan import Profile
 
 from rollyard.local.fleet import Fleet
 from rollyard.local.options import DEFAULT_POOL, Options, shipped_model

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollyard_operator.plan import Workload
-from rollyard_operator.vllmargs import DEFAULT_COMMAND, SERVER_ENV, vllm_command, vllm_port
+from rollyard_drivers.commands.vllm import DEFAULT_COMMAND, SERVER_ENV, vllm_command, vllm_port
+from rollyard_drivers.reconcile.plan import Workload
 
 from rollyard.errors import CannotStart
 

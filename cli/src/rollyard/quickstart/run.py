@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rollyard_operator.host import launcher
-from rollyard_operator.host.home import Home, read_json
-from rollyard_operator.host.logfile import last_line
+from rollyard_drivers.host import launcher
+from rollyard_drivers.host.home import Home, read_json
+from rollyard_drivers.host.log_file import last_line
 
 from rollyard.errors import HomeUnusable, InvalidInput, NotFound, StartFailed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rollyard_operator.plan import Workload
+from rollyard_drivers.reconcile.plan import Workload
 
 from rollyard_slurm.errors import ScriptInvalid
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollyard_client.environment import CA_FILE
-from rollyard_operator.plan import Workload
-from rollyard_operator.vllmargs import SERVER_ENV, vllm_command
+from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
+from rollyard_drivers.reconcile.plan import Workload
 
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile, SiteProfile
 from rollyard_slurm.readers.job_identity import Identity

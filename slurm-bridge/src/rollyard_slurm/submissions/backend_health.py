@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 import httpx
-from rollyard_operator.host.home import read_json
-from rollyard_operator.probe import Health, watch_backend
+from rollyard_drivers.health.backend import Health, watch_backend
+from rollyard_drivers.host.home import read_json
 
 from rollyard_slurm.scripts.batch import Site
 from rollyard_slurm.submissions.submission import PENDING_STATES, Submission

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rollyard_operator.host.logfile import telling_line
-from rollyard_operator.plan import Launch, ObservedWorkload, Owner, Plan, Stop
-from rollyard_operator.replaced import Replaced
+from rollyard_drivers.host.log_file import telling_line
+from rollyard_drivers.reconcile.plan import Launch, ObservedWorkload, Owner, Plan, Stop
+from rollyard_drivers.reconcile.replacements import Replaced
 
 from rollyard_slurm.allocations import Allocations, as_granted, details_as_granted
 from rollyard_slurm.calls.command_line import Commands

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rollyard_operator.host.home import read_json, write_json
-from rollyard_operator.host.processes import Identity
-from rollyard_operator.plan import ObservedWorkload, Owner, Workload
-from rollyard_operator.probe import Health
+from rollyard_drivers.health.backend import Health
+from rollyard_drivers.host.home import read_json, write_json
+from rollyard_drivers.host.processes import Identity
+from rollyard_drivers.reconcile.plan import ObservedWorkload, Owner, Workload
 
 from rollyard_slurm.readers import reasons
 from rollyard_slurm.readers.command_output import QueuedJob

@@ -21,9 +21,9 @@ from rollyard_crds import (
     Task,
 )
 from rollyard_crds.unfinished import UnfinishedJob, UnfinishedJobs
-from rollyard_operator.kube import KubeConflict, KubeError
-from rollyard_operator.plane import OBJECT_UID, object_uid, thing_key
-from rollyard_operator.turn import CANCEL_REASON, CLOSED
+from rollyard_drivers.reconcile.reconcile_pass import CANCEL_REASON, CLOSED
+from rollyard_operator.controllers.control_plane_view import OBJECT_UID, object_uid, thing_key
+from rollyard_operator.kube.client import KubeConflict, KubeError
 
 Object = dict[str, Any]
 Where = tuple[str, str, str]

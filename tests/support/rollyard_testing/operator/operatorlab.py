@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard_operator import loops
+from rollyard_drivers.reconcile.plan import Profile
 from rollyard_operator.installation import Operator
-from rollyard_operator.labels import Object
-from rollyard_operator.plan import Profile
+from rollyard_operator.kube import backoff
+from rollyard_operator.kube.labels import Object
 from rollyard_operator.settings import OperatorSettings
 
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, stamp
@@ -140,15 +140,15 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short pauses, for tests."""
     monkeypatch.setattr("rollyard_operator.installation.POLL_SECONDS", 0.02)
     monkeypatch.setattr("rollyard_operator.installation.WORKERS_SECONDS", 0.01)
-    monkeypatch.setattr("rollyard_operator.jobloop.POLL_SECONDS", 0.02)
-    monkeypatch.setattr("rollyard_operator.jobloop.COUNTS_SECONDS", 0.0)
-    monkeypatch.setattr("rollyard_operator.jobloop.REFUSED_SECONDS", 0.05)
-    monkeypatch.setattr("rollyard_operator.children.LEFTOVER_SECONDS", 0.02)
+    monkeypatch.setattr("rollyard_operator.controllers.job.POLL_SECONDS", 0.02)
+    monkeypatch.setattr("rollyard_operator.controllers.job.COUNTS_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_operator.controllers.job.REFUSED_SECONDS", 0.05)
+    monkeypatch.setattr("rollyard_operator.controllers.children.LEFTOVER_SECONDS", 0.02)
     for name in ("POLL_SECONDS", "COUNTS_SECONDS"):
-        monkeypatch.setattr(f"rollyard_operator.poolloop.{name}", 0.02)
-    monkeypatch.setattr("rollyard_operator.probe.FIRST_CHECK_SECONDS", 0.01)
-    monkeypatch.setattr("rollyard_operator.probe.CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(loops, "LONGEST_BACKOFF_SECONDS", 0.05)
+        monkeypatch.setattr(f"rollyard_operator.controllers.pool.{name}", 0.02)
+    monkeypatch.setattr("rollyard_drivers.health.backend.FIRST_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("rollyard_drivers.health.backend.CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(backoff, "LONGEST_SECONDS", 0.05)
 
 
 @asynccontextmanager

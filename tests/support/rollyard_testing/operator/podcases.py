@@ -8,13 +8,12 @@ from typing import Any
 
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_crds.claims import shape_of
-from rollyard_operator import labels
-from rollyard_operator.labels import Object
-from rollyard_operator.plan import Profile
-from rollyard_operator.pods import backend_pod, installation_digest, network_policy, pool_service, worker_pod
-from rollyard_operator.pools import pool_workloads
-from rollyard_operator.reconcile import job_workloads
-from rollyard_operator.sandboxpods import (
+from rollyard_drivers.reconcile.job import job_workloads
+from rollyard_drivers.reconcile.plan import Profile
+from rollyard_drivers.reconcile.pool import pool_workloads
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.pods.sandboxes import (
     job_reference,
     owner_of_object,
     sandbox_pod,
@@ -22,6 +21,13 @@ from rollyard_operator.sandboxpods import (
     token_hash,
     warm_owner,
     warm_reference,
+)
+from rollyard_operator.pods.workloads import (
+    backend_pod,
+    installation_digest,
+    network_policy,
+    pool_service,
+    worker_pod,
 )
 from rollyard_operator.settings import OperatorSettings
 

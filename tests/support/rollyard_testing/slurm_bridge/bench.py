@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 from rollyard_crds import RolloutJob
-from rollyard_operator.driver import Driver
+from rollyard_drivers.loop.driver import Driver
 from rollyard_slurm.options import reconcile_profile
 from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.scripts.batch import Site

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
-from rollyard_operator.host.processes import identify
+from rollyard_drivers.host.processes import identify
 from rollyard_slurm.allocations import Granted
 from rollyard_slurm.errors import SlurmAway, SubmitRefused
 from rollyard_slurm.readers import job_identity

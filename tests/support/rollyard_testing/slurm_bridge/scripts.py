@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollyard_operator.plan import Owner, Workload
+from rollyard_drivers.reconcile.plan import Owner, Workload
 from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.readers.job_identity import identity
 from rollyard_slurm.scripts.batch import Site, batch_script

@@ -170,7 +170,7 @@ def down(home: Path | None, keep_jobs: bool) -> None:
     import signal
     import time
 
-    from rollyard_operator.host.processes import is_alive, send
+    from rollyard_drivers.host.processes import is_alive, send
     from rollyard_slurm.bridge import end_home
     from rollyard_slurm.options import BridgeOptions
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollyard_operator.host.home import Home
+    from rollyard_drivers.host.home import Home
     from rollyard_slurm.options import BridgeOptions
 
 
 def bridge_home(given: Path | None) -> Home:
-    from rollyard_operator.host.home import Home, default_home
+    from rollyard_drivers.host.home import Home, default_home
     from rollyard_slurm.options import COMMAND
 
     return Home((given or default_home()).expanduser().absolute(), COMMAND)

@@ -38,7 +38,7 @@ def _how(options: BridgeOptions) -> str:
 def run_here(options: BridgeOptions) -> None:
     import asyncio
 
-    from rollyard_operator.host.store import RestStore
+    from rollyard_drivers.loop.rest_store import RestStore
     from rollyard_slurm.bridge import Bridge, Ready, install_signals
     from rollyard_slurm.options import served
 
@@ -84,7 +84,7 @@ def arguments_again(ctx: click.Context) -> list[str]:
 
 
 def detach(ctx: click.Context, options: BridgeOptions) -> None:
-    from rollyard_operator.host.home import read_json
+    from rollyard_drivers.host.home import read_json
 
     from rollyard import detached
     from rollyard.errors import HomeInUse

@@ -1,0 +1,1 @@
+"""What all drivers share: the reconcile, the driver loop, health, command lines, and processes."""

@@ -1,0 +1,1 @@
+"""The health of inference backends that a driver started."""

@@ -1,0 +1,83 @@
+"""Watching the health of a pool's backends, one task for each pod."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import httpx
+
+from rollyard_drivers.health.backend import Health, watch_backend
+from rollyard_drivers.reconcile.plan import ObservedWorkload
+
+
+@dataclass(slots=True)
+class _Watch:
+    url: str
+    model: str
+    task: asyncio.Task[None]
+    health: Health = field(default_factory=Health)
+
+
+class Probes:
+    """The probes of one pool.
+
+    Args:
+        wake: called when a backend became ready, or is so no more.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, wake: Callable[[], None]) -> None:
+        self._http = http
+        self._wake = wake
+        self._watches: dict[str, _Watch] = {}
+
+    def keep(self, running: Iterable[tuple[str, str]], model: str) -> None:
+        """Probe exactly these: uid of the pod and base URL."""
+        wanted = dict(running)
+        for uid, watch in list(self._watches.items()):
+            if wanted.get(uid) != watch.url or watch.model != model:
+                watch.task.cancel()
+                del self._watches[uid]
+        for uid, url in wanted.items():
+            if uid not in self._watches:
+                task = asyncio.create_task(self._probe(uid, url, model), name=f"health of {url}")
+                self._watches[uid] = _Watch(url, model, task)
+
+    def seen(self, uid: str, pod: ObservedWorkload) -> ObservedWorkload:
+        """A backend with what its probe knows. It runs once it has answered a first completion."""
+        if pod.state != "running":
+            return replace(pod, ready=False)
+        watch = self._watches.get(uid)
+        health = watch.health if watch is not None else Health()
+        return replace(
+            pod,
+            state="running" if health.warmed_up else "starting",
+            ready=health.ready,
+            unready_since=health.unready_since,
+            policy_version=health.policy_version,
+            message=health.message,
+        )
+
+    async def close(self) -> None:
+        """Stop probing."""
+        tasks = [watch.task for watch in self._watches.values()]
+        self._watches.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _probe(self, uid: str, url: str, model: str) -> None:
+        def report(health: Health) -> None:
+            watch = self._watches.get(uid)
+            if watch is None or watch.url != url:
+                return
+            before, watch.health = watch.health, health
+            if (before.ready, before.warmed_up, before.message) != (
+                health.ready,
+                health.warmed_up,
+                health.message,
+            ):
+                self._wake()
+
+        await watch_backend(url, model, self._http, report)

@@ -1,0 +1,1 @@
+"""Processes and the home folder of drivers that run outside a cluster."""

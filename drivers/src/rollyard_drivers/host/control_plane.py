@@ -1,0 +1,226 @@
+"""The control plane as a subprocess: started, waited for, restarted on the same port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+from rollyard_client.unixsocket import base_of, socket_of, socket_url
+
+from rollyard_drivers.host.child import Child, Folders
+from rollyard_drivers.host.errors import StartFailed
+from rollyard_drivers.host.home import Home, read_json
+
+NAME = "control-plane"
+READY_SECONDS = 60.0
+POLL_SECONDS = 0.05
+BACKOFF_SECONDS = 0.5
+BACKOFF_CAP_SECONDS = 15.0
+STABLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSettings:
+    """How a control plane is started."""
+
+    host: str
+    """Address that it listens on, and is reached at from this machine; or the path of a Unix socket."""
+    port: int
+    """0: a free one."""
+    lease_seconds: float
+    verify_python: str = ""
+    """A Python with torch and transformers; empty: what ROLLYARD_VERIFY_PYTHON names, if anything."""
+    open_docs: bool = False
+    """Whether `/docs` needs no token."""
+    allow_tasks_from: tuple[str, ...] = ()
+    """URL prefixes that `spec.tasks.url` of a job may begin with, beside uploads."""
+
+
+class Plane(Protocol):
+    """A control plane as a driver needs it."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    def token(self, role: str) -> str: ...
+    async def start(self) -> None: ...
+    async def keep(self, wake: Callable[[], None]) -> None: ...
+    async def stop(self, grace_seconds: float) -> None: ...
+
+
+class JoinedPlane:
+    """A control plane that somebody else runs, such as an installation on Kubernetes.
+
+    Args:
+        tokens: JSON object with the tokens of driver and worker.
+    """
+
+    def __init__(self, url: str, tokens: Path, http: httpx.AsyncClient) -> None:
+        self.url = url.rstrip("/")
+        self.port = 0
+        self._tokens = tokens
+        self._http = http
+
+    def token(self, role: str) -> str:
+        """The bearer token of a role.
+
+        Raises:
+            StartFailed: the file cannot be read.
+        """
+        return token_in(self._tokens, role)
+
+    async def start(self) -> None:
+        """Sees that it answers.
+
+        Raises:
+            StartFailed: it does not.
+        """
+        try:
+            answer = await self._http.get(f"{self.url}/readyz", timeout=10.0)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            raise StartFailed(f"the control plane at {self.url} is not ready: {error}") from error
+
+    async def keep(self, wake: Callable[[], None]) -> None:
+        """Nothing to keep."""
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Others stop it."""
+
+
+def token_in(path: Path, role: str) -> str:
+    """The token of a role in a file of tokens; of several, the first.
+
+    Raises:
+        StartFailed: it holds none.
+    """
+    token = (read_json(path) or {}).get(role)
+    if isinstance(token, list) and token:
+        token = token[0]
+    if not isinstance(token, str):
+        raise StartFailed(f"{path} holds no token for the role {role!r}")
+    return token
+
+
+class ControlPlane:
+    """One `python -m rollyard_api`; its port stays the same over restarts."""
+
+    def __init__(self, home: Home, settings: PlaneSettings, http: httpx.AsyncClient) -> None:
+        self._home = home
+        self._settings = settings
+        self._http = http
+        self._port = settings.port
+        self._child: Child | None = None
+        self._ended = asyncio.Event()
+        self.restarts = 0
+
+    @property
+    def url(self) -> str:
+        """Base URL, once started."""
+        host = self._settings.host
+        if host.startswith("/"):
+            return socket_url(host)
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once started."""
+        return self._port
+
+    def token(self, role: str) -> str:
+        """The bearer token of a role.
+
+        Raises:
+            StartFailed: tokens.json cannot be read.
+        """
+        return token_in(self._home.state / "tokens.json", role)
+
+    async def start(self) -> None:
+        """Starts it and waits until it is ready.
+
+        Raises:
+            StartFailed: it ended, or was not ready within a minute; its last words are in the message.
+        """
+        port_file = self._home.pids / f"{NAME}.port"
+        port_file.unlink(missing_ok=True)
+        self._ended.clear()
+        arguments = [
+            *("-m", "rollyard_api", "--state-dir", str(self._home.state), "--host", self._settings.host),
+            *("--port", str(self._port), "--port-file", str(port_file)),
+            *("--lease-seconds", f"{self._settings.lease_seconds:g}"),
+        ]
+        verify = self._settings.verify_python
+        arguments += ["--verify-python", verify] if verify else []
+        arguments += ["--open-docs"] if self._settings.open_docs else []
+        arguments += [f"--allow-tasks-from={prefix}" for prefix in self._settings.allow_tasks_from]
+        folders = Folders(self._home.logs, self._home.pids)
+        try:
+            child = await Child.start(NAME, arguments, folders, on_exit=self._ended.set)
+        except OSError as error:
+            raise StartFailed(f"the control plane cannot be started: {error}") from error
+        self._child = child
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                while not await self._is_ready(port_file.exists() and port_file.read_text().strip()):
+                    if child.exit_code is not None:
+                        raise StartFailed(self._last_words(child))
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            await child.stop(2.0)
+            raise StartFailed(
+                f"the control plane was not ready within {READY_SECONDS:.0f} s; see {self._log}"
+            ) from None
+
+    @property
+    def _log(self) -> str:
+        return str(self._home.logs / f"{NAME}.log")
+
+    def _last_words(self, child: Child) -> str:
+        words = child.last_line or f"it said nothing; exit status {child.exit_code}"
+        return f"the control plane did not start: {words} (log: {self._log})"
+
+    async def _is_ready(self, port: str | bool) -> bool:
+        if not port:
+            return False
+        self._port = int(port)
+        try:
+            answer = await self._ask("/readyz")
+        except httpx.HTTPError:
+            return False
+        return answer.is_success
+
+    async def _ask(self, path: str) -> httpx.Response:
+        socket = socket_of(self.url)
+        if socket is None:
+            return await self._http.get(f"{self.url}{path}", timeout=2.0)
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=socket)) as http:
+            return await http.get(f"{base_of(self.url)}{path}", timeout=2.0)
+
+    async def keep(self, wake: Callable[[], None]) -> None:
+        """Restarts it whenever it dies, with bounded backoff, until cancelled."""
+        loop = asyncio.get_running_loop()
+        delay = BACKOFF_SECONDS
+        while True:
+            began = loop.time()
+            await self._ended.wait()
+            if loop.time() - began > STABLE_SECONDS:
+                delay = BACKOFF_SECONDS
+            await asyncio.sleep(delay)
+            delay = min(BACKOFF_CAP_SECONDS, delay * 2)
+            self.restarts += 1
+            try:
+                await self.start()
+            except StartFailed:
+                # Its log says why; the next try follows after a longer pause.
+                self._ended.set()
+            wake()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Ends it within the grace."""
+        if self._child is not None:
+            await self._child.stop(grace_seconds)

@@ -1,0 +1,218 @@
+"""One turn of a driver that has its jobs and pools from the control plane: look, reconcile, act, tell.
+
+Level-based: every turn looks at everything and acts on the difference, so that a turn that
+failed in the middle, or was never made, is made good by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from datetime import datetime
+from typing import Any, Protocol
+
+from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
+
+from rollyard_drivers.host.errors import HostError
+from rollyard_drivers.reconcile import placement, reconcile_pass
+from rollyard_drivers.reconcile.conditions import holds
+from rollyard_drivers.reconcile.job import reconcile_job
+from rollyard_drivers.reconcile.naming import owner_of
+from rollyard_drivers.reconcile.plan import (
+    ObservedPool,
+    ObservedWorkload,
+    Owner,
+    Plan,
+    PoolState,
+    Profile,
+    Stop,
+)
+from rollyard_drivers.reconcile.pool import reconcile_pool
+
+
+class StoreTrouble(HostError):
+    """A call to the control plane failed just now; the next turn tries again."""
+
+    reason = "StoreTrouble"
+
+
+class Store(Protocol):
+    """What a driver asks of the control plane; every call may raise StoreTrouble."""
+
+    async def jobs(self) -> Sequence[RolloutJob]: ...
+    async def pools(self) -> Sequence[BackendPool]: ...
+    async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> None: ...
+    async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> None: ...
+    async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> None: ...
+    async def cancel(self, job: RolloutJob) -> None: ...
+    async def create_pool(self, pool: BackendPool) -> None: ...
+    async def delete_pool(self, namespace: str, name: str) -> None: ...
+    async def watch(self, wake: Callable[[], None]) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Workloads(Protocol):
+    """What carries plans out, and says what is seen of the workloads that it started."""
+
+    def owners(self) -> set[Owner]: ...
+    def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]: ...
+    async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None: ...
+    def stop(self, stop: Stop) -> None: ...
+
+
+class Driver:
+    """Brings jobs and pools and their workloads together, turn by turn.
+
+    Args:
+        takes: which jobs are this driver's; those of other drivers are left alone.
+        serves: which pools are this driver's to start.
+        alone: whether this driver came with the control plane: it says so of what waits for another one.
+        on_trouble: told each time that the control plane's trouble changes.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        workloads: Workloads,
+        profile: Profile,
+        on_trouble: Callable[[str], None] = lambda trouble: None,
+        takes: Callable[[RolloutJob], bool] = lambda job: True,
+        serves: Callable[[BackendPool], bool] = lambda pool: True,
+        alone: bool = True,
+    ) -> None:
+        self._store = store
+        self._workloads = workloads
+        self._profile = profile
+        self._takes = takes
+        self._serves = serves
+        self._alone = alone
+        self._on_trouble = on_trouble
+        self._trouble = ""
+        self._told: dict[Owner, list[tuple[object, ...]]] = {}
+
+    async def turn(self, now: datetime) -> None:
+        """One turn. What the control plane refuses is told once, and tried again in the next turn."""
+        with self._tolerant():
+            await self._turn(now)
+
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        # A control plane that does not answer is being restarted, and an object may vanish
+        # between two calls: the workloads go on, and the next turn looks again.
+        try:
+            yield
+        except StoreTrouble as trouble:
+            if str(trouble) != self._trouble:
+                self._trouble = str(trouble)
+                self._on_trouble(self._trouble)
+
+    async def _turn(self, now: datetime) -> None:
+        known = await self._store.jobs()
+        jobs = [job for job in known if self._takes(job)]
+        pools = await self._store.pools()
+        served = [pool for pool in pools if self._serves(pool)]
+        here = {owner_of(job) for job in jobs} | {owner_of(pool) for pool in served}
+        for owner in self._workloads.owners() - here:
+            for seen in self._workloads.observed(owner):
+                self._workloads.stop(Stop(seen.name, self._profile.stop_seconds))
+            self._told.pop(owner, None)
+        for pool in served:
+            with self._tolerant():
+                await self._pool_turn(pool, now)
+        ready = {
+            (pool.metadata.namespace, pool.metadata.name): reconcile_pass.pool_state(pool.status)
+            for pool in pools
+        }
+        active = {owner_of(job) for job in jobs if reconcile_pass.is_active(job.status)}
+        for job in sorted(jobs, key=reconcile_pass.rank):
+            with self._tolerant():
+                await self._job_turn(job, ready, active, now)
+        if self._alone:
+            with self._tolerant():
+                await self._tell_unserved(known, pools, now)
+
+    async def _pool_turn(self, pool: BackendPool, now: datetime) -> None:
+        owner = owner_of(pool)
+        external = pool.spec.engine.type == "external"
+        observed = ObservedPool(
+            workloads=self._workloads.observed(owner),
+            external=tuple(pool.status.backends) if external else (),
+        )
+        plan = reconcile_pool(pool, observed, now, self._profile)
+        await self._workloads.carry_out(owner, plan)
+        if not external:
+            await self._report(owner, pool, plan.status.backends)
+        if reconcile_pass.pool_news(plan.status) != reconcile_pass.pool_news(pool.status):
+            await self._store.put_pool_status(pool, plan.status)
+        pool.status = plan.status
+
+    async def _tell_unserved(
+        self, jobs: Sequence[RolloutJob], pools: Sequence[BackendPool], now: datetime
+    ) -> None:
+        """Says of what is placed elsewhere that no driver has spoken of it."""
+        for pool in pools:
+            if not self._serves(pool) and placement.is_unspoken(pool, now):
+                await self._store.put_pool_status(pool, placement.unserved_pool(pool, now))
+        for job in jobs:
+            if not self._takes(job) and placement.is_unspoken(job, now):
+                await self._store.put_job_status(job, placement.unserved_job(job, now))
+
+    async def _report(self, owner: Owner, pool: BackendPool, backends: Sequence[BackendStatus]) -> None:
+        # The control plane has its own say about versions and messages: what was told last counts,
+        # and that it still knows of each backend what rollouts are routed by.
+        told = reconcile_pass.told_of(backends)
+        unchanged = reconcile_pass.routed_by(backends) == reconcile_pass.routed_by(pool.status.backends)
+        if told == self._told.get(owner) and unchanged:
+            return
+        await self._store.put_backends(pool, backends)
+        self._told[owner] = told
+
+    async def _job_turn(
+        self, job: RolloutJob, pools: dict[tuple[str, str], PoolState], active: set[Owner], now: datetime
+    ) -> None:
+        owner = owner_of(job)
+        workloads = self._workloads.observed(owner)
+        if holds(job.status.conditions, "Finished") and not workloads:
+            return
+        reference = job.spec.backend_ref
+        pool = pools.get((job.metadata.namespace, reference.name)) if reference is not None else None
+        observed = reconcile_pass.observed_job(job, workloads, pool, len(active - {owner}))
+        plan = reconcile_job(job, observed, now, self._profile)
+        await self._workloads.carry_out(owner, plan)
+        if plan.cancel and not observed.cancelled:
+            await self._store.cancel(job)
+        if reconcile_pass.job_news(plan.status) != reconcile_pass.job_news(job.status):
+            await self._store.put_job_status(job, plan.status)
+        if reconcile_pass.is_active(plan.status):
+            active.add(owner)
+
+
+async def replace_pool(store: Store, pool: BackendPool) -> None:
+    """The pool as it is asked for now; one of the same name with another spec gives way to it.
+
+    Raises:
+        StoreTrouble: the control plane refused it.
+    """
+    meta = pool.metadata
+    for old in await store.pools():
+        same_name = (old.metadata.namespace, old.metadata.name) == (meta.namespace, meta.name)
+        if same_name and old.spec != pool.spec:
+            await store.delete_pool(meta.namespace, meta.name)
+    await store.create_pool(pool)
+
+
+async def unless_stopped(start: Awaitable[None], stop: asyncio.Event) -> bool:
+    """Waits for a start; False if it was told to stop before."""
+    starting = asyncio.ensure_future(start)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return False
+        await starting
+        return True
+    finally:
+        for task in (starting, stopping):
+            task.cancel()
+        await asyncio.gather(starting, stopping, return_exceptions=True)

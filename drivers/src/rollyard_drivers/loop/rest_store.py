@@ -1,0 +1,87 @@
+"""The driver's calls to the control plane; what fails is trouble of this turn, not the end."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from rollyard_client import DriverClient, Retry, RollyardError
+from rollyard_crds import (
+    BackendPool,
+    BackendPoolStatus,
+    BackendStatus,
+    RolloutJob,
+    RolloutJobStatus,
+)
+
+from rollyard_drivers.loop.driver import StoreTrouble
+
+T = TypeVar("T")
+
+WATCH_SECONDS = 30.0
+"""Of one long poll."""
+AGAIN_SECONDS = 2.0
+"""After the control plane did not answer: it is being restarted."""
+
+
+class RestStore:
+    """The Store of a driver, over REST.
+
+    Args:
+        tls: whom to trust for `https:`; default: ROLLYARD_CA_FILE, else the usual authorities.
+    """
+
+    def __init__(self, url: str, token: str, tls: ssl.SSLContext | None = None) -> None:
+        # The next turn is the retry: a turn that waits long would see children's ends late.
+        self._client = DriverClient(url, token, timeout=10.0, retry=Retry(attempts=2), tls=tls)
+
+    async def _ask(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except RollyardError as error:
+            raise StoreTrouble(f"{error.reason}: {error}") from error
+
+    async def jobs(self) -> Sequence[RolloutJob]:
+        return await self._ask(self._client.jobs())
+
+    async def pools(self) -> Sequence[BackendPool]:
+        return await self._ask(self._client.pools())
+
+    async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> None:
+        await self._ask(self._client.put_job_status(job, status))
+
+    async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> None:
+        await self._ask(self._client.put_pool_status(pool, status))
+
+    async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> None:
+        await self._ask(self._client.put_backends(pool, backends))
+
+    async def cancel(self, job: RolloutJob) -> None:
+        await self._ask(self._client.cancel(job))
+
+    async def create_pool(self, pool: BackendPool) -> None:
+        await self._ask(self._client.create_pool(pool))
+
+    async def delete_pool(self, namespace: str, name: str) -> None:
+        await self._ask(self._client.delete_pool(namespace, name))
+
+    async def watch(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` whenever a job has come, ended, or changed otherwise than by its rollouts.
+
+        Never returns. While the control plane does not answer, it is asked again and again.
+        """
+        revision: int | None = None
+        while True:
+            try:
+                found = await self._client.unfinished(revision, WATCH_SECONDS)
+            except RollyardError:
+                await asyncio.sleep(AGAIN_SECONDS)
+                continue
+            if found.revision != revision:
+                revision = found.revision
+                wake()
+
+    async def close(self) -> None:
+        await self._client.aclose()

@@ -1,0 +1,331 @@
+"""The reconcile of jobs that every driver shares: what is wanted and what is seen, to what to do.
+
+Pure: no I/O, no clock, nothing of Kubernetes. `now` and everything observed come in; a
+plan comes out. Calling it again after the plan was carried out plans nothing new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from rollyard_crds import STAGES, RolloutCounts, RolloutJob, RolloutJobStatus, StageName
+
+from rollyard_drivers.reconcile.conditions import Claim, find, holds, since, updated
+from rollyard_drivers.reconcile.first_sandbox import first_sandbox
+from rollyard_drivers.reconcile.naming import child_index, child_name, made_of, owner_of
+from rollyard_drivers.reconcile.plan import (
+    TEMPLATE_NOT_ALLOWED,
+    ObservedJob,
+    ObservedWorkload,
+    Owner,
+    Plan,
+    Profile,
+    Stop,
+    Workload,
+)
+from rollyard_drivers.reconcile.scaling import scales, wanted_replicas
+from rollyard_drivers.reconcile.workloads import FleetPlan, earliest, exit_text, keep, restarts_in_a_row
+
+_PROFILE = Profile()
+
+
+def job_workloads(
+    job: RolloutJob, profile: Profile = _PROFILE, observed: Sequence[ObservedWorkload] = ()
+) -> tuple[Workload, ...]:
+    """The stage workers that a running job wants, by its counts and those that it has."""
+    owner = owner_of(job)
+    specs = {stage: getattr(job.spec.stages, stage) for stage in STAGES}
+    fixed_one = all(spec.replicas == 1 and not scales(spec) for spec in specs.values())
+    if profile.combine_stages and fixed_one:
+        groups: list[tuple[str, tuple[StageName, ...], int]] = [("worker", STAGES, 1)]
+    elif profile.node_workers:
+        there = _current(owner, "worker", observed)
+        counts = job.status.counts
+        most = max(wanted_replicas(specs[stage], getattr(counts, stage), there) for stage in STAGES)
+        groups = [("worker", STAGES, most)]
+    else:
+        groups = [
+            (
+                stage,
+                (stage,),
+                wanted_replicas(
+                    specs[stage], getattr(job.status.counts, stage), _current(owner, stage, observed)
+                ),
+            )
+            for stage in STAGES
+        ]
+    return tuple(
+        Workload(
+            name=child_name(owner, role, index),
+            kind="stage-worker",
+            owner=owner,
+            index=index,
+            stages=stages,
+            concurrency=tuple((stage, specs[stage].concurrency) for stage in stages),
+            sandbox=first_sandbox(job.spec) if "init" in stages else "",
+            made_of=made_of(specs[stages[0]].template, job.metadata.labels, profile),
+        )
+        for role, stages, replicas in groups
+        for index in range(replicas)
+    )
+
+
+def _current(owner: Owner, role: str, observed: Sequence[ObservedWorkload]) -> int:
+    """Workers of a role (a stage, or `worker`): the highest index of one that is there, and one."""
+    there = (seen.name for seen in observed if seen.state in ("starting", "running"))
+    indices = (child_index(owner, role, name) for name in there)
+    return max((index + 1 for index in indices if index is not None), default=0)
+
+
+def ended(counts: RolloutCounts) -> int:
+    """Rollouts that will not change any more."""
+    return counts.succeeded + counts.failed + counts.cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    succeeded: bool
+    reason: str
+    message: str
+
+
+def _outcome(job: RolloutJob, observed: ObservedJob, now: datetime) -> _Outcome | None:
+    counts = job.status.counts
+    before = find(job.status.conditions, "Finished")
+    if before is not None and before.status == "True":
+        return _Outcome(holds(job.status.conditions, "Succeeded"), before.reason, before.message)
+    done = ended(counts)
+    left = _deadline_left(job, now)
+    late = left is not None and left <= 0
+    if observed.cancelled and observed.cancelled != "DeadlineExceeded":
+        return _Outcome(False, "Cancelled", f"cancelled; {counts.succeeded} of {counts.total} have a reward")
+    if late or observed.cancelled:
+        limit = job.spec.active_deadline_seconds
+        return _Outcome(
+            False, "DeadlineExceeded", f"{done} of {counts.total} rollouts had ended after {limit} s"
+        )
+    if not observed.closed or done < counts.total:
+        return None
+    allowed = job.spec.failure_policy.max_failed_fraction
+    if counts.failed > allowed * counts.total:
+        return _Outcome(
+            False,
+            "TooManyFailures",
+            f"{counts.failed} of {counts.total} rollouts failed for infrastructure reasons; "
+            f"failurePolicy.maxFailedFraction allows {allowed:g}",
+        )
+    return _Outcome(True, "AllEnded", f"{counts.succeeded} rollouts have a reward, {counts.failed} failed")
+
+
+def _deadline_left(job: RolloutJob, now: datetime) -> float | None:
+    start = since(job.status.conditions, "Admitted")
+    if job.spec.active_deadline_seconds is None or start is None:
+        return None
+    return job.spec.active_deadline_seconds - (now - start).total_seconds()
+
+
+def _phase(job: RolloutJob, outcome: _Outcome | None, admitted: bool) -> str:
+    counts = job.status.counts
+    if outcome is not None:
+        if outcome.succeeded:
+            return "Succeeded"
+        return "Cancelled" if outcome.reason == "Cancelled" else "Failed"
+    before_eval = [counts.init, counts.run]
+    entered_run = sum((counts.run.queued, counts.run.active, counts.eval.queued, counts.eval.active))
+    entered_run += ended(counts)
+    if not admitted and not entered_run:
+        return "Pending"
+    if not entered_run:
+        return "Init"
+    in_eval = counts.eval.queued + counts.eval.active
+    if any(stage.queued + stage.active for stage in before_eval) or not in_eval:
+        return "Run"
+    return "Eval"
+
+
+def _admission(job: RolloutJob, observed: ObservedJob, profile: Profile) -> Claim:
+    if observed.refused:
+        return Claim("Admitted", False, TEMPLATE_NOT_ALLOWED, observed.refused)
+    if job.spec.suspend:
+        return Claim("Admitted", False, "Suspended", "the job is suspended")
+    if holds(job.status.conditions, "Admitted") or observed.admitted_others < profile.max_active_jobs:
+        return Claim("Admitted", True, "Admitted")
+    return Claim(
+        "Admitted",
+        False,
+        "Queued",
+        f"{observed.admitted_others} jobs are active, which is the most that this driver runs at once",
+    )
+
+
+def _running(
+    job: RolloutJob, observed: ObservedJob, admission: Claim, fleet: FleetPlan, wanted: Sequence[Workload]
+) -> Claim:
+    reference = job.spec.backend_ref
+    if not admission.status:
+        return Claim("Running", False, admission.reason, admission.message)
+    if reference is not None and observed.pool is None:
+        return Claim(
+            "Running",
+            False,
+            "BackendPoolNotFound",
+            f"there is no BackendPool {reference.name!r} in namespace {job.metadata.namespace!r}; "
+            "the job starts when there is one",
+        )
+    if not wanted:
+        idle = any(scales(getattr(job.spec.stages, stage)) for stage in STAGES)
+        text = "nothing waits for a worker" if idle else "every stage has replicas 0"
+        return Claim("Running", False, "NoWorkers", text)
+    least = {workload.name for workload in wanted if workload.index < _least(job, workload)}
+    if not least <= fleet.running:
+        text = f"{len(least & fleet.running)} of {len(least)} stage workers run"
+        details = "; ".join((*fleet.troubles, *fleet.waiting))
+        return Claim("Running", False, "WorkersStarting", f"{text}; {details}" if details else text)
+    if observed.pool is not None and reference is not None and not observed.pool.ready_backends:
+        detail = f": {observed.pool.message}" if observed.pool.message else ""
+        return Claim(
+            "Running",
+            False,
+            "BackendPoolNotReady",
+            f"BackendPool {reference.name!r} has no ready backend{detail}",
+        )
+    return Claim("Running", True, "WorkersReady", f"{len(fleet.running)} stage workers run")
+
+
+def _least(job: RolloutJob, workload: Workload) -> int:
+    """Workers of its stage without which a job does not count as running; further ones come and go."""
+    replicas: list[int] = [getattr(job.spec.stages, stage).replicas for stage in workload.stages]
+    return max(1, *replicas)
+
+
+def reconcile_job(
+    job: RolloutJob, observed: ObservedJob, now: datetime, profile: Profile = _PROFILE
+) -> Plan[RolloutJobStatus]:
+    """What to do for `job` now.
+
+    The counts in `job.status` are the control plane's, live; everything else of the status
+    is made here. A job that was Finished stays so, with the same reason.
+    """
+    outcome = _outcome(job, observed, now)
+    admission = _admission(job, observed, profile)
+    if outcome is not None:
+        return _finished_plan(job, observed, outcome, now, profile)
+    missing_pool = job.spec.backend_ref is not None and observed.pool is None
+    # A pool that vanished later leaves the workers alone: they wait, and it may come back.
+    start = admission.status and not (missing_pool and not observed.workloads)
+    wanted = job_workloads(job, profile, observed.workloads) if start else ()
+    broken = _beyond_limit(job, wanted, observed, profile)
+    if broken is not None:
+        return _finished_plan(job, observed, broken, now, profile)
+    grace = profile.drain_seconds
+    fleet = keep(wanted, observed.workloads, now, profile, grace)
+    running = _running(job, observed, admission, fleet, wanted)
+    claims = (
+        admission,
+        Claim("Suspended", job.spec.suspend, "Suspended" if job.spec.suspend else "NotSuspended"),
+        running,
+        _degraded(fleet),
+        Claim("Finished", False, "NotFinished"),
+    )
+    return Plan(
+        status=_job_status(job, claims, _phase(job, None, admission.status), now),
+        launch=fleet.launch,
+        stop=fleet.stop,
+        requeue_after=earliest((fleet.requeue_after, _deadline_left(job, now))),
+    )
+
+
+def _beyond_limit(
+    job: RolloutJob, wanted: Sequence[Workload], observed: ObservedJob, profile: Profile
+) -> _Outcome | None:
+    """The outcome of a job whose worker failed more often in a row than it may.
+
+    A worker that ended well, or was taken away (no exit code: evicted, its node lost), counts for nothing.
+    """
+    limit = job.spec.backoff_limit
+    if limit is None:
+        return None
+    hashes = {workload.name: workload.spec_hash for workload in wanted}
+    for seen in observed.workloads:
+        failed = seen.state == "exited" and not seen.blocked and seen.exit_code not in (None, 0)
+        if failed and seen.spec_hash == hashes.get(seen.name):
+            restarts = restarts_in_a_row(seen, profile)
+            if restarts >= limit:
+                return _Outcome(
+                    False,
+                    "BackoffLimitExceeded",
+                    f"{exit_text(seen)} after {restarts} restarts in a row; backoffLimit allows {limit}",
+                )
+    return None
+
+
+def _degraded(fleet: FleetPlan) -> Claim:
+    if not fleet.troubles:
+        return Claim("Degraded", False, "Healthy")
+    reason = (
+        "CrashLoopBackOff"
+        if fleet.crash_looping
+        else "WorkersBlocked"
+        if fleet.blocked
+        else "WorkersImpaired"
+        if fleet.impaired
+        else "Restarting"
+    )
+    return Claim("Degraded", True, reason, "; ".join(fleet.troubles))
+
+
+def _finished_plan(
+    job: RolloutJob, observed: ObservedJob, outcome: _Outcome, now: datetime, profile: Profile
+) -> Plan[RolloutJobStatus]:
+    verdict = "Succeeded" if outcome.succeeded else "Failed"
+    other = "Failed" if outcome.succeeded else "Succeeded"
+    admitted = holds(job.status.conditions, "Admitted")
+    claims = (
+        Claim("Admitted", admitted, "Admitted" if admitted else "Finished"),
+        Claim("Suspended", False, "Finished"),
+        Claim("Running", False, outcome.reason, outcome.message),
+        Claim("Degraded", False, "Finished"),
+        Claim("Finished", True, outcome.reason, outcome.message),
+        Claim(verdict, True, outcome.reason, outcome.message),
+        Claim(other, False, outcome.reason),
+    )
+    status = _job_status(job, claims, _phase(job, outcome, admitted), now, outcome.message)
+    since_end = (now - (since(status.conditions, "Finished") or now)).total_seconds()
+    ttl = job.spec.ttl_seconds_after_finished
+    left = None if ttl is None else ttl - since_end
+    expired = left is not None and left <= 0 and not observed.workloads
+    unfinished = job.status.counts.total - ended(job.status.counts)
+    return Plan(
+        status=status,
+        stop=tuple(
+            Stop(seen.name, 0.0 if seen.state == "exited" else profile.stop_seconds)
+            for seen in observed.workloads
+            if seen.state != "stopping"
+        ),
+        cancel=outcome.reason if unfinished or not observed.closed else "",
+        delete=expired,
+        requeue_after=None if expired else earliest((left,)),
+    )
+
+
+def _job_status(
+    job: RolloutJob, claims: tuple[Claim, ...], phase: str, now: datetime, message: str | None = None
+) -> RolloutJobStatus:
+    before = job.status
+    generation = job.metadata.generation
+    conditions = updated(before.conditions, claims, generation, now)
+    running = find(conditions, "Running")
+    if message is None:
+        message = running.message if running is not None and running.status == "False" else ""
+    return before.model_copy(
+        update={
+            "phase": phase,
+            "conditions": conditions,
+            "observed_generation": generation or 0,
+            "start_time": before.start_time or since(conditions, "Admitted"),
+            "completion_time": before.completion_time or since(conditions, "Finished"),
+            "message": message[:256],
+        }
+    )

@@ -1,0 +1,59 @@
+"""Whose a job or a pool is, where one control plane has several drivers. Pure, as the reconcile itself."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Final
+
+from rollyard_crds import BackendPool, BackendPoolStatus, RolloutJob, RolloutJobStatus
+from rollyard_crds.base import PlacementName
+
+from rollyard_drivers.reconcile import reconcile_pass
+from rollyard_drivers.reconcile.conditions import Claim, updated
+
+UNSPOKEN_SECONDS = 10.0
+"""A driver that is there has spoken of what is its own by then."""
+REASON = "NoDriver"
+_WHO: Final[dict[PlacementName, str]] = {
+    "kubernetes": "a control plane that the Helm chart installed has one",
+    "slurm": "`rollyard slurm-bridge up --join URL --namespace NAMESPACE` starts one",
+    "local": "the control plane of `rollyard up` has one",
+}
+
+
+def is_for(thing: RolloutJob | BackendPool, driver: PlacementName, default: bool = True) -> bool:
+    """Whether a driver is to run it.
+
+    Args:
+        default: whether the driver came with the control plane: what names no driver is its own.
+    """
+    return thing.spec.placement == driver or (default and thing.spec.placement is None)
+
+
+def is_unspoken(thing: RolloutJob | BackendPool, now: datetime) -> bool:
+    """Whether no driver has spoken of it for longer than one that is there would need."""
+    made = thing.metadata.creation_timestamp
+    return not thing.status.conditions and (made is None or (now - made).total_seconds() >= UNSPOKEN_SECONDS)
+
+
+def _text(placement: PlacementName) -> str:
+    return f"spec.placement: no driver {placement!r} has spoken of it yet; {_WHO[placement]}"
+
+
+def unserved_job(job: RolloutJob, now: datetime) -> RolloutJobStatus:
+    """What the driver that came with the control plane says of a job of another one that is not there.
+
+    The other one's first word replaces it.
+    """
+    assert job.spec.placement is not None
+    return reconcile_pass.refused(
+        job.status, job.metadata.generation or 0, REASON, _text(job.spec.placement), now
+    )
+
+
+def unserved_pool(pool: BackendPool, now: datetime) -> BackendPoolStatus:
+    """The same of a pool."""
+    assert pool.spec.placement is not None
+    claims = (Claim("Ready", False, REASON, _text(pool.spec.placement)),)
+    conditions = updated(pool.status.conditions, claims, pool.metadata.generation or 0, now)
+    return pool.status.model_copy(update={"conditions": conditions})

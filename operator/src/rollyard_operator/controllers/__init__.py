@@ -1,0 +1,1 @@
+"""One controller for each RolloutJob and BackendPool, and what controllers share."""

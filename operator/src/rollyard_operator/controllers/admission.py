@@ -1,0 +1,65 @@
+"""Which jobs run at once: a bound on how many, and whose turn it is next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+
+from rollyard_crds import RolloutJob
+from rollyard_drivers.reconcile.reconcile_pass import is_active, rank
+
+from rollyard_operator.kube.object_cache import Key
+
+Rank = tuple[int, datetime]
+
+
+class Admissions:
+    """The admitted jobs and the waiting ones of one operator.
+
+    Args:
+        limit: jobs that run at once.
+        wake: called with the key of a job that may be admitted now.
+    """
+
+    def __init__(self, limit: int, wake: Callable[[Key], None]) -> None:
+        self._limit = limit
+        self._wake = wake
+        self._active: set[Key] = set()
+        self._waiting: dict[Key, Rank] = {}
+
+    def restore(self, key: Key) -> None:
+        """A job that was admitted before this process began."""
+        self._active.add(key)
+
+    def others(self, key: Key, job: RolloutJob) -> int:
+        """Jobs that count as admitted before this one: those that are, and those whose turn comes first."""
+        active = len(self._active - {key})
+        mine = rank(job)
+        first = sum(other < mine for waiting, other in self._waiting.items() if waiting != key)
+        return max(active, self._limit) if active + first >= self._limit else active
+
+    def note(self, key: Key, job: RolloutJob) -> None:
+        """What became of a job: admitted, waiting for its turn, or neither."""
+        active = is_active(job.status)
+        admitted = next((c for c in job.status.conditions if c.type == "Admitted"), None)
+        queued = admitted is not None and admitted.status == "False" and admitted.reason == "Queued"
+        if queued:
+            self._waiting[key] = rank(job)
+        else:
+            self._waiting.pop(key, None)
+        if active:
+            self._active.add(key)
+        else:
+            self._free(key)
+
+    def leave(self, key: Key) -> None:
+        """The job is gone."""
+        self._waiting.pop(key, None)
+        self._free(key)
+
+    def _free(self, key: Key) -> None:
+        if key not in self._active:
+            return
+        self._active.discard(key)
+        for waiting in sorted(self._waiting, key=self._waiting.__getitem__):
+            self._wake(waiting)

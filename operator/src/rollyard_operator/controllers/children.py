@@ -1,0 +1,181 @@
+"""Carrying plans out with pods: of one job's stage workers, or one pool's backends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from rollyard_drivers.reconcile.plan import Launch, ObservedWorkload, Plan, Stop, Workload
+from rollyard_drivers.reconcile.replacements import Replaced
+
+from rollyard_operator.controllers.resource import is_leaving
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import Kube, KubeConflict, KubeError
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.object_cache import Key, PodCache, key_of, uid_of
+from rollyard_operator.pods.parts import TemplateError
+from rollyard_operator.pods.status import observed_workload
+
+LEFTOVER_SECONDS = 2.0
+REMEMBERED = 4096
+"""Deleted pods whose end the watch has not told yet."""
+
+
+class Children:
+    """The pods of one owner.
+
+    Names are deterministic and pods are made, never changed: who does the same twice, or beside
+    another operator, finds the name taken and takes what is there.
+    """
+
+    def __init__(self, kube: Kube, cache: PodCache, instance: str, wake: Callable[[], None]) -> None:
+        self._kube = kube
+        self._wake = wake
+        self._cache = cache
+        self._instance = instance
+        self._refused: dict[str, ObservedWorkload] = {}
+        self._deleting: dict[str, None] = {}
+        self._replaced = Replaced()
+
+    def pods(self, uid: str, component: str) -> list[Object]:
+        """The owner's pods of a component."""
+        return self._cache.owned(uid, component)
+
+    async def leave(self, uid: str, component: str, grace_seconds: float) -> float | None:
+        """Delete what a vanished owner has left; seconds until there is to be looked again, None: nothing.
+
+        Garbage collection takes them too; not those of a deletion that orphans its dependents.
+        """
+        pods = self.pods(uid, component)
+        leftovers = [pod for pod in pods if not is_leaving(pod) and uid_of(pod) not in self._deleting]
+        for pod in leftovers:
+            with suppress(KubeError):
+                await self._delete(pod, int(grace_seconds))
+        return LEFTOVER_SECONDS if leftovers else None
+
+    def observed(self, pods: Iterable[Object]) -> list[ObservedWorkload]:
+        """What is seen of these pods, and of those that the API server refused to make."""
+        seen: dict[str, ObservedWorkload] = {}
+        for pod in pods:
+            found = observed_workload(pod)
+            if uid_of(pod) in self._deleting and found.state != "exited":
+                found = replace(found, state="stopping")
+            seen[found.name] = found
+        refused = [one for name, one in self._refused.items() if name not in seen]
+        return [*seen.values(), *refused]
+
+    async def carry_out(
+        self, namespace: str, plan: Plan[Any], build: Callable[[Workload], Object], pods: Iterable[Object]
+    ) -> None:
+        """Stop, launch and mark what a plan says.
+
+        Args:
+            build: makes the pod of a workload.
+            pods: those of the owner that the plan was made from. It says nothing of one that has come
+                since then, which another operator may have made: that one is left to the next turn.
+
+        Raises:
+            KubeError: the API server does not answer; the next turn tries again. A pod that it
+                refuses is not an error but observed as blocked.
+        """
+        seen = {key_of(pod)[1]: pod for pod in pods}
+        steps = [self._stop(stop, seen.get(stop.name)) for stop in plan.stop]
+        steps += [
+            self._launch(namespace, launch, build, seen.get(launch.workload.name)) for launch in plan.launch
+        ]
+        steps += [self._mark(pod, name in plan.drain) for name, pod in seen.items()]
+        failed = [one for one in await asyncio.gather(*steps, return_exceptions=True) if one is not None]
+        for one in failed:
+            raise one
+
+    async def _stop(self, stop: Stop, seen: Object | None) -> None:
+        self._refused.pop(stop.name, None)
+        self._replaced.note(stop)
+        if seen is not None and self._newest(seen) is not None:
+            await self._delete(seen, math.ceil(stop.grace_seconds))
+
+    def _newest(self, seen: Object) -> Object | None:
+        """A pod as it is by now; None: it is gone, and maybe another one has its name."""
+        pod = self._cache.get(key_of(seen))
+        return pod if pod is not None and uid_of(pod) == uid_of(seen) else None
+
+    async def _delete(self, pod: Object, grace: int) -> None:
+        (namespace, name), uid = key_of(pod), uid_of(pod)
+        await self._kube.delete("Pod", namespace, name, grace=grace, uid=uid)
+        self._deleting[uid] = None
+        while len(self._deleting) > REMEMBERED:
+            self._deleting.pop(next(iter(self._deleting)))
+
+    async def _launch(
+        self, namespace: str, launch: Launch, build: Callable[[Workload], Object], seen: Object | None
+    ) -> None:
+        launch = self._replaced.counted(launch)
+        workload = launch.workload
+        self._refused.pop(workload.name, None)
+        try:
+            pod = build(workload)
+        except TemplateError as error:
+            self._refuse(launch, str(error))
+            return
+        there = self._cache.get((namespace, workload.name))
+        if there is not None:
+            known = seen is not None and uid_of(seen) == uid_of(there)
+            if not known and there in self.pods(workload.owner.uid, workload.kind):
+                return  # it came after the plan, and may run already: what came has also woken the next turn
+            await self._delete(there, 0)
+        notes = pod["metadata"].setdefault("annotations", {})
+        notes[labels.RESTARTS] = str(launch.restarts)
+        if launch.last_end:
+            notes[labels.LAST_END] = launch.last_end
+        try:
+            self._cache.put(await self._kube.create(pod))
+            self._replaced.launched(workload.name)
+        except KubeConflict:
+            await self._adopt((namespace, workload.name), launch)
+        except KubeError as error:
+            if error.status == 0 or error.status >= 500 or error.status == 429:
+                raise
+            self._refuse(launch, error.message)
+
+    async def _adopt(self, key: Key, launch: Launch) -> None:
+        """The name is taken: by what an earlier turn made, or by what is on its way out."""
+        there = await self._kube.get("Pod", *key)
+        if there is None:
+            return
+        instance = labels.label_of(there, labels.INSTANCE)
+        if instance == self._instance:
+            self._cache.put(there)
+        else:
+            whose = f"the Rollyard installation {instance!r}" if instance else "somebody else"
+            self._refuse(launch, f"the pod {key[1]!r} is there already and belongs to {whose}")
+
+    def _refuse(self, launch: Launch, message: str) -> None:
+        now = datetime.now(UTC)
+        self._refused[launch.workload.name] = ObservedWorkload(
+            name=launch.workload.name,
+            spec_hash=launch.workload.spec_hash,
+            state="exited",
+            started_at=now,
+            restarts=launch.restarts,
+            last_end=launch.last_end,
+            exited_at=now,
+            ready=False,
+            message=message[:512],
+            blocked=True,
+        )
+        self._wake()  # no watch will tell
+
+    async def _mark(self, seen: Object, draining: bool) -> None:
+        pod = self._newest(seen)
+        if pod is None or bool(labels.annotation_of(pod, labels.DRAINING_SINCE)) == draining:
+            return
+        since = datetime.now(UTC).isoformat().replace("+00:00", "Z") if draining else None
+        body = {"metadata": {"annotations": {labels.DRAINING_SINCE: since}}}
+        marked = await self._kube.patch("Pod", *key_of(pod), body, uid=uid_of(pod))
+        if marked is not None:
+            self._cache.put(marked)

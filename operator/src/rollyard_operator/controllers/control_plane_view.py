@@ -1,0 +1,203 @@
+"""What the control plane knows of jobs and pools: looked at once a second, for all loops.
+
+A job that has ended is seen at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Container, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from rollyard_client import NotFound, RollyardError
+from rollyard_crds import (
+    BackendPool,
+    BackendPoolStatus,
+    BackendStatus,
+    RolloutJob,
+    RolloutJobStatus,
+    Task,
+)
+from rollyard_crds.unfinished import UnfinishedJobs
+
+from rollyard_operator.kube.object_cache import Key
+
+POLL_SECONDS = 1.0
+OBJECT_UID = "rollyard.dev/object-uid"
+"""Annotation of what is registered: the uid of its Kubernetes object."""
+ThingT = TypeVar("ThingT", RolloutJob, BackendPool)
+_log = logging.getLogger(__name__)
+
+
+class ControlPlane(Protocol):
+    """What the operator asks of the control plane; DriverClient does it. All raise RollyardError."""
+
+    async def jobs(self) -> list[RolloutJob]: ...
+    async def unfinished_jobs(self) -> list[RolloutJob]: ...
+    async def unfinished(self, revision: int | None = None, wait: float = 0.0) -> UnfinishedJobs: ...
+    async def job(self, namespace: str, name: str) -> RolloutJob: ...
+    async def register_job(self, job: RolloutJob, tasks: Sequence[Task] | None = None) -> RolloutJob: ...
+    async def delete_job(self, namespace: str, name: str) -> None: ...
+    async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> RolloutJob: ...
+    async def cancel(self, job: RolloutJob) -> RolloutJob: ...
+    async def pools(self) -> list[BackendPool]: ...
+    async def register_pool(self, pool: BackendPool) -> BackendPool: ...
+    async def delete_pool(self, namespace: str, name: str) -> None: ...
+    async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> BackendPool: ...
+    async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> BackendPool: ...
+
+
+def thing_key(thing: RolloutJob | BackendPool) -> Key:
+    """Namespace and name."""
+    return thing.metadata.namespace, thing.metadata.name
+
+
+def object_uid(thing: RolloutJob | BackendPool) -> str:
+    """The uid of the Kubernetes object that it is registered for; empty: it has none."""
+    return thing.metadata.annotations.get(OBJECT_UID, "")
+
+
+class Views(Generic[ThingT]):
+    """The newest view of each job, or pool. A look begun before something newer was learnt says nothing.
+
+    Args:
+        changed: called with the key of one that changed, appeared or went.
+        others: what of a view is not told by the operator itself.
+    """
+
+    def __init__(self, changed: Callable[[Key], None], others: Callable[[ThingT], object]) -> None:
+        self._changed = changed
+        self._others: Callable[[ThingT], object] = others
+        self._views: dict[Key, ThingT] = {}
+        self._learnt: dict[Key, float] = {}
+
+    def all(self) -> list[ThingT]:
+        """Everything that was seen last."""
+        return list(self._views.values())
+
+    def get(self, key: Key, uid: str) -> ThingT | None:
+        """The view registered for the object with this uid."""
+        view = self._views.get(key)
+        return view if view is not None and object_uid(view) == uid else None
+
+    def learn(self, view: ThingT) -> None:
+        """An answer to a call of our own, just now; tells if others have changed it meanwhile."""
+        key = thing_key(view)
+        before = self._views.get(key)
+        self._views[key] = view
+        self._learnt[key] = asyncio.get_running_loop().time()
+        if before is not None and self._others(before) != self._others(view):
+            # The next look would find nothing new in it.
+            self._changed(key)
+
+    def forget(self, key: Key) -> None:
+        """It is gone, as an answer just now said."""
+        self._views.pop(key, None)
+        self._learnt[key] = asyncio.get_running_loop().time()
+
+    def replace(self, seen: Sequence[ThingT], begun: float) -> None:
+        """All that there is, as of a look begun at `begun`; tells those that changed."""
+        fresh = {thing_key(view): view for view in seen}
+        for key in fresh.keys() | self._views.keys():
+            if self._learnt.get(key, begun) > begun:
+                continue
+            before, after = self._views.get(key), fresh.get(key)
+            if before == after:
+                continue
+            if after is None:
+                del self._views[key]
+            else:
+                self._views[key] = after
+            self._changed(key)
+        self._learnt = {key: at for key, at in self._learnt.items() if at > begun}
+
+    def keep(self, there: Container[Key]) -> None:
+        """All but these went a moment ago; tells those that did.
+
+        One that was learnt in that moment comes back with the next look; whoever misses it meanwhile
+        asks for it by name.
+        """
+        for key in [key for key in self._views if key not in there]:
+            del self._views[key]
+            self._changed(key)
+
+
+def _others_of_job(job: RolloutJob) -> object:
+    return job.metadata.generation, job.metadata.annotations, job.status.counts
+
+
+def _others_of_pool(pool: BackendPool) -> object:
+    return pool.metadata.generation, pool.metadata.annotations, pool.status.backends
+
+
+class Plane:
+    """The control plane, polled.
+
+    Args:
+        job_changed: called with the key of a job whose view changed, appeared or went.
+        pool_changed: the same for pools.
+    """
+
+    def __init__(
+        self,
+        client: ControlPlane,
+        job_changed: Callable[[Key], None],
+        pool_changed: Callable[[Key], None],
+    ) -> None:
+        self.client = client
+        self.unfinished: Views[RolloutJob] = Views(job_changed, _others_of_job)
+        """Jobs that have not ended."""
+        self.pools: Views[BackendPool] = Views(pool_changed, _others_of_pool)
+        """All pools."""
+        self.seen = asyncio.Event()
+        """Set once it has answered."""
+        self._trouble = ""
+        self._revision: int | None = None
+
+    async def look(self) -> bool:
+        """One poll; whether the control plane answered."""
+        begun = asyncio.get_running_loop().time()
+        try:
+            jobs, pools = await asyncio.gather(self.client.unfinished_jobs(), self.client.pools())
+        except RollyardError as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                _log.warning("the control plane does not answer: %s", error)
+            return False
+        if self._trouble:
+            self._trouble = ""
+            _log.info("the control plane answers again")
+        self.unfinished.replace(jobs, begun)
+        self.pools.replace(pools, begun)
+        self.seen.set()
+        return True
+
+    async def watch_ends(self, seconds: float) -> None:
+        """Waits so long; jobs that end meanwhile are told at once.
+
+        What has come or changed waits for the next look: all jobs are too many to list for each.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while (left := end - loop.time()) > 0:
+            try:
+                found = await self.client.unfinished(self._revision, left)
+            except RollyardError:
+                await asyncio.sleep(left)  # the look that follows tells what is wrong
+                return
+            self._revision = found.revision
+            self.unfinished.keep({(job.namespace, job.name) for job in found.jobs})
+
+    async def find_job(self, key: Key, uid: str) -> RolloutJob | None:
+        """The job registered for this object, finished or not; None where there is none.
+
+        Raises:
+            RollyardError: the control plane does not answer.
+        """
+        try:
+            view = await self.client.job(*key)
+        except NotFound:
+            self.unfinished.forget(key)
+            return None
+        return view if object_uid(view) == uid else None

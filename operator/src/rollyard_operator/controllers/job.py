@@ -1,0 +1,358 @@
+"""One RolloutJob: registered with the control plane, its workers kept, its status written."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from rollyard_client import Conflict, Invalid, NotFound, TooMany
+from rollyard_crds import RolloutJob, RolloutJobStatus
+from rollyard_crds.reading.manifest import ManifestError
+from rollyard_crds.reading.task_list import TaskListError, parse_lines
+from rollyard_crds.task import Task
+from rollyard_drivers.reconcile import reconcile_pass
+from rollyard_drivers.reconcile.conditions import holds
+from rollyard_drivers.reconcile.job import reconcile_job
+from rollyard_drivers.reconcile.placement import is_for
+from rollyard_drivers.reconcile.plan import Plan, PoolState
+from rollyard_drivers.reconcile.workloads import earliest
+
+from rollyard_operator.context import DRIVER, Yard
+from rollyard_operator.controllers.children import Children
+from rollyard_operator.controllers.control_plane_view import POLL_SECONDS, thing_key
+from rollyard_operator.controllers.object_loop import ObjectLoop
+from rollyard_operator.controllers.resource import (
+    Reader,
+    generation_of,
+    is_leaving,
+    mirrored,
+    registration,
+    write_status,
+)
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.object_cache import Key, uid_of
+from rollyard_operator.pods.parts import digest
+from rollyard_operator.pods.template_check import job_violations
+from rollyard_operator.pods.workloads import worker_pod
+
+COMPONENT = "stage-worker"
+REFUSED_SECONDS = 15.0
+"""Until a job that was refused is tried again: a ConfigMap, or room in the queue, may have come."""
+COUNTS_SECONDS = 2.0
+"""Counts, and words such as how many workers run, are told alone this often at most."""
+
+
+class Refused(Exception):
+    """The job cannot be registered now; `reason` is a CamelCase word."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class _Life:
+    """What is remembered of one object, from its first sight to its end; none of it is needed."""
+
+    uid: str = ""
+    told: tuple[object, ...] | None = None
+    """What was registered last: generation, labels, annotations."""
+    generation: int = 0
+    """The control plane's generation after that."""
+    final: RolloutJob | None = None
+    """The control plane's last word on a finished job."""
+    counts_written: float = 0.0
+    left: bool = False
+    """It was deleted, and so is all that belonged to it elsewhere."""
+    reader: Reader[RolloutJob] = field(default_factory=lambda: Reader(RolloutJob))
+
+
+class JobLoop(ObjectLoop):
+    """The turns of one RolloutJob."""
+
+    def __init__(self, key: Key, gate: asyncio.Semaphore, yard: Yard) -> None:
+        super().__init__(key, gate)
+        self._yard = yard
+        self._life = _Life()
+        self._children = self._new_children()
+        self.pool: Key | None = None
+        """The pool that it samples from."""
+
+    async def turn(self) -> float | None:
+        obj = self._yard.jobs.get(self.key)
+        if obj is None or is_leaving(obj):
+            return await self._leave(obj)
+        if self._life.uid != uid_of(obj):
+            self._life = _Life(uid_of(obj))
+            self._children = self._new_children()
+        try:
+            job = self._life.reader.read(obj)
+        except ManifestError as error:
+            before = self._life.reader.status(obj)
+            return await self._refuse(obj, before, Refused(error.reason, str(error)))
+        reference = job.spec.backend_ref
+        self.pool = None if reference is None else (self.key[0], reference.name)
+        if not self._yard.plane.seen.is_set():
+            return POLL_SECONDS
+        try:
+            view = await self._view(obj, job)
+        except Refused as refused:
+            return await self._refuse(obj, job.status, refused)
+        if view is None:
+            return 0.0  # the object was changed after the control plane
+        if not is_for(job, DRIVER):
+            return await self._mirror(obj, job, view)
+        return await self._reconcile(obj, job, view)
+
+    def _new_children(self) -> Children:
+        return Children(self._yard.kube, self._yard.pods, self._yard.settings.instance, self.wake)
+
+    # What the control plane knows of it
+
+    async def _view(self, obj: Object, job: RolloutJob) -> RolloutJob | None:
+        """The control plane's view; registers what is news there. None: the object was patched."""
+        plane, life = self._yard.plane, self._life
+        view = plane.unfinished.get(self.key, life.uid)
+        told = (generation_of(obj), job.metadata.labels, job.metadata.annotations)
+        unchanged = generation_of(obj) == job.status.observed_generation
+        if holds(job.status.conditions, "Finished"):
+            if view is None and life.final is None and (life.told is not None or not unchanged):
+                life.final = await plane.find_job(self.key, life.uid)
+            if life.final is not None and not unchanged:
+                life.final = await self._register(job)  # such as another time to live
+            return view or life.final or _of_object(job)
+        known = life.told is not None or unchanged
+        if view is not None and known and view.metadata.generation != life.generation:
+            # The object stands as it was registered, and the control plane has another spec: REST changed it.
+            same = life.told is None or told == life.told
+            if same and await self._follow(job, view):
+                return None
+            life.generation = view.metadata.generation or 0
+        if told != life.told:
+            view = await self._register(job)
+            life.told, life.generation = told, view.metadata.generation or 0
+        elif view is None:
+            view = await plane.find_job(self.key, life.uid)
+            if view is None:  # the control plane lost it: it is wanted still
+                view = await self._register(job)
+                life.generation = view.metadata.generation or 0
+            elif view.status.completion_time is not None:
+                life.final = view
+        return view
+
+    async def _follow(self, job: RolloutJob, view: RolloutJob) -> bool:
+        """Change the object's spec as REST changed the control plane's; whether it differed."""
+        spec = {
+            name: getattr(view.spec, name)
+            for name in ("suspend", "priority")
+            if getattr(view.spec, name) != getattr(job.spec, name)
+        }
+        if not spec:
+            return False
+        fresh = await self._yard.kube.patch("RolloutJob", *self.key, {"spec": spec}, uid=job.metadata.uid)
+        if fresh is not None:
+            self._yard.jobs.put(fresh)
+        return True
+
+    async def _register(self, job: RolloutJob) -> RolloutJob:
+        plane = self._yard.plane
+        manifest = registration(job)
+        try:
+            tasks = await self._tasks(job)
+            view = await plane.client.register_job(manifest, tasks)
+        except (Conflict, Invalid) as error:
+            lines = "; ".join(error.errors) or str(error)
+            raise Refused(error.reason, lines) from error
+        except TooMany as error:
+            raise Refused(error.reason, str(error)) from error
+        if view.status.completion_time is None:
+            plane.unfinished.learn(view)
+        return view
+
+    async def _tasks(self, job: RolloutJob) -> list[Task] | None:
+        """The tasks of a ConfigMap, where the control plane has not read them yet."""
+        source = job.spec.tasks.config_map_ref
+        if source is None or await self._yard.plane.find_job(self.key, self._life.uid) is not None:
+            return None
+        found = await self._yard.kube.get("ConfigMap", self.key[0], source.name)
+        if found is None:
+            text = f"spec.tasks.configMapRef: there is no ConfigMap {source.name!r} in this namespace"
+            raise Refused("ConfigMapNotFound", text)
+        lines = (found.get("data") or {}).get(source.key)
+        if lines is None:
+            keys = ", ".join(sorted(found.get("data") or {})) or "none"
+            where = f"spec.tasks.configMapRef.key: ConfigMap {source.name!r} has no key {source.key!r}"
+            raise Refused("ConfigMapKeyNotFound", f"{where}; its keys: {keys}")
+        try:
+            return await asyncio.to_thread(parse_lines, str(lines).splitlines())
+        except TaskListError as error:
+            raise Refused(error.reason, f"ConfigMap {source.name!r}, {source.key}: {error}") from error
+
+    # What it wants
+
+    async def _reconcile(self, obj: Object, job: RolloutJob, view: RolloutJob) -> float | None:
+        yard = self._yard
+        before = job.status
+        own = {
+            k: v
+            for k, v in job.metadata.annotations.items()
+            if k not in (reconcile_pass.CLOSED, reconcile_pass.CANCEL_REASON)
+        }
+        meta = job.metadata.model_copy(update={"annotations": {**own, **view.metadata.annotations}})
+        job = job.model_copy(update={"metadata": meta, "status": with_counts(before, view.status)})
+        pods = self._children.pods(self._life.uid, COMPONENT)
+        if holds(before.conditions, "Finished") and _settled(job) and not pods:
+            # Only its time to live is left.
+            plan = reconcile_job(job, reconcile_pass.observed_job(job, (), None, 0), yard.now(), yard.profile)
+            wait = await self._write(obj, before, plan.status)
+            return await self._conclude(obj, plan, view, wait)
+        observed = reconcile_pass.observed_job(
+            job,
+            self._children.observed(pods),
+            self._pool_state(),
+            yard.admissions.others(self.key, job),
+            "; ".join(job_violations(job, yard.settings)),
+        )
+        # Workers that mount an earlier token's Secret are replaced.
+        secret = yard.token.of(job)
+        profile = replace(yard.profile, made_of=digest(yard.profile.made_of, secret.name))
+        plan = reconcile_job(job, observed, yard.now(), profile)
+        yard.admissions.note(self.key, job.model_copy(update={"status": plan.status}))
+        if plan.launch:
+            await yard.token.ensure(job, secret)
+        build = partial(worker_pod, job=job, settings=yard.settings, secret=secret.name)
+        # The status is of what was seen before this turn: neither waits for the other.
+        carried, written = await asyncio.gather(
+            self._children.carry_out(self.key[0], plan, build, pods),
+            self._write(obj, before, plan.status),
+            return_exceptions=True,
+        )
+        if isinstance(carried, BaseException):
+            raise carried
+        if isinstance(written, BaseException):
+            raise written
+        if plan.cancel and not observed.cancelled:
+            with suppress(NotFound):
+                await yard.plane.client.cancel(job)
+        return await self._conclude(obj, plan, view, written)
+
+    async def _conclude(
+        self, obj: Object, plan: Plan[RolloutJobStatus], view: RolloutJob, wait: float | None
+    ) -> float | None:
+        """Tell the control plane, delete what has lived long enough. `wait`: until the status is written."""
+        if wait is None:
+            await self._report(view, plan.status)
+        if plan.delete:
+            await self._yard.kube.delete("RolloutJob", *self.key, uid=uid_of(obj))
+        return earliest((plan.requeue_after, wait))
+
+    def _pool_state(self) -> PoolState | None:
+        if self.pool is None:
+            return None
+        obj = self._yard.pools.get(self.pool)
+        if obj is None or is_leaving(obj):
+            return None
+        return self._yard.pool_states.get(self.pool) or PoolState(0)
+
+    async def _write(self, obj: Object, before: RolloutJobStatus, after: RolloutJobStatus) -> float | None:
+        """The status to the object; returns after how long counts or words that wait are due."""
+        if before == after:
+            return None
+        now = asyncio.get_running_loop().time()
+        if _facts(before) == _facts(after):
+            left = COUNTS_SECONDS - (now - self._life.counts_written)
+            if left > 0:
+                return left
+        self._life.counts_written = now
+        await write_status(self._yard.kube, self._yard.recorder, self._yard.jobs, obj, before, after)
+        return None
+
+    async def _report(self, view: RolloutJob, status: RolloutJobStatus) -> None:
+        """The status to the control plane, in its own generations, where it does not say so yet."""
+        plane = self._yard.plane
+        if view.metadata.uid is None:
+            return  # it has no such job any more
+        known = view.status
+        generation = view.metadata.generation or 0
+        if (known.phase, known.message, known.observed_generation) == (
+            status.phase,
+            status.message,
+            generation,
+        ) and reconcile_pass.in_words(known.conditions) == reconcile_pass.in_words(status.conditions):
+            return
+        conditions = [one.model_copy(update={"observed_generation": generation}) for one in status.conditions]
+        told = status.model_copy(update={"conditions": conditions, "observed_generation": generation})
+        with suppress(NotFound):
+            answer = await plane.client.put_job_status(view, told)
+            if thing_key(answer) == self.key and answer.status.completion_time is None:
+                plane.unfinished.learn(answer)
+            elif self._life.final is not None:
+                self._life.final = answer
+
+    async def _mirror(self, obj: Object, job: RolloutJob, view: RolloutJob) -> float | None:
+        """Another driver runs it: the object shows what that one says."""
+        after = mirrored(obj, view, job.status)
+        wait = await self._write(obj, job.status, after)
+        if view.status.completion_time is not None and not holds(after.conditions, "Finished"):
+            # All rollouts have ended: the polls leave it out, and its driver has a last word to say.
+            return POLL_SECONDS
+        return wait
+
+    # What goes wrong, and how it ends
+
+    async def _refuse(self, obj: Object, before: RolloutJobStatus, refused: Refused) -> float:
+        after = reconcile_pass.refused(
+            before, generation_of(obj), refused.reason, str(refused), self._yard.now()
+        )
+        if reconcile_pass.in_words(before.conditions) != reconcile_pass.in_words(after.conditions):
+            await write_status(self._yard.kube, self._yard.recorder, self._yard.jobs, obj, before, after)
+        return REFUSED_SECONDS
+
+    async def _leave(self, obj: Object | None) -> float | None:
+        """The object is gone, or going: so is the job, and its workers."""
+        yard, life = self._yard, self._life
+        uid = life.uid or (uid_of(obj) if obj is not None else "")
+        yard.admissions.leave(self.key)
+        if not life.left and uid:
+            if await yard.plane.find_job(self.key, uid) is not None:
+                with suppress(NotFound):
+                    await yard.plane.client.delete_job(*self.key)
+            yard.plane.unfinished.forget(self.key)
+            life.left = True
+        wait = await self._children.leave(uid, COMPONENT, yard.profile.stop_seconds)
+        if obj is None and wait is None:
+            self.done = True
+        return wait
+
+
+def with_counts(status: RolloutJobStatus, known: RolloutJobStatus) -> RolloutJobStatus:
+    """The object's status with what the control plane counts."""
+    return status.model_copy(
+        update={
+            "counts": known.counts,
+            "reward_mean": known.reward_mean,
+            "start_time": status.start_time or known.start_time,
+            "completion_time": status.completion_time or known.completion_time,
+        }
+    )
+
+
+def _facts(status: RolloutJobStatus) -> tuple[object, ...]:
+    """What of a status is told at once when it changes."""
+    conditions = [(one.type, one.status, one.reason, one.observed_generation) for one in status.conditions]
+    return (status.phase, status.observed_generation, conditions)
+
+
+def _settled(job: RolloutJob) -> bool:
+    counts = job.status.counts
+    return counts.succeeded + counts.failed + counts.cancelled == counts.total
+
+
+def _of_object(job: RolloutJob) -> RolloutJob:
+    """A finished job that the control plane does not have: nothing of it changes any more."""
+    meta = job.metadata.model_copy(
+        update={"uid": None, "annotations": {**job.metadata.annotations, reconcile_pass.CLOSED: "true"}}
+    )
+    return job.model_copy(update={"metadata": meta})

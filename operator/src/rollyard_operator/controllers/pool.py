@@ -1,0 +1,282 @@
+"""One BackendPool: registered with the control plane, its backends kept and reported, its status written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from rollyard_client import Conflict, Invalid, NotFound
+from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
+from rollyard_crds.reading.manifest import ManifestError
+from rollyard_drivers.health.pool import Probes
+from rollyard_drivers.reconcile import reconcile_pass
+from rollyard_drivers.reconcile.conditions import Claim, updated
+from rollyard_drivers.reconcile.placement import is_for
+from rollyard_drivers.reconcile.plan import ObservedPool
+from rollyard_drivers.reconcile.pool import reconcile_pool
+from rollyard_drivers.reconcile.workloads import earliest
+
+from rollyard_operator.context import DRIVER, Yard
+from rollyard_operator.controllers.children import Children
+from rollyard_operator.controllers.control_plane_view import POLL_SECONDS, object_uid
+from rollyard_operator.controllers.object_loop import ObjectLoop
+from rollyard_operator.controllers.resource import (
+    Reader,
+    generation_of,
+    is_leaving,
+    mirrored,
+    registration,
+    write_status,
+)
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.object_cache import Key, uid_of
+from rollyard_operator.pods.template_check import pool_violations
+from rollyard_operator.pods.workloads import backend_pod, pool_service
+
+COMPONENT = "backend"
+REFUSED_SECONDS = 15.0
+COUNTS_SECONDS = 10.0
+"""Numbers of single backends are written to the object this often at most."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """What is remembered of one object, from its first sight to its end; none of it is needed."""
+
+    uid: str = ""
+    registered: tuple[object, ...] | None = None
+    """What was registered last: generation, labels, annotations."""
+    generation: int = 0
+    """The control plane's generation after that."""
+    told: list[tuple[object, ...]] | None = None
+    """Backends that the control plane was told last."""
+    counts_written: float = 0.0
+    service: int = -1
+    """The generation that the service was applied for."""
+    left: bool = False
+    """It was deleted, and so is all that belonged to it elsewhere."""
+    reader: Reader[BackendPool] = field(default_factory=lambda: Reader(BackendPool))
+
+
+class PoolLoop(ObjectLoop):
+    """The turns of one BackendPool."""
+
+    def __init__(self, key: Key, gate: asyncio.Semaphore, yard: Yard) -> None:
+        super().__init__(key, gate)
+        self._yard = yard
+        self._life = _Life()
+        self._children = self._new_children()
+        self._probes = Probes(yard.http, self.wake)
+
+    async def run(self) -> None:
+        """As of every loop; its probes end with it."""
+        try:
+            await super().run()
+        finally:
+            await self._probes.close()
+
+    async def turn(self) -> float | None:
+        obj = self._yard.pools.get(self.key)
+        if obj is None or is_leaving(obj):
+            return await self._leave(obj)
+        if self._life.uid != uid_of(obj):
+            self._life = _Life(uid_of(obj))
+            self._children = self._new_children()
+        try:
+            pool = self._life.reader.read(obj)
+        except ManifestError as error:
+            return await self._refuse(obj, self._life.reader.status(obj), error.reason, str(error))
+        if not self._yard.plane.seen.is_set():
+            return POLL_SECONDS
+        try:
+            view = await self._view(obj, pool)
+        except (Conflict, Invalid) as error:
+            lines = "; ".join(error.errors) or str(error)
+            return await self._refuse(obj, pool.status, error.reason, lines)
+        if view is None:
+            return 0.0  # the object was changed after the control plane
+        if not is_for(pool, DRIVER):
+            return await self._mirror(obj, pool, view)
+        return await self._reconcile(obj, pool, view)
+
+    def _new_children(self) -> Children:
+        return Children(self._yard.kube, self._yard.pods, self._yard.settings.instance, self.wake)
+
+    # What the control plane knows of it
+
+    async def _view(self, obj: Object, pool: BackendPool) -> BackendPool | None:
+        """The control plane's view; registers what is news there. None: the object was patched."""
+        plane, life = self._yard.plane, self._life
+        view = plane.pools.get(self.key, life.uid)
+        told = (generation_of(obj), pool.metadata.labels, pool.metadata.annotations)
+        known = life.registered is not None or generation_of(obj) == pool.status.observed_generation
+        if view is not None and known and view.metadata.generation != life.generation:
+            # The object stands as it was registered, and the control plane has another spec: REST changed it.
+            same = life.registered is None or told == life.registered
+            if same and await self._follow(pool, view):
+                return None
+            life.generation = view.metadata.generation or 0
+        if told != life.registered or view is None:
+            view = await plane.client.register_pool(registration(pool))
+            plane.pools.learn(view)
+            life.registered, life.generation = told, view.metadata.generation or 0
+        return view
+
+    async def _follow(self, pool: BackendPool, view: BackendPool) -> bool:
+        """Change the object's spec as REST changed the control plane's; whether it differed."""
+        changes = difference(pool.spec.to_json(), view.spec.to_json())
+        if not changes:
+            return False
+        body = {"spec": changes}
+        fresh = await self._yard.kube.patch("BackendPool", *self.key, body, uid=pool.metadata.uid)
+        if fresh is not None:
+            self._yard.pools.put(fresh)
+        return True
+
+    # What it wants
+
+    async def _reconcile(self, obj: Object, pool: BackendPool, view: BackendPool) -> float | None:
+        yard, life = self._yard, self._life
+        before = pool.status
+        pool = pool.model_copy(update={"status": with_backends(before, view.status)})
+        external = pool.spec.engine.type == "external"
+        pods = self._children.pods(life.uid, COMPONENT)
+        refused = "; ".join(pool_violations(pool, yard.settings))
+        observed = replace(self._observed(pods, pool, external), refused=refused)
+        plan = reconcile_pool(pool, observed, yard.now(), yard.profile)
+        if not external and not refused and life.service != generation_of(obj):
+            await yard.kube.apply(pool_service(pool, yard.settings))
+            life.service = generation_of(obj)
+        build = partial(backend_pod, pool=pool, settings=yard.settings)
+        await self._children.carry_out(self.key[0], plan, build, pods)
+        if not external:
+            await self._report_backends(pool, view, plan.status.backends)
+        wait = await self._write(obj, before, plan.status)
+        await self._report(view, plan.status)
+        self._tell_jobs(plan.status)
+        return earliest((plan.requeue_after, wait))
+
+    async def _mirror(self, obj: Object, pool: BackendPool, view: BackendPool) -> float | None:
+        """Another driver starts its backends: the object shows what that one says."""
+        after = mirrored(obj, view, pool.status)
+        wait = await self._write(obj, pool.status, after)
+        self._tell_jobs(after)
+        return wait
+
+    def _observed(self, pods: Sequence[Object], pool: BackendPool, external: bool) -> ObservedPool:
+        seen = self._children.observed(pods)
+        uids = {pod["metadata"]["name"]: uid_of(pod) for pod in pods}
+        running = [(uids[one.name], one.url) for one in seen if one.state == "running" and one.url]
+        self._probes.keep(running, pool.spec.model)
+        workloads = tuple(self._probes.seen(uids[one.name], one) if one.name in uids else one for one in seen)
+        return ObservedPool(workloads, tuple(pool.status.backends) if external else ())
+
+    async def _report_backends(
+        self, pool: BackendPool, view: BackendPool, backends: Sequence[BackendStatus]
+    ) -> None:
+        # The control plane has its own say about versions and messages: what was told last counts,
+        # and that it still knows of each backend what rollouts are routed by.
+        told = reconcile_pass.told_of(backends)
+        unchanged = reconcile_pass.routed_by(backends) == reconcile_pass.routed_by(view.status.backends)
+        if told == self._life.told and unchanged:
+            return
+        self._yard.plane.pools.learn(await self._yard.plane.client.put_backends(view, backends))
+        self._life.told = told
+
+    def _tell_jobs(self, status: BackendPoolStatus) -> None:
+        state = reconcile_pass.pool_state(status)
+        if self._yard.pool_states.get(self.key) != state:
+            self._yard.pool_states[self.key] = state
+            self._yard.pool_changed(self.key)
+
+    async def _write(self, obj: Object, before: BackendPoolStatus, after: BackendPoolStatus) -> float | None:
+        """The status to the object; returns after how long numbers that wait are due."""
+        if before == after:
+            return None
+        now = asyncio.get_running_loop().time()
+        if _news(before) == _news(after):
+            left = COUNTS_SECONDS - (now - self._life.counts_written)
+            if left > 0:
+                return left
+        self._life.counts_written = now
+        await write_status(self._yard.kube, self._yard.recorder, self._yard.pools, obj, before, after)
+        return None
+
+    async def _report(self, view: BackendPool, status: BackendPoolStatus) -> None:
+        """The status to the control plane, in its own generations, where it does not say so yet."""
+        known, generation = view.status, view.metadata.generation or 0
+        if (known.observed_generation, known.replicas, known.selector) == (
+            generation,
+            status.replicas,
+            status.selector,
+        ) and reconcile_pass.in_words(known.conditions) == reconcile_pass.in_words(status.conditions):
+            return
+        conditions = [one.model_copy(update={"observed_generation": generation}) for one in status.conditions]
+        told = status.model_copy(update={"conditions": conditions, "observed_generation": generation})
+        with suppress(NotFound):
+            self._yard.plane.pools.learn(await self._yard.plane.client.put_pool_status(view, told))
+
+    # What goes wrong, and how it ends
+
+    async def _refuse(self, obj: Object, before: BackendPoolStatus, reason: str, message: str) -> float:
+        claims = (Claim("Ready", False, reason, message), Claim("Progressing", False, reason, message))
+        conditions = updated(before.conditions, claims, generation_of(obj), self._yard.now())
+        after = before.model_copy(update={"conditions": conditions})
+        if reconcile_pass.in_words(before.conditions) != reconcile_pass.in_words(conditions):
+            await write_status(self._yard.kube, self._yard.recorder, self._yard.pools, obj, before, after)
+            self._tell_jobs(after)
+        return REFUSED_SECONDS
+
+    async def _leave(self, obj: Object | None) -> float | None:
+        """The object is gone, or going: so are the pool and its backends."""
+        yard, life = self._yard, self._life
+        uid = life.uid or (uid_of(obj) if obj is not None else "")
+        self._probes.keep((), "")
+        if not life.left and uid:
+            if any(object_uid(one) == uid for one in await yard.plane.client.pools()):
+                with suppress(NotFound):
+                    await yard.plane.client.delete_pool(*self.key)
+            yard.plane.pools.forget(self.key)
+            if yard.pool_states.pop(self.key, None) is not None:
+                yard.pool_changed(self.key)
+            life.left = True
+        wait = await self._children.leave(uid, COMPONENT, yard.profile.stop_seconds)
+        if obj is None and wait is None:
+            self.done = True
+        return wait
+
+
+def with_backends(status: BackendPoolStatus, known: BackendPoolStatus) -> BackendPoolStatus:
+    """The object's status with what the control plane knows of weights and backends."""
+    return status.model_copy(
+        update={
+            "backends": known.backends,
+            "policy_version": known.policy_version,
+            "paused": known.paused,
+        }
+    )
+
+
+def _news(status: BackendPoolStatus) -> tuple[object, ...]:
+    """What of a status is written at once."""
+    routed = reconcile_pass.routed_by(status.backends)
+    weights = {(one.url, one.weights, one.policy_version) for one in status.backends}
+    return (*reconcile_pass.pool_news(status), status.policy_version, status.paused, routed, weights)
+
+
+def difference(before: Any, after: Any) -> Any:
+    """The merge patch (RFC 7386) that turns one JSON object into another; empty: they are the same."""
+    patch: dict[str, Any] = {}
+    for name in before.keys() | after.keys():
+        old, new = before.get(name), after.get(name)
+        if old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            patch[name] = difference(old, new)
+        else:
+            patch[name] = new
+    return patch

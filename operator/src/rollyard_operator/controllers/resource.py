@@ -1,0 +1,154 @@
+"""Reading RolloutJob and BackendPool objects of a cluster, and writing their status."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+from rollyard_crds import BackendPool, BackendPoolStatus, RolloutJob, RolloutJobStatus
+from rollyard_crds.base import ObjectMeta
+from rollyard_crds.reading.manifest import ManifestError, describe
+
+from rollyard_operator.controllers.control_plane_view import OBJECT_UID
+from rollyard_operator.kube import event_messages
+from rollyard_operator.kube.client import Kube
+from rollyard_operator.kube.event_recorder import EventRecorder
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.object_cache import ObjectCache, key_of, uid_of
+
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+ORIGIN = "rollyard.dev/origin"
+"""Annotation of an object that the operator made: `rest`."""
+KINDS: dict[str, type[RolloutJob] | type[BackendPool]] = {
+    "RolloutJob": RolloutJob,
+    "BackendPool": BackendPool,
+}
+ThingT = TypeVar("ThingT", RolloutJob, BackendPool)
+StatusT = TypeVar("StatusT", RolloutJobStatus, BackendPoolStatus)
+
+
+def generation_of(obj: Object) -> int:
+    """The generation of the object's spec."""
+    return int(obj["metadata"].get("generation") or 0)
+
+
+def is_leaving(obj: Object) -> bool:
+    """Whether its deletion was asked for."""
+    return bool(obj["metadata"].get("deletionTimestamp"))
+
+
+def fingerprint(obj: Object) -> tuple[object, ...]:
+    """What of an object its loop is woken by: all but its status."""
+    meta = obj["metadata"]
+    return (
+        meta["uid"],
+        meta.get("generation"),
+        meta.get("deletionTimestamp"),
+        meta.get("labels"),
+        meta.get("annotations"),
+    )
+
+
+class Reader(Generic[ThingT]):
+    """Objects as models. A spec, which may hold thousands of tasks, is read once for each generation."""
+
+    def __init__(self, model: type[ThingT]) -> None:
+        self._model: type[ThingT] = model
+        self._read: tuple[str, int] | None = None
+        self._spec: ThingT | None = None
+
+    def read(self, obj: Object) -> ThingT:
+        """The object.
+
+        Raises:
+            ManifestError: a field is wrong that the cluster's schema let pass.
+        """
+        uid, generation = uid_of(obj), generation_of(obj)
+        try:
+            if self._spec is None or self._read != (uid, generation):
+                name, namespace = obj["metadata"]["name"], obj["metadata"]["namespace"]
+                document = {
+                    "apiVersion": obj["apiVersion"],
+                    "kind": obj["kind"],
+                    "metadata": {"name": name, "namespace": namespace},
+                    "spec": obj["spec"],
+                }
+                self._spec = self._model.model_validate(document)
+                self._read = (uid, generation)
+            return self._spec.model_copy(update={"metadata": metadata(obj), "status": self.status(obj)})
+        except ValidationError as error:
+            raise ManifestError(describe(error, model=self._model)) from error
+
+    def status(self, obj: Object) -> Any:
+        """Its status; an empty one where it holds what this version does not know."""
+        kind = RolloutJobStatus if self._model is RolloutJob else BackendPoolStatus
+        try:
+            return kind.model_validate(obj.get("status") or {})
+        except ValidationError:
+            return kind()
+
+
+def metadata(obj: Object) -> ObjectMeta:
+    """Its metadata, without what repeats the whole manifest."""
+    meta = dict(obj["metadata"])
+    meta["annotations"] = {k: v for k, v in (meta.get("annotations") or {}).items() if k != LAST_APPLIED}
+    meta.pop("managedFields", None)
+    return ObjectMeta.model_validate(meta)
+
+
+def registration(thing: ThingT) -> ThingT:
+    """The manifest as it is registered: it says which object it is."""
+    meta = thing.metadata
+    annotations = {**meta.annotations, OBJECT_UID: meta.uid or ""}
+    kept = ObjectMeta(name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=annotations)
+    return thing.model_copy(update={"metadata": kept})
+
+
+def mirrored(obj: Object, view: RolloutJob | BackendPool, before: StatusT) -> StatusT:
+    """The status that another driver has told the control plane, in the generations of the object.
+
+    Args:
+        view: the control plane's view, of which the object's spec is known to be the source.
+        before: the object's status; what the driver has not looked at yet keeps its generation.
+    """
+    newest = view.metadata.generation or 0
+
+    def of_object(observed: int | None) -> int:
+        return generation_of(obj) if (observed or 0) >= newest else before.observed_generation
+
+    conditions = [
+        one.model_copy(update={"observed_generation": of_object(one.observed_generation)})
+        for one in view.status.conditions
+    ]
+    changes = {"conditions": conditions, "observed_generation": of_object(view.status.observed_generation)}
+    status: StatusT = view.status.model_copy(update=changes)  # type: ignore[assignment]
+    return status
+
+
+async def write_status(
+    kube: Kube,
+    recorder: EventRecorder,
+    cache: ObjectCache,
+    obj: Object,
+    before: StatusT,
+    after: StatusT,
+) -> None:
+    """Write a status, and have the transitions told as events.
+
+    Raises:
+        KubeConflict: `obj` is not the newest any more, so that it may be another one: look again.
+        KubeError: the status was refused.
+    """
+    namespace, name = key_of(obj)
+    body = after.to_json()
+    # A merge patch keeps what it does not name.
+    gone = {field: None for field in before.to_json() if field not in body}
+    fresh = await kube.patch_status(
+        obj["kind"], namespace, name, body | gone, version=obj["metadata"]["resourceVersion"]
+    )
+    if fresh is None:
+        cache.remove(key_of(obj), uid_of(obj))
+        return
+    cache.put(fresh)
+    for note in event_messages.notes(before.conditions, after.conditions):
+        recorder.tell(obj, note)

@@ -1,0 +1,229 @@
+"""Between the control plane and the cluster's objects.
+
+What was POSTed to REST becomes an object; what was deleted on one side goes on the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rollyard_client import NotFound, RollyardError
+from rollyard_crds import BackendPool, RolloutJob, RolloutJobStatus
+from rollyard_drivers.reconcile import placement, reconcile_pass
+from rollyard_drivers.reconcile.conditions import Claim, updated
+
+from rollyard_operator.context import DRIVER, Yard
+from rollyard_operator.controllers.control_plane_view import object_uid, thing_key
+from rollyard_operator.controllers.resource import ORIGIN, is_leaving
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.backoff import backoff
+from rollyard_operator.kube.client import KubeConflict, KubeError
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.object_cache import Key, ObjectCache, key_of, uid_of
+
+AT_ONCE = 8
+"""Objects that are made at the same time."""
+DELETE_REQUESTED = "rollyard.dev/delete-requested"
+"""Annotation of the control plane: somebody deleted the pool over REST."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Refusal:
+    uid: str
+    failures: int
+    again_at: float
+
+
+class Sync:
+    """Brings both sides together after each poll; everything it does may be repeated."""
+
+    def __init__(self, yard: Yard) -> None:
+        self._yard = yard
+        self._gate = asyncio.Semaphore(AT_ONCE)
+        self._refused: dict[tuple[str, Key], _Refusal] = {}
+
+    async def after_poll(self) -> None:
+        """What the last poll calls for."""
+        plane = self._yard.plane
+        things: list[RolloutJob | BackendPool] = [*plane.pools.all(), *plane.unfinished.all()]
+        here = {(thing.kind, thing_key(thing)) for thing in things}
+        self._refused = {where: one for where, one in self._refused.items() if where in here}
+        await asyncio.gather(*(self._one(thing) for thing in things if self._ours(thing)))
+        for thing in things:
+            await self._tell_unserved(thing)
+
+    async def sweep(self) -> None:
+        """What happened while nobody looked: objects that went, of finished jobs too; pods without owners."""
+        with suppress(RollyardError):
+            jobs = await self._yard.plane.client.jobs()
+            for job in jobs:
+                if object_uid(job) and self._ours(job):
+                    await self._one(job)
+        await self._sweep_pods()
+
+    def _ours(self, thing: RolloutJob | BackendPool) -> bool:
+        # What has an object goes with it, whoever runs it.
+        ours = bool(object_uid(thing)) or placement.is_for(thing, DRIVER)
+        return ours and self._yard.settings.looks_after(thing.metadata.namespace)
+
+    def _nobodys(self, job: RolloutJob) -> bool:
+        """A job of REST, in a namespace that this operator does not serve, of which no driver has spoken."""
+        elsewhere = not self._yard.settings.looks_after(job.metadata.namespace)
+        unspoken = not job.status.conditions and not object_uid(job)
+        return elsewhere and unspoken and placement.is_for(job, DRIVER)
+
+    async def _tell_unserved(self, thing: RolloutJob | BackendPool) -> None:
+        """Where nobody else would: why nothing comes of it."""
+        now, plane = self._yard.now(), self._yard.plane
+        elsewhere = not placement.is_for(thing, DRIVER) and placement.is_unspoken(thing, now)
+        try:
+            # The next look sees what was told, and wakes the loop of its object, where it has one.
+            if isinstance(thing, BackendPool):
+                if elsewhere:
+                    await plane.client.put_pool_status(thing, placement.unserved_pool(thing, now))
+            elif elsewhere:
+                await plane.client.put_job_status(thing, placement.unserved_job(thing, now))
+            elif self._nobodys(thing):
+                plane.unfinished.learn(await plane.client.put_job_status(thing, self._not_served(thing)))
+        except RollyardError as error:
+            _log.warning("%s %s: %s", thing.kind, "/".join(thing_key(thing)), error)
+
+    def _not_served(self, job: RolloutJob) -> RolloutJobStatus:
+        served = ", ".join(self._yard.settings.namespaces)
+        text = (
+            f"metadata.namespace: this operator does not serve {job.metadata.namespace!r}; it serves {served}"
+        )
+        return reconcile_pass.refused(
+            job.status, job.metadata.generation or 0, "NamespaceNotServed", text, self._yard.now()
+        )
+
+    def _cache(self, thing: RolloutJob | BackendPool) -> ObjectCache:
+        return self._yard.jobs if isinstance(thing, RolloutJob) else self._yard.pools
+
+    async def _one(self, thing: RolloutJob | BackendPool) -> None:
+        key, uid = thing_key(thing), object_uid(thing)
+        there = self._cache(thing).get(key)
+        if uid and there is not None and uid_of(there) == uid and not _to_be_deleted(thing):
+            return
+        if not uid and (there is not None or _to_be_deleted(thing)):
+            return  # the object's own loop registers it, or finds that the two differ
+        if uid and there is None and key[0] in self._yard.denied:
+            return  # whether its object is gone cannot be seen
+        async with self._gate:
+            try:
+                if not uid:
+                    await self._create(thing)
+                elif there is not None and uid_of(there) == uid:
+                    if not is_leaving(there):
+                        await self._yard.kube.delete(thing.kind, *key, uid=uid)
+                else:
+                    await self._gone(thing, key, uid)
+            except (KubeError, RollyardError) as error:
+                _log.warning("%s %s: %s", thing.kind, "/".join(key), error)
+
+    async def _gone(self, thing: RolloutJob | BackendPool, key: Key, uid: str) -> None:
+        """The caches do not have its object: if the cluster has none either, it goes too."""
+        there = await self._yard.kube.get(thing.kind, *key)
+        if there is not None:
+            self._cache(thing).put(there)
+            return
+        client = self._yard.plane.client
+        with suppress(NotFound):
+            if isinstance(thing, RolloutJob):
+                # Looked at again: one made anew since has another object.
+                if object_uid(await client.job(*key)) == uid:
+                    await client.delete_job(*key)
+                    _log.info("RolloutJob %s: its object is gone, so it is deleted", "/".join(key))
+                self._yard.plane.unfinished.forget(key)
+            else:
+                await client.delete_pool(*key)
+                _log.info("BackendPool %s: its object is gone, so it is deleted", "/".join(key))
+                self._yard.plane.pools.forget(key)
+
+    async def _create(self, thing: RolloutJob | BackendPool) -> None:
+        """Make the object of a job or a pool that came over REST."""
+        where, now = (thing.kind, thing_key(thing)), asyncio.get_running_loop().time()
+        known = self._refused.get(where)
+        if known is not None and known.uid == thing.metadata.uid and now < known.again_at:
+            return
+        if isinstance(thing, RolloutJob):
+            with suppress(NotFound):
+                thing = await self._yard.plane.client.job(*thing_key(thing))  # with its inline tasks
+            if object_uid(thing):
+                return
+        try:
+            made = await self._yard.kube.create(object_of(thing))
+        except KubeConflict:
+            there = await self._yard.kube.get(thing.kind, *thing_key(thing))
+            if there is not None:
+                self._cache(thing).put(there)
+            return
+        except KubeError as error:
+            failures = 1 if known is None else known.failures + 1
+            self._refused[where] = _Refusal(thing.metadata.uid or "", failures, now + 4 * backoff(failures))
+            if failures == 1:
+                _log.warning("%s %s: no object: %s", thing.kind, "/".join(thing_key(thing)), error)
+            await self._tell_refused(thing, error)
+            return
+        self._refused.pop(where, None)
+        self._cache(thing).put(made)
+
+    async def _tell_refused(self, thing: RolloutJob | BackendPool, error: KubeError) -> None:
+        now, generation = self._yard.now(), thing.metadata.generation or 0
+        text = f"no {thing.kind} object can be made of it: {error.message}"
+        client = self._yard.plane.client
+        if isinstance(thing, RolloutJob):
+            told = reconcile_pass.refused(thing.status, generation, error.reason, text, now)
+            if reconcile_pass.in_words(told.conditions) != reconcile_pass.in_words(thing.status.conditions):
+                await client.put_job_status(thing, told)
+            return
+        conditions = updated(
+            thing.status.conditions, [Claim("Ready", False, error.reason, text)], generation, now
+        )
+        if reconcile_pass.in_words(conditions) != reconcile_pass.in_words(thing.status.conditions):
+            await client.put_pool_status(thing, thing.status.model_copy(update={"conditions": conditions}))
+
+    async def _sweep_pods(self) -> None:
+        """Delete workers and backends whose object went while nobody looked, and was no owner any more."""
+        yard = self._yard
+        owners = {uid_of(obj) for cache in (yard.jobs, yard.pools) for obj in cache}
+        for pod in yard.pods:
+            if labels.label_of(pod, labels.COMPONENT) not in ("stage-worker", "backend") or is_leaving(pod):
+                continue
+            job, pool = labels.label_of(pod, labels.JOB_UID), labels.label_of(pod, labels.POOL_UID)
+            if (job or pool) in owners:
+                continue
+            kind, name = ("RolloutJob", labels.JOB) if job else ("BackendPool", labels.POOL)
+            namespace = key_of(pod)[0]
+            with suppress(KubeError):
+                owner = await yard.kube.get(kind, namespace, labels.label_of(pod, name))
+                if owner is None or uid_of(owner) != (job or pool):
+                    await yard.kube.delete("Pod", *key_of(pod), uid=uid_of(pod))
+
+
+def _to_be_deleted(thing: RolloutJob | BackendPool) -> bool:
+    """Whether somebody deleted it over REST; its object, and then the driver, have the last word."""
+    annotations = thing.metadata.annotations
+    return annotations.get(reconcile_pass.CANCEL_REASON) == "Deleted" or DELETE_REQUESTED in annotations
+
+
+def object_of(thing: RolloutJob | BackendPool) -> Object:
+    """The Kubernetes object of what came over REST."""
+    meta = thing.metadata
+    own = (reconcile_pass.CLOSED, reconcile_pass.CANCEL_REASON, DELETE_REQUESTED)
+    annotations = {k: v for k, v in meta.annotations.items() if k not in own}
+    return {
+        "apiVersion": thing.api_version,
+        "kind": thing.kind,
+        "metadata": {
+            "name": meta.name,
+            "namespace": meta.namespace,
+            "labels": dict(meta.labels),
+            "annotations": annotations | {ORIGIN: "rest"},
+        },
+        "spec": thing.spec.to_json(),
+    }

@@ -1,0 +1,114 @@
+"""The tokens of stage workers: one Secret for each job, with a token that serves this job only.
+
+The operator derives them from the token of all workers, which never leaves its own file. It may create
+Secrets and read none, so that a Secret is never changed: its name holds a hash of what is in it, and workers
+that mount an earlier one are replaced.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard_crds import RolloutJob
+from rollyard_crds.base import API_VERSION
+from rollyard_crds.security.job_token import job_token
+
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import Kube, KubeConflict, KubeError
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.pods.parts import digest
+from rollyard_operator.settings import OperatorSettings
+
+
+@dataclass(frozen=True, slots=True)
+class JobSecret:
+    """What the workers of one job mount."""
+
+    name: str
+    """Deterministic: another job, another token or another certificate authority gives another name."""
+    data: tuple[tuple[str, bytes], ...]
+    """Keys `token` and, where the control plane has an authority of its own, `ca.crt`."""
+
+    def __repr__(self) -> str:
+        return f"JobSecret({self.name!r})"
+
+
+class WorkerToken:
+    """Makes the Secrets of jobs from the operator's own file, which it reads again for each."""
+
+    def __init__(self, kube: Kube, settings: OperatorSettings) -> None:
+        self._kube = kube
+        self._settings = settings
+
+    def state(self) -> str:
+        """A hash of what all Secrets are made from; it changes when the token of all workers does.
+
+        Raises:
+            KubeError: the operator's own file cannot be read, or is empty.
+        """
+        return digest(self._worker_token(), self._authority())
+
+    def of(self, job: RolloutJob) -> JobSecret:
+        """The Secret of one job, which may not exist yet.
+
+        Raises:
+            KubeError: the operator's own file cannot be read, or is empty.
+        """
+        meta = job.metadata
+        uid = meta.uid or ""
+        token = job_token(self._worker_token(), meta.namespace, meta.name, uid)
+        data = [("token", token.encode())]
+        if (authority := self._authority()) is not None:
+            data.append(("ca.crt", authority))
+        return JobSecret(f"{labels.JOB_SECRET_PREFIX}{uid}-{digest(data)}", tuple(data))
+
+    async def ensure(self, job: RolloutJob, secret: JobSecret) -> None:
+        """The Secret exists; it goes with its job.
+
+        Raises:
+            KubeError: the API server refused it.
+        """
+        try:
+            await self._kube.create(secret_object(job, secret, self._settings))
+        except KubeConflict:
+            return  # an earlier turn made it
+
+    def _worker_token(self) -> str:
+        path = self._settings.worker_token_file
+        token = _read(path).decode(errors="replace").strip()
+        if not token:
+            raise KubeError(0, "WorkerTokenUnreadable", f"{path} is empty")
+        return token
+
+    def _authority(self) -> bytes | None:
+        path = self._settings.control_plane_ca_file
+        return None if path is None else _read(path)
+
+
+def secret_object(job: RolloutJob, secret: JobSecret, settings: OperatorSettings) -> Object:
+    """The Secret as the API server gets it."""
+    meta = job.metadata
+    uid = meta.uid or ""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {
+            "name": secret.name,
+            "namespace": meta.namespace,
+            "labels": labels.own_labels(settings.instance, "stage-worker")
+            | {labels.JOB: meta.name, labels.JOB_UID: uid},
+            "ownerReferences": [labels.owner_reference(API_VERSION, "RolloutJob", meta.name, uid)],
+        },
+        "type": "Opaque",
+        "immutable": True,
+        "data": {key: base64.b64encode(value).decode() for key, value in secret.data},
+    }
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise KubeError(0, "WorkerTokenUnreadable", f"{path}: {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""Access to the Kubernetes API: the client, watches, caches of objects, labels and events."""

@@ -1,0 +1,434 @@
+"""The Kubernetes API as the operator uses it: plain dicts, few verbs, bounded retries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Protocol, Self
+from urllib.parse import quote, urlencode
+
+import aiohttp
+import orjson
+from kubernetes.aio import client, config
+from kubernetes.aio.client import rest
+
+from rollyard_operator.kube.labels import MANAGER, Object
+
+FIELD_MANAGER = MANAGER
+TIMEOUT_SECONDS = 15.0
+ATTEMPTS = 5
+LONGEST_PAUSE_SECONDS = 2.0
+PAGE = 500
+GONE = 410
+_JSON = "application/json"
+_MERGE = "application/merge-patch+json"
+_APPLY = "application/apply-patch+yaml"
+_log = logging.getLogger(__name__)
+
+
+class KubeError(Exception):
+    """The API server refused a call, or did not answer after several tries.
+
+    Attributes:
+        status: HTTP status; 0: no answer.
+        reason: Kubernetes' word, such as `Forbidden` or `Invalid`; `Unreachable` without an answer.
+        retry_after: seconds that the server asked to wait.
+    """
+
+    def __init__(self, status: int, reason: str, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message}"
+
+
+class KubeConflict(KubeError):
+    """409: the name is taken, or the object is not the one (uid, version) that was meant."""
+
+
+class Kube(Protocol):
+    """What the operator's loops ask of a cluster. All methods raise KubeError."""
+
+    async def apply(self, obj: Object, *, force: bool = True) -> Object:
+        """Server-side apply."""
+        ...
+
+    async def create(self, obj: Object) -> Object:
+        """Make it. Raises KubeConflict where the name is taken."""
+        ...
+
+    async def delete(
+        self, kind: str, namespace: str, name: str, *, grace: int | None = None, uid: str | None = None
+    ) -> None:
+        """Delete it; one that is gone, or has another uid, is success."""
+        ...
+
+    async def get(self, kind: str, namespace: str, name: str) -> Object | None:
+        """The object; None if there is none."""
+        ...
+
+    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
+        """All of a namespace, or (None) of all namespaces."""
+        ...
+
+    async def patch(
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        body: Object,
+        *,
+        uid: str | None = None,
+        version: str | None = None,
+    ) -> Object | None:
+        """Merge patch; None where it is gone, or has another uid.
+
+        Raises KubeConflict where it has another resource version than the given one.
+        """
+        ...
+
+    async def patch_status(
+        self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
+    ) -> Object | None:
+        """Merge patch of the status subresource; None where the object is gone.
+
+        Raises KubeConflict where it has another resource version than the given one: of a status, the
+        API server checks no uid.
+        """
+        ...
+
+    async def event(self, obj: Object, type: str, reason: str, message: str) -> None:
+        """Tell an event about an object; `type` is `Normal` or `Warning`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Resource:
+    api: str
+    """`v1`, or group and version."""
+    plural: str
+
+    @property
+    def root(self) -> str:
+        return f"/api/{self.api}" if "/" not in self.api else f"/apis/{self.api}"
+
+    def path(self, namespace: str | None, name: str = "", sub: str = "") -> str:
+        parts = [self.root]
+        if namespace is not None:
+            parts += ["namespaces", quote(namespace, safe="")]
+        parts.append(self.plural)
+        parts += [quote(part, safe="") for part in (name, sub) if part]
+        return "/".join(parts)
+
+
+RESOURCES: Mapping[str, _Resource] = {
+    "Pod": _Resource("v1", "pods"),
+    "Service": _Resource("v1", "services"),
+    "ConfigMap": _Resource("v1", "configmaps"),
+    "Secret": _Resource("v1", "secrets"),
+    "Event": _Resource("v1", "events"),
+    "NetworkPolicy": _Resource("networking.k8s.io/v1", "networkpolicies"),
+    "RolloutJob": _Resource("rollyard.dev/v1alpha1", "rolloutjobs"),
+    "BackendPool": _Resource("rollyard.dev/v1alpha1", "backendpools"),
+}
+
+
+def refusal(status: int, content: bytes, retry_after: str | None = None) -> KubeError:
+    """What an answer other than 2xx says."""
+    try:
+        document = orjson.loads(content)
+    except ValueError:
+        document = None
+    told = document if isinstance(document, dict) else {}
+    message = str(told.get("message") or content[:500].decode(errors="replace") or f"HTTP {status}")
+    reason = str(told.get("reason") or f"Http{status}")
+    seconds = (told.get("details") or {}).get("retryAfterSeconds")
+    if retry_after is not None and retry_after.isdigit():
+        seconds = float(retry_after)
+    kind = KubeConflict if status == 409 else KubeError
+    return kind(status, reason, message, None if seconds is None else float(seconds))
+
+
+def _again(error: KubeError) -> bool:
+    if error.status == 409:
+        # Two writers at once. A taken name or a failed precondition stays what it is.
+        return error.reason == "Conflict" and "recondition" not in error.message
+    return error.status in (0, 429) or error.status >= 500
+
+
+def _pause(attempt: int, error: KubeError) -> float:
+    whole = max(error.retry_after or 0.0, 0.1 * 2.0**attempt)
+    return min(LONGEST_PAUSE_SECONDS, whole) * (0.5 + random.random() / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Address and credentials of an API server, for other clients of it."""
+
+    server: str
+    ca_file: str | None
+    insecure: bool
+    scheme: str | None
+    token: str | None
+    cert_file: str | None
+    key_file: str | None
+    proxy: str | None
+
+
+UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
+"""What a call raises that finds no API server, or a line that breaks."""
+
+
+def unreachable(error: BaseException) -> KubeError:
+    """The same in our words."""
+    told = f"{type(error).__name__}: {error}".rstrip(": ")
+    return KubeError(0, "Unreachable", f"the API server does not answer ({told})")
+
+
+async def send(
+    api: client.ApiClient,
+    method: str,
+    url: str,
+    timeout: aiohttp.ClientTimeout,
+    kind: str = _JSON,
+    body: Any = None,
+) -> rest.RESTResponse:
+    """One request with the client's credentials; returns once the answer has begun. Raises UNREACHABLE."""
+    headers = {"Accept": _JSON, "Content-Type": kind, **api.default_headers}
+    await api.update_params_for_auth(headers, [], ["BearerToken"], url, method, body)
+    answer: rest.RESTResponse = await api.rest_client.request(
+        method, api.configuration.host + url, headers=headers, body=body, _request_timeout=timeout
+    )
+    return answer
+
+
+class KubeClient:
+    """The Kube of a real API server, over `kubernetes.aio`."""
+
+    def __init__(self, configuration: client.Configuration) -> None:
+        self._configuration = configuration
+        # The API server is never behind the proxy that the environment may name.
+        configuration.client_session_kwargs = {"trust_env": False}
+        self._api = client.ApiClient(configuration)
+        self._api.user_agent = FIELD_MANAGER
+
+    @classmethod
+    async def connect(cls) -> Self:
+        """With the pod's service account, else with a kubeconfig ($KUBECONFIG, ~/.kube/config).
+
+        Raises:
+            KubeError: neither is there.
+        """
+        configuration = client.Configuration()
+        try:
+            if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+                config.load_incluster_config(client_configuration=configuration)
+            else:
+                await config.load_kube_config(client_configuration=configuration)
+        except (config.ConfigException, OSError) as error:
+            raise KubeError(0, "NoCluster", f"no access to a cluster: {error}") from error
+        return cls(configuration)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._api.close()
+
+    @property
+    def configuration(self) -> client.Configuration:
+        """What it was made with, for other clients that are to share its credentials."""
+        return self._configuration
+
+    async def _once(self, method: str, url: str, kind: str, body: Any) -> Object:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+        try:
+            answer = await send(self._api, method, url, timeout, kind, body)
+            content: bytes = await answer.read()
+        except UNREACHABLE as error:
+            raise unreachable(error) from error
+        if not 200 <= answer.status < 300:
+            raise refusal(answer.status, content, answer.headers.get("Retry-After"))
+        found: Object = orjson.loads(content)
+        return found
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        kind: str = _JSON,
+        body: Any = None,
+        again: bool = True,
+    ) -> Object:
+        """`again`: a conflict is worth another try."""
+        url = path + (f"?{urlencode(query)}" if query else "")
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self._once(method, url, kind, body)
+            except KubeError as error:
+                if attempt + 1 == ATTEMPTS or not _again(error) or (error.status == 409 and not again):
+                    raise
+                await asyncio.sleep(_pause(attempt, error))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def access(self) -> Access:
+        """What this client uses; a token that is replaced from time to time is read anew."""
+        own = self._configuration
+        header = await own.get_api_key_with_prefix("BearerToken") or ""
+        scheme, _, token = header.rpartition(" ")
+        return Access(
+            server=own.host,
+            ca_file=own.ssl_ca_cert,
+            insecure=not own.verify_ssl,
+            scheme=scheme or None,
+            token=token or None,
+            cert_file=own.cert_file,
+            key_file=own.key_file,
+            proxy=own.proxy,
+        )
+
+    async def version(self) -> str:
+        """`major.minor` of the API server."""
+        found = await self._call("GET", "/version")
+        return f"{found['major']}.{str(found['minor']).rstrip('+')}"
+
+    async def apply(self, obj: Object, *, force: bool = True) -> Object:
+        meta = obj["metadata"]
+        path = RESOURCES[obj["kind"]].path(meta["namespace"], meta["name"])
+        query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"}
+        return await self._call("PATCH", path, query=query, kind=_APPLY, body=obj)
+
+    async def create(self, obj: Object) -> Object:
+        path = RESOURCES[obj["kind"]].path(obj["metadata"]["namespace"])
+        return await self._call("POST", path, query={"fieldManager": FIELD_MANAGER}, body=obj)
+
+    async def delete(
+        self, kind: str, namespace: str, name: str, *, grace: int | None = None, uid: str | None = None
+    ) -> None:
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if grace is not None:
+            body["gracePeriodSeconds"] = grace
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        try:
+            await self._call("DELETE", RESOURCES[kind].path(namespace, name), body=body)
+        except KubeError as error:
+            if error.status != 404 and not (uid is not None and error.status == 409):
+                raise
+
+    async def get(self, kind: str, namespace: str, name: str) -> Object | None:
+        try:
+            return await self._call("GET", RESOURCES[kind].path(namespace, name))
+        except KubeError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def _pages(self, kind: str, namespace: str | None, selector: str) -> tuple[list[Object], str]:
+        resource = RESOURCES[kind]
+        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        found: list[Object] = []
+        while True:
+            page = await self._call("GET", resource.path(namespace), query=query)
+            # Items of a list come without these two.
+            found += [{"apiVersion": resource.api, "kind": kind} | item for item in page["items"]]
+            more = page["metadata"].get("continue")
+            if not more:
+                return found, str(page["metadata"].get("resourceVersion", ""))
+            query["continue"] = more
+
+    async def snapshot(
+        self, kind: str, namespace: str | None, selector: str = ""
+    ) -> tuple[list[Object], str]:
+        """As `list`, with the resource version that the list is of: a watch goes on from there."""
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self._pages(kind, namespace, selector)
+            except KubeError as error:
+                # It took so long that the next page is of a past that the cluster has forgotten.
+                if error.status != GONE or attempt + 1 == ATTEMPTS:
+                    raise
+                await asyncio.sleep(_pause(attempt, error))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
+        return (await self.snapshot(kind, namespace, selector))[0]
+
+    async def _merge(self, path: str, body: Object, *, again: bool = True) -> Object | None:
+        try:
+            return await self._call(
+                "PATCH", path, query={"fieldManager": FIELD_MANAGER}, kind=_MERGE, body=body, again=again
+            )
+        except KubeError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def patch(
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        body: Object,
+        *,
+        uid: str | None = None,
+        version: str | None = None,
+    ) -> Object | None:
+        conditions = {"uid": uid, "resourceVersion": version}
+        given = {key: value for key, value in conditions.items() if value is not None}
+        if given:
+            body = body | {"metadata": {**body.get("metadata", {}), **given}}
+        try:
+            return await self._merge(RESOURCES[kind].path(namespace, name), body, again=version is None)
+        except KubeError as error:
+            if uid is not None and error.status in (409, 422) and "uid" in error.message.lower():
+                return None
+            raise
+
+    async def patch_status(
+        self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
+    ) -> Object | None:
+        path = RESOURCES[kind].path(namespace, name, "status")
+        if version is None:
+            return await self._merge(path, {"status": status})
+        body = {"metadata": {"resourceVersion": version}, "status": status}
+        return await self._merge(path, body, again=False)
+
+    async def event(self, obj: Object, type: str, reason: str, message: str) -> None:
+        meta = obj["metadata"]
+        now = datetime.now(UTC)
+        stamp = now.isoformat(timespec="seconds").replace("+00:00", "Z")
+        await self.create(
+            {
+                "apiVersion": "v1",
+                "kind": "Event",
+                "metadata": {
+                    "name": f"{meta['name']}.{int(now.timestamp() * 1e9):x}",
+                    "namespace": meta["namespace"],
+                },
+                "involvedObject": {
+                    "apiVersion": obj["apiVersion"],
+                    "kind": obj["kind"],
+                    "name": meta["name"],
+                    "namespace": meta["namespace"],
+                    "uid": meta["uid"],
+                },
+                "type": type,
+                "reason": reason,
+                "message": message[:1024],
+                "source": {"component": FIELD_MANAGER},
+                "reportingComponent": FIELD_MANAGER,
+                "firstTimestamp": stamp,
+                "lastTimestamp": stamp,
+                "count": 1,
+            }
+        )

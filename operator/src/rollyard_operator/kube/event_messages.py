@@ -1,0 +1,80 @@
+"""Which changes of conditions are told as Kubernetes events: one for each transition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rollyard_crds import Condition
+from rollyard_drivers.reconcile.conditions import find
+
+WAITING = frozenset({"WorkersStarting", "Suspended", "NotFinished", "Queued", "BackendPoolNotReady"})
+"""Reasons of a False condition that are the ordinary course of things."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One event."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+def _of_true(kind: str, after: Condition) -> Note | None:
+    """What it tells that a condition became True."""
+    text = after.message
+    match kind:
+        case "Admitted":
+            return Note("Normal", "Admitted", text or "the job is admitted")
+        case "Suspended":
+            return Note("Normal", "Suspended", "workers are drained, and nothing starts")
+        case "Running":
+            return Note("Normal", "Running", text)
+        case "Ready":
+            return Note("Normal", "Ready", text)
+        case "Degraded":
+            return Note("Warning", after.reason, text)
+        case "Succeeded":
+            return Note("Normal", "Succeeded", text)
+        case "Failed" if after.reason == "Cancelled":
+            return Note("Normal", "Cancelled", text)
+        case "Failed":
+            return Note("Warning", after.reason, text)
+    return None
+
+
+def _of_false(kind: str, before: Condition | None, after: Condition) -> Note | None:
+    """What it tells that a condition is False now, or is so for another reason."""
+    flipped = before is not None and before.status == "True"
+    match kind:
+        case "Suspended" if flipped and after.reason == "NotSuspended":
+            return Note("Normal", "Resumed", "the job goes on")
+        case "Degraded" if flipped and after.reason == "Healthy":
+            return Note("Normal", "Recovered", "everything that should run does")
+        case "Ready" if flipped:
+            return Note("Warning", after.reason, after.message)
+        case "Admitted" if after.reason == "Queued":
+            return Note("Normal", "Queued", after.message)
+        case "Admitted" | "Running" if after.reason not in WAITING:
+            return Note("Warning", after.reason, after.message)
+    return None
+
+
+def notes(before: Sequence[Condition], after: Sequence[Condition]) -> list[Note]:
+    """The events of a change of status. A job's end is told by its outcome alone."""
+    found: list[Note] = []
+    over = any(one.type == "Finished" and one.status == "True" for one in after)
+    for now in after:
+        old = find(before, now.type)
+        if old is not None and (old.status, old.reason) == (now.status, now.reason):
+            continue
+        if now.status == "True":
+            # Degraded for another reason while it stays so is one trouble, told already.
+            note = None if old is not None and old.status == "True" else _of_true(now.type, now)
+        else:
+            note = None if over else _of_false(now.type, old, now)
+        if note is not None and (note.reason, note.message) not in {(n.reason, n.message) for n in found}:
+            found.append(note)
+    return found

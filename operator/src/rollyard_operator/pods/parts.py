@@ -1,0 +1,123 @@
+"""What all pods of ours have in common: security, placement, resources, and what a template adds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rollyard_crds.fields.pod_template import LocalReference, Placement, PodResources, PodTemplate
+
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.settings import OperatorSettings
+
+APP_USER = 10001
+"""User and group id of stage workers and backends."""
+RESERVED_PREFIX = "rollyard-"
+"""Of the names of our own volumes."""
+
+
+class TemplateError(ValueError):
+    """A pod template cannot be used; the message names the field."""
+
+
+def restricted(read_only_root: bool) -> Object:
+    """Security context of a container, as the pod security standard `restricted` wants it."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "privileged": False,
+        "readOnlyRootFilesystem": read_only_root,
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def pod_security(user: int) -> Object:
+    """Security context of a pod whose processes are all `user`."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": user,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def resources(defaults: PodResources, chosen: PodResources) -> Object:
+    """Requests and limits; a default counts only where `chosen` does not name the resource at all."""
+    named = chosen.requests.keys() | chosen.limits.keys()
+    merged = {
+        kind: {name: value for name, value in default.items() if name not in named} | own
+        for kind, default, own in (
+            ("requests", defaults.requests, chosen.requests),
+            ("limits", defaults.limits, chosen.limits),
+        )
+    }
+    return {kind: values for kind, values in merged.items() if values}
+
+
+def with_placement(spec: Object, placement: Placement, secrets: Iterable[LocalReference]) -> None:
+    """Add to a pod's spec where it may run."""
+    for key, value in (
+        ("nodeSelector", placement.node_selector),
+        ("tolerations", placement.tolerations),
+        ("affinity", placement.affinity),
+        ("priorityClassName", placement.priority_class_name),
+        ("runtimeClassName", placement.runtime_class_name),
+    ):
+        if value:
+            spec[key] = value
+    names = dict.fromkeys(one.name for one in (*secrets, *placement.image_pull_secrets))
+    if names:
+        spec["imagePullSecrets"] = [{"name": name} for name in names]
+
+
+def with_template(spec: Object, template: PodTemplate, field: str) -> None:
+    """Add to a pod's spec the environment, volumes and mounts of a template.
+
+    Its environment wins over ours, its mounts over ours at the same path.
+
+    Args:
+        field: where the template stands, for messages.
+
+    Raises:
+        TemplateError: an entry without a name or path, twice the same, or a volume name that is ours.
+    """
+    container = spec["containers"][0]
+    env = _named(template.env, "name", f"{field}.env")
+    kept = [one for one in container.get("env", ()) if one["name"] not in env]
+    container["env"] = [*kept, *env.values()]
+    volumes = _named(template.volumes, "name", f"{field}.volumes")
+    for name in volumes:
+        if name.startswith(RESERVED_PREFIX):
+            raise TemplateError(
+                f"{field}.volumes: the name {name!r} begins with {RESERVED_PREFIX!r}; choose another"
+            )
+    mounts = _named(template.volume_mounts, "mountPath", f"{field}.volumeMounts")
+    ours = [one for one in container.get("volumeMounts", ()) if one["mountPath"] not in mounts]
+    container["volumeMounts"] = [*ours, *mounts.values()]
+    spec["volumes"] = [*spec.get("volumes", ()), *volumes.values()]
+
+
+def _named(entries: Iterable[Mapping[str, Any]], key: str, field: str) -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = {}
+    for index, entry in enumerate(entries):
+        name = entry.get(key)
+        if not isinstance(name, str) or not name:
+            raise TemplateError(f"{field}[{index}]: {key!r} is missing; give it a text")
+        if name in found:
+            raise TemplateError(f"{field}[{index}]: {key} {name!r} is there twice; remove one")
+        found[name] = entry
+    return found
+
+
+def foreign_pull_policy(settings: OperatorSettings) -> str:
+    """Pull policy of images that are not the installation's."""
+    return "Never" if settings.image_pull_policy == "Never" else "IfNotPresent"
+
+
+def digest(*parts: object) -> str:
+    """16 hex digits that change with any of the parts."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

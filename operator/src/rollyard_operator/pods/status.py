@@ -1,0 +1,299 @@
+"""What a pod's status means: a workload or a sandbox as it is seen, and its trouble in the pod's own words.
+
+Pure: reads the JSON of pods.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from rollyard_crds.claims import EXEC_PORT
+from rollyard_drivers.reconcile.log_errors import last_line, points_elsewhere, telling
+from rollyard_drivers.reconcile.plan import ObservedWorkload, WorkloadState
+
+from rollyard_operator.kube import labels
+from rollyard_operator.sandboxes.planning.plan import Hope, ObservedSandbox, SandboxState, Trouble
+
+BACKEND_PORT = 8000
+MESSAGE_LIMIT = 512
+FURTHER_UP = "further up in its log: kubectl logs"
+ENGINE_DIED = "a server ends so where its engine process has died, or somebody stopped it"
+NOT_ISOLATED = 78
+"""Exit status of an exec server that could reach what it must not."""
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_NEVER = frozenset({"InvalidImageName", "ErrImageNeverPull"})
+_PULLING = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "ImageInspectError",
+        "RegistryUnavailable",
+        "SignatureValidationFailed",
+    }
+)
+_CREATING = frozenset(
+    {
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "PreCreateHookError",
+        "PreStartHookError",
+        "PostStartHookError",
+        "CrashLoopBackOff",
+    }
+)
+_NO_SUCH_IMAGE = re.compile(
+    r"code = NotFound|manifest unknown|repository does not exist|pull access denied|no such image",
+    re.IGNORECASE,
+)
+_TAKEN_AWAY = frozenset({"Evicted", "NodeLost", "Preempting", "Shutdown", "NodeShutdown", "Terminated"})
+"""`status.reason` of pods that the cluster ended."""
+
+
+def parse_time(text: str | None) -> datetime | None:
+    """A time as the API server writes it; None for nothing."""
+    return datetime.fromisoformat(text) if text else None
+
+
+def created_at(pod: Mapping[str, Any]) -> datetime:
+    """When the pod was made."""
+    return parse_time(pod["metadata"].get("creationTimestamp")) or _EPOCH
+
+
+def _status(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    return pod.get("status") or {}
+
+
+def _condition(pod: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    conditions: Iterable[Mapping[str, Any]] = _status(pod).get("conditions") or ()
+    return next((condition for condition in conditions if condition.get("type") == kind), {})
+
+
+def _main(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`state` of the first container."""
+    name = pod["spec"]["containers"][0]["name"]
+    for status in _status(pod).get("containerStatuses") or ():
+        if status.get("name") == name:
+            state: Mapping[str, Any] = status.get("state") or {}
+            return state
+    return {}
+
+
+def _states(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    status = _status(pod)
+    both = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    return [one.get("state") or {} for one in both]
+
+
+def _last_words(text: str) -> str:
+    """What the end of its log says; the kubelet hands on no more than 2 KiB of it."""
+    if said := telling(text):
+        return said
+    said = last_line(text)
+    return f"{said} ({FURTHER_UP})" if points_elsewhere(said) else said
+
+
+def is_ready(pod: Mapping[str, Any]) -> bool:
+    """Whether the kubelet says that it takes connections."""
+    return _condition(pod, "Ready").get("status") == "True"
+
+
+def pod_address(pod: Mapping[str, Any], port: int) -> str:
+    """`HOST:PORT`; empty while the pod has no address."""
+    host = str(_status(pod).get("podIP") or "")
+    return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") if host else ""
+
+
+def starting_address(pod: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Host and port of an exec server that may listen already, though the kubelet has not seen it."""
+    host = str(_status(pod).get("podIP") or "")
+    ended = pod["metadata"].get("deletionTimestamp") or _status(pod).get("phase") in ("Succeeded", "Failed")
+    if not host or ended or is_ready(pod) or "running" not in _main(pod):
+        return None
+    return host, EXEC_PORT
+
+
+def _port(pod: Mapping[str, Any]) -> int:
+    ports: list[Mapping[str, Any]] = pod["spec"]["containers"][0].get("ports") or []
+    return int(ports[0]["containerPort"]) if ports else BACKEND_PORT
+
+
+def stuck(pod: Mapping[str, Any], now: datetime, seconds: float = 60.0) -> bool:
+    """Whether it should have been gone for so long: its node is lost, and only force removes it.
+
+    `deletionTimestamp` is when its grace is over, not when the deletion was asked for.
+    """
+    due = parse_time(pod["metadata"].get("deletionTimestamp"))
+    return due is not None and (now - due).total_seconds() > seconds
+
+
+def start_trouble(pod: Mapping[str, Any]) -> Trouble | None:
+    """What keeps a pod from starting; None where it just takes its time."""
+    scheduled = _condition(pod, "PodScheduled")
+    since = parse_time(scheduled.get("lastTransitionTime")) or created_at(pod)
+    for state in _states(pod):
+        waiting = state.get("waiting") or {}
+        word, text = str(waiting.get("reason", "")), str(waiting.get("message", ""))
+        if word in _NEVER or word in _PULLING:
+            hope: Hope = "none" if word in _NEVER or _NO_SUCH_IMAGE.search(text) else "kubelet"
+            return Trouble("ImagePullFailed", _said(word, text), since, hope, retryable=hope != "none")
+        if word in _CREATING:
+            return Trouble("StartFailed", _said(word, text), since, "kubelet")
+    if scheduled.get("status") == "False":
+        text = str(scheduled.get("message", ""))
+        if scheduled.get("reason") == "SchedulingGated":
+            queue = labels.label_of(pod, labels.QUEUE)
+            held = f"held back until queue {queue!r} admits it" if queue else "held back by a scheduling gate"
+            return Trouble("SchedulingGated", f"{held} ({text})" if text else held, since, "gate")
+        if scheduled.get("reason") == "Unschedulable":
+            return Trouble("Unschedulable", _said("Unschedulable", text), since, "scheduler")
+    return None
+
+
+def _said(word: str, text: str) -> str:
+    return f"{word}: {text}"[:MESSAGE_LIMIT] if text else word
+
+
+def end_trouble(pod: Mapping[str, Any]) -> Trouble | None:
+    """Why a pod has ended, or is taken away; None where it has not."""
+    status = _status(pod)
+    phase, word, text = status.get("phase"), str(status.get("reason", "")), str(status.get("message", ""))
+    doomed = _condition(pod, "DisruptionTarget")
+    deleted = parse_time(pod["metadata"].get("deletionTimestamp"))
+    ends = [state["terminated"] for state in _states(pod) if state.get("terminated")]
+    bad = [end for end in ends if end.get("exitCode") or end.get("reason") == "OOMKilled"]
+    end = (bad or ends or [{}])[-1]
+    at = parse_time(end.get("finishedAt")) or deleted or created_at(pod)
+    if word in _TAKEN_AWAY or phase == "Unknown":
+        reason = "Evicted" if word == "Evicted" else "SandboxLost"
+        return Trouble(reason, _said(word or "Unknown", text), at)
+    if phase not in ("Succeeded", "Failed"):
+        if deleted is None:
+            return None
+        why = _said(str(doomed.get("reason", "")), str(doomed.get("message", ""))) if doomed else ""
+        return Trouble("SandboxLost", f"the pod was deleted{f' ({why})' if why else ''}", deleted)
+    said = _last_words(str(end.get("message", "")))[:MESSAGE_LIMIT]
+    if end.get("reason") == "OOMKilled":
+        return Trouble("OutOfMemory", f"OOMKilled: out of memory{_limit(pod)}", at)
+    if doomed.get("status") == "True":
+        message = _said(str(doomed.get("reason", "")), str(doomed.get("message", "")))
+        return Trouble("SandboxLost", message, at)
+    if end.get("exitCode") == NOT_ISOLATED and labels.label_of(pod, labels.COMPONENT) == "sandbox":
+        return Trouble("NotIsolated", said or "the sandbox could reach what it must not", at)
+    if end.get("reason") in ("StartError", "ContainerCannotRun"):
+        return Trouble("StartFailed", said or str(end["reason"]), at, retryable=False)
+    if word and not end:
+        # The kubelet refused it before anything ran (OutOfcpu, UnexpectedAdmissionError, NodeAffinity, …).
+        return Trouble("SandboxLost", _said(word, text), at)
+    code = end.get("exitCode")
+    how = "ended" if code is None else f"exited with {code}"
+    return Trouble("SandboxExited", f"{how}: {said}" if said else how, at)
+
+
+def _limit(pod: Mapping[str, Any]) -> str:
+    resources = pod["spec"]["containers"][0].get("resources") or {}
+    memory = (resources.get("limits") or {}).get("memory")
+    return f" (limit {memory})" if memory else ""
+
+
+def _exit_code(pod: Mapping[str, Any], trouble: Trouble) -> int | None:
+    """Its status, a signal as a negative number; None where the cluster ended it."""
+    if trouble.reason in ("Evicted", "SandboxLost"):
+        return None
+    codes = [state["terminated"].get("exitCode") for state in _states(pod) if state.get("terminated")]
+    code = next((code for code in codes if code), codes[-1] if codes else None)
+    return 128 - code if code is not None and 128 < code <= 192 else code
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdecimal() and text.isascii() and len(text) < 10 else 0
+
+
+def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
+    """A stage worker's or a backend's pod as reconcile sees it.
+
+    Of a backend it says what the kubelet's probe says; whoever knows more (a first completion)
+    replaces `state`, `ready`, `unready_since` and `message`.
+    """
+    meta, main = pod["metadata"], _main(pod)
+    backend = labels.label_of(pod, labels.COMPONENT) == "backend"
+    phase = _status(pod).get("phase")
+    ended, trouble = end_trouble(pod), None
+    state: WorkloadState
+    if meta.get("deletionTimestamp"):
+        state = "stopping"
+    elif ended is not None:
+        state = "exited"
+    elif phase == "Running" and "waiting" not in main and main:
+        state = "running"
+    else:
+        state, trouble = "starting", start_trouble(pod)
+    created = created_at(pod)
+    begun = parse_time((main.get("running") or main.get("terminated") or {}).get("startedAt"))
+    address = pod_address(pod, _port(pod))
+    ready = is_ready(pod) if backend else True
+    unready = None
+    if backend and state == "running" and not ready:
+        unready = parse_time(_condition(pod, "Ready").get("lastTransitionTime"))
+    code = _exit_code(pod, ended) if ended is not None and state == "exited" else None
+    message = trouble.message if trouble is not None else ""
+    if ended is not None:
+        # Its exit code is said beside the message.
+        message = re.sub(r"^(exited with \d+|ended)(: )?", "", ended.message)
+    if backend and code == 0 and not message:
+        message = ENGINE_DIED
+    return ObservedWorkload(
+        name=meta["name"],
+        spec_hash=labels.annotation_of(pod, labels.SPEC_HASH),
+        state=state,
+        # Of a container that could not be started the kubelet says that it began in 1970.
+        started_at=created if begun is None else max(begun, created),
+        restarts=_count(labels.annotation_of(pod, labels.RESTARTS)),
+        last_end=labels.annotation_of(pod, labels.LAST_END),
+        exit_code=code,
+        exited_at=ended.since if ended is not None and state == "exited" else None,
+        ready=ready,
+        unready_since=unready,
+        url=f"http://{address}" if backend and address else "",
+        message=message,
+        blocked=trouble is not None and trouble.hope != "gate",
+        pending=state == "starting",
+        draining_since=parse_time(labels.annotation_of(pod, labels.DRAINING_SINCE)),
+    )
+
+
+def observed_sandbox(pod: Mapping[str, Any], token_hash: str) -> ObservedSandbox:
+    """A sandbox's pod as reconcile sees it.
+
+    Args:
+        token_hash: SHA-256 of the secret that the operator derives for this pod. Where the pod was made
+            with another one, nobody could use it.
+    """
+    meta = pod["metadata"]
+    state: SandboxState
+    trouble = end_trouble(pod)
+    if meta.get("deletionTimestamp"):
+        state = "stopping"
+    elif trouble is not None:
+        state = "failed"
+    elif is_ready(pod) and _status(pod).get("podIP"):
+        state = "ready"
+    else:
+        state, trouble = "starting", start_trouble(pod)
+    address = pod_address(pod, EXEC_PORT)
+    return ObservedSandbox(
+        namespace=meta["namespace"],
+        name=meta["name"],
+        uid=meta["uid"],
+        flavor=labels.label_of(pod, labels.SHAPE),
+        claim=labels.label_of(pod, labels.CLAIM),
+        state=state,
+        created_at=created_at(pod),
+        address=f"tcp://{address}" if address else "",
+        trouble=trouble,
+        usable=labels.annotation_of(pod, labels.TOKEN_HASH) == token_hash,
+        gone_due=parse_time(meta.get("deletionTimestamp")),
+    )

@@ -1,0 +1,276 @@
+"""The pods of stage workers and backends, and what goes with them. Pure: plain JSON, ready for the API."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from rollyard_crds import BackendPool, RolloutJob
+from rollyard_crds.base import API_VERSION
+from rollyard_crds.claims import EXEC_PORT
+from rollyard_crds.fields.pod_template import PodResources, PodTemplate
+from rollyard_crds.names import NODE, PROVIDER
+from rollyard_drivers.commands.vllm import SERVER_ENV, given, vllm_command, vllm_port
+from rollyard_drivers.reconcile.naming import NAME_LIMIT
+from rollyard_drivers.reconcile.plan import Workload
+
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.labels import Component, Object
+from rollyard_operator.pods.parts import (
+    APP_USER,
+    digest,
+    foreign_pull_policy,
+    pod_security,
+    resources,
+    restricted,
+    with_placement,
+    with_template,
+)
+from rollyard_operator.pods.status import BACKEND_PORT
+from rollyard_operator.settings import OperatorSettings
+
+STOP_SECONDS = 30
+"""Between SIGTERM and SIGKILL of a worker or a backend."""
+DRAIN_SECONDS = 22
+"""A stage worker finishes what it holds for so long, then hands it over."""
+TOKEN_FOLDER = "/etc/rollyard/worker"
+_TMP = {"name": "rollyard-tmp", "mountPath": "/tmp"}
+_BASE_ENV = {
+    "HOME": "/tmp",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONUNBUFFERED": "1",
+    # Programs that ask for the user's name find none in /etc/passwd.
+    "LOGNAME": "rollyard",
+    "USER": "rollyard",
+}
+
+
+def installation_digest(settings: OperatorSettings) -> str:
+    """Changes with all of the settings that stage workers and backends are made from; for Profile.made_of."""
+    return digest(
+        settings.control_plane_url,
+        settings.control_plane_ca_file is not None,
+        (settings.images.worker, settings.images.engine, settings.images.vllm),
+        settings.image_pull_policy,
+        [secret.name for secret in settings.image_pull_secrets],
+        settings.worker.model_dump(),
+        settings.engine.model_dump(),
+    )
+
+
+def _env(values: Mapping[str, str]) -> list[Object]:
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _pod(
+    workload: Workload,
+    component: Component,
+    owner: RolloutJob | BackendPool,
+    template: PodTemplate,
+    settings: OperatorSettings,
+    container: Object,
+    volumes: list[Object],
+    field: str,
+) -> Object:
+    meta = owner.metadata
+    uid = meta.uid or ""
+    name_label, uid_label = (
+        (labels.JOB, labels.JOB_UID) if isinstance(owner, RolloutJob) else (labels.POOL, labels.POOL_UID)
+    )
+    own = labels.own_labels(settings.instance, component) | {name_label: meta.name, uid_label: uid}
+    if queue := meta.labels.get(labels.QUEUE):
+        own[labels.QUEUE] = queue
+    spec: Object = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": STOP_SECONDS,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": pod_security(APP_USER),
+        "containers": [
+            {
+                **container,
+                "imagePullPolicy": foreign_pull_policy(settings)
+                if template.image
+                else settings.image_pull_policy,
+                "securityContext": restricted(read_only_root=True),
+                # The telling line of its log is then in the pod's status.
+                "terminationMessagePolicy": "FallbackToLogsOnError",
+            }
+        ],
+        "volumes": [{"name": "rollyard-tmp", "emptyDir": {}}, *volumes],
+    }
+    with_template(spec, template, field)
+    with_placement(spec, template, settings.image_pull_secrets)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": workload.name,
+            "namespace": meta.namespace,
+            "labels": {**template.labels, **own},
+            "annotations": {**template.annotations, labels.SPEC_HASH: workload.spec_hash},
+            "ownerReferences": [labels.owner_reference(API_VERSION, owner.kind, meta.name, uid)],
+        },
+        "spec": spec,
+    }
+
+
+def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, secret: str) -> Object:
+    """The pod of a stage worker.
+
+    Args:
+        secret: name of the Secret with the token of its job.
+
+    Raises:
+        TemplateError: the stage's template cannot be used.
+    """
+    stage = workload.stages[0]
+    template: PodTemplate = getattr(job.spec.stages, stage).template
+    concurrency = ",".join(f"{name}={number}" for name, number in workload.concurrency)
+    env = {**_BASE_ENV, "ROLLYARD_HOME": "/tmp/rollyard"}
+    if settings.control_plane_ca_file is not None:
+        env["SSL_CERT_FILE"] = f"{TOKEN_FOLDER}/ca.crt"
+    container: Object = {
+        "name": "worker",
+        "image": template.image or settings.images.worker,
+        "command": ["python", "-m", "rollyard_pipeline"],
+        "args": [
+            *("--url", settings.control_plane_url),
+            *("--token-file", f"{TOKEN_FOLDER}/token"),
+            *("--job", job.metadata.name, "--namespace", job.metadata.namespace),
+            *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
+            *("--sandbox", PROVIDER, "--node", NODE),
+            *("--drain-seconds", str(DRAIN_SECONDS)),
+        ],
+        "env": _env(env),
+        "resources": resources(settings.worker.resources, template.resources),
+        "volumeMounts": [
+            _TMP,
+            {"name": "rollyard-token", "mountPath": TOKEN_FOLDER, "readOnly": True},
+        ],
+    }
+    volumes: list[Object] = [
+        {
+            "name": "rollyard-token",
+            "secret": {"secretName": secret, "defaultMode": 0o440},
+        }
+    ]
+    field = f"spec.stages.{stage}.template"
+    pod = _pod(workload, "stage-worker", job, template, settings, container, volumes, field)
+    pod["metadata"]["labels"][labels.STAGE] = "-".join(workload.stages)
+    return pod
+
+
+def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSettings) -> Object:
+    """The pod of an inference backend; it listens on 8000 unless its arguments say otherwise.
+
+    Raises:
+        TemplateError: the pool's template cannot be used.
+    """
+    template = pool.spec.template
+    vllm = workload.engine == "vllm"
+    volumes: list[Object] = []
+    mounts: list[Object] = [_TMP]
+    if vllm:
+        port, image, defaults = vllm_port(workload, BACKEND_PORT), settings.images.vllm, PodResources()
+        command = vllm_command(workload, "0.0.0.0", BACKEND_PORT)
+        env = {**_BASE_ENV, **SERVER_ENV}
+        # Tensor parallelism talks through shared memory, of which a container has 64 MiB by default.
+        volumes.append({"name": "rollyard-shm", "emptyDir": {"medium": "Memory"}})
+        mounts.append({"name": "rollyard-shm", "mountPath": "/dev/shm"})
+    else:
+        image, defaults, env = settings.images.engine, settings.engine.resources, dict(_BASE_ENV)
+        chosen = given(workload.args, "--port")
+        port = int(chosen) if chosen.isdigit() else BACKEND_PORT
+        command = (
+            *("python", "-m", "rollyard_engine", "--model", workload.model, "--host", "0.0.0.0"),
+            *("--port", str(BACKEND_PORT), "--served-model-name", workload.model, *workload.args),
+        )
+    wanted = resources(defaults, template.resources)
+    if workload.gpus:
+        wanted.setdefault("limits", {})["nvidia.com/gpu"] = str(workload.gpus)
+        wanted.get("requests", {}).pop("nvidia.com/gpu", None)
+    container: Object = {
+        "name": "backend",
+        "image": template.image or image,
+        "command": list(command),
+        "env": _env({**env, **dict(workload.env)}),
+        "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}],
+        "resources": wanted,
+        "volumeMounts": mounts,
+        "readinessProbe": {
+            "httpGet": {"path": "/health", "port": "http"},
+            "periodSeconds": 2,
+            "timeoutSeconds": 5,
+            "failureThreshold": 3,
+        },
+    }
+    return _pod(workload, "backend", pool, template, settings, container, volumes, "spec.template")
+
+
+def service_name(pool: str) -> str:
+    """Name of a pool's service: a DNS label that begins with a letter, other for each pool."""
+    name = f"rollyard-{pool}"
+    if len(name) <= NAME_LIMIT:
+        return name
+    tail = hashlib.sha256(pool.encode()).hexdigest()[:8]
+    return f"{name[: NAME_LIMIT - 9].rstrip('-')}-{tail}"
+
+
+def pool_service(pool: BackendPool, settings: OperatorSettings) -> Object:
+    """A headless service over a pool's ready backends, for people and for monitoring: the router goes to
+    the pods themselves."""
+    meta = pool.metadata
+    chosen = labels.own_labels(settings.instance, "backend") | {labels.POOL: meta.name}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": service_name(meta.name),
+            "namespace": meta.namespace,
+            "labels": chosen,
+            "ownerReferences": [
+                labels.owner_reference(API_VERSION, "BackendPool", meta.name, meta.uid or "")
+            ],
+        },
+        "spec": {
+            "clusterIP": "None",
+            "selector": chosen,
+            "ports": [{"name": "http", "port": BACKEND_PORT, "targetPort": "http", "protocol": "TCP"}],
+        },
+    }
+
+
+def network_policy(namespace: str, settings: OperatorSettings) -> Object:
+    """Sandboxes of a namespace reach nothing; only stage workers and operators reach their exec servers.
+
+    The operator tries whether they take connections, and says nothing to them.
+    """
+    sandbox: dict[str, Any] = {labels.COMPONENT: "sandbox", labels.INSTANCE: settings.instance}
+    worker = {labels.COMPONENT: "stage-worker", labels.INSTANCE: settings.instance}
+    operator = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": settings.release_namespace}},
+        "podSelector": {"matchLabels": {labels.NAME: "rollyard", labels.COMPONENT: "operator"}},
+    }
+    own = labels.own_labels(settings.instance, "sandbox")
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": f"rollyard-{settings.instance}-sandboxes"[:253],
+            "namespace": namespace,
+            "labels": own,
+        },
+        "spec": {
+            "podSelector": {"matchLabels": sandbox},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [
+                {
+                    "from": [{"podSelector": {"matchLabels": worker}}, operator],
+                    "ports": [{"protocol": "TCP", "port": EXEC_PORT}],
+                }
+            ],
+            "egress": [],
+        },
+    }

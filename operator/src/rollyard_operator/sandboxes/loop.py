@@ -1,0 +1,489 @@
+"""The loop of sandbox pods: claims from the control plane, pods in the cluster, one plan after the other.
+
+All it remembers can be found again from the two, so that it may be killed between any two steps:
+whose a pod is stands in its labels, and its secret is derived from a nonce in its annotations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Protocol
+
+from rollyard_client import NotFound, RollyardError
+from rollyard_crds.claims import Claim, ClaimList, ClaimStatus, SandboxShape, WarmWant
+from rollyard_drivers.reconcile.workloads import earliest
+
+from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import Kube, KubeConflict, KubeError
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.object_cache import PodCache, key_of, uid_of
+from rollyard_operator.pods.sandboxes import (
+    SandboxOwner,
+    claim_labels,
+    flavor_of,
+    job_reference,
+    owner_of_object,
+    sandbox_pod,
+    secret_of,
+    token_hash,
+)
+from rollyard_operator.pods.status import observed_sandbox, starting_address
+from rollyard_operator.sandboxes.guard import Guard
+from rollyard_operator.sandboxes.namespaces import Namespaces
+from rollyard_operator.sandboxes.planning.doubts import Doubts, doubts_of, without
+from rollyard_operator.sandboxes.planning.plan import (
+    BindSandbox,
+    DeleteSandbox,
+    FailSandbox,
+    LaunchSandbox,
+    Limits,
+    ObservedSandbox,
+    ObservedSandboxes,
+    SandboxPlan,
+    TakeSandbox,
+    Trouble,
+    WantedSandbox,
+    WarmNeed,
+)
+from rollyard_operator.sandboxes.planning.reconcile import reconcile_sandboxes
+from rollyard_operator.sandboxes.planning.warm_names import WarmNumbers
+from rollyard_operator.sandboxes.port_probes import Address, PortProbes
+from rollyard_operator.sandboxes.refusals import NOT_ISOLATED, Refusals
+from rollyard_operator.sandboxes.token_bucket import Bucket
+from rollyard_operator.settings import OperatorSettings
+
+POLL_SECONDS = 30.0
+"""For a change of claims, by one long poll."""
+AT_ONCE = 16
+"""Calls to the API server and the control plane at the same time."""
+EVENT_PAUSE_SECONDS = 300.0
+"""Between two events of one reason about one job."""
+LONGEST_PAUSE_SECONDS = 10.0
+OWNER_SECONDS = 1.0
+"""Between two looks for the object of a job that has claims and is not there yet."""
+_log = logging.getLogger(__name__)
+
+
+class ClaimSource(Protocol):
+    """What the loop asks of the control plane; DriverClient does it. All raise RollyardError."""
+
+    async def claims(
+        self, revision: int | None = None, wait: float = 0.0, namespace: str | None = None
+    ) -> ClaimList: ...
+    async def put_claim_status(self, claim: str, status: ClaimStatus) -> Claim | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    shape: SandboxShape
+    owner: SandboxOwner
+
+
+class SandboxLoop:
+    """Keeps the sandbox pods of one installation as claims and warm wants say.
+
+    Args:
+        pods: all pods of this installation; must have been filled once before `run`.
+        jobs: the RolloutJob object of a namespace and name, as the cluster has it.
+        key: only operators of this installation know it; secrets of sandboxes are derived from it.
+        checks: `ADDRESS:PORT` that sandboxes must not reach.
+        doubt: what these checks do not prove; empty: nothing.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        pods: PodCache,
+        control: ClaimSource,
+        jobs: Callable[[str, str], Object | None],
+        settings: OperatorSettings,
+        key: str,
+        checks: Sequence[str],
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        doubt: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._kube = kube
+        self._pods = pods
+        self._control = control
+        self._jobs = jobs
+        self._settings = settings
+        self._key = key
+        self._checks = tuple(checks)
+        self._now = now
+        creation = settings.sandbox_creation
+        self._bucket = Bucket(creation.per_second, creation.burst)
+        self._limits = Limits(
+            per_second=creation.per_second,
+            unschedulable_seconds=settings.unschedulable_seconds,
+            pull_seconds=settings.image_pull_seconds,
+        )
+        self._claims: dict[str, Claim] = {}
+        self._warm: list[WarmWant] = []
+        self._revision: int | None = None
+        self._listed_at = now()
+        self._wake = asyncio.Event()
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self._refusals = Refusals()
+        self._numbers = WarmNumbers()
+        self._recipes: dict[tuple[str, str], _Recipe] = {}
+        self._seen: dict[str, tuple[str, ObservedSandbox]] = {}
+        self._deleted: dict[str, datetime] = {}
+        self._namespaces = Namespaces(kube, settings)
+        self._guard = Guard(kube, self._namespaces, doubt)
+        self._probes = PortProbes(self.wake)
+        self._told: dict[tuple[str, str], float] = {}
+        self._failures = 0
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._listen(), name="claims")
+            group.create_task(self._watch(), name="changes of pods")
+            group.create_task(self._work(), name="sandboxes")
+            group.create_task(self._probes.run(), name="ports of sandboxes")
+            policies = self._guard.run(lambda: self._pods.pods(component="sandbox"), self._jobs)
+            group.create_task(policies, name="policies over sandboxes")
+
+    def wake(self) -> None:
+        """Look again: a job's object appeared or changed."""
+        self._wake.set()
+
+    async def _listen(self) -> None:
+        pause = 0.5
+        while True:
+            try:
+                self.learn(await self._control.claims(self._revision, POLL_SECONDS))
+                pause = 0.5
+            except RollyardError as error:
+                _log.warning("claims cannot be read: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
+
+    async def _watch(self) -> None:
+        revision = self._pods.revision
+        while True:
+            revision = await self._pods.wait(revision, POLL_SECONDS)
+            self._wake.set()
+
+    async def _work(self) -> None:
+        after: float | None = None
+        while True:
+            try:
+                async with asyncio.timeout(POLL_SECONDS if after is None else min(after, POLL_SECONDS)):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            after = await self.turn()
+
+    def learn(self, listed: ClaimList) -> None:
+        """Take what the control plane listed."""
+        ours = self._settings.looks_after
+        self._claims = {claim.id: claim for claim in listed.claims if ours(claim.namespace)}
+        self._warm = [want for want in listed.warm if ours(want.namespace)]
+        self._revision, self._listed_at = listed.revision, self._now()
+        self._wake.set()
+
+    # One turn
+
+    def plan(self) -> SandboxPlan:
+        """What is to be done now; nothing before the first list of claims."""
+        if self._revision is None:
+            return SandboxPlan()
+        now = self._now()
+        claims, needs = self._wanted(now)
+        limits = replace(self._limits, tokens=self._bucket.tokens(self._clock()))
+        pods = self._observed(now)
+        observed = ObservedSandboxes(pods, self._refusals.current(now), self._numbers.see(pods))
+        return reconcile_sandboxes(claims, needs, observed, now, limits)
+
+    async def turn(self) -> float | None:
+        """Plan, and carry it out. Seconds after which to look again, if nothing happens before."""
+        plan = await self._sure(self.plan())
+        taking = {take.claim: take for take in plan.take}
+        binding = {bind.claim: bind for bind in plan.bind}
+        # They become coroutines only in their turn: an operator that ends meanwhile leaves none behind.
+        steps: list[Callable[[], Awaitable[None]]] = [
+            partial(self._take, take, binding.get(claim)) for claim, take in taking.items()
+        ]
+        steps += [partial(self._bind, bind) for claim, bind in binding.items() if claim not in taking]
+        steps += [partial(self._launch, launch) for launch in plan.launch]
+        steps += [partial(self._fail, fail) for fail in plan.fail]
+        steps += [partial(self._removed, claim) for claim in plan.remove]
+        steps += [partial(self._delete, delete) for delete in plan.delete]
+        fine = await asyncio.gather(*(self._step(step) for step in steps))
+        self._failures = 0 if all(fine) else self._failures + 1
+        pause = min(LONGEST_PAUSE_SECONDS, 0.25 * 2.0 ** min(self._failures, 10))
+        waits = [plan.requeue_after, pause if self._failures else None]
+        if any(claim.state == "Pending" and self._owner(claim) is None for claim in self._claims.values()):
+            waits.append(OWNER_SECONDS)
+        return earliest(waits)
+
+    async def _sure(self, plan: SandboxPlan) -> SandboxPlan:
+        """A plan that destroys nothing on the word of a view that is behind: it looks again before."""
+        doubts = self._doubts(plan)
+        if not doubts:
+            return plan
+        try:
+            self.learn(await self._control.claims())
+            for claim in doubts.lost & self._claims.keys():
+                mine = f"{labels.selector(self._settings.instance)},{labels.CLAIM}={claim}"
+                for pod in await self._kube.list("Pod", self._claims[claim].namespace, mine):
+                    self._pods.put(pod)
+        except (KubeError, RollyardError) as error:
+            _log.warning("sandboxes: cannot look again: %s: %s", type(error).__name__, error)
+            return without(plan, doubts)
+        plan = self.plan()
+        return without(plan, self._doubts(plan) - doubts)
+
+    def _doubts(self, plan: SandboxPlan) -> Doubts:
+        return doubts_of(plan, self._claims.keys(), (seen for _, seen in self._seen.values()))
+
+    async def _step(self, step: Callable[[], Awaitable[None]]) -> bool:
+        """Whether it went well; what did not is planned again."""
+        async with self._places:
+            try:
+                await step()
+            except (KubeError, RollyardError) as error:
+                _log.warning("sandboxes: %s: %s", type(error).__name__, error)
+                return False
+            return True
+
+    @staticmethod
+    def _clock() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _wanted(self, now: datetime) -> tuple[list[WantedSandbox], list[WarmNeed]]:
+        """Claims and warm wants with their flavors; remembers how to make each flavor."""
+        self._recipes = {}
+        elapsed = (now - self._listed_at).total_seconds()
+        claims = [
+            WantedSandbox(
+                claim.id,
+                claim.namespace,
+                claim.state,
+                claim.age_seconds + elapsed,
+                self._flavor(claim, claim.shape) if claim.state == "Pending" else "",
+                claim.address,
+            )
+            for claim in self._claims.values()
+        ]
+        needs = []
+        for want in self._warm:
+            flavor = self._flavor(want, want.shape)
+            if flavor:
+                needs.append(WarmNeed(want.namespace, flavor, want.count))
+        return claims, needs
+
+    def _flavor(self, wish: Claim | WarmWant, shape: SandboxShape) -> str:
+        owner = self._owner(wish)
+        if owner is None:
+            return ""
+        flavor = flavor_of(shape, owner, self._settings)
+        self._recipes.setdefault((wish.namespace, flavor), _Recipe(shape, owner))
+        return flavor
+
+    def _owner(self, wish: Claim | WarmWant | None) -> SandboxOwner | None:
+        """The object of its job; None where there is none, or it goes."""
+        obj = self._jobs(wish.namespace, wish.job) if wish is not None else None
+        return owner_of_object(obj, self._settings) if obj is not None else None
+
+    def _observed(self, now: datetime) -> list[ObservedSandbox]:
+        found = []
+        seen: dict[str, tuple[str, ObservedSandbox]] = {}
+        ports: dict[str, Address] = {}
+        for pod in self._pods.pods(component="sandbox"):
+            uid, version = uid_of(pod), str(pod["metadata"].get("resourceVersion"))
+            known = self._seen.get(uid)
+            if known is None or known[0] != version:
+                known = (version, observed_sandbox(pod, token_hash(self._secret(pod))))
+                trouble = known[1].trouble
+                if trouble is not None and trouble.reason == "NotIsolated":
+                    # Somebody may have taken the policy away: the next pod is not made without it.
+                    self._namespaces.forget(known[1].namespace)
+            seen[uid] = known
+            sandbox = known[1]
+            if sandbox.state == "starting" and (port := starting_address(pod)) is not None:
+                ports[uid] = port
+                if self._probes.has_answered(uid):
+                    # It listens once its isolation was seen to hold: taking connections is being ready.
+                    sandbox = replace(sandbox, state="ready", trouble=None)
+            deleted_at = self._deleted.get(uid)
+            if deleted_at is not None and sandbox.state != "stopping":
+                sandbox = replace(sandbox, state="stopping", gone_due=deleted_at)
+            found.append(sandbox)
+        self._seen = seen
+        self._probes.want(ports)
+        self._deleted = {uid: at for uid, at in self._deleted.items() if uid in seen}
+        return found
+
+    def _secret(self, pod: Object) -> str:
+        namespace, name = key_of(pod)
+        return secret_of(self._key, namespace, name, labels.annotation_of(pod, labels.NONCE))
+
+    # Steps
+
+    async def _launch(self, launch: LaunchSandbox) -> None:
+        key = launch.namespace, launch.name
+        recipe = self._recipes.get((launch.namespace, launch.flavor))
+        owner = recipe.owner if recipe is not None else None
+        if launch.claim:  # its own job owns it, not the first of that flavor
+            owner = self._owner(self._claims.get(launch.claim))
+        if recipe is None or owner is None:
+            return
+        self._bucket.take(self._clock())
+        try:
+            if launch.claim:
+                reference = job_reference(owner)
+            else:
+                reference = await self._namespaces.warm_reference(launch.namespace)
+            nonce = secrets.token_hex(8)
+            pod = sandbox_pod(
+                launch.name,
+                recipe.shape,
+                owner,
+                self._settings,
+                nonce=nonce,
+                token_sha256=token_hash(secret_of(self._key, *key, nonce)),
+                reference=reference,
+                claim=launch.claim,
+                checks=self._checks,
+            )
+            await self._guard.close(launch.namespace, pod["metadata"]["labels"])
+            self._pods.put(await self._kube.create(pod))
+            self._refusals.clear(key)
+            await self._guard.tell_doubt(self._jobs(launch.namespace, owner.name))
+        except KubeConflict as error:
+            self._bucket.give_back()
+            await self._look(key, error)
+        except KubeError as error:
+            self._bucket.give_back()
+            if error.status == 404:  # of the owner, or the namespace: it was deleted meanwhile
+                self._namespaces.forget(launch.namespace)
+            trouble = self._refused(key, error)
+            _log.warning("%s/%s cannot be made: %s: %s", *key, trouble.reason, trouble.message)
+            # There is no pod that could tell, and a claim may wait for minutes until it fails.
+            await self._tell(launch.namespace, owner.name, trouble.reason, trouble.message)
+
+    async def _look(self, key: tuple[str, str], error: KubeError) -> None:
+        """The name is taken: by what the watch has not told yet, or by somebody else."""
+        there = await self._kube.get("Pod", *key)
+        if there is None:
+            raise error  # gone again, or no question of names: the next turn asks anew
+        if labels.label_of(there, labels.INSTANCE) == self._settings.instance:
+            self._pods.put(there)
+        else:
+            taken = KubeError(
+                409, "AlreadyExists", f"the pod {key[1]!r} is there and belongs to somebody else"
+            )
+            self._refused(key, taken)
+
+    def _refused(self, key: tuple[str, str], error: KubeError) -> Trouble:
+        self._wake.set()  # for the time of the next try to be planned
+        return self._refusals.add(key, error, self._now())
+
+    async def _take(self, take: TakeSandbox, bind: BindSandbox | None) -> None:
+        owner = self._owner(self._claims.get(take.claim))
+        if owner is None:
+            return
+        pod = take.pod
+        there = self._pods.get((pod.namespace, pod.name))
+        if there is None or uid_of(there) != pod.uid or labels.label_of(there, labels.CLAIM):
+            return  # it was taken since the plan was made
+        body = {
+            "metadata": {
+                "labels": claim_labels(take.claim, owner),
+                "ownerReferences": [job_reference(owner)],
+            }
+        }
+        try:
+            # As it was seen: another operator may be taking it for another claim.
+            version = str(there["metadata"]["resourceVersion"])
+            taken = await self._kube.patch("Pod", pod.namespace, pod.name, body, uid=pod.uid, version=version)
+        except KubeConflict:
+            if (newer := await self._kube.get("Pod", pod.namespace, pod.name)) is not None:
+                self._pods.put(newer)
+            self._wake.set()
+            return
+        if taken is None:
+            self._pods.remove((pod.namespace, pod.name), pod.uid)
+            return
+        self._pods.put(taken)
+        seen = observed_sandbox(taken, token_hash(self._secret(taken)))
+        if bind is not None and seen.state == "ready":
+            await self._bind(BindSandbox(take.claim, seen))
+
+    async def _bind(self, bind: BindSandbox) -> None:
+        pod = self._pods.get((bind.pod.namespace, bind.pod.name))
+        if pod is None or uid_of(pod) != bind.pod.uid:
+            return
+        if await self._was_opened(bind, pod):
+            return
+        status = ClaimStatus(state="Bound", address=bind.pod.address, secret=self._secret(pod))
+        await self._report(bind.claim, status)
+
+    async def _was_opened(self, bind: BindSandbox, pod: Object) -> bool:
+        """Whether policies have opened the sandbox since it started; then it is deleted."""
+        opened = await self._guard.opened(pod)
+        if opened:
+            namespace, name = bind.pod.namespace, bind.pod.name
+            _log.warning("%s/%s is not handed out: %s", namespace, name, opened)
+            if (claim := self._claims.get(bind.claim)) is not None:
+                await self._tell(namespace, claim.job, NOT_ISOLATED, opened)
+            await self._delete(DeleteSandbox(namespace, name, bind.pod.uid))
+            self._wake.set()
+        return bool(opened)
+
+    async def _fail(self, fail: FailSandbox) -> None:
+        trouble, claim = fail.trouble, self._claims.get(fail.claim)
+        if claim is None:
+            return
+        status = ClaimStatus(
+            state="Failed",
+            reason=trouble.reason[:128],
+            message=trouble.message[:1024],
+            retryable=trouble.retryable,
+        )
+        await self._report(fail.claim, status)
+        await self._tell(claim.namespace, claim.job, trouble.reason, trouble.message)
+
+    async def _removed(self, claim: str) -> None:
+        await self._report(claim, ClaimStatus(state="Removed"))
+
+    async def _report(self, claim: str, status: ClaimStatus) -> None:
+        try:
+            now = await self._control.put_claim_status(claim, status)
+        except NotFound:
+            now = None
+        if now is None:
+            self._claims.pop(claim, None)
+        elif claim in self._claims:
+            # A list on its way may be older than this answer: then the same is planned once more.
+            self._claims[claim] = now
+        self._wake.set()
+
+    async def _delete(self, delete: DeleteSandbox) -> None:
+        grace = 0 if delete.force else self._settings.sandbox.termination_grace_seconds
+        await self._kube.delete("Pod", delete.namespace, delete.name, grace=grace, uid=delete.uid)
+        if delete.force:
+            self._pods.remove((delete.namespace, delete.name), delete.uid)
+        else:
+            self._deleted[delete.uid] = self._now() + timedelta(seconds=grace)
+
+    async def _tell(self, namespace: str, job: str, reason: str, message: str) -> None:
+        """An event about the job, of one reason once in a while."""
+        obj = self._jobs(namespace, job)
+        if obj is None:
+            return
+        key, now = (uid_of(obj), reason), self._clock()
+        if now - self._told.get(key, -EVENT_PAUSE_SECONDS) < EVENT_PAUSE_SECONDS:
+            return
+        self._told = {one: at for one, at in self._told.items() if now - at < EVENT_PAUSE_SECONDS}
+        self._told[key] = now
+        await self._kube.event(obj, "Warning", "SandboxFailed", f"{reason}: {message}"[:1024])

@@ -1,0 +1,72 @@
+"""Pods that the API server would not make: why, since when, and when to ask again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from rollyard_operator.kube.client import KubeError
+from rollyard_operator.sandboxes.planning.plan import Refusal, Trouble
+
+FIRST_PAUSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 30.0
+FINAL_PAUSE_SECONDS = 60.0
+FORGET_SECONDS = 600.0
+NOT_ISOLATED = "NotIsolated"
+"""A policy of somebody else opens the network of sandboxes."""
+Key = tuple[str, str]
+
+
+def trouble_of(error: KubeError, now: datetime) -> Trouble:
+    """What a refusal means for who waits for the pod."""
+    message = error.message[:512]
+    if error.status == 403 and "exceeded quota" in error.message:
+        return Trouble("QuotaExceeded", message, now, "scheduler")
+    if error.reason == NOT_ISOLATED:
+        # The policy may be mended before the next try; a sandbox is not waited for until then.
+        return Trouble(NOT_ISOLATED, message, now, "none")
+    if error.status in (0, 429) or error.status >= 500:
+        return Trouble("ApiServerBusy", message, now, "scheduler")
+    # A schema, a policy or a right says no, and will say it again.
+    return Trouble("PodRefused", f"{error.reason}: {message}", now, "none", retryable=False)
+
+
+@dataclass(slots=True)
+class _Entry:
+    trouble: Trouble
+    tries: int
+    retry_at: datetime
+
+
+class Refusals:
+    """By namespace and name; the pause doubles with each try."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, _Entry] = {}
+
+    def add(self, key: Key, error: KubeError, now: datetime) -> Trouble:
+        """It was refused once more."""
+        trouble, before = trouble_of(error, now), self._entries.get(key)
+        tries = 1
+        if before is not None and before.trouble.hope == trouble.hope:
+            tries = before.tries + 1
+            trouble = Trouble(
+                trouble.reason, trouble.message, before.trouble.since, trouble.hope, trouble.retryable
+            )
+        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 10))
+        if trouble.hope == "none":
+            pause = FINAL_PAUSE_SECONDS
+        pause = max(pause, error.retry_after or 0.0)
+        self._entries[key] = _Entry(trouble, tries, now + timedelta(seconds=pause))
+        return trouble
+
+    def clear(self, key: Key) -> None:
+        """It was made."""
+        self._entries.pop(key, None)
+
+    def current(self, now: datetime) -> Mapping[Key, Refusal]:
+        """All that are not long past."""
+        limit = timedelta(seconds=FORGET_SECONDS)
+        self._entries = {key: one for key, one in self._entries.items() if now - one.retry_at < limit}
+        return {key: Refusal(one.trouble, one.retry_at) for key, one in self._entries.items()}

@@ -7,7 +7,6 @@ import json
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from rollyard_pipeline.errors import SetupFailed, TemplateError, TokenizerUnavai
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import SandboxLost
-from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.tools import ToolContext
@@ -106,20 +104,6 @@ async def rollout(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rol
         for sandbox in provider.claimed():
             await provider.release(sandbox)
         await provider.aclose()
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-async def test_a_sandbox_begun_for_another_kind_of_job_is_not_kept(
-    rollout: Rollout, monkeypatch: pytest.MonkeyPatch, wanted: bool
-) -> None:
-    rollout.configure(sandbox={"warm": 1, "resources": {"memory": "256Mi", "disk": "32Mi"}})
-    assert rollout.plane.spec is not None
-    begun = SandboxRequest.of(rollout.plane.spec.sandbox)
-    begun = begun if wanted else replace(begun, memory_bytes=192 << 20)
-    await rollout.provider.warm(begun, 1)
-    monkeypatch.setattr(rollout.stages, "_begun", begun)
-    await rollout.stage("init")
-    assert (rollout.provider._warm._wanted[begun.key] == 1) is wanted
 
 
 @pytest.fixture

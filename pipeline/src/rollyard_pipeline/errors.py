@@ -8,10 +8,9 @@ observation, or a low score.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from rollyard_crds.rolloutjob import StageName
+from rollyard_crds.names import StageName
 
 
 class PipelineError(Exception):

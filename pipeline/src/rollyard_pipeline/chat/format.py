@@ -7,15 +7,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollyard_crds.task import Message
 
+from rollyard_pipeline.chat.template import RESERVED, ChatTemplate
 from rollyard_pipeline.chat.tokenizer import ChatTokenizer, load_folder, locate
 from rollyard_pipeline.errors import TemplateError
-
-if TYPE_CHECKING:
-    from rollyard_pipeline.chat.template import ChatTemplate
 
 ChatMessage = dict[str, Any]
 """A message as templates read it: `role`, `content`, and where given `tool_calls`, `tool_call_id`, `name`."""
@@ -73,8 +71,6 @@ class FormatCache:
             TokenizerUnavailable: the folder is not here or is incomplete.
             TemplateError: the template has a syntax error, or `variables` names what only Rollyard sets.
         """
-        from rollyard_pipeline.chat.template import RESERVED
-
         if reserved := RESERVED.intersection(variables or ()):
             raise TemplateError(
                 f"agent.chatTemplateKwargs cannot set {', '.join(sorted(reserved))}: Rollyard does"
@@ -90,8 +86,5 @@ class FormatCache:
 
 
 def _load(name: str) -> tuple[ChatTokenizer, ChatTemplate]:
-    # Here: a worker starts without waiting for jinja2.
-    from rollyard_pipeline.chat.template import ChatTemplate
-
     tokenizer, source = load_folder(locate(name))
     return tokenizer, ChatTemplate(source, tokenizer.variables())

@@ -7,12 +7,11 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from tokenizers import Tokenizer
 
 from rollyard_pipeline.errors import TokenizerUnavailable
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 _TOKEN_NAMES: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 _OTHER_FORMATS: Final = ("tekken.json", "tokenizer.model*", "*.tiktoken", "vocab.json", "vocab.txt")
@@ -186,8 +185,6 @@ def load_folder(folder: Path) -> tuple[ChatTokenizer, str]:
     try:
         config = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
         source = _template_source(folder, config)
-        from tokenizers import Tokenizer  # not before there is a model: a worker's start does without it
-
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except (OSError, ValueError) as error:
         raise TokenizerUnavailable(f"{folder}: the tokenizer's files cannot be read: {error}") from error

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+from rollyard_crds.claims import Claim, ClaimRequest
+from rollyard_crds.lease import (
+    CompleteRequest,
+    FailRequest,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    LeaseRequest,
+    LeaseResponse,
+    OutcomeResponse,
+    RouteRequest,
+    RouteResponse,
+)
+from rollyard_crds.rolloutjob import RolloutJobSpec
 
 from rollyard_pipeline.errors import PipelineError
-
-if TYPE_CHECKING:
-    from rollyard_crds.claims import Claim, ClaimRequest
-    from rollyard_crds.lease import (
-        CompleteRequest,
-        FailRequest,
-        HeartbeatRequest,
-        HeartbeatResponse,
-        LeaseRequest,
-        LeaseResponse,
-        OutcomeResponse,
-        RouteRequest,
-        RouteResponse,
-    )
-    from rollyard_crds.rolloutjob import RolloutJobSpec
 
 
 class ControlPlaneUnavailable(PipelineError):

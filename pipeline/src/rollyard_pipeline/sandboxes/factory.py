@@ -6,20 +6,19 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rollyard_crds.names import NODE, PROVIDER
 
+from rollyard_pipeline.control_plane.calls import ClaimCalls
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, ApptainerStarter
+from rollyard_pipeline.sandboxes.claims import ClaimProvider
 from rollyard_pipeline.sandboxes.host import cgroups
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.bare_process import WARNING, ProcessStarter
 from rollyard_pipeline.sandboxes.starters.bubblewrap import BubblewrapStarter
-
-if TYPE_CHECKING:
-    from rollyard_pipeline.control_plane.calls import ClaimCalls
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +60,6 @@ def open_provider(
                 f"--node {node}: sandbox pods are reached from every worker alike, so that workers with "
                 f"--sandbox {name} have --node {NODE}"
             )
-        from rollyard_pipeline.sandboxes.claims import ClaimProvider
-
         return ClaimProvider(claims)
     folder = SandboxFolder(Path(run_dir))
     places = list(find_places())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
-if TYPE_CHECKING:
-    from rollyard_crds.lease import LeaseRef, SandboxHandle
-    from rollyard_crds.rolloutjob import SandboxSpec
-    from rollyard_crds.task import TaskSandbox
-    from rollyard_sandbox.client import ExecClient
+from rollyard_crds.fields.quantity import parse_quantity
+from rollyard_crds.lease import LeaseRef, SandboxHandle
+from rollyard_crds.rolloutjob import SandboxSpec
+from rollyard_crds.task import TaskSandbox
+from rollyard_sandbox.client import ExecClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,6 @@ class SandboxRequest:
         Raises:
             ValueError: a quantity of the spec is malformed.
         """
-        # Here, as models are not needed to start a sandbox: see `rollyard_pipeline.__main__`.
-        from rollyard_crds.fields.quantity import parse_quantity
-
         return cls(
             image=task.image if task is not None and task.image is not None else spec.image,
             env={**spec.env, **(task.env if task is not None else {})},

@@ -9,8 +9,10 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from rollyard_crds.lease import LeaseRef, SandboxHandle
+from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.sandboxes.connection import apply, connect
@@ -30,10 +32,6 @@ from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRequest
 from rollyard_pipeline.sandboxes.starters.base import LEASE_SECONDS, Starter, limits_of
 from rollyard_pipeline.sandboxes.warm_pool import WarmPool, WarmSandbox
-
-if TYPE_CHECKING:
-    from rollyard_crds.lease import LeaseRef, SandboxHandle
-    from rollyard_sandbox.client import ExecClient
 
 log = logging.getLogger(__name__)
 
@@ -251,8 +249,6 @@ class NodeProvider:
     async def _claim(
         self, warm: WarmSandbox, request: SandboxRequest, owner: LeaseRef, for_eval: bool
     ) -> Sandbox:
-        from rollyard_crds.lease import SandboxHandle
-
         # A sandbox of Eval alone stays "warm": like one that nobody has claimed it is swept once its worker
         # is dead, and no heartbeat asks the control plane for the rollout that it belongs to.
         state: Literal["warm", "claimed"] = "warm" if for_eval else "claimed"

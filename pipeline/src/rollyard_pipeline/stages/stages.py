@@ -75,7 +75,6 @@ class Stages:
         *,
         backend_budget: float = 60.0,
         eval_grace: float = 30.0,
-        begun: SandboxRequest | None = None,
         places: SandboxPlaces | None = None,
     ) -> None:
         self._control = control
@@ -89,7 +88,6 @@ class Stages:
         self._handlers: dict[str, Handler] = {}
         self._vocabularies: dict[str, int] = {}
         self._warmed: set[str] = set()
-        self._begun = begun
         self._places = places or SandboxPlaces(provider, usual=4096)
         self._eval_sandboxes = (
             EvalSandboxes(provider, self._places, self._attached) if provider is not None else None
@@ -127,7 +125,6 @@ class Stages:
         # Bad names are found here, before a sandbox is started for them.
         self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
         needed = handler.needs_sandbox or any(tool.needs_sandbox for tool in tools.values())
-        await self._check_begun(SandboxRequest.of(spec.sandbox) if needed and spec.sandbox.warm else None)
         context = _context(lease, spec, timeout)
         try:
             if needed:
@@ -265,13 +262,6 @@ class Stages:
         if lease.trajectory is not None and lease.trajectory.truncated_reason == OUT_OF_MEMORY:
             return True
         return await self._provider.oom_killed(lease.sandbox)
-
-    async def _check_begun(self, wanted: SandboxRequest | None) -> None:
-        """Keeps no sandbox that was begun before the job was known and that the job does not want."""
-        begun, self._begun = self._begun, None
-        if begun is None or self._provider is None or (wanted is not None and wanted.key == begun.key):
-            return
-        await self._provider.warm(begun, 0)
 
     async def _acquire(self, held: HeldLease, spec: RolloutJobSpec) -> Sandbox:
         provider = self._provider

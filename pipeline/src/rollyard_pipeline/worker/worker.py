@@ -17,7 +17,7 @@ from rollyard_pipeline.control_plane.calls import ControlPlane
 from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes.errors import SandboxError
-from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.worker.failures import hand_over, stage_failure
@@ -53,8 +53,6 @@ class WorkerOptions:
     backend_budget: float = 60.0
     eval_grace: float = 30.0
     extensions: Registry = field(default_factory=Registry)
-    begun: SandboxRequest | None = None
-    """The sandbox that the provider keeps warm already, before any lease has told what the job wants."""
 
     @property
     def sandbox_limit(self) -> int:
@@ -98,7 +96,6 @@ class Worker:
             options.extensions,
             backend_budget=options.backend_budget,
             eval_grace=options.eval_grace,
-            begun=options.begun,
             places=self._places,
         )
         self._outbox = Outbox(control, options.worker, self._reported)

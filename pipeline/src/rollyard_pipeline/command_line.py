@@ -1,0 +1,179 @@
+"""The command line of a stage worker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
+
+from rollyard_pipeline.errors import OptionError
+from rollyard_pipeline.sandboxes import PROVIDERS
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
+
+_DEFAULT_HOME: Final = "~/.local/state/rollyard"
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options, as `--help` lists them; argparse ends the process where they cannot be parsed."""
+    options = _parser().parse_args(arguments)
+    if options.node is None:
+        options.node = NODE if options.sandbox == PROVIDER else socket.gethostname()
+    return options
+
+
+def stages_of(text: str) -> list[StageName]:
+    """Return the stages that `--stages` names, in the order in which a rollout passes through them.
+
+    Raises:
+        OptionError: `text` names no stage, or something else.
+    """
+    wanted = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = sorted(set(wanted) - set(STAGES))
+    if unknown or not wanted:
+        raise OptionError(
+            f"--stages: {', '.join(unknown) or 'nothing'} given; expected some of {', '.join(STAGES)}"
+        )
+    return [stage for stage in STAGES if stage in wanted]
+
+
+def concurrency_of(text: str | None) -> dict[StageName, int]:
+    """Return how many rollouts `--concurrency` allows at once in each of the stages that it names.
+
+    Raises:
+        OptionError: `text` is not of the form `init=16,run=64`, or a number is out of range.
+    """
+    places: dict[StageName, int] = {}
+    for part in filter(None, (text or "").split(",")):
+        name, _, count = part.partition("=")
+        stage = next((stage for stage in STAGES if stage == name.strip()), None)
+        if stage is None or not count.strip().isdigit() or not 1 <= int(count) <= 4096:
+            raise OptionError(
+                f"--concurrency: '{part}'; expected for example init=16,run=64,eval=16 (1 to 4096)"
+            )
+        places[stage] = int(count)
+    return places
+
+
+def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
+    """Return what was given for Apptainer; None where the sandboxes are of another kind.
+
+    Raises:
+        OptionError: an option for Apptainer was given together with another kind of sandbox.
+    """
+    given = {
+        "--default-image": options.default_image,
+        "--image-cache": options.image_cache,
+        "--apptainer": options.apptainer,
+        "--fakeroot": options.fakeroot,
+    }
+    if options.sandbox != "apptainer":
+        for name, value in given.items():
+            if value:
+                raise OptionError(f"{name} goes with --sandbox apptainer (got --sandbox {options.sandbox})")
+        return None
+    return ApptainerOptions(
+        program=options.apptainer,
+        default_image=options.default_image,
+        image_cache=options.image_cache,
+        image_cache_bytes=options.image_cache_gib << 30,
+        fakeroot=options.fakeroot,
+    )
+
+
+def read_token(file: Path) -> str:
+    """Return the token in `file`, which holds either the token alone or a tokens.json.
+
+    Raises:
+        OptionError: the file cannot be read, or holds no token of a worker.
+    """
+    try:
+        text = file.read_text().strip()
+    except OSError as error:
+        raise OptionError(f"--token-file: {file} cannot be read: {error.strerror}") from error
+    if not text.startswith("{"):
+        return text
+    try:
+        token = json.loads(text)["worker"]
+        if isinstance(token, list):
+            token = token[0]  # of those that are valid, the one that is not on its way out
+    except (ValueError, LookupError) as error:
+        raise OptionError(f"--token-file: {file} holds no token of the role 'worker'") from error
+    return str(token)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    home = Path(os.environ.get("ROLLYARD_HOME") or _DEFAULT_HOME).expanduser()
+    host = socket.gethostname()
+    parser = argparse.ArgumentParser(
+        prog="python -m rollyard_pipeline", description="A Rollyard stage worker."
+    )
+    parser.add_argument("--url", required=True, help="the control plane, http://HOST:PORT")
+    parser.add_argument(
+        "--token-file", required=True, type=Path, help="tokens.json, or a file with just the token"
+    )
+    parser.add_argument("--job", help="work for this job only, and exit when it is over")
+    parser.add_argument("--namespace", default="default")
+    parser.add_argument("--stages", default=",".join(STAGES), help="pools to run, default: %(default)s")
+    parser.add_argument(
+        "--concurrency", help="places per stage, as init=16,run=64,eval=16; default: the job's"
+    )
+    parser.add_argument("--run-dir", type=Path, default=home / "run", help="default: %(default)s")
+    parser.add_argument(
+        "--sandbox", choices=PROVIDERS, default="bubblewrap",
+        help="kubernetes: pods that the operator starts; with it --node is kubernetes too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--default-image", metavar="IMAGE",
+        help="apptainer: the image of jobs that name none: a SIF file, a root folder, docker://NAME, …",
+    )  # fmt: skip
+    parser.add_argument(
+        "--image-cache", type=Path, metavar="DIR",
+        help="apptainer: where images built from others are kept, best on storage that the nodes share; "
+        "default: in the run dir",
+    )  # fmt: skip
+    parser.add_argument(
+        "--image-cache-gib", type=_positive, default=100, metavar="N",
+        help="apptainer: beyond it the images that were not used for longest go, default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--apptainer", metavar="PROGRAM", help="default: apptainer, else singularity, from PATH"
+    )
+    parser.add_argument(
+        "--fakeroot", action="store_true",
+        help="apptainer: programs inside are root of their image and may change all of it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-sandboxes", type=int, help="claimed at once on this node; default: by concurrency"
+    )
+    parser.add_argument(
+        "--sandboxes-end", action="store_true",
+        help="sandboxes end with the worker that started them, as in a batch job",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trouble-file", type=Path, metavar="FILE",
+        help="says why this worker takes no Init work; gone while nothing is wrong",
+    )  # fmt: skip
+    # Batch scripts that an earlier version wrote, and that still wait in Slurm's queue, give it.
+    parser.add_argument("--first-sandbox", help=argparse.SUPPRESS)
+    parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
+    parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")
+    parser.add_argument("--drain-seconds", type=float, default=30.0)
+    parser.add_argument(
+        "--request-timeout", type=float, default=300.0, help="seconds for one backend request"
+    )
+    parser.add_argument("--backend-budget", type=float, default=60.0, help="seconds without any backend")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    return parser

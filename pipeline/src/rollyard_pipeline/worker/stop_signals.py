@@ -1,0 +1,53 @@
+"""SIGTERM and SIGINT while a worker runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from rollyard_pipeline.worker.worker import Worker
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first drains the worker, the second stops it at once.
+
+    They are caught from before the first sandbox until after the last: an uncaught one in
+    the middle of the clean-up would leave sandboxes behind.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._asked = 0
+        self._worker: Worker | None = None
+        self._running: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._stop)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+            if exc[0] is None:
+                # All is done: who asks for the end now, as this process ends, must not make it a failure.
+                signal.signal(number, signal.SIG_IGN)
+
+    async def run(self, worker: Worker) -> None:
+        """Run the worker to its end."""
+        self._worker = worker
+        self._running = asyncio.ensure_future(worker.run())
+        if self._asked:
+            worker.drain()
+        try:
+            await self._running
+        except asyncio.CancelledError:
+            if self._asked < 2:
+                raise
+
+    def _stop(self) -> None:
+        self._asked += 1
+        if self._asked == 1 and self._worker is not None:
+            self._worker.drain()
+        elif self._asked > 1 and self._running is not None:
+            self._running.cancel()

@@ -406,17 +406,17 @@ def test_health_survives_in_the_record(tmp_path: Path) -> None:
     assert (tmp_path / "r" / "bb.unreadable").exists()
 
 
-def test_a_record_of_an_earlier_version_names_no_sandbox(tmp_path: Path) -> None:
+def test_a_record_of_an_earlier_version_may_name_a_sandbox(tmp_path: Path) -> None:
     from rollyard_drivers.reconcile.plan import Owner, Workload
     from rollyard_slurm.submissions.submission import Records, fresh
 
     folder = tmp_path / "r"
     folder.mkdir()
     records = Records(folder)
-    workload = Workload("w-0", "stage-worker", Owner("RolloutJob", "default", "j", "u"), sandbox='{"cpu":1}')
+    workload = Workload("w-0", "stage-worker", Owner("RolloutJob", "default", "j", "u"))
     records.save(fresh("aa", workload, 0, datetime.now(UTC)))
     assert [one.workload for one in records.load()] == [workload]
     document = json.loads((folder / "aa.json").read_text())
-    del document["workload"]["sandbox"]
+    document["workload"]["sandbox"] = '{"cpu":1}'
     (folder / "aa.json").write_text(json.dumps(document))
-    assert [one.workload.sandbox for one in records.load()] == [""]
+    assert [one.workload for one in records.load()] == [workload]

@@ -263,13 +263,3 @@ def test_a_node_whose_disk_is_full_is_told_and_keeps_no_empty_name(tmp_path: Pat
     assert not run.exists(), "the last one to leave removes the folder"
     again = subprocess.run(["bash", "-c", f'{head}\necho "$node"'], env=env, capture_output=True, text=True)
     assert again.stdout == "cn1.7\n", again.stderr
-
-
-def test_a_worker_is_told_which_sandbox_to_begin_with() -> None:
-    said = """{"handler":"shell","image":"/it's.sif"}"""
-    text = script(replace(WORKER, sandbox=said), site())
-    program = text[text.index("program=(") :].split(" --node ")[0] + ")"
-    shown = subprocess.check_output(["bash", "-c", f'{program}; printf "%s\\n" "${{program[@]}}"'], text=True)
-    words = shown.splitlines()
-    assert words[words.index("--first-sandbox") + 1] == said
-    assert "--first-sandbox" not in script(WORKER, site())

@@ -226,7 +226,6 @@ class Fleet:
             *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
             *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
             *("--run-dir", str(self._home.run), *self._options.sandbox_arguments()),
-            *(("--first-sandbox", workload.sandbox) if workload.sandbox else ()),
             *("--name", workload.name),
         ]
 

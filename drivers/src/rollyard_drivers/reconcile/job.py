@@ -13,7 +13,6 @@ from datetime import datetime
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, RolloutJobStatus, StageName
 
 from rollyard_drivers.reconcile.conditions import Claim, find, holds, since, updated
-from rollyard_drivers.reconcile.first_sandbox import first_sandbox
 from rollyard_drivers.reconcile.naming import child_index, child_name, made_of, owner_of
 from rollyard_drivers.reconcile.plan import (
     TEMPLATE_NOT_ALLOWED,
@@ -64,7 +63,6 @@ def job_workloads(
             index=index,
             stages=stages,
             concurrency=tuple((stage, specs[stage].concurrency) for stage in stages),
-            sandbox=first_sandbox(job.spec) if "init" in stages else "",
             made_of=made_of(specs[stages[0]].template, job.metadata.labels, profile),
         )
         for role, stages, replicas in groups

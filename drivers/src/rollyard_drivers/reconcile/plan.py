@@ -46,8 +46,6 @@ class Workload:
     """Stage workers: the stages it leases from."""
     concurrency: tuple[tuple[StageName, int], ...] = ()
     """Stage workers: rollouts at once, for each of its stages."""
-    sandbox: str = ""
-    """Stage workers that run Init: what `--first-sandbox` says; empty: their job keeps none warm."""
     engine: EngineType = "embedded"
     """Backends: what serves."""
     model: str = ""

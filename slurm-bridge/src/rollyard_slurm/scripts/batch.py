@@ -210,7 +210,6 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
         *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
         *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
         *("--sandbox", site.sandbox, *site.sandbox_options),
-        *(("--first-sandbox", workload.sandbox) if workload.sandbox else ()),
         *(("--max-sandboxes", str(most)) if (most := site.profile.workers.max_sandboxes) else ()),
         *("--drain-seconds", str(site.profile.workers.drain_seconds), "--sandboxes-end"),
     ]

@@ -211,7 +211,6 @@ def _to_json(one: Submission) -> dict[str, Any]:
             "index": workload.index,
             "stages": workload.stages,
             "concurrency": workload.concurrency,
-            "sandbox": workload.sandbox,
             "engine": workload.engine,
             "model": workload.model,
             "command": workload.command,
@@ -232,7 +231,6 @@ def _from_json(document: dict[str, Any]) -> Submission:
         index=stored["index"],
         stages=tuple(stored["stages"]),
         concurrency=tuple((stage, number) for stage, number in stored["concurrency"]),
-        sandbox=stored.get("sandbox", ""),  # an earlier version wrote none
         engine=stored["engine"],
         model=stored["model"],
         command=tuple(stored["command"]),

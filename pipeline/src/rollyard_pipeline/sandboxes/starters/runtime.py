@@ -227,8 +227,8 @@ def _write(cache: Path, files: dict[str, str], origins: dict[str, Path]) -> Path
 def _write_compiled(path: Path, origin: Path, shown: str) -> None:
     """The .pyc file beside `path`, a copy of `origin`; tracebacks name the module's file `shown`.
 
-    From the .pyc file beside `origin`, if there is one: to compile all anew takes a third of a second, for
-    which a worker's first sandbox would wait.
+    The code is read from the .pyc file beside `origin` if there is one, because compiling everything takes a
+    third of a second, for which the first sandbox would wait.
     """
     code = SourceFileLoader(origin.stem, str(origin)).get_code(origin.stem)
     if code is None:

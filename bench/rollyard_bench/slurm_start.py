@@ -23,11 +23,6 @@ CPUS, MEMORY = 2, "1500M"
 """Of the bare job and of the worker's alike."""
 CLOCK = "date +%s.%N"
 """The first command: what it prints is when it ran. All clocks here are of one machine."""
-STARTS = {
-    "salloc": ("slurm_first_rollout", "a step of an allocation that is granted at once (`start: salloc`)"),
-    "sbatch": ("slurm_first_rollout_sbatch", "a batch job of its own"),
-}
-"""How the bridge starts workers: the figure that shows it, and in words."""
 LONGEST_SECONDS = 60.0
 PAUSE_SECONDS = 1.5
 """After each: sandboxes and processes of the last one are gone, and the scheduler has nothing to do."""
@@ -115,19 +110,18 @@ async def _bare(program: str, image: str, folder: Path, number: int) -> float:
 async def _measured(settings: Settings) -> list[Measurement]:
     rounds = 4 if settings.quick else 12
     async with shared_folder() as folder:
-        return [await _one(start, folder, rounds) for start in STARTS]
+        return [await _first_rollout(folder, rounds)]
 
 
-async def _one(start: str, folder: Path, rounds: int) -> Measurement:
-    """One way to start workers beside the bare job; the bridge of the other one is not there meanwhile."""
+async def _first_rollout(folder: Path, rounds: int) -> Measurement:
+    """The bridge's worker and the bare batch job in turns, on the same cluster."""
     program, image = lab.apptainer(), await lab.default_image()
-    profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}, "start": start}
+    profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}}
     ours: list[float] = []
     bare: list[float] = []
     parts: dict[str, list[float]] = {}
     numbers = itertools.count()
-    (folder / start).mkdir()
-    async with bridge(folder / start, profile, ["--default-image", image]) as running:
+    async with bridge(folder, profile, ["--default-image", image]) as running:
 
         async def step_ours() -> None:
             await asyncio.sleep(PAUSE_SECONDS)
@@ -135,24 +129,24 @@ async def _one(start: str, folder: Path, rounds: int) -> Measurement:
 
         async def step_bare() -> None:
             await asyncio.sleep(PAUSE_SECONDS)
-            bare.append(await _bare(program, image, folder / start, next(numbers)))
+            bare.append(await _bare(program, image, folder, next(numbers)))
 
         contestants = {
             "bare": Contestant(step_bare, rounds, warm_up=1),
             "ours": Contestant(step_ours, rounds, warm_up=1),
         }
         await interleave(contestants, rounds)
-    return _measurement(start, Sample(tuple(ours[1:])), parts, Sample(tuple(bare[1:])))
+    return _measurement(Sample(tuple(ours[1:])), parts, Sample(tuple(bare[1:])))
 
 
-def _measurement(start: str, mine: Sample, parts: dict[str, list[float]], theirs: Sample) -> Measurement:
+def _measurement(mine: Sample, parts: dict[str, list[float]], theirs: Sample) -> Measurement:
     moments = ", ".join(f"{part} begins after {median(taken[1:]):.0f} ms" for part, taken in parts.items())
     return Measurement(
-        STARTS[start][0],
+        "slurm_first_rollout",
         mine.p50,
         Baseline("sbatch + apptainer instance start + exec, bare", theirs.p50),
         f"POST of a RolloutJob of one rollout until its first command runs in its Apptainer sandbox, "
-        f"the worker {STARTS[start][1]} {mine.text()} ({moments}); `sbatch` of a script that starts "
+        f"the worker a batch job of its own {mine.text()} ({moments}); `sbatch` of a script that starts "
         f"an instance of the same SIF and executes the same command in it {theirs.text()}",
     )
 

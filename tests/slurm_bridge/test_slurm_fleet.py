@@ -390,7 +390,8 @@ async def test_a_changed_site_replaces_what_runs(bench: Bench) -> None:
 
 def test_health_survives_in_the_record(tmp_path: Path) -> None:
     from rollyard_drivers.reconcile.plan import Owner, Workload
-    from rollyard_slurm.submissions.submission import Records, fresh
+    from rollyard_slurm.submissions.records import Records
+    from rollyard_slurm.submissions.submission import fresh
 
     records = Records(tmp_path / "r")
     workload = Workload("p-backend-0", "backend", Owner("BackendPool", "default", "p", "u"), model="m")
@@ -408,7 +409,8 @@ def test_health_survives_in_the_record(tmp_path: Path) -> None:
 
 def test_a_record_of_an_earlier_version_may_name_a_sandbox(tmp_path: Path) -> None:
     from rollyard_drivers.reconcile.plan import Owner, Workload
-    from rollyard_slurm.submissions.submission import Records, fresh
+    from rollyard_slurm.submissions.records import Records
+    from rollyard_slurm.submissions.submission import fresh
 
     folder = tmp_path / "r"
     folder.mkdir()

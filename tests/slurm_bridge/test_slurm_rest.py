@@ -180,7 +180,6 @@ def test_fields_of_later_versions_have_types() -> None:
             r"workers\.sbatch: --switches cannot be",
         ),
         ("rest: {url: 'unix:/s'}\nsbatch: [-Lx]", "-Lx cannot be said to slurmrestd"),
-        ("rest: {url: 'unix:/s'}\nworkers: {start: salloc}", "start: salloc is one of Slurm's commands"),
         ("rest: {url: 'unix:/s'}\nsbatch: [--licenses]", "--licenses takes a value"),
     ],
 )

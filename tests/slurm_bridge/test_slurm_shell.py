@@ -14,12 +14,23 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rollyard_drivers.reconcile.plan import Owner, Workload
-from rollyard_slurm.allocations import options as salloc_options
 from rollyard_slurm.errors import ScriptInvalid
 from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.readers.job_identity import identity
 from rollyard_slurm.scripts.batch import Site, batch_script
 from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive, Export, render
+
+
+def asked_of_sbatch(script: str) -> list[str]:
+    """The options of a script, as sbatch reads them: up to the first line that is no comment."""
+    found: list[str] = []
+    for line in script.splitlines():
+        if not line.startswith("#"):
+            break
+        if line.startswith("#SBATCH "):
+            found += shlex.split(line.removeprefix("#SBATCH "))
+    return found
+
 
 HOSTILE = st.one_of(
     st.text(max_size=40),
@@ -104,7 +115,7 @@ def test_an_option_is_one_option_or_refused(value: str) -> None:
     except ScriptInvalid:
         assert not value.isprintable()
         return
-    assert salloc_options(f"#!/bin/bash\n{line}\n") == [f"--constraint={value}"]
+    assert asked_of_sbatch(f"#!/bin/bash\n{line}\n") == [f"--constraint={value}"]
 
 
 @pytest.mark.parametrize("name", ["--wrap", "a b", "x=y", "", "A"])
@@ -149,12 +160,12 @@ def test_whole_scripts(tmp_path: Path, text: str, kind: str, nodes: list[str]) -
     head = made[: made.index("\numask 077\n")]
     assert all(line.startswith("#") for line in head.splitlines())
     assert made[len(head) :].startswith("\numask 077\n")
-    asked = [word.partition("=")[0] for word in salloc_options(made)]
+    asked = [word.partition("=")[0] for word in asked_of_sbatch(made)]
     plain = workload(kind, "x", ())
     usual = batch_script(
         plain, replace(of, home=Path("/h"), url="u", python="p"), identity(plain, "a", "f", 0)
     )
-    assert set(asked) - {"--exclude"} == {word.partition("=")[0] for word in salloc_options(usual.text())}
+    assert set(asked) - {"--exclude"} == {word.partition("=")[0] for word in asked_of_sbatch(usual.text())}
     # Only what the script defines is run, not the program: its words are printed in its place.
     definitions = made[len(head) :].split("\n")
     begin = definitions.index("begin() {")

@@ -31,8 +31,7 @@ from rollyard_drivers.reconcile.plan import Owner
 
 from rollyard_slurm import logs
 from rollyard_slurm.addresses import checked_address, own_address
-from rollyard_slurm.allocations import Allocations, Salloc
-from rollyard_slurm.calls.command_line import CommandLine, Commands, environment
+from rollyard_slurm.calls.command_line import Commands, environment
 from rollyard_slurm.calls.rest import RestCalls, slurm
 from rollyard_slurm.errors import SlurmAway, SlurmError
 from rollyard_slurm.node import base_url
@@ -140,6 +139,8 @@ class Bridge:
     async def _serve(self, http: httpx.AsyncClient, trusted: ssl.SSLContext | None) -> None:
         options, known = self._options, read_json(self._home.root / "bridge.json") or {}
         instance = str(known.get("instance") or secrets.token_hex(4))
+        if options.profile.asks_for_salloc:
+            self._say("`start: salloc` has no effect any more: every job is submitted by sbatch")
         if isinstance(self._commands, RestCalls):
             self._commands.server.check()
             try:
@@ -166,8 +167,7 @@ class Bridge:
             write_json(self._home.root / "bridge.json", told)
             site = self._site(instance, url)
             token_of, wake = self._token_of(plane), self._wake.set
-            allocate = allocations(self._commands, self._home, self._say)
-            fleet = Fleet(site, self._commands, http, token_of, wake, self._say, allocate)
+            fleet = Fleet(site, self._commands, http, token_of, wake, self._say)
             token = plane.token("driver" if options.join else "admin")
             store = self._make_store(plane.url, token, trusted)
             for pool in options.pools:
@@ -290,11 +290,6 @@ class Bridge:
                 self._say(f"Slurm has not ended these jobs yet: {numbers}; `scancel` was sent")
 
 
-def allocations(commands: Commands, home: Home, say: Callable[[str], None]) -> Allocations | None:
-    """Also where nothing is to be started so: there may be allocations of an earlier run."""
-    return Salloc(commands, home.root / "allocations", say) if isinstance(commands, CommandLine) else None
-
-
 async def end_jobs(fleet: Fleet, kind: str, grace: float) -> list[int]:
     """Drains and cancels every job of a kind; the numbers of those that Slurm has not ended in time."""
     clock = asyncio.get_running_loop().time
@@ -329,8 +324,7 @@ async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None
     )
     site = Site(home.root, str(known["instance"]), str(known["url"]), options.profile)
     async with httpx.AsyncClient(trust_env=False) as http:
-        allocate = allocations(commands, home, say)
-        fleet = Fleet(site, commands, http, lambda owner: "", lambda: None, say, allocate)
+        fleet = Fleet(site, commands, http, lambda owner: "", lambda: None, say)
         await fleet.look(datetime.now(UTC))
         if fleet.away:
             raise SlurmError(f"Slurm does not answer: {fleet.away}")

@@ -59,7 +59,7 @@ class JobProfile(Model):
     requeue: bool | None = None
     """Whether Slurm itself may start a job anew after its node failed or it was preempted; default: true."""
     start: Literal["sbatch", "salloc"] | None = None
-    """`salloc`: steps of allocations where Slurm grants them at once, else sbatch; default: `sbatch`."""
+    """It has no effect: every job is submitted by sbatch. Profiles of earlier versions may hold it."""
     sbatch: Words = Field(default_factory=list)
     """Further options of sbatch, as `--licenses=matlab:1`."""
     prolog: Annotated[list[Line], Field(max_length=64)] = Field(default_factory=list)
@@ -179,11 +179,12 @@ class SiteProfile(JobProfile):
                     job_fields.further(options)
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from error
-            if "salloc" in (self.start, self.workers.start, self.backends.start):
-                raise ValueError(
-                    "start: salloc is one of Slurm's commands, in whose place rest stands: leave one out"
-                )
         return self
+
+    @property
+    def asks_for_salloc(self) -> bool:
+        """Whether the profile holds `start: salloc`, which earlier versions understood."""
+        return "salloc" in (self.start, self.workers.start, self.backends.start)
 
     def of(self, kind: str) -> JobProfile:
         """The profile of one kind of job: its own fields before the common ones."""

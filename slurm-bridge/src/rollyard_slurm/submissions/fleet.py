@@ -7,7 +7,7 @@ asked about one by one. While Slurm does not answer, everything counts as it was
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from rollyard_drivers.host.log_file import telling_line
 from rollyard_drivers.reconcile.plan import Launch, ObservedWorkload, Owner, Plan, Stop
 from rollyard_drivers.reconcile.replacements import Replaced
 
-from rollyard_slurm.allocations import Allocations, as_granted, details_as_granted
 from rollyard_slurm.calls.command_line import Commands
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
 from rollyard_slurm.private_files import write_private
@@ -26,9 +25,10 @@ from rollyard_slurm.readers.command_output import QueuedJob
 from rollyard_slurm.scheduling import time_limits
 from rollyard_slurm.scheduling.avoided_nodes import Avoided
 from rollyard_slurm.scripts.batch import NODE_UNUSABLE, Site, batch_script
-from rollyard_slurm.starts import Starts, jobs_of
 from rollyard_slurm.submissions.backend_health import Watches
-from rollyard_slurm.submissions.submission import Group, Records, Submission, fresh
+from rollyard_slurm.submissions.group import Group
+from rollyard_slurm.submissions.records import Records
+from rollyard_slurm.submissions.submission import Submission, fresh
 
 UNSURE_SECONDS = 90.0
 """A job that sbatch may have handed in before it was cut off has shown itself by then."""
@@ -51,7 +51,6 @@ class Fleet:
     Args:
         wake: called when something happened that a turn should look at.
         say: told what an operator of the bridge should know, once for each change.
-        allocate: what starts workloads by salloc; None: all are batch jobs.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Fleet:
         worker_token: Callable[[Owner], str],
         wake: Callable[[], None],
         say: Callable[[str], None],
-        allocate: Allocations | None = None,
     ) -> None:
         self._site = site
         self._commands = commands
@@ -73,7 +71,6 @@ class Fleet:
         self._records = Records(site.home / "submissions")
         self._all: list[Submission] = self._records.load()
         self._replaced = Replaced()
-        self._starts = Starts(site, commands, allocate, self._records.save)
         self._away = ""
         self._limit = ""
         self._successor_after: dict[str, datetime] = {}
@@ -132,7 +129,6 @@ class Fleet:
             listed = await self._commands.queue()
             self._match(listed, now)
             await self._ends({job.id for job in listed}, now)
-            await self._end_stepless(now)
             await self._drop_strangers(listed)
         except SlurmAway as trouble:
             self._slurm_away(str(trouble))
@@ -172,7 +168,7 @@ class Fleet:
                     self._forget(one)  # sbatch did not hand it in
                 continue
             before = one.seen
-            one.seen = seen = as_granted(seen, before) if one.allocated else seen
+            one.seen = seen
             if one.job is None or before is None or before.state != seen.state:
                 one.job, one.unsure_until = seen.id, None
                 running = seen.state == "RUNNING"
@@ -189,13 +185,11 @@ class Fleet:
             known = await self._commands.details(one.job)
             if known is not None and known.live:
                 continue  # requeued, or listed again in a moment
-            if known is not None and one.allocated:
-                known = details_as_granted(known, one.seen, self._starts.words(one))
             wanted = self._site.profile.of(one.workload.kind)
             end = time_limits.FORGOTTEN if known is None else time_limits.ending(known, wanted)
             message = end.message
             if not message and end.code:
-                message = telling_line(self._site.log(one.workload, one.job)) or self._starts.words(one)
+                message = telling_line(self._site.log(one.workload, one.job))
             if end.code == NODE_UNUSABLE and one.seen is not None:
                 self._avoided.note(one.seen.nodes, now)
             self._end(one, time_limits.Ending(end.code, message, end.expected), now)
@@ -212,14 +206,6 @@ class Fleet:
             self._forget(one)
         else:
             self._records.save(one)
-
-    async def _end_stepless(self, now: datetime) -> None:
-        """Ends allocations that nothing runs in."""
-        for one in await self._starts.stepless(self._all):
-            self._say(f"{one.workload.name}: nothing runs in the allocation {one.job} any more: it ends")
-            one.stop_by = now
-            self._records.save(one)
-        self.changed = self.changed or self._starts.suspects
 
     async def _drop_strangers(self, listed: list[QueuedJob]) -> None:
         """Cancels jobs of this home that no record knows: sbatch handed them in after all."""
@@ -315,12 +301,11 @@ class Fleet:
             if workload.kind == "stage-worker":
                 write_private(self._site.token_file(workload), self._worker_token(workload.owner))
             # Before sbatch: whatever happens to this process, the job is found again.
-            one.allocated = self._starts.may_allocate(workload, self._all)
             self._records.save(one)
             if workload.kind == "stage-worker":
                 one.avoided = self._avoided.nodes
             script = batch_script(workload, self._site, who, one.avoided)
-            one.job = await self._starts.hand_in(one, script)
+            one.job = await self._commands.submit(script)
         except SubmitRefused as refusal:
             self._records.forget(one)
             one.unsure_until = None
@@ -377,7 +362,6 @@ class Fleet:
         if one in self._all:
             self._all.remove(one)
         self._records.forget(one)
-        self._starts.forget(one)
         if all(other.workload.owner != one.workload.owner for other in self._all):
             self._site.token_file(one.workload).unlink(missing_ok=True)
 
@@ -430,11 +414,11 @@ class Fleet:
             for one in cancel:
                 one.cancelled_at = now
         if drain:
-            await self._starts.signal(drain, "USR1")
+            await self._commands.signal(jobs_of(drain), "USR1")
             for one in drain:
                 one.drained = True
         if insist:
-            await self._starts.signal(insist, "USR2")
+            await self._commands.signal(jobs_of(insist), "USR2")
             for one in insist:
                 one.insisted = True
         self.changed = self.changed or bool(cancel or drain or insist)
@@ -464,3 +448,8 @@ class Fleet:
     async def close(self) -> None:
         """Ends the health checks; jobs go on."""
         await self._watches.close(self._all)
+
+
+def jobs_of(submissions: Iterable[Submission]) -> list[int]:
+    """The numbers of their Slurm jobs."""
+    return [one.job for one in submissions if one.job is not None]

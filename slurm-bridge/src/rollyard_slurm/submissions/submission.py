@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
+from datetime import datetime
 from typing import Any
 
 from rollyard_drivers.health.backend import Health
-from rollyard_drivers.host.home import read_json, write_json
-from rollyard_drivers.host.processes import Identity
-from rollyard_drivers.reconcile.plan import ObservedWorkload, Owner, Workload
+from rollyard_drivers.reconcile.plan import ObservedWorkload, Workload
 
 from rollyard_slurm.readers import reasons
 from rollyard_slurm.readers.command_output import QueuedJob
@@ -38,10 +35,6 @@ class Submission:
     """Nodes that it asked Slurm to leave out, because workers could not use them."""
     job: int | None = None
     """None: refused, or sbatch has not said."""
-    allocated: bool = False
-    """A step of an allocation, and no batch job."""
-    launcher: Identity | None = None
-    """Of an allocation: the salloc that will release it, as far as it is known."""
     unsure_until: datetime | None = None
     """sbatch did not answer: if no job of this launch is seen by then, there is none."""
     refused: str = ""
@@ -144,154 +137,3 @@ def fresh(launch: str, workload: Workload, restarts: int, now: datetime, last_en
     return Submission(
         launch=launch, workload=workload, restarts=restarts, submitted_at=now, last_end=last_end
     )
-
-
-class Records:
-    """The submissions of a home on disk: one file each, written before sbatch is run."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def load(self) -> list[Submission]:
-        """Those of the last run, oldest first. A file that cannot be read is put aside."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = []
-        for path in sorted(self._folder.glob("*.json")):
-            document = read_json(path)
-            try:
-                found.append(_from_json(document or {}))
-            except (KeyError, TypeError, ValueError):
-                path.rename(path.with_suffix(".unreadable"))
-        return sorted(found, key=lambda one: one.submitted_at)
-
-    def save(self, one: Submission) -> None:
-        """Writes it whole or not at all.
-
-        Raises:
-            OSError: the home cannot be written.
-        """
-        write_json(self._folder / f"{one.launch}.json", _to_json(one))
-
-    def forget(self, one: Submission) -> None:
-        """Nothing is left of it."""
-        (self._folder / f"{one.launch}.json").unlink(missing_ok=True)
-
-
-def _time(value: datetime | None) -> str | None:
-    return None if value is None else value.isoformat()
-
-
-def _when(text: str | None) -> datetime | None:
-    return None if text is None else datetime.fromisoformat(text).astimezone(UTC)
-
-
-def _to_json(one: Submission) -> dict[str, Any]:
-    workload, owner, ending = one.workload, one.workload.owner, one.ending
-    return {
-        "launch": one.launch,
-        "job": one.job,
-        "allocated": one.allocated,
-        "launcher": None if one.launcher is None else one.launcher.to_json(),
-        "restarts": one.restarts,
-        "lastEnd": one.last_end,
-        "submittedAt": _time(one.submitted_at),
-        "unsureUntil": _time(one.unsure_until),
-        "startedAt": _time(one.started_at),
-        "stopBy": _time(one.stop_by),
-        "drainingSince": _time(one.draining_since),
-        "retired": one.retired,
-        "url": one.url if one.health.warmed_up else "",
-        "ending": None
-        if ending is None
-        else {"code": ending.code, "message": ending.message, "at": _time(one.ended_at)},
-        "workload": {
-            "name": workload.name,
-            "kind": workload.kind,
-            "owner": [owner.kind, owner.namespace, owner.name, owner.uid],
-            "index": workload.index,
-            "stages": workload.stages,
-            "concurrency": workload.concurrency,
-            "engine": workload.engine,
-            "model": workload.model,
-            "command": workload.command,
-            "args": workload.args,
-            "env": workload.env,
-            "gpus": workload.gpus,
-            "madeOf": workload.made_of,
-        },
-    }
-
-
-def _from_json(document: dict[str, Any]) -> Submission:
-    stored = document["workload"]
-    workload = Workload(
-        name=stored["name"],
-        kind=stored["kind"],
-        owner=Owner(*stored["owner"]),
-        index=stored["index"],
-        stages=tuple(stored["stages"]),
-        concurrency=tuple((stage, number) for stage, number in stored["concurrency"]),
-        engine=stored["engine"],
-        model=stored["model"],
-        command=tuple(stored["command"]),
-        args=tuple(stored["args"]),
-        env=tuple((name, value) for name, value in stored["env"]),
-        gpus=stored["gpus"],
-        made_of=stored["madeOf"],
-    )
-    submitted = _when(document["submittedAt"])
-    if submitted is None:
-        raise ValueError("submittedAt")
-    one = fresh(document["launch"], workload, document["restarts"], submitted)
-    one.last_end = str(document.get("lastEnd", ""))  # an earlier version wrote none
-    one.job = document["job"]
-    one.allocated = bool(document.get("allocated"))
-    one.launcher = Identity.from_json(document.get("launcher") or {})
-    one.unsure_until = _when(document["unsureUntil"])
-    one.started_at = _when(document["startedAt"])
-    one.stop_by = _when(document["stopBy"])
-    one.draining_since = _when(document["drainingSince"])
-    one.retired = document["retired"]
-    one.url = document["url"]
-    if one.url:
-        # It served when the bridge ended: it counts as serving until its checks say otherwise.
-        one.health = Health(url=one.url, ready=True, warmed_up=True, message="")
-    ending = document["ending"]
-    if ending is not None:
-        one.ending = Ending(ending["code"], ending["message"], False)
-        one.ended_at = _when(ending["at"])
-    return one
-
-
-class Group:
-    """The submissions of one workload, oldest first: at most one of them goes by the workload's name."""
-
-    def __init__(self, members: list[Submission]) -> None:
-        self.members = members
-
-    @property
-    def front(self) -> Submission:
-        """The newest that serves; without one, the oldest that will; else what is ending, or has ended."""
-        staying = [one for one in self.members if one.living and not one.stopping and not one.retired]
-        serving = [one for one in staying if one.serving]
-        if serving:
-            return serving[-1]
-        # One that runs (a backend that is not healthy just now) before one that only waits.
-        running = [one for one in staying if one.running]
-        if running or staying:
-            return (running or staying)[0]
-        own = [one for one in self.members if not one.retired] or self.members
-        living = [one for one in own if one.living]
-        return (living or own)[-1]
-
-    @property
-    def successors(self) -> list[Submission]:
-        """Living ones that were submitted after the front."""
-        place = self.members.index(self.front)
-        return [one for one in self.members[place + 1 :] if one.living]
-
-    @property
-    def predecessors(self) -> list[Submission]:
-        """Living ones whose place the front has taken."""
-        place = self.members.index(self.front)
-        return [one for one in self.members[:place] if one.living]

@@ -14,7 +14,7 @@ from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.scripts.batch import Site
 from rollyard_slurm.submissions.fleet import Fleet
 
-from rollyard_testing.slurm_bridge.fakeslurm import FakeAllocations, FakeSlurm, FakeStore
+from rollyard_testing.slurm_bridge.fakeslurm import FakeSlurm, FakeStore
 
 
 def job(name: str = "qs", replicas: int = 1) -> RolloutJob:
@@ -37,7 +37,6 @@ class Bench:
 
     def __init__(self, home: Path, http: httpx.AsyncClient, *jobs: RolloutJob, **profile: Any) -> None:
         self.slurm, self.store = FakeSlurm(), FakeStore(list(jobs))
-        self.allocations = FakeAllocations(self.slurm)
         self.site = Site(home, "abcd1234", "http://h:1", SiteProfile.model_validate(profile), python="py")
         for folder in (self.site.logs, self.site.endpoints, self.site.tokens):
             folder.mkdir(parents=True)
@@ -49,7 +48,7 @@ class Bench:
     def begin(self) -> None:
         """A bridge starts on the home, as after a kill."""
         token, wake, say = lambda owner: "secret", lambda: None, self.said.append
-        self.fleet = Fleet(self.site, self.slurm, self._http, token, wake, say, self.allocations)
+        self.fleet = Fleet(self.site, self.slurm, self._http, token, wake, say)
         self.driver = Driver(self.store, self.fleet, reconcile_profile(self.site))
 
     async def turns(self, count: int = 3, seconds: float = 1.0) -> None:

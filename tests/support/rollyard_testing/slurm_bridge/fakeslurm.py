@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
-from rollyard_drivers.host.processes import identify
-from rollyard_slurm.allocations import Granted
 from rollyard_slurm.errors import SlurmAway, SubmitRefused
 from rollyard_slurm.readers import job_identity
 from rollyard_slurm.readers.command_output import JobDetails, QueuedJob
@@ -98,50 +95,6 @@ class FakeSlurm:
     def end(self, job: int, state: str, status: int = 0, signal: int = 0) -> None:
         gone = self.queued.pop(job)
         self.ended[job] = JobDetails(job, state, "None", status, signal, gone.used, gone.limit)
-
-
-@dataclass
-class FakeAllocations:
-    """Allocations in a Slurm in memory: jobs that run at once while nodes are free."""
-
-    slurm: FakeSlurm
-    free: int = 0
-    unsure: str = ""
-    """salloc is granted one (`taken`), or not (`lost`), and does not answer."""
-    tries: int = 0
-    alive: bool = True
-    """Whether salloc lives on once it was granted something; a living one is this process."""
-    stepping: set[int] = field(default_factory=set)
-    signals: list[tuple[int, str]] = field(default_factory=list)
-    complaint: str = "srun: error: it cannot run"
-    forgotten: list[str] = field(default_factory=list)
-
-    async def allocate(self, launch: str, script: str, log: str) -> Granted | None:
-        self.tries += 1
-        if self.slurm.away:
-            raise SlurmAway(self.slurm.away)
-        if self.free <= 0:
-            return None
-        if self.unsure != "lost":
-            self.free -= 1
-            job = self.slurm.take(script)
-            self.slurm.run(job)
-            self.stepping.add(job)
-        if self.unsure:
-            raise SlurmAway("salloc did not answer within 20 s", unsure=True)
-        return Granted(job, identify(os.getpid()) if self.alive else None)
-
-    async def steps(self, jobs: Sequence[int]) -> set[int]:
-        return self.stepping & set(jobs) & self.slurm.queued.keys()
-
-    async def signal(self, jobs: Sequence[int], name: str) -> None:
-        self.signals += [(job, name) for job in jobs]
-
-    def words(self, launch: str) -> str:
-        return self.complaint
-
-    def forget(self, launch: str) -> None:
-        self.forgotten.append(launch)
 
 
 @dataclass

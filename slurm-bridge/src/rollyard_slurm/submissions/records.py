@@ -1,0 +1,126 @@
+"""The submissions of a home on disk: one JSON file each, written before sbatch is run.
+
+A bridge reads the files of earlier versions: what they did not write has a default, and what only they wrote
+is ignored.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter
+from pydantic.alias_generators import to_camel, to_snake
+from rollyard_drivers.health.backend import Health
+from rollyard_drivers.host.home import read_json, write_json
+from rollyard_drivers.reconcile.plan import Workload
+
+from rollyard_slurm.scheduling.time_limits import Ending
+from rollyard_slurm.submissions.submission import Submission, fresh
+
+_OWNER = ("kind", "namespace", "name", "uid")
+_WORKLOAD: Final = TypeAdapter(Workload)
+
+
+def _from_stored(value: Any) -> Any:
+    """The fields of a workload, whose stored names are in camelCase and whose owner is a list."""
+    if not isinstance(value, dict):
+        return value
+    fields = {to_snake(name): part for name, part in value.items()}
+    return fields | {"owner": dict(zip(_OWNER, fields["owner"], strict=True))}
+
+
+def _stored(workload: Workload) -> dict[str, Any]:
+    fields = _WORKLOAD.dump_python(workload, mode="json")
+    owner = [fields["owner"][name] for name in _OWNER]
+    return {to_camel(name): part for name, part in fields.items()} | {"owner": owner}
+
+
+_Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]
+_StoredWorkload = Annotated[Workload, BeforeValidator(_from_stored), PlainSerializer(_stored)]
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+
+
+class _StoredEnding(_Stored):
+    code: int | None
+    message: str
+    at: _Time | None
+
+
+class _Record(_Stored):
+    """One file. Fields with the names of a submission's hold its values."""
+
+    launch: str
+    job: int | None
+    restarts: int
+    last_end: str = ""
+    submitted_at: _Time
+    unsure_until: _Time | None
+    started_at: _Time | None
+    stop_by: _Time | None
+    draining_since: _Time | None
+    retired: bool
+    url: str
+    """The URL of a backend that serves."""
+    ending: _StoredEnding | None
+    workload: _StoredWorkload
+
+
+_COPIED: Final = tuple(_Record.model_fields.keys() - {"url", "ending"})
+
+
+class Records:
+    """The files of one home."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load(self) -> list[Submission]:
+        """Reads the submissions of the last run, oldest first; renames a file that cannot be read."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = []
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                found.append(_submission(_Record.model_validate(read_json(path))))
+            except (KeyError, TypeError, ValueError):  # a ValidationError is a ValueError
+                path.rename(path.with_suffix(".unreadable"))
+        return sorted(found, key=lambda one: one.submitted_at)
+
+    def save(self, one: Submission) -> None:
+        """Writes a submission's file whole or not at all.
+
+        Raises:
+            OSError: The home cannot be written.
+        """
+        write_json(self._folder / f"{one.launch}.json", _record(one).model_dump(mode="json", by_alias=True))
+
+    def forget(self, one: Submission) -> None:
+        """Removes a submission's file."""
+        (self._folder / f"{one.launch}.json").unlink(missing_ok=True)
+
+
+def _record(one: Submission) -> _Record:
+    values: dict[str, Any] = {name: getattr(one, name) for name in _COPIED}
+    ending = one.ending
+    if ending is not None:
+        values["ending"] = _StoredEnding(code=ending.code, message=ending.message, at=one.ended_at)
+    return _Record.model_validate({"ending": None, "url": one.url if one.health.warmed_up else "", **values})
+
+
+def _submission(record: _Record) -> Submission:
+    one = fresh(record.launch, record.workload, record.restarts, record.submitted_at)
+    for name in _COPIED:
+        value = getattr(record, name)
+        setattr(one, name, value.astimezone(UTC) if isinstance(value, datetime) else value)
+    if record.url:
+        # The backend served when the bridge ended: it counts as serving until its checks say otherwise.
+        one.url = record.url
+        one.health = Health(url=record.url, ready=True, warmed_up=True, message="")
+    if record.ending is not None:
+        one.ending = Ending(record.ending.code, record.ending.message, False)
+        one.ended_at = None if record.ending.at is None else record.ending.at.astimezone(UTC)
+    return one

@@ -37,8 +37,8 @@ def is_path(word: str) -> bool:
 
 
 def is_there(path: str) -> bool:
-    """Whether a path, which may be a pattern, names something in the repository."""
-    return any(True for _ in ROOT.glob(path.rstrip("/")))
+    """Whether a path or a pattern names something below the root, or below tests (as in SECURITY.md)."""
+    return any(True for folder in (ROOT, ROOT / "tests") for _ in folder.glob(path.rstrip("/")))
 
 
 def is_defined(name: str) -> bool:

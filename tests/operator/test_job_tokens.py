@@ -22,8 +22,7 @@ OLD_POD = (NAMESPACE, "math-old-run-0")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     hurry(monkeypatch)
     monkeypatch.setattr("rollyard_operator.installation.TOKEN_SECONDS", 0.02)
-    monkeypatch.setattr("rollyard_operator.installation.SETTLED_SECONDS", 0.05)
-    monkeypatch.setattr("rollyard_operator.installation.RESYNC_SECONDS", 0.05)
+    monkeypatch.setattr("rollyard_operator.installation.SWEEP_SECONDS", 0.05)
     return tmp_path
 
 

@@ -332,7 +332,7 @@ async def test_an_operator_that_begins_anew_changes_nothing(tmp_path: Path, quic
         assert {k: v for k, v in kube.objects.items() if k[0] != "Secret"} == before
         assert kube.events == events
         # What an earlier version may have left is removed where it is.
-        left = [(verb, kind) for verb, kind, _ in kube.calls if verb not in ("get", "list")]
+        left = [(verb, kind) for verb, kind, _ in kube.calls if verb not in ("get", "list", "watch")]
         assert set(left) <= {("delete", "Secret")}
 
 
@@ -396,33 +396,35 @@ async def test_what_went_while_no_operator_ran_is_cleaned_up(tmp_path: Path, qui
         await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in kube.of("Pod")))
 
 
-async def test_what_was_deleted_while_a_watch_was_broken_is_noticed_when_it_begins_anew(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+async def test_what_was_deleted_while_a_watch_was_broken_is_noticed_by_the_next_list(
+    tmp_path: Path, quick: None
 ) -> None:
-    monkeypatch.setattr("rollyard_operator.installation.GATHER_SECONDS", 0.01)
     kube, control = FakeKube(), FakeControlPlane()
-    async with running(Lab(settings_in(tmp_path), kube, control)) as lab:
+    async with running(Lab(settings_in(tmp_path), kube, control)):
         kube.put(job())
         await until(lambda: len(kube.of("Pod")) == 3)
-        kube.watchers.clear()
         worker = kube.names("Pod")[0]
         before = {pod["metadata"]["uid"] for pod in kube.of("Pod")}
+        kube.deaf = True
         kube.remove("Pod", NAMESPACE, worker)
         await asyncio.sleep(0.1)
         assert len(kube.of("Pod")) == 2
-        lab.operator.yard.pods.take(kube.of("Pod"), kube.version())  # as a reflector does that begins anew
+        kube.deaf = False
+        kube.break_watches()
         await until(lambda: len(kube.of("Pod")) == 3)
         assert len({pod["metadata"]["uid"] for pod in kube.of("Pod")} - before) == 1
+        # The list that follows is empty: no event of any kind says that the job is gone.
+        kube.deaf = True
         kube.remove("RolloutJob", *KEY)
-        lab.operator.listed()
+        kube.deaf = False
+        kube.break_watches()
         await until(lambda: control.deleted == ["RolloutJob/math"])
 
 
 async def test_a_namespace_that_refuses_the_operator_is_left_alone(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollyard_operator.installation.SETTLED_SECONDS", 0.05)
-    monkeypatch.setattr("rollyard_operator.installation.RESYNC_SECONDS", 0.05)
+    monkeypatch.setattr("rollyard_operator.installation.SWEEP_SECONDS", 0.05)
     kube, control = FakeKube(), FakeControlPlane()
     closed, forbidden = {"locked"}, KubeError(403, "Forbidden", "cannot list resource in namespace locked")
 
@@ -435,21 +437,19 @@ async def test_a_namespace_that_refuses_the_operator_is_left_alone(
     kube.put(job())
     kube.put(there)
     lab = Lab(settings_in(tmp_path, namespaces=[NAMESPACE, "locked"]), kube, control)
-    kube.watchers.clear()  # of a namespace without rights no watch tells anything
     async with running(lab):
         await until(lambda: KEY in control.all_jobs)
-        assert lab.operator.yard.denied == {"locked"}
-        await asyncio.sleep(0.2)  # some resyncs
+        assert lab.operator.yard.access.denied == {"locked"}
+        await asyncio.sleep(0.2)  # There are some sweeps meanwhile.
         assert set(control.all_jobs) == {KEY}
         closed.clear()
         await until(lambda: ("locked", KEY[1]) in control.all_jobs)
-        assert not lab.operator.yard.denied
+        await until(lambda: not lab.operator.yard.access.denied)
 
 
 async def test_without_any_namespace_it_waits(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollyard_operator.installation.PATIENCE_SECONDS", 0.02)
     kube, control = FakeKube(), FakeControlPlane()
     forbidden = KubeError(403, "Forbidden", "cannot list resource in any namespace")
     kube.refuse = lambda verb, obj: forbidden

@@ -15,6 +15,7 @@ from rollyard_operator.controllers.control_plane_view import Plane
 from rollyard_operator.controllers.worker_token import WorkerToken
 from rollyard_operator.kube.client import Kube
 from rollyard_operator.kube.event_recorder import EventRecorder
+from rollyard_operator.kube.namespace_access import NamespaceAccess
 from rollyard_operator.kube.object_cache import Key, ObjectCache, PodCache
 from rollyard_operator.settings import OperatorSettings
 
@@ -46,6 +47,6 @@ class Yard:
     pool_changed: Callable[[Key], None]
     """Called with the key of a pool whose backends came or went: its jobs look again."""
     pool_states: dict[Key, PoolState] = field(default_factory=dict)
-    denied: set[str] = field(default_factory=set)
-    """Namespaces that the API server will not let us list: nothing is known of what is there."""
+    access: NamespaceAccess = field(default_factory=NamespaceAccess)
+    """Which namespaces the API server does not let the operator read."""
     now: Callable[[], datetime] = utc_now

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -27,24 +26,18 @@ from rollyard_operator.kube import labels
 from rollyard_operator.kube.client import Kube, KubeError
 from rollyard_operator.kube.event_recorder import EventRecorder
 from rollyard_operator.kube.labels import Object
-from rollyard_operator.kube.object_cache import Key, ObjectCache, PodCache, key_of, uid_of
+from rollyard_operator.kube.object_cache import Key, ObjectCache, PodCache, key_of
+from rollyard_operator.kube.reflector import Reflector, Watcher
 from rollyard_operator.settings import OperatorSettings
 
 TURNS_AT_ONCE = 64
 """A turn mostly waits for the API server: fewer would let others wait behind it while that one is slow."""
 WORKERS_SECONDS = 0.2
 """Within which a job is looked at after news of its workers: each brings several, and they come together."""
-RESYNC_SECONDS = 120.0
-"""Between two comparisons of jobs and pools with the cluster: a watch that breaks may miss a deletion."""
-SETTLED_SECONDS = 15.0
-"""After the start, until the watches are there for sure."""
-GATHER_SECONDS = 2.0
-"""After a watch has begun anew, for those of the other kinds and namespaces that do so too."""
+SWEEP_SECONDS = 120.0
+"""The time between two comparisons of all jobs of the control plane, finished ones too, with the cluster."""
 TOKEN_SECONDS = 10.0
 """Between two looks at the file with the token of all workers."""
-PATIENCE_SECONDS = 5.0
-"""Between two tries to list what the cluster cannot list yet."""
-FORBIDDEN = 403
 KINDS = ("RolloutJob", "BackendPool")
 _log = logging.getLogger(__name__)
 
@@ -52,9 +45,11 @@ _log = logging.getLogger(__name__)
 class Operator:
     """Everything of one installation that runs in one event loop.
 
-    Whoever watches the cluster tells it with `seen` and `gone`, or fills the cache of pods; `run` does the
-    rest. Two operators
-    at once do no harm: names are deterministic, deletions name the uid, and registering is idempotent.
+    Reflectors keep its caches of jobs, pools and pods. Two operators at once do no harm: names are
+    deterministic, deletions name the uid, and registering is idempotent.
+
+    Args:
+        watcher: Lists and watches the cluster for the reflectors.
     """
 
     def __init__(
@@ -62,6 +57,7 @@ class Operator:
         settings: OperatorSettings,
         profile: Profile,
         kube: Kube,
+        watcher: Watcher,
         client: ControlPlane,
         http: httpx.AsyncClient,
     ) -> None:
@@ -88,22 +84,16 @@ class Operator:
         self.job_changed: Callable[[], None] = lambda: None
         """Called when a RolloutJob appeared, changed or went."""
         self._polled_at = 0.0
-        self._listed = asyncio.Event()
+        self._reflectors = [
+            self._reflector(watcher, kind, namespace)
+            for kind in ("Pod", *KINDS)
+            for namespace in settings.namespaces or (None,)
+        ]
 
-    # What a watch tells
-
-    def seen(self, obj: Object) -> None:
-        """An object or a pod is so."""
-        self.yard.denied.discard(key_of(obj)[0])
-        self._cache(obj["kind"]).put(obj)
-
-    def gone(self, obj: Object) -> None:
-        """An object or a pod was deleted."""
-        self._cache(obj["kind"]).remove(key_of(obj), uid_of(obj))
-
-    def listed(self) -> None:
-        """A watch begins with a list, which does not tell what was deleted since it ended."""
-        self._listed.set()
+    def _reflector(self, watcher: Watcher, kind: str, namespace: str | None) -> Reflector:
+        selector = labels.selector(self.yard.settings.instance) if kind == "Pod" else ""
+        report = self.yard.access.reporter(namespace, kind)
+        return Reflector(watcher, kind, namespace, selector, self._cache(kind), report)
 
     def _cache(self, kind: str) -> ObjectCache:
         return {"Pod": self.yard.pods, "RolloutJob": self.yard.jobs, "BackendPool": self.yard.pools}[kind]
@@ -169,40 +159,40 @@ class Operator:
         """List what is there, then look after it until cancelled.
 
         Args:
-            beside: run with it, once the caches are full: the watches, and the sandboxes' loop.
+            beside: Runs with it, once the caches are full, such as the loop of the sandboxes.
+
+        Raises:
+            KubeError: The cluster has refused a watch for too long; a new process may begin with new rights.
         """
-        await self._fill()
         async with asyncio.TaskGroup() as group:
+            for reflector in self._reflectors:
+                group.create_task(reflector.run(), name="reflector")
+            for reflector in self._reflectors:
+                await reflector.settled.wait()
+            self._restore_admissions()
+            self._polled_at = asyncio.get_running_loop().time()
             self._group = group
             for cache in (self.yard.pools, self.yard.jobs):
                 for obj in cache:
                     self._wake((obj["kind"], key_of(obj)), start=True)
             group.create_task(self.yard.recorder.run(), name="events")
             group.create_task(self._poll(), name="poll of the control plane")
-            group.create_task(self._resync(), name="resync")
+            group.create_task(self._sweep(), name="sweep")
             group.create_task(self._watch_token(), name="token of all workers")
             for one in beside:
                 group.create_task(_awaited(one), name=getattr(one, "__qualname__", "beside"))
 
     def alive(self) -> bool:
-        """Whether the poll goes on; a liveness probe asks."""
-        return asyncio.get_running_loop().time() - self._polled_at < 120.0
+        """Whether the control plane is still polled. It is not while the cluster has not been listed yet."""
+        return self._group is None or asyncio.get_running_loop().time() - self._polled_at < 120.0
 
-    async def _fill(self) -> None:
-        """The caches as the cluster is now. Waits for the custom resources to be installed."""
-        while True:
-            try:
-                await self._list((*KINDS, "Pod"))
-                break
-            except KubeError as error:
-                _log.warning("cannot list yet: %s", error)
-                await asyncio.sleep(PATIENCE_SECONDS)
+    def _restore_admissions(self) -> None:
+        """Jobs that ran before the operator started keep their places."""
         reader = Reader(RolloutJob)
         for obj in self.yard.jobs:
             placed = obj["spec"].get("placement", DRIVER)
             if placed == DRIVER and is_active(reader.status(obj)):
                 self.yard.admissions.restore(key_of(obj))
-        self._polled_at = asyncio.get_running_loop().time()
 
     async def _poll(self) -> None:
         while True:
@@ -211,28 +201,21 @@ class Operator:
             self._polled_at = asyncio.get_running_loop().time()
             await self.yard.plane.watch_ends(POLL_SECONDS)
 
-    async def _resync(self) -> None:
+    async def _sweep(self) -> None:
         await self.yard.plane.seen.wait()
-        clock = asyncio.get_running_loop().time
-        # Once more soon: what was deleted before the watches began, they do not tell.
-        due = clock() + SETTLED_SECONDS
         while True:
             try:
-                await self._list(KINDS)  # pods are compared by their watch
                 await self._sync.sweep()
                 await self._forget_old_token()
             except KubeError as error:
-                _log.warning("resync: %s", error)
-                due = min(due, clock() + SETTLED_SECONDS)
-            await self._until_due(due - clock())
-            if clock() >= due:
-                due = clock() + RESYNC_SECONDS
+                _log.warning("sweep: %s", error)
+            await asyncio.sleep(SWEEP_SECONDS)
 
     async def _forget_old_token(self) -> None:
         home = self.yard.settings.release_namespace
         found = {key_of(obj)[0] for cache in (self.yard.jobs, self.yard.pods) for obj in cache}
         # In its own namespace the chart removes it.
-        namespaces = (found | {*self.yard.settings.namespaces}) - self.yard.denied - {home}
+        namespaces = (found | {*self.yard.settings.namespaces}) - self.yard.access.denied - {home}
         await self._old_token.remove(namespaces, self.yard.pods)
 
     async def _watch_token(self) -> None:
@@ -251,63 +234,6 @@ class Operator:
                             loop.wake()
                 known = state
             await asyncio.sleep(TOKEN_SECONDS)
-
-    async def _until_due(self, seconds: float) -> None:
-        """Waits so long, or until watches have begun anew."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, seconds)):
-                await self._listed.wait()
-                await asyncio.sleep(GATHER_SECONDS)
-        self._listed.clear()
-
-    async def _list(self, kinds: Iterable[str]) -> None:
-        """All that is there of these kinds, into the caches; of namespaces that refuse us, nothing.
-
-        Raises:
-            KubeError: the cluster does not answer, or every namespace refuses us.
-        """
-        namespaces: list[str | None] = [*self.yard.settings.namespaces] or [None]
-        denied: dict[str | None, KubeError] = {}
-        for namespace in namespaces:
-            try:
-                await self._list_namespace(namespace, kinds)
-            except KubeError as error:
-                if error.status != FORBIDDEN:
-                    raise
-                denied[namespace] = error
-        if len(denied) == len(namespaces):
-            raise next(iter(denied.values()))
-        self._tell_denied({name: error for name, error in denied.items() if name is not None})
-
-    def _tell_denied(self, denied: Mapping[str, KubeError]) -> None:
-        before = set(self.yard.denied)
-        for name in denied.keys() - before:
-            _log.warning("namespace %s is left alone until we may look after it: %s", name, denied[name])
-        for name in before - denied.keys():
-            _log.info("namespace %s may be looked after again", name)
-        self.yard.denied.clear()
-        self.yard.denied.update(denied)
-
-    async def _list_namespace(self, namespace: str | None, kinds: Iterable[str]) -> None:
-        kube = self.yard.kube
-        for kind in kinds:
-            selector = labels.selector(self.yard.settings.instance) if kind == "Pod" else ""
-            known = [obj for obj in self._cache(kind) if namespace in (None, key_of(obj)[0])]
-            listed = await kube.list(kind, namespace, selector)
-            for obj in listed:
-                self.seen(obj)
-            there = {uid_of(obj) for obj in listed}
-            for obj in known:
-                if uid_of(obj) not in there:
-                    await self._confirm_gone(obj)
-
-    async def _confirm_gone(self, obj: Object) -> None:
-        # It was known before the list was made, and yet is not in it.
-        there = await self.yard.kube.get(obj["kind"], *key_of(obj))
-        if there is None or uid_of(there) != uid_of(obj):
-            self.gone(obj)
-        if there is not None:
-            self.seen(there)
 
 
 async def _awaited(one: Callable[[], Awaitable[Any]]) -> None:

@@ -111,7 +111,7 @@ class Sync:
             return
         if not uid and (there is not None or _to_be_deleted(thing)):
             return  # the object's own loop registers it, or finds that the two differ
-        if uid and there is None and key[0] in self._yard.denied:
+        if uid and there is None and key[0] in self._yard.access.denied:
             return  # whether its object is gone cannot be seen
         async with self._gate:
             try:

@@ -1,10 +1,10 @@
-"""Keeps a cache as the cluster is: lists, then watches, and lists anew where the watch has lost its place."""
+"""A reflector keeps a cache as the cluster is: it lists, watches, and lists again where that is needed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from rollyard_operator.kube.object_cache import ObjectCache, key_of, uid_of
 from rollyard_operator.kube.watch import WatchError, WatchEvent
 
 REFUSED_SECONDS = 120.0
-"""A cluster that refuses it for so long will not take it back: the operator begins anew."""
+"""A cluster that refuses a watch for this long will not take it back, so that the operator ends."""
 FORBIDDEN = 403
 _log = logging.getLogger(__name__)
 
@@ -32,25 +32,36 @@ class Watcher(Protocol):
 class Reflector:
     """Feeds a cache with the objects of one kind, in one namespace or (None) in all of them.
 
-    Level-based: it needs no event in particular. Where one may have been lost, a list takes its place, which
-    also tells what was deleted meanwhile.
+    It is level-based and needs no event in particular. Where one may have been lost, a list takes its place,
+    which also shows what was deleted meanwhile.
 
     Args:
-        selector: of labels; empty: all.
+        selector: A label selector; the empty one selects all objects.
+        access: Called with the refusal when a single namespace may not be read, and with None whenever it
+            was read. It may be called repeatedly with the same state.
     """
 
     def __init__(
-        self, watcher: Watcher, kind: str, namespace: str | None, selector: str, cache: ObjectCache
+        self,
+        watcher: Watcher,
+        kind: str,
+        namespace: str | None,
+        selector: str,
+        cache: ObjectCache,
+        access: Callable[[KubeError | None], None] = lambda refused: None,
     ) -> None:
         self._watcher = watcher
         self._kind = kind
         self._namespace = namespace
         self._selector = selector
         self._cache = cache
+        self._access = access
+        self.settled = asyncio.Event()
+        """Set once the objects were listed, or once a single namespace has refused to list them."""
         self._version = ""
-        """Where the next watch begins; empty: with a list."""
+        """Where the next watch begins. It is empty where a list has to come first."""
         self._failures = 0
-        """Watches and lists in a row of which nothing came."""
+        """The number of watches and lists in a row that brought nothing."""
         self._trouble = ""
         self._refused_since: float | None = None
 
@@ -58,8 +69,9 @@ class Reflector:
         """Keep the cache until cancelled. An API server that does not answer is waited for without an end.
 
         Raises:
-            KubeError: it has refused for REFUSED_SECONDS. Of a single namespace, a lack of rights is no
-                such refusal: they may come, and the other namespaces are looked after meanwhile.
+            KubeError: The cluster has refused for REFUSED_SECONDS, for example because the custom resources
+                are not installed. A lack of rights in a single namespace is no such refusal: they may
+                come, and the other namespaces are looked after meanwhile.
         """
         while True:
             try:
@@ -77,6 +89,8 @@ class Reflector:
         listed, version = await self._watcher.snapshot(self._kind, self._namespace, self._selector)
         self._cache.take(listed, int(version or 0), self._namespace)
         self._version = version
+        self._access(None)
+        self.settled.set()
 
     async def _watch(self) -> None:
         stream = self._watcher.watch(self._kind, self._namespace, self._selector, self._version)
@@ -87,10 +101,11 @@ class Reflector:
                 elif event.type in ("ADDED", "MODIFIED"):
                     self._cache.put(event.object)
                 self._version = event.object["metadata"]["resourceVersion"]
-                self._went_on()
+                self._progressed()
 
-    def _went_on(self) -> None:
+    def _progressed(self) -> None:
         self._failures, self._refused_since = 0, None
+        self._access(None)
         if self._trouble:
             self._trouble = ""
             _log.info("%s: watched again", self._where())
@@ -98,8 +113,15 @@ class Reflector:
     def _failed(self, error: KubeError) -> None:
         if isinstance(error, WatchError) or 400 <= error.status < 500:
             self._version = ""
-        if self._failures and str(error) != self._trouble and error.status != GONE:
-            # The first time it is the API server's everyday business.
+        if error.status == FORBIDDEN and self._namespace is not None:
+            self._access(error)
+            self.settled.set()
+        elif (
+            (self._failures or not self.settled.is_set())
+            and str(error) != self._trouble
+            and error.status != GONE
+        ):
+            # A first failure of a watch is the API server's everyday business.
             self._trouble = str(error)
             _log.warning("%s: %s", self._where(), error)
         if not self._is_refusal(error):

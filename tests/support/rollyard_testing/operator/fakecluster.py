@@ -6,7 +6,7 @@ import asyncio
 import copy
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +24,7 @@ from rollyard_crds.unfinished import UnfinishedJob, UnfinishedJobs
 from rollyard_drivers.reconcile.reconcile_pass import CANCEL_REASON, CLOSED
 from rollyard_operator.controllers.control_plane_view import OBJECT_UID, object_uid, thing_key
 from rollyard_operator.kube.client import KubeConflict, KubeError
+from rollyard_operator.kube.watch import WatchError, WatchEvent
 
 Object = dict[str, Any]
 Where = tuple[str, str, str]
@@ -45,6 +46,15 @@ def stamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
+def _labels(selector: str) -> dict[str, str]:
+    return dict(part.split("=") for part in selector.split(",") if part)
+
+
+def _chosen(obj: Object, namespace: str | None, wanted: dict[str, str]) -> bool:
+    labels = obj["metadata"].get("labels") or {}
+    return namespace in (None, obj["metadata"]["namespace"]) and wanted.items() <= labels.items()
+
+
 class FakeKube:
     """An API server: uids, generations, resource versions, preconditions, owners, a watch, and refusals."""
 
@@ -56,6 +66,9 @@ class FakeKube:
         """Verb, kind, name."""
         self.refuse: Callable[[str, Object], KubeError | None] = lambda verb, obj: None
         self.watchers: list[Callable[[str, Object], None]] = []
+        self.deaf = False
+        """Whether watches miss what happens."""
+        self._watches: list[tuple[str, str | None, dict[str, str], asyncio.Queue[WatchEvent | None]]] = []
         self._versions = itertools.count(1000)
         self._uids = itertools.count(1)
 
@@ -95,6 +108,38 @@ class FakeKube:
     def names(self, kind: str) -> list[str]:
         return [obj["metadata"]["name"] for obj in self.of(kind)]
 
+    def break_watches(self) -> None:
+        """All watches are told that their resource version is too old."""
+        for _, _, _, queue in self._watches:
+            queue.put_nowait(None)
+
+    # The Watcher protocol
+
+    async def snapshot(self, kind: str, namespace: str | None, selector: str) -> tuple[list[Object], str]:
+        listed = await self.list(kind, namespace, selector)
+        return listed, str(self.version())
+
+    async def watch(
+        self, kind: str, namespace: str | None, selector: str, version: str
+    ) -> AsyncGenerator[WatchEvent, None]:
+        await self._enter("watch", {"kind": kind, "metadata": {"namespace": namespace, "name": ""}})
+        queue: asyncio.Queue[WatchEvent | None] = asyncio.Queue()
+        wanted = _labels(selector)
+        # What happened between the list and the watch comes first.
+        for obj in self.of(kind):
+            if _chosen(obj, namespace, wanted) and int(obj["metadata"]["resourceVersion"]) > int(version):
+                queue.put_nowait(WatchEvent("MODIFIED", copy.deepcopy(obj)))
+        mine = (kind, namespace, wanted, queue)
+        self._watches.append(mine)
+        try:
+            while True:
+                event = await queue.get()
+                if event is None:
+                    raise WatchError(410, "Expired", "too old resource version")
+                yield event
+        finally:
+            self._watches.remove(mine)
+
     # The Kube protocol
 
     async def apply(self, obj: Object, *, force: bool = True) -> Object:
@@ -129,13 +174,8 @@ class FakeKube:
 
     async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
         await self._enter("list", {"kind": kind, "metadata": {"namespace": namespace, "name": ""}})
-        wanted = dict(part.split("=") for part in selector.split(",") if part)
-        return [
-            copy.deepcopy(obj)
-            for obj in self.of(kind)
-            if namespace in (None, obj["metadata"]["namespace"])
-            and wanted.items() <= (obj["metadata"].get("labels") or {}).items()
-        ]
+        wanted = _labels(selector)
+        return [copy.deepcopy(obj) for obj in self.of(kind) if _chosen(obj, namespace, wanted)]
 
     async def patch(
         self,
@@ -213,6 +253,9 @@ class FakeKube:
     def _tell(self, verb: str, obj: Object) -> None:
         for watcher in self.watchers:
             watcher(verb, copy.deepcopy(obj))
+        for kind, namespace, wanted, queue in () if self.deaf else self._watches:
+            if kind == obj["kind"] and _chosen(obj, namespace, wanted):
+                queue.put_nowait(WatchEvent(verb, copy.deepcopy(obj)))
 
 
 def _told(thing: Any, status: Any, *names: str) -> Any:

@@ -73,13 +73,7 @@ class Lab:
         """Hosts of backends that do not answer."""
         self.http = httpx.AsyncClient(transport=httpx.MockTransport(self._backend))
         profile = Profile(backoff_seconds=0.01, blocked_seconds=0.05, max_active_jobs=2, drain_seconds=3600.0)
-        self.operator = Operator(settings, profile, kube, control, self.http)
-        kube.watchers.append(self._watch)
-
-    def _watch(self, verb: str, obj: Object) -> None:
-        mine = (obj["metadata"].get("labels") or {}).get("rollyard.dev/instance") == "test"
-        if obj["kind"] in ("RolloutJob", "BackendPool") or (obj["kind"] == "Pod" and mine):
-            (self.operator.gone if verb == "DELETED" else self.operator.seen)(obj)
+        self.operator = Operator(settings, profile, kube, kube, control, self.http)
 
     def _backend(self, request: httpx.Request) -> httpx.Response:
         if request.url.host in self.sick:
@@ -160,4 +154,3 @@ async def running(lab: Lab) -> AsyncIterator[Lab]:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await lab.http.aclose()
-        lab.kube.watchers.clear()

@@ -397,7 +397,7 @@ def test_a_controller_that_is_away_and_a_bridge_that_is_killed(slurm: Slurm, sha
         run.bridge.start()
         assert jobs & set(run.bridge.jobs("stage-worker")), "its jobs are found again"
         assert run.url == url, "where its workers look for it"
-        assert "Slurm jobs of an earlier run go on" in run.bridge.log.read_text()
+        assert "Slurm jobs of an earlier run continue" in run.bridge.log.read_text()
         run.bridge.ended(later.metadata.name)
         accounted_for(run.bridge, later)
     assert run.again() == 0, "neither takes work along"

@@ -107,8 +107,8 @@ def _elsewhere(url: str | None, home: Path | None, env: dict[str, str]) -> Itera
         except UsageProblem:
             raise
         except CliError as problem:
-            told = str(_no_context(error, url, env))
-            raise NoServer(f"{told}; in the cluster of your kubeconfig: {problem}") from error
+            missing = str(_no_context(error, url, env))
+            raise NoServer(f"{missing}; in the cluster of your kubeconfig: {problem}") from error
         click.echo(f"rollyard: using {only} of the cluster of your kubeconfig", err=True)
         with _in_cluster(f"{KUBERNETES}{only}", env) as context:
             yield context

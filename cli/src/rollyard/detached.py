@@ -1,4 +1,4 @@
-"""A program of ours that goes on without the terminal: started, and waited for until it is ready."""
+"""Programs of Rollyard in the background: each is started, and waited for until it is ready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOK_SECONDS = 0.05
 
 
 def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seconds: float) -> str:
-    """Runs `rollyard ARGUMENTS` in a session of its own; returns what `ready` tells of it.
+    """Runs `rollyard ARGUMENTS` in a session of its own; returns the line that `ready` gives for its pid.
 
     Args:
         log: gets what it prints.
@@ -25,7 +25,7 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
         seconds: to wait.
 
     Raises:
-        StartFailed: it ended, or was not ready in time (and was told to end).
+        StartFailed: it ended, or was not ready in time (and was asked to end).
     """
     what = f"`rollyard {' '.join(word for word in arguments[:2] if not word.startswith('-'))}`"
     with log.open("ab") as output:

@@ -33,7 +33,7 @@ def check_sandboxes(run_dir: Path) -> list[Finding]:
 
 
 def check_containers(on_slurm: bool) -> list[Finding]:
-    """What of Apptainer sandboxes works here; only a Slurm cluster cannot do without them."""
+    """Checks of Apptainer sandboxes; only a Slurm cluster needs them."""
     import asyncio
 
     from rollyard_pipeline.sandboxes.doctor import apptainer_checks
@@ -115,7 +115,7 @@ def examine(run_dir: Path, profile: Path | None = None) -> Iterator[Finding]:
     contained = on_slurm and all(one.verdict != "missing" for one in rootless)
     for finding in check_sandboxes(run_dir):
         if finding.name == "user namespaces" and finding.verdict == "ok":
-            continue  # told below, where they are tried without bubblewrap
+            continue  # reported below, where they are tried without bubblewrap
         if contained and finding.name == "bubblewrap" and finding.verdict == "missing":
             finding = replace(finding, verdict="optional", advice="Apptainer serves instead")
         yield finding

@@ -67,9 +67,9 @@ class EngineSpec(Model):
     )
     """Environment of the engine; `$(BACKEND_INDEX)` as in `args`."""
     resources: EngineResources | None = None
-    """vLLM: what each backend needs."""
+    """The resources that each backend needs (vLLM)."""
     start_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 900
-    """A backend that has not answered its first completion by then is restarted."""
+    """A backend that does not answer its first completion within this time is restarted."""
     external: ExternalEngine | None = None
     """Where the external servers are."""
 
@@ -85,7 +85,7 @@ class EngineSpec(Model):
 
 
 _PLACED = "'placement' has no effect on external servers; remove it"
-_IMMUTABLE = "'placement' is immutable: delete the pool and make it anew"
+_IMMUTABLE = "'placement' is immutable: delete the pool and create it again"
 
 
 class BackendPoolSpec(Model):

@@ -53,7 +53,7 @@ def cel(*rules: tuple[str, str]) -> dict[str, Any]:
     return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in rules]}
 
 
-IMMUTABLE: Final = cel(("self == oldSelf", "is immutable: delete the job and make it anew"))
+IMMUTABLE: Final = cel(("self == oldSelf", "is immutable: delete the job and create it again"))
 """Schema extension of a field that must not change after creation."""
 
 
@@ -94,7 +94,7 @@ class ObjectMeta(Model):
     annotations: Annotated[dict[str, str], Field(max_length=64)] = Field(default_factory=dict)
     """Free-form notes of tools."""
     uid: str | None = None
-    """Set by the server; changes when an object of the same name is made anew."""
+    """The server sets it; an object that is created again under the same name has another one."""
     generation: int | None = None
     """Set by the server; rises with every change of the spec."""
     creation_timestamp: datetime | None = None

@@ -108,7 +108,7 @@ class Claim(Record):
 
 
 class ClaimStatus(Record):
-    """What a driver says about a claim. `Removed`: nothing of it is left, forget it."""
+    """The state of a claim, as its driver reports it. After `Removed` nothing of the sandbox is left."""
 
     state: Literal["Bound", "Failed", "Removed"]
     address: Annotated[str, Field(max_length=512)] = ""

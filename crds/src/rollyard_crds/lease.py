@@ -61,7 +61,7 @@ class Lease(Record):
     job: str
     namespace: str
     job_uid: str
-    """Changes when a job of the same name is made anew: the key for caching the spec."""
+    """It changes when a job is created again under the same name, and is the key for caching the spec."""
     group_id: str
     sample_index: int
     attempt: int
@@ -90,7 +90,7 @@ class LeaseRef(Record):
 
 
 class HeartbeatRequest(Record):
-    """Renews leases; also tells which sandboxes this node holds, so that orphans are found."""
+    """It renews leases, and lists the sandboxes that this node holds, so that orphans are found."""
 
     worker: Annotated[str, Field(min_length=1, max_length=253)]
     node: Annotated[str, Field(min_length=1, max_length=253)]
@@ -98,16 +98,16 @@ class HeartbeatRequest(Record):
     sandboxes: Annotated[list[str], Field(max_length=65_536)] = Field(default_factory=list)
     """Ids of claimed sandboxes present on the node."""
     ending: Annotated[list[str], Field(max_length=65_536)] = Field(default_factory=list)
-    """Of `sandboxes`: those that end now, with this worker. What waits for them begins anew."""
+    """Those of `sandboxes` that end now, with this worker. Rollouts that wait for them start again."""
 
 
 class HeartbeatResponse(Record):
     lost: list[LeaseRef]
     """Not yours any more (expired, or fenced off): stop and clean up."""
     cancelled: list[LeaseRef]
-    """Cancelled: stop at once, release the sandbox."""
+    """Cancelled rollouts: the worker must stop at once and release the sandbox."""
     orphans: list[str]
-    """Of `sandboxes`: those that belong to no unfinished rollout; remove them."""
+    """Those of `sandboxes` that belong to no unfinished rollout; the worker must remove them."""
 
 
 class StageTimes(Record):
@@ -142,7 +142,7 @@ class StageResult(Record):
     reward: float | None = None
     reward_components: dict[str, float] = Field(default_factory=dict)
     reward_reason: RewardReason = ""
-    """Empty where the evaluation simply decided; see `Trajectory.reward_reason`."""
+    """It is empty where the evaluation simply decided; see `Trajectory.reward_reason`."""
     stats: RunStats = Field(default_factory=RunStats)
     times: StageTimes = Field(default_factory=StageTimes)
 
@@ -205,7 +205,7 @@ NoBackend = Literal["", "BackendsFull", "PoolPaused", "WeightsUpdating", "NoBack
 
 class RouteResponse(Record):
     backend: BackendAssignment | None
-    """None: none can be had now; ask again after `retry_after` seconds."""
+    """It is None where no sandbox is available now; ask again after `retry_after` seconds."""
     retry_after: float = 1.0
     reason: NoBackend = ""
     """Why there is none. Only `NoBackendReady` is a failure: the others pass when room comes, somebody

@@ -99,9 +99,9 @@ class AgentSpec(Model):
     max_context_tokens: Annotated[int, Field(ge=16, le=10_000_000)] = 8192
     """Prompt, sampled and tool tokens together, in tokens."""
     tool_timeout_seconds: Seconds = 60
-    """Of one tool call; the call is interrupted and the session goes on."""
+    """The limit of one tool call; the call is interrupted and the session continues."""
     max_tool_output_bytes: Annotated[int, Field(ge=256, le=1 << 20)] = 16_384
-    """Of one tool call; longer output keeps its head and tail."""
+    """The limit of one tool call's output; longer output keeps its head and tail."""
 
 
 class SamplingSpec(Model):
@@ -130,11 +130,11 @@ class SandboxResources(Model):
     """Limits of one sandbox."""
 
     cpu: Quantity = "1"
-    """Cores."""
+    """The number of cores."""
     memory: Quantity = "1Gi"
-    """Of all its processes together."""
+    """The limit of all its processes together."""
     disk: Quantity = "1Gi"
-    """Of its work folder and everything else that it can write."""
+    """The limit of its work folder and of everything else that it can write."""
     processes: Annotated[int, Field(ge=16, le=65_536)] = 512
     """Processes and threads at once."""
 
@@ -174,7 +174,7 @@ class StageSpec(Model):
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
     """Rollouts that each worker holds at once."""
     timeout_seconds: Seconds = 300
-    """Of work, never of waiting in the queue."""
+    """The limit of the work, without the time in the queue."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Tries of one rollout in this stage before it ends as Failed."""
     template: PodTemplate = Field(default_factory=PodTemplate)
@@ -191,7 +191,7 @@ class InitStageSpec(StageSpec):
     """Init: makes the sandbox ready."""
 
     timeout_seconds: Seconds = 120
-    """Of work, never of waiting in the queue."""
+    """The limit of the work, without the time in the queue."""
 
 
 class RunStageSpec(StageSpec):
@@ -200,7 +200,7 @@ class RunStageSpec(StageSpec):
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
     """Rollouts that each worker holds at once."""
     timeout_seconds: Seconds = 600
-    """Of work, never of waiting in the queue; a rollout past it is evaluated as truncated."""
+    """The limit of the work, without the time in the queue; past it a rollout is evaluated as truncated."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 2
     """Tries of one rollout in this stage before it ends as Failed."""
 
@@ -267,11 +267,11 @@ class RolloutJobSpec(Model):
             ),
             (
                 "has(self.backendRef) == has(oldSelf.backendRef)",
-                "'backendRef' is immutable: delete the job and make it anew",
+                "'backendRef' is immutable: delete the job and create it again",
             ),
             (
                 "has(self.placement) == has(oldSelf.placement)",
-                "'placement' is immutable: delete the job and make it anew",
+                "'placement' is immutable: delete the job and create it again",
             ),
         )
     )
@@ -297,7 +297,7 @@ class RolloutJobSpec(Model):
     max_policy_lag: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     """Weight updates that may come between a rollout's first sampled token and its last; default: any."""
     stale_rollouts: Literal["Restart", "Cancel"] = "Restart"
-    """What happens to a rollout beyond `maxPolicyLag`: it begins anew, or ends as Cancelled."""
+    """What happens to a rollout that exceeds `maxPolicyLag`: it starts again, or ends as Cancelled."""
     placement: Annotated[PlacementName, Field(json_schema_extra=IMMUTABLE)] | None = None
     """The driver that runs the job, where the control plane has several; default: the one it came with."""
     backoff_limit: Annotated[int, Field(ge=0, le=10_000)] | None = None
@@ -307,9 +307,9 @@ class RolloutJobSpec(Model):
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
     """When a job with failed rollouts still succeeds."""
     suspend: bool = False
-    """True: workers are drained, and nothing starts until it is false again."""
+    """While it is true, workers are drained and nothing starts."""
     active_deadline_seconds: Seconds | None = None
-    """Counted from admission; what has not ended by then is cancelled and the job fails."""
+    """The limit, counted from admission; unfinished rollouts are then cancelled and the job fails."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
     """The job and its trajectories are deleted this long after it ended; default: kept."""
 

@@ -10,7 +10,7 @@ from rollyard_crds.base import CheckedEnv, Model, Path, cel
 from rollyard_crds.fields.nesting import deeper_than
 
 MAX_DEPTH = 100
-"""Of lists and objects in a task. It is stored within other documents, and JSON is written to depth 254."""
+"""How deep lists and objects nest in a task, which is stored within other documents; JSON takes depth 254."""
 
 TaskId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 

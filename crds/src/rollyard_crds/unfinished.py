@@ -1,4 +1,4 @@
-"""Which jobs drivers have to do with, in few bytes: what a driver waits on between two whole looks."""
+"""The jobs that drivers have to handle, in few bytes: a driver waits on this list between two full passes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class UnfinishedJob(Record):
     uid: str
     generation: int
     cancel_reason: str = ""
-    """Empty: it is not cancelled."""
+    """It is empty where the job is not cancelled."""
 
 
 class UnfinishedJobs(Record):
-    """All of them, oldest first."""
+    """All unfinished jobs, oldest first."""
 
     revision: int
-    """Give it with the next call, which then waits for a change."""
+    """The next call sends it, and then waits for a change."""
     jobs: list[UnfinishedJob]

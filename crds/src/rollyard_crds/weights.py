@@ -78,9 +78,9 @@ class WeightUpdateRequest(Model):
     """Where they are."""
     mode: PauseMode = "abort"
     """What happens to requests in flight: `abort` returns their tokens so far, `wait` lets them end,
-    `keep` freezes them and lets them go on with the new weights."""
+    `keep` freezes them and lets them continue with the new weights."""
     in_flight: Literal["continue", "restart"] = "continue"
-    """Rollouts in Run go on from their tokens (partial rollout), or begin anew."""
+    """Rollouts in Run continue from their tokens (partial rollout), or start again."""
     reference: LogprobReference | None = None
     """What to verify against; default: a transformers forward pass where transformers is installed."""
     require_verified: bool = False
@@ -109,7 +109,7 @@ class BackendUpdate(Model):
 
 
 class WeightUpdate(Model):
-    """One update: what was asked, and how it went on every backend."""
+    """One update: the request, and its result on every backend."""
 
     id: int
     """Rises with every update of the pool."""
@@ -126,7 +126,7 @@ class WeightUpdate(Model):
     verified: bool = False
     """Every backend's log-probabilities agree with the reference."""
     verified_by: Literal["reference", "transformers", ""] = ""
-    """What they were compared with; empty: nothing, so `verified` is false."""
+    """What they were compared with. Where it is empty, nothing was compared and `verified` is false."""
     message: Annotated[str, Field(max_length=4096)] = ""
     """Why it failed, was not verified, or what is missing."""
     backends: list[BackendUpdate] = Field(default_factory=list)

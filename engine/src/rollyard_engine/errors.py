@@ -74,7 +74,7 @@ class QueueFull(EngineError):
 
 
 class GenerationFailed(EngineError):
-    """The runtime failed on this request; others go on."""
+    """The runtime failed on this request; other requests are not affected."""
 
     reason = "GenerationFailed"
 

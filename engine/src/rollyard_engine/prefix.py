@@ -14,7 +14,7 @@ MIN_SHARED_TOKENS = 32
 """A shorter common prefix is recomputed rather than taken from another conversation's cache."""
 
 DONOR_IDLE_SECONDS = 1.0
-"""A cache is not cut back for another prompt before it was idle this long: its conversation may go on."""
+"""A cache is truncated for another prompt only after it was idle this long: its conversation may continue."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,8 +122,8 @@ class Scheduler:
     def step(self) -> None:
         """Advance running sequences by one token, or one piece of a prompt, each.
 
-        All of them, or as many as ``SLICE_SECONDS`` allow: the next call then goes on with the others, so
-        that with a slow model commands need not wait for everybody's token. What fits is admitted first.
+        All of them advance, or as many as ``SLICE_SECONDS`` allow: the next call then advances the others, so
+        that with a slow model commands do not wait for every sequence. Waiting sequences are admitted first.
         """
         if not self._sweep:
             if not self.paused:
@@ -177,7 +177,7 @@ class Scheduler:
     def swap_model(self, model: PolicyModel) -> None:
         """Serve other weights from the next step on.
 
-        Kept caches are dropped; a running sequence keeps its tokens, and its cache is computed anew by the
+        Kept caches are dropped; a running sequence keeps its tokens, and its cache is computed again with the
         new weights before they sample. Raises ``ModelFolderInvalid`` if the vocabulary or context differ.
         """
         if model.folder.vocab_size != self._model.folder.vocab_size:
@@ -196,7 +196,7 @@ class Scheduler:
         self.reset_prefix_cache(running_too=True)
 
     def reset_prefix_cache(self, *, running_too: bool) -> None:
-        """Drop the kept caches; with ``running_too`` running sequences also compute theirs anew."""
+        """Drop the kept caches; with ``running_too`` running sequences also compute theirs again."""
         self._kept.clear()
         if running_too:
             for sequence in self.running:

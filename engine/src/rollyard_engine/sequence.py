@@ -134,7 +134,7 @@ def cache_capacity(tokens: int, max_model_len: int) -> int:
     """The cache size to open for a sequence of at most ``tokens``.
 
     A power of two with room for as much again, so that a conversation that grows over many turns outgrows
-    its cache, and is computed anew, only a logarithmic number of times.
+    its cache, and is computed again, only a logarithmic number of times.
     """
     capacity = MIN_CAPACITY
     while capacity < 2 * tokens:

@@ -107,12 +107,12 @@ def build_service(
 
 
 async def _serve(settings: Settings, listener: socket.socket, max_model_len: int) -> bool:
-    """Serve until told to stop; whether the engine thread ended in time."""
+    """Serve until a signal stops the server; return whether the engine thread ended in time."""
     loop = asyncio.get_running_loop()
 
     def notify(sequences: list[Sequence]) -> None:
         callbacks = [sequence.on_progress for sequence in sequences]
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the loop has closed: no client waits any more
             loop.call_soon_threadsafe(_call_all, callbacks)
 
     service = build_service(settings, max_model_len, notify)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the server says of itself: the names it answers to (the first is canonical) and its bounds."""
+    """The identity of the server: the names that it answers to (the first is canonical) and its limits."""
 
     names: tuple[str, ...]
     root: Path
@@ -131,7 +131,7 @@ class EngineService:
     async def reload_weights(self, path: Path) -> None:
         """Load another model folder beside the served one, then swap.
 
-        Raises ``ModelFolderInvalid``; the old weights then go on serving.
+        Raises ``ModelFolderInvalid``; the old weights then stay in use.
         """
         model = await asyncio.to_thread(load_model, path, self.served.threads)
         await self.call(lambda scheduler: scheduler.swap_model(model))

@@ -114,7 +114,7 @@ class EngineThread:
             self._close(failure)
 
     def _turn(self) -> bool:
-        """Wait for work, take what came in, make one step; whether to go on."""
+        """Wait for work, take new requests and make one step; return whether the thread continues."""
         scheduler = self._scheduler
         with self._wake:
             while not (self._inbox or self._commands or self._stopping or scheduler.has_work):

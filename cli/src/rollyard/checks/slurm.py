@@ -71,7 +71,7 @@ def check_controller(runner: Runner = run) -> Finding:
     if code != 0 or "UP" not in text:
         return Finding(
             name, "missing", f"does not answer: {text[:200]}",
-            "jobs go on, nothing new starts; SLURM_CONF must name the site's slurm.conf; "
+            "running jobs continue, but nothing new starts; SLURM_CONF must name the site's slurm.conf; "
             "else ask the administrator",
         )  # fmt: skip
     code, text = runner("sh", "-c", 'sinfo -h -o "%P" | tr "\\n" " "')

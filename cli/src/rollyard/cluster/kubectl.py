@@ -29,7 +29,7 @@ class KubectlRefused(Exception):
 
 
 def configured(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether there are kubectl and a kubeconfig, told without asking any cluster."""
+    """Whether kubectl and a kubeconfig exist; no cluster is asked."""
     if shutil.which("kubectl") is None:
         return False
     given = env.get("KUBECONFIG")

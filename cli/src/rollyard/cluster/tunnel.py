@@ -104,7 +104,7 @@ class Tunnel:
         opened.set()
 
     def _keep(self, process: subprocess.Popen[bytes] | None) -> None:
-        # Of a new process the kernel counts this thread as the parent: it lives as long as they do.
+        # The kernel counts this thread as the parent of new processes: it lives as long as they do.
         pause = 0.1
         while process is not None:
             began = time.monotonic()

@@ -24,8 +24,8 @@ def command(home: Path | None) -> None:
     if running is None:
         with place.locked():
             left = sweep(place.pids)
-        told = f"; removed leftovers: {', '.join(left)}" if left else ""
-        click.echo(f"nothing runs on {place.root}{told}")
+        removed = f"; removed leftovers: {', '.join(left)}" if left else ""
+        click.echo(f"nothing runs on {place.root}{removed}")
         return
     if (read_json(place.root / "bridge.json") or {}).get("pid") == running.pid:
         raise UsageProblem(f"a Slurm bridge runs on {place.root}: end it with `rollyard slurm-bridge down`")

@@ -22,7 +22,7 @@ POOL_WORDS = ("bp", "backendpool", "backendpools", "pool", "pools")
 @click.argument("kind", default="rj")
 @click.argument("name", required=False)
 @click.option("-o", "--output", type=click.Choice(["json", "yaml", "wide"]), help="Instead of the table.")
-@click.option("-A", "--all-namespaces", is_flag=True, help="Of all namespaces.")
+@click.option("-A", "--all-namespaces", is_flag=True, help="List those of all namespaces.")
 @server_options
 def command(
     kind: str,

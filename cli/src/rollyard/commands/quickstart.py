@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     show_default=True,
     help="Results.",
 )
-@click.option("--home", type=click.Path(path_type=Path), help="State folder, made anew [OUT/home].")
+@click.option(
+    "--home", type=click.Path(path_type=Path), help="State folder, which is emptied first [OUT/home]."
+)
 @click.option(
     "--job", type=click.Path(path_type=Path), help="Another manifest [examples/quickstart/job.yaml]."
 )

@@ -20,7 +20,7 @@ def command(
     """Change the number of a pool's backends: `scale bp NAME --replicas N`.
 
     Those that go take no new rollouts and end when they have none, or after half a minute;
-    what they still have then goes on elsewhere.
+    rollouts that they still have then continue elsewhere.
     """
     from rollyard.commands.get import POOL_WORDS
 

@@ -18,7 +18,7 @@ from rollyard.connection import connect, server_options
     type=click.Path(path_type=Path),
     help="A .parquet, .jsonl or .jsonl.gz.",
 )
-@click.option("--follow", is_flag=True, help="Go on until the job has ended (.jsonl only).")
+@click.option("--follow", is_flag=True, help="Continue until the job has ended (.jsonl only).")
 @server_options
 def command(
     name: str, output: Path, follow: bool, url: str | None, home: Path | None, namespace: str

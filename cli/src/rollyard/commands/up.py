@@ -78,7 +78,7 @@ LEASE_SECONDS = click.FloatRange(1.0, 3600.0)
     type=LEASE_SECONDS,
     default=15.0,
     show_default=True,
-    help="After a worker's sudden end its rollouts go on elsewhere within this time.",
+    help="After a worker's sudden end its rollouts continue elsewhere within this time.",
 )
 @click.option("--home", type=click.Path(path_type=Path), help="State folder [~/.local/state/rollyard].")
 @click.option("--detach", is_flag=True, help="Return once it is ready; stop it with `rollyard down`.")

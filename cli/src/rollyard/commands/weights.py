@@ -36,7 +36,7 @@ MODES = click.Choice(["abort", "wait", "keep"])
     type=click.Choice(["continue", "restart"]),
     default="continue",
     show_default=True,
-    help="Rollouts in Run go on from their tokens, or begin anew.",
+    help="Rollouts in Run continue from their tokens, or start again.",
 )
 @click.option(
     "--reference",
@@ -44,7 +44,7 @@ MODES = click.Choice(["abort", "wait", "keep"])
     metavar="FILE.json",
     help='{"promptIds": […], "logprobs": […], "tolerance": 0.1} under the new weights.',
 )
-@click.option("--require-verified", is_flag=True, help="Fail rather than go on unverified.")
+@click.option("--require-verified", is_flag=True, help="Fail if the weights cannot be verified.")
 @click.option("--wait", is_flag=True, help="Wait for the end; exit status 1 unless it succeeded.")
 @click.option("--timeout", type=float, metavar="SECONDS", help="With --wait: for at most so long.")
 @click.option("--pause", "pause", type=MODES, metavar="MODE", help="Pause the pool: abort, wait or keep.")
@@ -124,7 +124,7 @@ def _leaving(pool: str, number: int) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         click.echo(
-            f"No longer waiting; weight update {number} goes on (`rollyard weights {pool}` shows it)",
+            f"No longer waiting; weight update {number} continues (`rollyard weights {pool}` shows it)",
             err=True,
         )
         raise

@@ -147,14 +147,14 @@ def check_job(job: RolloutJob) -> Report:
     if problems:
         return Report(problems=tuple(problems))
     if source.config_map_ref is not None:
-        told = f"tasks in the ConfigMap {source.config_map_ref.name!r}"
+        counted = f"tasks in the ConfigMap {source.config_map_ref.name!r}"
     else:
-        told = f"{len(tasks)} tasks" if tasks else f"tasks at {source.url}" if source.url else "a stream"
-    return Report(good=(f"{where} is valid ({told}, {job.spec.samples_per_task} samples each)",))
+        counted = f"{len(tasks)} tasks" if tasks else f"tasks at {source.url}" if source.url else "a stream"
+    return Report(good=(f"{where} is valid ({counted}, {job.spec.samples_per_task} samples each)",))
 
 
 def check_file(path: Path, handler: str | None = None) -> Report:
-    """A manifest file or a task list, told apart by the file's name.
+    """Checks a manifest file or a task list, depending on the file's name.
 
     Raises:
         NotFound: there is no such file.

@@ -84,7 +84,7 @@ def leaving(name: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         click.echo(
-            f"No longer watching; job {name} goes on (`rollyard watch {name}`, `rollyard cancel {name}`)",
+            f"No longer watching; job {name} continues (`rollyard watch {name}`, `rollyard cancel {name}`)",
             err=True,
         )
         raise

@@ -30,7 +30,7 @@ def served(url: str, model: str, tokenizer: str) -> tuple[str, str]:
     Raises:
         StartFailed: the server does not answer, or serves nothing.
         NotFound: it does not serve `model`.
-        UsageProblem: the tokenizer's folder cannot be told, or is none.
+        UsageProblem: the tokenizer's folder is not known, or does not exist.
     """
     models = _models(url)
     if not models:

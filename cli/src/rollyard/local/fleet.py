@@ -40,7 +40,7 @@ class _Entry:
     workload: Workload
     restarts: int
     child: Child | None
-    """None: it could not even be started."""
+    """It is None where the process could not be started."""
     started_at: datetime
     failure: str = ""
     stopping: asyncio.Task[None] | None = None
@@ -86,7 +86,7 @@ class Fleet:
         self._replaced = Replaced()
 
     def owners(self) -> set[Owner]:
-        """Whose workloads there are."""
+        """The owners of all workloads."""
         return {entry.workload.owner for entry in self._entries.values()}
 
     def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
@@ -131,7 +131,7 @@ class Fleet:
         )
 
     async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
-        """Starts, drains and stops what the plan of one owner says; stopping goes on in the background."""
+        """Starts, drains and stops what the plan of one owner says; stopping continues in the background."""
         for stop in plan.stop:
             self.stop(stop)
         for name, entry in self._entries.items():

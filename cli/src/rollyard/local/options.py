@@ -25,7 +25,7 @@ class Options:
     backend_url: str = ""
     """A running vLLM-compatible server; empty: backends that are started here."""
     engine: str = "embedded"
-    """What is started here: `embedded` or `vllm`."""
+    """The engine that is started here: `embedded` or `vllm`."""
     replicas: int = 1
     """Backends that are started."""
     vllm_python: str = ""
@@ -51,7 +51,7 @@ class Options:
     """How long a stage worker may be silent before its rollouts go to another."""
 
     def sandbox_arguments(self) -> tuple[str, ...]:
-        """What stage workers, and a supervisor, are told of the sandboxes."""
+        """The sandbox options of stage workers, and of a supervisor."""
         return (
             *("--sandbox", self.sandbox),
             *(("--default-image", self.default_image) if self.default_image else ()),

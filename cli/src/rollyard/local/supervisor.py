@@ -38,7 +38,7 @@ PROFILE = Profile(combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What `rollyard up` tells when everything was started."""
+    """What `rollyard up` prints when everything was started."""
 
     url: str
     token: str
@@ -91,7 +91,7 @@ def plane_settings(options: Options) -> PlaneSettings:
 
 
 class Supervisor:
-    """Runs one home until it is told to stop; leaves nothing behind."""
+    """Runs one home until it is asked to stop, and leaves nothing behind."""
 
     def __init__(
         self,

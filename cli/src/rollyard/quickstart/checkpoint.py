@@ -39,7 +39,7 @@ class Reference:
 
     prompt_ids: list[int]
     logprobs: list[float]
-    """Of each id after the first, in nats."""
+    """The log-probability of each id after the first, in nats."""
 
 
 def check_model(folder: Path) -> None:
@@ -100,7 +100,7 @@ def _noisy(raw: bytes, kind: str, scale: float, noise: np.random.Generator) -> b
 
 
 class ReferenceRun:
-    """A transformers forward pass in another Python, which goes on while servers start.
+    """A transformers forward pass in another Python, which continues while servers start.
 
     Args:
         python: one with torch and transformers, such as vLLM's.

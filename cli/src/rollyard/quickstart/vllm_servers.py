@@ -30,7 +30,7 @@ PROBE_SECONDS = 120.0
 REFERENCE_SECONDS = 180.0
 NEW_VERSION = "step-1"
 NOISE = 0.02
-"""Of each matrix's standard deviation: log-probabilities change by some hundredths, habits do not."""
+"""A fraction of each matrix's standard deviation: it changes log-probabilities by some hundredths only."""
 CPU_ARGUMENTS = (
     "--enforce-eager",
     "--dtype=float32",
@@ -91,7 +91,7 @@ def gpus() -> int:
 
 
 def up_arguments(options: VllmOptions, gpu_count: int) -> list[str]:
-    """What `rollyard up` is asked for; without GPUs on the CPU, one core for each server."""
+    """The arguments of `rollyard up`; without GPUs the servers use the CPU, one core each."""
     arguments = ["--engine", "vllm", "--replicas", str(options.replicas)]
     arguments += ["--vllm-python", os.path.abspath(options.python), "--model", str(options.model.resolve())]
     if gpu_count == 0:

@@ -91,8 +91,8 @@ def _backends(console: Console, backends: Iterable[BackendStatus]) -> None:
                 console.print(Text(f"{row[0]}: {message}"), soft_wrap=True)
         return
     for row, message in rows:
-        told = [f"{name} {value}" for name, value in zip(BACKEND_COLUMNS[1:], row[1:], strict=True)]
-        lines = [row[0], f"  {', '.join(told[:4])}", f"  {', '.join(told[4:])}"]
+        parts = [f"{name} {value}" for name, value in zip(BACKEND_COLUMNS[1:], row[1:], strict=True)]
+        lines = [row[0], f"  {', '.join(parts[:4])}", f"  {', '.join(parts[4:])}"]
         console.print(Text("\n".join([*lines, *([f"  {message}"] if message else [])])), soft_wrap=True)
 
 

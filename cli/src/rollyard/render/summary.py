@@ -65,7 +65,7 @@ def print_policies(console: Console, policies: PolicySummary) -> None:
     console.print(versions)
     if policies.weight_updates:
         several = policies.rollouts_of_several_versions
-        console.print(f"{several} rollouts went on with the new weights and hold tokens of both versions")
+        console.print(f"{several} rollouts continued with the new weights and hold tokens of both versions")
     for update in policies.weight_updates:
         console.print(f"Weights {update.policy_version}: {_update_words(update)}", soft_wrap=True)
 

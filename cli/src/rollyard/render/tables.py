@@ -132,7 +132,7 @@ BACKEND_COLUMNS = (
 
 
 def backend_row(backend: BackendStatus) -> list[str]:
-    """What the driver, the router and the server itself say: one text for each of BACKEND_COLUMNS."""
+    """The row of one backend, as the driver, the router and the server report it: a text for each column."""
     return [
         backend.url,
         health_of(backend),
@@ -176,7 +176,7 @@ def version_of(pool: BackendPool) -> str:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None if none is."""
+    """The mean of the known values; None if no value is known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

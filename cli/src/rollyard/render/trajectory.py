@@ -24,7 +24,7 @@ PROMPT_LIMIT = 2000
 
 @dataclass(frozen=True, slots=True)
 class LogprobStats:
-    """Of the sampled tokens of one turn, in nats."""
+    """The log-probabilities of one turn's sampled tokens, in nats."""
 
     count: int
     mean: float

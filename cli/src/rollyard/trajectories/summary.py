@@ -1,4 +1,4 @@
-"""What a run came to: counts, rewards, tokens and times, from its trajectories."""
+"""The result of a run: counts, rewards, tokens and times, from its trajectories."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class EvalCarry(Model):
     diff: bool = False
     """True: all that Run changed in the work folder, compared with a sandbox fresh from Init."""
     max_bytes: Annotated[int, Field(ge=1, le=MAX_CARRY_BYTES)] = 16 << 20
-    """Of all carried files together, in bytes. A policy that leaves more is scored with 0."""
+    """The limit of all carried files together, in bytes. A policy that leaves more is scored with 0."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> EvalCarry:

@@ -1,4 +1,4 @@
-"""What of a pod a spec may choose; names, command, ports and security are the operator's."""
+"""The parts of a pod that a spec may choose. Names, command, ports and security are the operator's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PodTemplate(Placement):
     image: Annotated[str, Field(max_length=1024)] = ""
     """Container image; default: the installation's."""
     resources: PodResources = Field(default_factory=PodResources)
-    """Of the container; default: the installation's."""
+    """The container's resources; default: the installation's."""
     env: Annotated[list[dict[str, Any]], Field(max_length=128)] = Field(default_factory=list)
     """Further environment variables, as in a container: `{name, value}` or `{name, valueFrom}`."""
     volumes: Annotated[list[dict[str, Any]], Field(max_length=32)] = Field(default_factory=list)

@@ -54,7 +54,7 @@ class TaskLines:
         return task
 
     def refuse(self, problem: str) -> TaskListError:
-        """What to raise where nothing can be read beyond the next line; earlier faults come first."""
+        """The error to raise where nothing can be read after the next line; earlier faults come first."""
         self._problems.append(f"line {self._number + 1}: {problem}")
         return TaskListError(self._problems[:MAX_PROBLEMS])
 

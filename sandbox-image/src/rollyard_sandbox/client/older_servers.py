@@ -1,4 +1,4 @@
-"""What the client does where a server is older than a call: pods keep theirs while workers are upgraded."""
+"""Substitutes for calls that an older server lacks: pods keep theirs while workers are upgraded."""
 
 from __future__ import annotations
 

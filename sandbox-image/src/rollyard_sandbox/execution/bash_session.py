@@ -258,7 +258,7 @@ class BashSession:
             if self._command is not None:
                 self._finish(0, lost=True)
                 self._discard_shell()
-                self._lost_state = False  # told already
+                self._lost_state = False  # the result says so already
             else:
                 self._discard_shell()
         elif self._command is None:
@@ -401,7 +401,7 @@ class BashSession:
         try:
             written = os.write(shell.master, self._input) if self._input else 0
         except BlockingIOError:
-            written = 0  # the program does not read; go on when it does
+            written = 0  # the program does not read; the rest is written when it does
         del self._input[:written]
         self._loop.change(shell.master, READ | WRITE if self._input else READ)
 

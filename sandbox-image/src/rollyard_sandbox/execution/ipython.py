@@ -257,7 +257,7 @@ class IPython:
                 except OSError:
                     outcome.cwd = self._cwd  # the kernel has ended
                 if not kernel.alive:
-                    self._kernel = None  # the loss has been told
+                    self._kernel = None  # the loss has been reported
             elif self._kernel is kernel:
                 self._kernel = None
             done(outcome, result)

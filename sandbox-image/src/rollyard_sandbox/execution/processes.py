@@ -203,7 +203,7 @@ def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: flo
             pids.update(pid for pid in stop_below(me) if pid not in processes)
             send_signal(pids, signal.SIGKILL)
         if pids <= killed:
-            # Dying takes the kernel a moment; SIGCHLD only tells of our own children.
+            # Dying takes the kernel a moment; SIGCHLD only comes for our own children.
             sleep(pause)
             pause = min(pause * 2, 0.05)
         killed |= pids

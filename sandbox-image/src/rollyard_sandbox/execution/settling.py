@@ -39,7 +39,7 @@ class Settling:
         if number == self._asked[-1]:
             return True
         if number in self._asked:
-            self._asked.remove(number)  # it goes on with the next one
+            self._asked.remove(number)  # the shell reads the next one
         else:
-            self._ask()  # it began its prompt anew, perhaps without the number that it had read
+            self._ask()  # it began its prompt again, perhaps without the number that it had read
         return False

@@ -147,7 +147,7 @@ class Shell:
             with walls.across():
                 process = PtyProcess.spawn(
                     ["bash", "--norc", "--noprofile", "--noediting", "-i"],
-                    # No cwd: where it cannot be entered, ptyprocess would let the child go on as our copy.
+                    # No cwd: where it cannot be entered, ptyprocess would let the child continue as our copy.
                     env=environment,
                     preexec_fn=lambda: _prepare_child(inherited, walls, cwd),
                     dimensions=_WINDOW,
@@ -234,7 +234,7 @@ class Shell:
                     return data
 
     def cwd(self) -> str | None:
-        """The shell's working directory, None where it cannot be told."""
+        """The shell's working directory, None where it is not known."""
         try:
             return os.readlink(f"/proc/{self.pid}/cwd")
         except OSError:
@@ -263,7 +263,7 @@ class Shell:
     def is_fresh_shell(self) -> bool | None:
         """After the shell's process replaced itself: whether it is now an interactive shell at its prompt.
 
-        None while that cannot be told yet (exec is still setting up the new program).
+        None while that is not known yet (exec is still setting up the new program).
         """
         try:
             with open(f"/proc/{self.pid}/cmdline", "rb") as file:

@@ -151,7 +151,7 @@ class EvalPlaces:
         return place
 
     def _evidence(self, candidate: Candidate, error: OSError) -> str:
-        """What shows that the sandbox itself has made this folder unusable; empty: nothing does."""
+        """The evidence that the sandbox itself has made this folder unusable; empty where there is none."""
         if not candidate.usable:
             return ""
         path = candidate.path

@@ -13,7 +13,7 @@ MAX_OUTPUT = 16 * 1024 * 1024  # bytes
 
 
 class Options:
-    """What the command line can say; `main` parses and checks one, `serve` takes it as it is.
+    """The options of one server. `command_line` parses and checks them, `serve` takes them as they are.
 
     Args:
         listen: addresses, see `Server.listen`.

@@ -73,7 +73,7 @@ def command() -> None:
     metavar="ADDRESS",
     help="Address to listen on [that of this host's in the cluster]; `unix`: a socket, for one node.",
 )
-@click.option("--advertise", default="", metavar="HOST", help="Host that the nodes are told [--listen].")
+@click.option("--advertise", default="", metavar="HOST", help="Host name that the nodes use [--listen].")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="[that of the last run, else a free one]"
 )
@@ -114,7 +114,7 @@ def command() -> None:
     type=click.FloatRange(1.0, 3600.0),
     default=30.0,
     show_default=True,
-    help="After a worker's sudden end its rollouts go on elsewhere within this time.",
+    help="After a worker's sudden end its rollouts continue elsewhere within this time.",
 )
 @click.option(
     "--command-timeout",
@@ -160,7 +160,7 @@ def up(ctx: click.Context, /, **given: Any) -> None:
 
 @command.command()
 @HOME
-@click.option("--keep-jobs", is_flag=True, help="End the bridge alone; its Slurm jobs go on.")
+@click.option("--keep-jobs", is_flag=True, help="End the bridge alone; its Slurm jobs continue.")
 def down(home: Path | None, keep_jobs: bool) -> None:
     """End the bridge of a home and its Slurm jobs. State and trajectories stay."""
     import asyncio

@@ -47,7 +47,7 @@ def run_here(options: BridgeOptions) -> None:
         click.echo(f"  sandbox  {options.sandbox}")
         click.echo(f"  home     {what.home.root}  (logs in {what.home.logs})")
         if what.found:
-            click.echo(f"  {what.found} Slurm jobs of an earlier run go on")
+            click.echo(f"  {what.found} Slurm jobs of an earlier run continue")
         if options.join:
             click.echo(f"  serves   {served(options.namespaces)}")
             click.echo(
@@ -99,10 +99,10 @@ def detach(ctx: click.Context, options: BridgeOptions) -> None:
     home.make()
 
     def ready(pid: int) -> str:
-        told = read_json(home.root / "bridge.json") or {}
-        if told.get("pid") != pid:
+        written = read_json(home.root / "bridge.json") or {}
+        if written.get("pid") != pid:
             return ""
-        return f"{_how(options)} {told['url']} (process {pid}, home {home.root})"
+        return f"{_how(options)} {written['url']} (process {pid}, home {home.root})"
 
     arguments = ["slurm-bridge", "up", *arguments_again(ctx)]
     click.echo(detached.start(arguments, home.logs / "bridge.log", ready, DETACH_SECONDS))

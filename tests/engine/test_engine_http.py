@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard_engine import protocol
 from rollyard_engine.errors import InvalidRequest
+from rollyard_engine.serving import protocol
 
 
 def test_models_names_the_context_and_the_kind_of_logprobs(server: Any, model_dir: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from rollyard_engine.errors import GenerationFailed
-from rollyard_engine.sampling import Sampler, SamplingParams
+from rollyard_engine.generation.sampling import Sampler, SamplingParams
 
 SIZE = 50
 LOGITS = np.random.default_rng(7).normal(0, 3, SIZE).astype(np.float32)

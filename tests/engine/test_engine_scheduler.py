@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 from rollyard_engine.errors import ModelFolderInvalid
 from rollyard_engine.folder import ModelFolder
-from rollyard_engine.prefix import DONOR_IDLE_SECONDS, PrefixCache
-from rollyard_engine.sampling import Logits, SamplingParams
-from rollyard_engine.scheduler import PREFILL_BUDGET, PREFILL_CHUNK, Limits, Scheduler
-from rollyard_engine.sequence import Sequence
+from rollyard_engine.generation.prefix import DONOR_IDLE_SECONDS, PrefixCache
+from rollyard_engine.generation.sampling import Logits, SamplingParams
+from rollyard_engine.generation.scheduler import PREFILL_BUDGET, PREFILL_CHUNK, Limits, Scheduler
+from rollyard_engine.generation.sequence import Sequence
 
 VOCABULARY = 40
 EOS = 2
@@ -166,7 +166,7 @@ def test_decoding_goes_on_while_long_prompts_are_computed() -> None:
 def test_with_a_slow_model_a_step_is_short_and_still_all_get_their_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollyard_engine.scheduler.SLICE_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_engine.generation.scheduler.SLICE_SECONDS", 0.0)
     model = FakeModel()
     scheduler = make_scheduler(model)
     sequences = [make_sequence([5, index + 3]) for index in range(4)]

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 import uvicorn
 import uvloop
 
-from rollyard_engine.app import create_app
 from rollyard_engine.errors import StartupFailed
 from rollyard_engine.folder import ModelFolder, read_folder
-from rollyard_engine.model import load_model
-from rollyard_engine.scheduler import Limits, Scheduler
-from rollyard_engine.sequence import Sequence
-from rollyard_engine.service import EngineService, ServedModel, now
+from rollyard_engine.generation.model import load_model
+from rollyard_engine.generation.scheduler import Limits, Scheduler
+from rollyard_engine.generation.sequence import Sequence
+from rollyard_engine.generation.thread import EngineThread
+from rollyard_engine.serving.app import create_app
+from rollyard_engine.serving.service import EngineService, ServedModel, now
 from rollyard_engine.settings import Settings
-from rollyard_engine.thread import EngineThread
 from rollyard_engine.tokens import load_tokenizer
 
 SHUTDOWN_SECONDS = 1.0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rollyard_engine.errors import ModelFolderInvalid
 from rollyard_engine.folder import ModelFolder, read_folder
-from rollyard_engine.sampling import Logits
+from rollyard_engine.generation.sampling import Logits
 
 # A second thread does not pay below this size of the weights: synchronising costs more than it computes.
 SINGLE_THREAD_BELOW_BYTES = 64 << 20

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rollyard_engine.thread import EngineThread
+from rollyard_engine.generation.thread import EngineThread
 
 LABELS = ("model_name", "engine")
 

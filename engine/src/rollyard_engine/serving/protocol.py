@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollyard_engine.errors import InvalidRequest, MalformedRequest
-from rollyard_engine.sampling import SamplingParams
+from rollyard_engine.generation.sampling import SamplingParams
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for; vLLM's default ``--max-logprobs``."""

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from rollyard_engine.errors import BodyTooLarge, EngineError, MalformedRequest, QueueFull
-from rollyard_engine.responses import error_body
+from rollyard_engine.serving.responses import error_body
 
 T = TypeVar("T")
 

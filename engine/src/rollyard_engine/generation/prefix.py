@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollyard_engine.model import KVCache
+from rollyard_engine.generation.model import KVCache
 
 MIN_SHARED_TOKENS = 32
 """A shorter common prefix is recomputed rather than taken from another conversation's cache."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollyard_engine.errors import EngineError, EngineStopped, QueueFull
-from rollyard_engine.scheduler import Scheduler
-from rollyard_engine.sequence import Sequence
+from rollyard_engine.generation.scheduler import Scheduler
+from rollyard_engine.generation.sequence import Sequence
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollyard_engine.errors import EngineError
-from rollyard_engine.sampling import PromptToken, SampledToken
-from rollyard_engine.sequence import Sequence
+from rollyard_engine.generation.sampling import PromptToken, SampledToken
+from rollyard_engine.generation.sequence import Sequence
 from rollyard_engine.tokens import ChatTokenizer
 
 Json = dict[str, Any]

@@ -10,8 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollyard_engine.errors import EngineError
-from rollyard_engine.model import KVCache
-from rollyard_engine.sampling import Logits, PromptToken, SampledToken, Sampler, SamplingParams, score
+from rollyard_engine.generation.model import KVCache
+from rollyard_engine.generation.sampling import (
+    Logits,
+    PromptToken,
+    SampledToken,
+    Sampler,
+    SamplingParams,
+    score,
+)
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 

@@ -15,11 +15,11 @@ from typing import TypeVar
 import numpy as np
 
 from rollyard_engine.errors import EngineStopped, InvalidRequest, ModelNotServed
-from rollyard_engine.model import load_model
-from rollyard_engine.protocol import SamplingFields
-from rollyard_engine.scheduler import PauseMode, Scheduler
-from rollyard_engine.sequence import Sequence
-from rollyard_engine.thread import EngineThread
+from rollyard_engine.generation.model import load_model
+from rollyard_engine.generation.scheduler import PauseMode, Scheduler
+from rollyard_engine.generation.sequence import Sequence
+from rollyard_engine.generation.thread import EngineThread
+from rollyard_engine.serving.protocol import SamplingFields
 from rollyard_engine.tokens import ChatTokenizer
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """Which sequence computes when: continuous scheduling of many sequences over one model.
 
-Not thread-safe and without I/O: ``rollyard_engine.thread`` runs it.
+Not thread-safe and without I/O: ``rollyard_engine.generation.thread`` runs it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from rollyard_engine.errors import GenerationFailed, ModelFolderInvalid
-from rollyard_engine.model import PolicyModel
-from rollyard_engine.prefix import PrefixCache
-from rollyard_engine.sequence import FinishReason, Sequence
+from rollyard_engine.generation.model import PolicyModel
+from rollyard_engine.generation.prefix import PrefixCache
+from rollyard_engine.generation.sequence import FinishReason, Sequence
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 

@@ -14,18 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rollyard_engine import protocol, responses
 from rollyard_engine.errors import EngineError, InvalidRequest
-from rollyard_engine.http import (
+from rollyard_engine.generation.scheduler import PauseMode
+from rollyard_engine.serving import protocol, responses
+from rollyard_engine.serving.http import (
     error_response,
     json_response,
     read_json,
     sse_response,
     unless_disconnected,
 )
-from rollyard_engine.metrics import exposition
-from rollyard_engine.scheduler import PauseMode
-from rollyard_engine.service import EngineService, Submission, new_request_id, now
+from rollyard_engine.serving.metrics import exposition
+from rollyard_engine.serving.service import EngineService, Submission, new_request_id, now
 from rollyard_engine.tokens import Detokenizer
 
 Handler = Callable[[EngineService, Request], Awaitable[Response]]

@@ -1,0 +1,1 @@
+"""The HTTP side: routes, request and response bodies, metrics, and the engine as coroutines."""

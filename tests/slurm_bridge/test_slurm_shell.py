@@ -131,7 +131,6 @@ def workload(kind: str, text: str, pairs: tuple[tuple[str, str], ...]) -> Worklo
         owner=Owner("BackendPool" if kind == "backend" else "RolloutJob", "default", "p", "12345678"),
         stages=("init",),
         concurrency=(("init", 1),),
-        sandbox=text,
         engine="vllm",
         model=text,
         args=(text, f"--x={text}"),

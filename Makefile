@@ -10,7 +10,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 TASKS ?= 64
 SAMPLES ?= 8
 
-.PHONY: help setup run demo-vllm demo-kubernetes demo-slurm test bench lint format typecheck crds docs clean
+.PHONY: help setup run demo-vllm demo-kubernetes demo-slurm check test bench lint format typecheck crds docs clean
 
 help: ## What each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ demo-kubernetes: $(STAMP) ## The same on a cluster: images, helm install, kubect
 
 demo-slurm: $(STAMP) ## The same on Slurm: bridge, sbatch jobs, Apptainer sandboxes, and away again (TASKS, SAMPLES)
 	@$(BIN)/python scripts/demo-slurm runs/slurm --tasks $(TASKS) --samples $(SAMPLES)
+
+check: $(DEV_STAMP) ## Lint, types, and the tests that need nothing but this machine and little time
+	@VENV="$(VENV)" scripts/test check
 
 test: $(DEV_STAMP) ## Set up and run every check and every test, real components included
 	@VENV="$(VENV)" scripts/test

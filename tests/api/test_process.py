@@ -256,6 +256,7 @@ async def test_tokens_from_a_file(tmp_path: Path, start_api: Any) -> None:
             assert (await http.get("/healthz")).status_code == 200
 
 
+@pytest.mark.slow
 def test_token_files_that_are_no_use(tmp_path: Path) -> None:
     file = tmp_path / "given.json"
     assert "cannot be read: No such file" in _refused(tmp_path, "--tokens", str(file))

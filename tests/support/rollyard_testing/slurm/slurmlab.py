@@ -84,10 +84,10 @@ class Slurm:
         """
         command = self.command(argv, cwd=cwd, env=env)
         stdin = {"input": input} if input is not None else {"stdin": subprocess.DEVNULL}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **stdin)  # type: ignore[call-overload]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **stdin)
         if check and done.returncode != 0:
             raise CommandFailed(argv, done)
-        return done  # type: ignore[no-any-return]
+        return done
 
     def popen_as_user(
         self,

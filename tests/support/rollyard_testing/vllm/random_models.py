@@ -59,7 +59,7 @@ def _main(folder: Path, tokenizer: Path) -> None:
     first = _model(0, vocabulary)
     save(first, "first")
     save(_model(1, vocabulary), "second")
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for number, layer in enumerate(first.model.layers):
             for name in _MODULES:

@@ -46,7 +46,7 @@ class Stage:
 def tasks(name: str, count: int, turns: int, **metadata: Any) -> list[dict[str, Any]]:
     """Dialogues to begin with: a user's message, with a system message or earlier turns before some."""
     rng = random.Random(name)
-    made = []
+    made: list[dict[str, Any]] = []
     for number in range(count):
         messages = [{"role": "user", "content": f"Look up word {rng.randrange(1000)} of {name}."}]
         if number % 2:

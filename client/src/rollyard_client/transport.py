@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
+from rollyard_crds.backoff import Backoff
 
 from rollyard_client.call import Call, check
 from rollyard_client.context import Context
@@ -41,8 +41,7 @@ class Retry:
             return None
         if error.retry_after is not None and error.retry_after > self.longest:
             return None
-        whole = max(error.retry_after or 0.0, min(self.longest, self.base * 2**attempt))
-        return float(whole * (0.5 + random.random() / 2))
+        return Backoff(self.base, self.longest, jitter=0.5).pause(attempt + 1, error.retry_after)
 
 
 def request(client: httpx.Client | httpx.AsyncClient, call: Call[Any], timeout: float) -> httpx.Request:

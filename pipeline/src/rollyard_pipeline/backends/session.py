@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+from rollyard_crds.backoff import Backoff
 from rollyard_crds.lease import BackendAssignment, RouteResponse, RunStats
 from rollyard_crds.names import UNVERIFIED
 from rollyard_crds.rolloutjob import SamplingSpec
@@ -36,8 +37,9 @@ MIXED_MODES: Final = "mixed"
 
 _TRIES_BEFORE_ROUTE: Final = 2
 _MAX_MISMATCHES: Final = 3  # impossible answers in a row, from whatever backend
-_FIRST_WAIT: Final = 0.25  # seconds, doubled up to _LONGEST_WAIT
+_FIRST_WAIT: Final = 0.25  # seconds
 _LONGEST_WAIT: Final = 5.0
+_WAITS: Final = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
 _LONGEST_RETRY_AFTER: Final = 30.0  # seconds that a backend's Retry-After can ask for
 _OVERLOAD_SECONDS: Final = 300.0  # of nothing but "too busy" before the rollout gives up
 _UPDATE_SECONDS: Final = 900.0  # that a backend may run with weights that are not verified yet
@@ -209,7 +211,7 @@ class BackendSession:
         )
 
     async def _answered(self, prompt: Sequence[int], sampling: Sampling) -> Sample:
-        tries, mismatches, wait = 0, 0, _FIRST_WAIT
+        tries, failures, mismatches = 0, 0, 0
         while True:
             # Stays true where the turn is cut off in the middle: see silence().
             self._waiting, self._prompt = True, prompt
@@ -223,17 +225,17 @@ class BackendSession:
                 await asyncio.sleep(await self._move(str(error), blame=True))
             except BackendUnavailable as error:
                 self._waiting = False
-                tries += 1
+                tries, failures = tries + 1, failures + 1
                 left = self._left(error)
                 if tries % _TRIES_BEFORE_ROUTE == 0:
                     wait = await self._move(str(error), blame=not error.overloaded)
-                elif error.retry_after is not None:
-                    wait = max(wait, min(error.retry_after, _LONGEST_RETRY_AFTER))
+                    failures = failures if wait else 0
+                else:
+                    wait = max(_WAITS.pause(failures), min(error.retry_after or 0.0, _LONGEST_RETRY_AFTER))
                 if error.overloaded:
                     await self._wait(min(wait, left))
                 else:
                     await asyncio.sleep(min(wait, left))
-                wait = min(max(2 * wait, _FIRST_WAIT), _LONGEST_WAIT)
             else:
                 self._failing_since = self._busy_since = None
                 self._waiting = False
@@ -282,8 +284,10 @@ class BackendSession:
         Raises:
             BackendUnavailable: they were not, for too long.
         """
-        wait = _FIRST_WAIT
+        looks = 0
         while so_far < _UPDATE_SECONDS:
+            looks += 1
+            wait = _WAITS.pause(looks)
             await self._wait(wait)
             so_far += wait
             try:
@@ -292,7 +296,6 @@ class BackendSession:
                 return so_far  # the next request says what is wrong
             if label is None or not label.startswith(UNVERIFIED):
                 return so_far
-            wait = min(2 * wait, _LONGEST_WAIT)
         raise BackendUnavailable(
             f"{self.backend.url} has weights that were not verified within {_UPDATE_SECONDS:g} s"
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from typing import Protocol
+from typing import Final, Protocol
 
+from rollyard_crds.backoff import Backoff
 from rollyard_crds.claims import Claim, ClaimRequest
 from rollyard_crds.lease import (
     CompleteRequest,
@@ -62,9 +62,5 @@ class ClaimCalls(Protocol):
     async def release_claim(self, claim_id: str) -> None: ...
 
 
-def backoff(tries: int, error: ControlPlaneUnavailable | None = None, longest: float = 5.0) -> float:
-    """Seconds to wait after the `tries`-th failure in a row (from 1): doubled from 0.1, with jitter."""
-    wait = min(0.1 * 2.0 ** min(tries - 1, 10), longest) * random.uniform(0.5, 1.0)
-    if error is not None and error.retry_after is not None:
-        wait = max(wait, min(error.retry_after, longest))
-    return wait
+TRY_AGAIN: Final = Backoff(first=0.1, longest=5.0, jitter=0.5)
+"""The pauses between tries of a call to which the control plane gives no answer."""

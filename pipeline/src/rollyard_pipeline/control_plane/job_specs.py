@@ -8,7 +8,7 @@ from collections import OrderedDict
 from rollyard_crds.lease import Lease
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
-from rollyard_pipeline.control_plane.calls import ControlPlane, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlane, ControlPlaneUnavailable
 
 
 class JobSpecs:
@@ -33,7 +33,7 @@ class JobSpecs:
                     spec = await self._control.job_spec(lease.namespace, lease.job, lease.job_uid)
                 except ControlPlaneUnavailable as error:
                     tries += 1
-                    await asyncio.sleep(backoff(tries, error))
+                    await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))
                 else:
                     self._specs[lease.job_uid] = spec
                     while len(self._specs) > self._size:

@@ -22,7 +22,7 @@ from rollyard_crds.lease import (
 )
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
-from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, backoff
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable
 from rollyard_pipeline.errors import ControlPlaneError, JobEnded, NotThere
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class RestControlPlane:
                         return await self.job_spec(namespace, name)
                     except ControlPlaneUnavailable as error:
                         tries += 1
-                        await asyncio.sleep(backoff(tries, error))
+                        await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))
         except TimeoutError as error:
             raise ControlPlaneError(
                 f"the control plane did not answer within {_START_SECONDS:g} s"

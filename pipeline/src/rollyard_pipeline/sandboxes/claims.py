@@ -22,7 +22,7 @@ from rollyard_sandbox.errors import FileError
 from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_sandbox.proof import PROVEN
 
-from rollyard_pipeline.control_plane.calls import ClaimCalls, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ClaimCalls, ControlPlaneUnavailable
 from rollyard_pipeline.errors import ControlPlaneError, NotThere
 from rollyard_pipeline.sandboxes.connection import apply, connect
 from rollyard_pipeline.sandboxes.errors import (
@@ -255,4 +255,4 @@ async def _persistent(call: Callable[[], Awaitable[T]]) -> T:
             return await call()
         except ControlPlaneUnavailable as error:
             tries += 1
-            await asyncio.sleep(backoff(tries, error))
+            await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))

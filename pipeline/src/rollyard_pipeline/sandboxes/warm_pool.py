@@ -7,7 +7,9 @@ import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Final
 
+from rollyard_crds.backoff import Backoff
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError as ExecError
 
@@ -17,7 +19,7 @@ from rollyard_pipeline.sandboxes.interface import SandboxKey
 
 log = logging.getLogger(__name__)
 
-_BACKOFF_SECONDS = (1.0, 2.0, 5.0, 15.0, 30.0)
+_START_AGAIN: Final = Backoff(first=1.0, longest=30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,8 @@ class WarmPool:
                         group.create_task(self._add(key, ready))
             except* (SandboxError, ExecError, OSError) as errors:
                 first = errors.exceptions[0]
-                delay = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
                 failures += 1
+                delay = _START_AGAIN.pause(failures)
                 log.warning("the warm pool cannot start a sandbox, next try in %g s: %s", delay, first)
                 await asyncio.sleep(delay)
             else:

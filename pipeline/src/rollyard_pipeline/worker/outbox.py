@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rollyard_crds.lease import CompleteRequest, FailRequest, OutcomeResponse, StageFailure, StageResult
 
-from rollyard_pipeline.control_plane.calls import ControlPlane, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlane, ControlPlaneUnavailable
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import ControlPlaneError
 
@@ -87,7 +87,7 @@ class Outbox:
                 tries += 1
                 if tries in (1, 10, 100):
                     log.warning("%d outcomes wait for the control plane: %s", len(batch), error)
-                await asyncio.sleep(backoff(tries, error))
+                await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))
             except ControlPlaneError as error:
                 await self._refused(batch, error)
                 return

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rollyard_crds.lease import MAX_BATCH, Lease, LeaseRequest
 from rollyard_crds.rolloutjob import StageName
 
-from rollyard_pipeline.control_plane.calls import ControlPlane, ControlPlaneUnavailable, backoff
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlane, ControlPlaneUnavailable
 from rollyard_pipeline.errors import ControlPlaneError, JobEnded
 
 log = logging.getLogger(__name__)
@@ -89,8 +89,8 @@ class StagePool:
                 tries += 1
                 if tries in (1, 10, 100):
                     log.warning("%s: no lease: %s", self.stage, error)
-                transient = error if isinstance(error, ControlPlaneUnavailable) else None
-                await asyncio.sleep(backoff(tries, transient))
+                asked = error.retry_after if isinstance(error, ControlPlaneUnavailable) else None
+                await asyncio.sleep(TRY_AGAIN.pause(tries, asked))
                 continue
             tries = 0
             for lease in answer.leases:

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from rollyard_crds.backoff import Backoff
+
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull
 
 ROOM_BYTES: Final = 4 << 20
 """More than a sandbox's records, logs and socket take."""
 LOOK_SECONDS: Final = 1.0
-FIRST_PAUSE_SECONDS: Final = 2.0
 LONGEST_PAUSE_SECONDS: Final = 120.0
+_PAUSES: Final = Backoff(first=2.0, longest=LONGEST_PAUSE_SECONDS)
 
 
 class DiskRefuses(NodeDiskFull):
@@ -43,7 +45,7 @@ class DiskRoom:
         self._looked = float("-inf")
         self._full = ""
         self._asking = threading.Lock()
-        self._pause = FIRST_PAUSE_SECONDS
+        self._failures = 0
         self._paused_until = float("-inf")
         self._why = ""
 
@@ -92,10 +94,10 @@ class DiskRoom:
             self._ask()
             now = self._clock()
             if not self._full and now >= self._paused_until:  # starts that fail together count once
-                self._paused_until, self._why = now + self._pause, why
-                self._pause = min(LONGEST_PAUSE_SECONDS, 2 * self._pause)
+                self._failures += 1
+                self._paused_until, self._why = now + _PAUSES.pause(self._failures), why
 
     def worked(self) -> None:
         """A sandbox has started: there is no more reason for a pause."""
-        self._pause = FIRST_PAUSE_SECONDS
+        self._failures = 0
         self._paused_until = float("-inf")

@@ -294,7 +294,7 @@ class AsyncClient:
             lora: an adapter's name and its folder.
             pushed: the weights are in the servers already.
             mode: what happens to requests in flight: `abort`, `wait` or `keep`.
-            in_flight: rollouts in Run go on from their tokens, or begin anew.
+            in_flight: whether rollouts in Run continue from their tokens, or start again.
             reference: log-probabilities of a prompt under the new weights, to verify against.
 
         Raises:

@@ -30,7 +30,7 @@ Manifest = RolloutJob | BackendPool | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Some of a job's results: JSON lines, where to go on, and whether nothing follows."""
+    """Some of a job's results: JSON lines, the position to continue from, and whether it is the end."""
 
     lines: list[bytes]
     cursor: str

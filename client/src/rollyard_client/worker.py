@@ -111,7 +111,7 @@ class WorkerClient(Connected):
         return await self._transport.send(_lease_call("/route", request, RouteResponse))
 
     async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
-        """A job's spec, without inline tasks; NotFound when it is gone or was made anew."""
+        """A job's spec, without inline tasks; NotFound when it is gone or was created again."""
         return await self._transport.send(workercalls.job_spec(namespace, name, uid))
 
     async def claim(self, request: ClaimRequest) -> Claim:

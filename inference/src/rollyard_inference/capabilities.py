@@ -36,7 +36,7 @@ class WeightInfo:
 
     @property
     def shape(self) -> Shape:
-        """Whose calls the server has, as far as this tells: vLLM's unless it answers like SGLang."""
+        """The protocol of the server, as far as this shows: vLLM's unless it answers like SGLang."""
         return "sglang" if self.path in _MODEL_INFO else "vllm"
 
 

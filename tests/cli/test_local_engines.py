@@ -21,7 +21,7 @@ from rollyard.local.gpus import choose, visible_gpus
 from rollyard.local.options import Options
 from rollyard.local.vllm import vllm_server
 from rollyard_crds import BackendPool, BackendStatus, Condition
-from rollyard_drivers.commands.vllm import given
+from rollyard_drivers.commands.arguments import given
 from rollyard_drivers.host.child import sweep
 from rollyard_drivers.host.home import Home, read_json, write_json
 from rollyard_drivers.host.log_file import telling

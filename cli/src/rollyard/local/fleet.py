@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
+from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments
 from rollyard_drivers.health.backend import Health, watch_backend
 from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.home import Home
@@ -214,17 +216,10 @@ class Fleet:
         if workload.kind == "backend":
             port_file = self._home.pids / f"{workload.name}.port"
             port_file.unlink(missing_ok=True)
-            return [
-                *("-m", "rollyard_engine", "--model", workload.model, "--host", self._options.host),
-                *("--port", "0", "--port-file", str(port_file)),
-                *("--served-model-name", workload.model, *workload.args),
-            ]
-        concurrency = ",".join(f"{stage}={number}" for stage, number in workload.concurrency)
+            return [*ENGINE_MODULE, *engine_arguments(workload, self._options.host, 0, port_file)]
         return [
-            *("-m", "rollyard_pipeline", "--url", self._url),
-            *("--token-file", str(self._home.state / "tokens.json")),
-            *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
-            *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
+            *WORKER_MODULE,
+            *worker_arguments(workload, self._url, self._home.state / "tokens.json"),
             *("--run-dir", str(self._home.run), *self._options.sandbox_arguments()),
             *("--name", workload.name),
         ]

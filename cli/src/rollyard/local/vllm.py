@@ -8,7 +8,8 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollyard_drivers.commands.vllm import DEFAULT_COMMAND, SERVER_ENV, vllm_command, vllm_port
+from rollyard_drivers.commands.arguments import given_port
+from rollyard_drivers.commands.vllm import DEFAULT_COMMAND, SERVER_ENV, vllm_command
 from rollyard_drivers.reconcile.plan import Workload
 
 from rollyard.errors import CannotStart
@@ -77,5 +78,5 @@ def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -
     if workload.model.startswith(("/", ".", "~")) and not os.path.isdir(workload.model):
         raise CannotStart(f"spec.model: there is no folder {workload.model!r} on this machine")
     program, *arguments = vllm_command(workload, host, port)
-    url = f"http://{host}:{vllm_port(workload, port)}"
+    url = f"http://{host}:{given_port(workload.args, port)}"
     return Server(find_program(program, env), tuple(arguments), env, url)

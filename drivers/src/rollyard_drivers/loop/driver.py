@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any, Protocol
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
 
 from rollyard_drivers.host.errors import HostError
+from rollyard_drivers.loop.passes import BackendReports, job_pass, pool_pass
 from rollyard_drivers.reconcile import placement, reconcile_pass
 from rollyard_drivers.reconcile.conditions import holds
-from rollyard_drivers.reconcile.job import reconcile_job
 from rollyard_drivers.reconcile.naming import owner_of
 from rollyard_drivers.reconcile.plan import (
     ObservedPool,
@@ -28,7 +30,6 @@ from rollyard_drivers.reconcile.plan import (
     Profile,
     Stop,
 )
-from rollyard_drivers.reconcile.pool import reconcile_pool
 
 
 class StoreTrouble(HostError):
@@ -89,7 +90,7 @@ class Driver:
         self._alone = alone
         self._on_trouble = on_trouble
         self._trouble = ""
-        self._told: dict[Owner, list[tuple[object, ...]]] = {}
+        self._reports: dict[Owner, BackendReports] = {}
 
     async def turn(self, now: datetime) -> None:
         """One turn. What the control plane refuses is told once, and tried again in the next turn."""
@@ -116,7 +117,7 @@ class Driver:
         for owner in self._workloads.owners() - here:
             for seen in self._workloads.observed(owner):
                 self._workloads.stop(Stop(seen.name, self._profile.stop_seconds))
-            self._told.pop(owner, None)
+            self._reports.pop(owner, None)
         for pool in served:
             with self._tolerant():
                 await self._pool_turn(pool, now)
@@ -134,17 +135,13 @@ class Driver:
 
     async def _pool_turn(self, pool: BackendPool, now: datetime) -> None:
         owner = owner_of(pool)
-        external = pool.spec.engine.type == "external"
         observed = ObservedPool(
             workloads=self._workloads.observed(owner),
-            external=tuple(pool.status.backends) if external else (),
+            external=tuple(pool.status.backends) if pool.spec.engine.type == "external" else (),
         )
-        plan = reconcile_pool(pool, observed, now, self._profile)
-        await self._workloads.carry_out(owner, plan)
-        if not external:
-            await self._report(owner, pool, plan.status.backends)
-        if reconcile_pass.pool_news(plan.status) != reconcile_pass.pool_news(pool.status):
-            await self._store.put_pool_status(pool, plan.status)
+        reports = self._reports.setdefault(owner, BackendReports())
+        actions = _PoolActions(self._store, self._workloads, reports, pool)
+        plan = await pool_pass(pool, observed, actions, now, self._profile)
         pool.status = plan.status
 
     async def _tell_unserved(
@@ -158,16 +155,6 @@ class Driver:
             if not self._takes(job) and placement.is_unspoken(job, now):
                 await self._store.put_job_status(job, placement.unserved_job(job, now))
 
-    async def _report(self, owner: Owner, pool: BackendPool, backends: Sequence[BackendStatus]) -> None:
-        # The control plane has its own say about versions and messages: what was told last counts,
-        # and that it still knows of each backend what rollouts are routed by.
-        told = reconcile_pass.told_of(backends)
-        unchanged = reconcile_pass.routed_by(backends) == reconcile_pass.routed_by(pool.status.backends)
-        if told == self._told.get(owner) and unchanged:
-            return
-        await self._store.put_backends(pool, backends)
-        self._told[owner] = told
-
     async def _job_turn(
         self, job: RolloutJob, pools: dict[tuple[str, str], PoolState], active: set[Owner], now: datetime
     ) -> None:
@@ -178,14 +165,69 @@ class Driver:
         reference = job.spec.backend_ref
         pool = pools.get((job.metadata.namespace, reference.name)) if reference is not None else None
         observed = reconcile_pass.observed_job(job, workloads, pool, len(active - {owner}))
-        plan = reconcile_job(job, observed, now, self._profile)
-        await self._workloads.carry_out(owner, plan)
-        if plan.cancel and not observed.cancelled:
-            await self._store.cancel(job)
-        if reconcile_pass.job_news(plan.status) != reconcile_pass.job_news(job.status):
-            await self._store.put_job_status(job, plan.status)
+        actions = _JobActions(self._store, self._workloads, job, active)
+        await job_pass(job, observed, actions, now, self._profile)
+
+
+@dataclass(frozen=True, slots=True)
+class _JobActions:
+    """A job whose only home is the control plane."""
+
+    store: Store
+    workloads: Workloads
+    job: RolloutJob
+    active: set[Owner]
+    """The jobs that are admitted and not finished."""
+
+    def planned(self, plan: Plan[RolloutJobStatus]) -> None:
         if reconcile_pass.is_active(plan.status):
-            active.add(owner)
+            self.active.add(owner_of(self.job))
+
+    async def prepare(self, plan: Plan[RolloutJobStatus]) -> None:
+        return
+
+    async def carry_out(self, plan: Plan[RolloutJobStatus]) -> None:
+        await self.workloads.carry_out(owner_of(self.job), plan)
+
+    async def show(self, status: RolloutJobStatus) -> None:
+        return
+
+    async def cancel(self) -> None:
+        await self.store.cancel(self.job)
+
+    async def report(self, status: RolloutJobStatus) -> None:
+        report = reconcile_pass.job_report(self.job, status)
+        if report is not None:
+            await self.store.put_job_status(self.job, report)
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolActions:
+    """A pool whose only home is the control plane."""
+
+    store: Store
+    workloads: Workloads
+    reports: BackendReports
+    pool: BackendPool
+
+    async def prepare(self, plan: Plan[BackendPoolStatus]) -> None:
+        return
+
+    async def carry_out(self, plan: Plan[BackendPoolStatus]) -> None:
+        await self.workloads.carry_out(owner_of(self.pool), plan)
+
+    async def report_backends(self, backends: Sequence[BackendStatus]) -> None:
+        await self.reports.send(
+            backends, self.pool.status.backends, partial(self.store.put_backends, self.pool)
+        )
+
+    async def show(self, status: BackendPoolStatus) -> None:
+        return
+
+    async def report(self, status: BackendPoolStatus) -> None:
+        report = reconcile_pass.pool_report(self.pool, status)
+        if report is not None:
+            await self.store.put_pool_status(self.pool, report)
 
 
 async def replace_pool(store: Store, pool: BackendPool) -> None:

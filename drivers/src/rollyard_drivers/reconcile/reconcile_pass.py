@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from rollyard_crds import (
+    BackendPool,
     BackendPoolStatus,
     BackendStatus,
     Condition,
@@ -66,24 +67,57 @@ def routed_by(backends: Sequence[BackendStatus]) -> set[tuple[str, bool, bool]]:
     return {(one.url, one.ready, one.draining) for one in backends}
 
 
-def told_of(backends: Sequence[BackendStatus]) -> list[tuple[object, ...]]:
-    """What a driver tells the control plane of backends."""
+def reported_backends(backends: Sequence[BackendStatus]) -> list[tuple[object, ...]]:
+    """The fields of backends that a driver reports to the control plane."""
     return [(one.url, one.ready, one.draining, one.policy_version, one.message) for one in backends]
-
-
-def job_news(status: RolloutJobStatus) -> tuple[object, ...]:
-    """What of a job's status is told at once when it changes: all that is not a count."""
-    return (status.phase, status.conditions, status.observed_generation, status.message)
-
-
-def pool_news(status: BackendPoolStatus) -> tuple[object, ...]:
-    """What of a pool's status is told at once when it changes: all that is not of a single backend."""
-    return (status.conditions, status.observed_generation, status.replicas, status.selector)
 
 
 def in_words(conditions: Sequence[Condition]) -> list[tuple[str, str, str, str]]:
     """Conditions without times and generations: what they say."""
     return [(one.type, one.status, one.reason, one.message) for one in conditions]
+
+
+def job_report(known: RolloutJob, status: RolloutJobStatus) -> RolloutJobStatus | None:
+    """The status that the control plane is to be sent: all but the counts, which are its own.
+
+    Args:
+        known: the job as the control plane has it. Its generations may differ from those of an object in a
+            cluster; the status is sent in the control plane's.
+
+    Returns:
+        None if the control plane knows the status already.
+    """
+    before, generation = known.status, known.metadata.generation or 0
+    if (before.phase, before.message, before.observed_generation) == (
+        status.phase,
+        status.message,
+        generation,
+    ) and in_words(before.conditions) == in_words(status.conditions):
+        return None
+    if status.observed_generation == generation:
+        return status
+    conditions = in_generation(status.conditions, generation)
+    return status.model_copy(update={"conditions": conditions, "observed_generation": generation})
+
+
+def pool_report(known: BackendPool, status: BackendPoolStatus) -> BackendPoolStatus | None:
+    """The same for a pool: all of the status that does not belong to a single backend."""
+    before, generation = known.status, known.metadata.generation or 0
+    if (before.observed_generation, before.replicas, before.selector) == (
+        generation,
+        status.replicas,
+        status.selector,
+    ) and in_words(before.conditions) == in_words(status.conditions):
+        return None
+    if status.observed_generation == generation:
+        return status
+    conditions = in_generation(status.conditions, generation)
+    return status.model_copy(update={"conditions": conditions, "observed_generation": generation})
+
+
+def in_generation(conditions: Sequence[Condition], generation: int) -> list[Condition]:
+    """The same conditions, observed at another generation."""
+    return [one.model_copy(update={"observed_generation": generation}) for one in conditions]
 
 
 def refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,9 +13,9 @@ from rollyard_crds import RolloutJob, RolloutJobStatus
 from rollyard_crds.reading.manifest import ManifestError
 from rollyard_crds.reading.task_list import TaskListError, parse_lines
 from rollyard_crds.task import Task
+from rollyard_drivers.loop.passes import job_pass
 from rollyard_drivers.reconcile import reconcile_pass
 from rollyard_drivers.reconcile.conditions import holds
-from rollyard_drivers.reconcile.job import reconcile_job
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Plan, PoolState
 from rollyard_drivers.reconcile.workloads import earliest
@@ -31,6 +32,7 @@ from rollyard_operator.controllers.resource import (
     registration,
     write_status,
 )
+from rollyard_operator.controllers.worker_token import JobSecret
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, uid_of
 from rollyard_operator.pods.parts import digest
@@ -203,50 +205,26 @@ class JobLoop(ObjectLoop):
         meta = job.metadata.model_copy(update={"annotations": {**own, **view.metadata.annotations}})
         job = job.model_copy(update={"metadata": meta, "status": with_counts(before, view.status)})
         pods = self._children.pods(self._life.uid, COMPONENT)
+        write, send = partial(self._write, obj, before), partial(self._report, view)
+        actions = _JobActions(yard, self._children, job, pods, write, send)
         if holds(before.conditions, "Finished") and _settled(job) and not pods:
             # Only its time to live is left.
-            plan = reconcile_job(job, reconcile_pass.observed_job(job, (), None, 0), yard.now(), yard.profile)
-            wait = await self._write(obj, before, plan.status)
-            return await self._conclude(obj, plan, view, wait)
-        observed = reconcile_pass.observed_job(
-            job,
-            self._children.observed(pods),
-            self._pool_state(),
-            yard.admissions.others(self.key, job),
-            "; ".join(job_violations(job, yard.settings)),
-        )
-        # Workers that mount an earlier token's Secret are replaced.
-        secret = yard.token.of(job)
-        profile = replace(yard.profile, made_of=digest(yard.profile.made_of, secret.name))
-        plan = reconcile_job(job, observed, yard.now(), profile)
-        yard.admissions.note(self.key, job.model_copy(update={"status": plan.status}))
-        if plan.launch:
-            await yard.token.ensure(job, secret)
-        build = partial(worker_pod, job=job, settings=yard.settings, secret=secret.name)
-        # The status is of what was seen before this turn: neither waits for the other.
-        carried, written = await asyncio.gather(
-            self._children.carry_out(self.key[0], plan, build, pods),
-            self._write(obj, before, plan.status),
-            return_exceptions=True,
-        )
-        if isinstance(carried, BaseException):
-            raise carried
-        if isinstance(written, BaseException):
-            raise written
-        if plan.cancel and not observed.cancelled:
-            with suppress(NotFound):
-                await yard.plane.client.cancel(job)
-        return await self._conclude(obj, plan, view, written)
-
-    async def _conclude(
-        self, obj: Object, plan: Plan[RolloutJobStatus], view: RolloutJob, wait: float | None
-    ) -> float | None:
-        """Tell the control plane, delete what has lived long enough. `wait`: until the status is written."""
-        if wait is None:
-            await self._report(view, plan.status)
+            observed, profile = reconcile_pass.observed_job(job, (), None, 0), yard.profile
+        else:
+            observed = reconcile_pass.observed_job(
+                job,
+                self._children.observed(pods),
+                self._pool_state(),
+                yard.admissions.others(self.key, job),
+                "; ".join(job_violations(job, yard.settings)),
+            )
+            actions.secret = yard.token.of(job)
+            # Workers that mount an earlier token's Secret are replaced.
+            profile = replace(yard.profile, made_of=digest(yard.profile.made_of, actions.secret.name))
+        plan = await job_pass(job, observed, actions, yard.now(), profile)
         if plan.delete:
-            await self._yard.kube.delete("RolloutJob", *self.key, uid=uid_of(obj))
-        return earliest((plan.requeue_after, wait))
+            await yard.kube.delete("RolloutJob", *self.key, uid=uid_of(obj))
+        return earliest((plan.requeue_after, actions.wait))
 
     def _pool_state(self) -> PoolState | None:
         if self.pool is None:
@@ -274,18 +252,11 @@ class JobLoop(ObjectLoop):
         plane = self._yard.plane
         if view.metadata.uid is None:
             return  # it has no such job any more
-        known = view.status
-        generation = view.metadata.generation or 0
-        if (known.phase, known.message, known.observed_generation) == (
-            status.phase,
-            status.message,
-            generation,
-        ) and reconcile_pass.in_words(known.conditions) == reconcile_pass.in_words(status.conditions):
+        report = reconcile_pass.job_report(view, status)
+        if report is None:
             return
-        conditions = [one.model_copy(update={"observed_generation": generation}) for one in status.conditions]
-        told = status.model_copy(update={"conditions": conditions, "observed_generation": generation})
         with suppress(NotFound):
-            answer = await plane.client.put_job_status(view, told)
+            answer = await plane.client.put_job_status(view, report)
             if thing_key(answer) == self.key and answer.status.completion_time is None:
                 plane.unfinished.learn(answer)
             elif self._life.final is not None:
@@ -325,6 +296,50 @@ class JobLoop(ObjectLoop):
         if obj is None and wait is None:
             self.done = True
         return wait
+
+
+@dataclass(slots=True)
+class _JobActions:
+    """One pass over a job whose workers are pods and whose status stands in its object first."""
+
+    yard: Yard
+    children: Children
+    job: RolloutJob
+    pods: Sequence[Object]
+    """The job's pods that the pass was begun with."""
+    write: Callable[[RolloutJobStatus], Awaitable[float | None]]
+    """Writes the object's status; returns after how long a status that waits is due."""
+    send: Callable[[RolloutJobStatus], Awaitable[None]]
+    """Reports a status to the control plane."""
+    secret: JobSecret | None = None
+    """What workers mount; None: none are launched any more."""
+    wait: float | None = None
+    """Seconds until a status that waits is to be written."""
+
+    def planned(self, plan: Plan[RolloutJobStatus]) -> None:
+        job = self.job.model_copy(update={"status": plan.status})
+        self.yard.admissions.note(thing_key(job), job)
+
+    async def prepare(self, plan: Plan[RolloutJobStatus]) -> None:
+        if self.secret is not None and plan.launch:
+            await self.yard.token.ensure(self.job, self.secret)
+
+    async def carry_out(self, plan: Plan[RolloutJobStatus]) -> None:
+        if self.secret is None:
+            return
+        build = partial(worker_pod, job=self.job, settings=self.yard.settings, secret=self.secret.name)
+        await self.children.carry_out(self.job.metadata.namespace, plan, build, self.pods)
+
+    async def show(self, status: RolloutJobStatus) -> None:
+        self.wait = await self.write(status)
+
+    async def cancel(self) -> None:
+        with suppress(NotFound):
+            await self.yard.plane.client.cancel(self.job)
+
+    async def report(self, status: RolloutJobStatus) -> None:
+        if self.wait is None:  # the control plane is not told what the object does not say yet
+            await self.send(status)
 
 
 def with_counts(status: RolloutJobStatus, known: RolloutJobStatus) -> RolloutJobStatus:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,11 +13,11 @@ from rollyard_client import Conflict, Invalid, NotFound
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
 from rollyard_crds.reading.manifest import ManifestError
 from rollyard_drivers.health.pool import Probes
+from rollyard_drivers.loop.passes import BackendReports, pool_pass
 from rollyard_drivers.reconcile import reconcile_pass
 from rollyard_drivers.reconcile.conditions import Claim, updated
 from rollyard_drivers.reconcile.placement import is_for
-from rollyard_drivers.reconcile.plan import ObservedPool
-from rollyard_drivers.reconcile.pool import reconcile_pool
+from rollyard_drivers.reconcile.plan import ObservedPool, Plan
 from rollyard_drivers.reconcile.workloads import earliest
 
 from rollyard_operator.context import DRIVER, Yard
@@ -52,8 +52,7 @@ class _Life:
     """What was registered last: generation, labels, annotations."""
     generation: int = 0
     """The control plane's generation after that."""
-    told: list[tuple[object, ...]] | None = None
-    """Backends that the control plane was told last."""
+    reports: BackendReports = field(default_factory=BackendReports)
     counts_written: float = 0.0
     service: int = -1
     """The generation that the service was applied for."""
@@ -143,22 +142,15 @@ class PoolLoop(ObjectLoop):
         yard, life = self._yard, self._life
         before = pool.status
         pool = pool.model_copy(update={"status": with_backends(before, view.status)})
-        external = pool.spec.engine.type == "external"
         pods = self._children.pods(life.uid, COMPONENT)
         refused = "; ".join(pool_violations(pool, yard.settings))
-        observed = replace(self._observed(pods, pool, external), refused=refused)
-        plan = reconcile_pool(pool, observed, yard.now(), yard.profile)
-        if not external and not refused and life.service != generation_of(obj):
-            await yard.kube.apply(pool_service(pool, yard.settings))
-            life.service = generation_of(obj)
-        build = partial(backend_pod, pool=pool, settings=yard.settings)
-        await self._children.carry_out(self.key[0], plan, build, pods)
-        if not external:
-            await self._report_backends(pool, view, plan.status.backends)
-        wait = await self._write(obj, before, plan.status)
-        await self._report(view, plan.status)
+        observed = replace(self._observed(pods, pool), refused=refused)
+        write, send = partial(self._write, obj, before), partial(self._report, view)
+        served = pool.spec.engine.type != "external" and not refused
+        actions = _PoolActions(yard, self._children, pool, view, pods, served, life, write, send)
+        plan = await pool_pass(pool, observed, actions, yard.now(), yard.profile)
         self._tell_jobs(plan.status)
-        return earliest((plan.requeue_after, wait))
+        return earliest((plan.requeue_after, actions.wait))
 
     async def _mirror(self, obj: Object, pool: BackendPool, view: BackendPool) -> float | None:
         """Another driver starts its backends: the object shows what that one says."""
@@ -167,25 +159,14 @@ class PoolLoop(ObjectLoop):
         self._tell_jobs(after)
         return wait
 
-    def _observed(self, pods: Sequence[Object], pool: BackendPool, external: bool) -> ObservedPool:
+    def _observed(self, pods: Sequence[Object], pool: BackendPool) -> ObservedPool:
         seen = self._children.observed(pods)
         uids = {pod["metadata"]["name"]: uid_of(pod) for pod in pods}
         running = [(uids[one.name], one.url) for one in seen if one.state == "running" and one.url]
         self._probes.keep(running, pool.spec.model)
         workloads = tuple(self._probes.seen(uids[one.name], one) if one.name in uids else one for one in seen)
+        external = pool.spec.engine.type == "external"
         return ObservedPool(workloads, tuple(pool.status.backends) if external else ())
-
-    async def _report_backends(
-        self, pool: BackendPool, view: BackendPool, backends: Sequence[BackendStatus]
-    ) -> None:
-        # The control plane has its own say about versions and messages: what was told last counts,
-        # and that it still knows of each backend what rollouts are routed by.
-        told = reconcile_pass.told_of(backends)
-        unchanged = reconcile_pass.routed_by(backends) == reconcile_pass.routed_by(view.status.backends)
-        if told == self._life.told and unchanged:
-            return
-        self._yard.plane.pools.learn(await self._yard.plane.client.put_backends(view, backends))
-        self._life.told = told
 
     def _tell_jobs(self, status: BackendPoolStatus) -> None:
         state = reconcile_pass.pool_state(status)
@@ -208,17 +189,11 @@ class PoolLoop(ObjectLoop):
 
     async def _report(self, view: BackendPool, status: BackendPoolStatus) -> None:
         """The status to the control plane, in its own generations, where it does not say so yet."""
-        known, generation = view.status, view.metadata.generation or 0
-        if (known.observed_generation, known.replicas, known.selector) == (
-            generation,
-            status.replicas,
-            status.selector,
-        ) and reconcile_pass.in_words(known.conditions) == reconcile_pass.in_words(status.conditions):
+        report = reconcile_pass.pool_report(view, status)
+        if report is None:
             return
-        conditions = [one.model_copy(update={"observed_generation": generation}) for one in status.conditions]
-        told = status.model_copy(update={"conditions": conditions, "observed_generation": generation})
         with suppress(NotFound):
-            self._yard.plane.pools.learn(await self._yard.plane.client.put_pool_status(view, told))
+            self._yard.plane.pools.learn(await self._yard.plane.client.put_pool_status(view, report))
 
     # What goes wrong, and how it ends
 
@@ -250,6 +225,50 @@ class PoolLoop(ObjectLoop):
         return wait
 
 
+@dataclass(slots=True)
+class _PoolActions:
+    """One pass over a pool whose backends are pods and whose status stands in its object first."""
+
+    yard: Yard
+    children: Children
+    pool: BackendPool
+    view: BackendPool
+    """The pool as the control plane knows it."""
+    pods: Sequence[Object]
+    """The pool's pods that the pass was begun with."""
+    served: bool
+    """Whether its backends are pods of ours, which a service leads to."""
+    life: _Life
+    write: Callable[[BackendPoolStatus], Awaitable[float | None]]
+    """Writes the object's status; returns after how long a status that waits is due."""
+    send: Callable[[BackendPoolStatus], Awaitable[None]]
+    """Reports a status to the control plane."""
+    wait: float | None = None
+    """Seconds until a status that waits is to be written."""
+
+    async def prepare(self, plan: Plan[BackendPoolStatus]) -> None:
+        generation = self.pool.metadata.generation or 0
+        if self.served and self.life.service != generation:
+            await self.yard.kube.apply(pool_service(self.pool, self.yard.settings))
+            self.life.service = generation
+
+    async def carry_out(self, plan: Plan[BackendPoolStatus]) -> None:
+        build = partial(backend_pod, pool=self.pool, settings=self.yard.settings)
+        await self.children.carry_out(self.pool.metadata.namespace, plan, build, self.pods)
+
+    async def report_backends(self, backends: Sequence[BackendStatus]) -> None:
+        put = partial(self.yard.plane.client.put_backends, self.view)
+        answer = await self.life.reports.send(backends, self.view.status.backends, put)
+        if answer is not None:
+            self.yard.plane.pools.learn(answer)
+
+    async def show(self, status: BackendPoolStatus) -> None:
+        self.wait = await self.write(status)
+
+    async def report(self, status: BackendPoolStatus) -> None:
+        await self.send(status)
+
+
 def with_backends(status: BackendPoolStatus, known: BackendPoolStatus) -> BackendPoolStatus:
     """The object's status with what the control plane knows of weights and backends."""
     return status.model_copy(
@@ -265,7 +284,8 @@ def _news(status: BackendPoolStatus) -> tuple[object, ...]:
     """What of a status is written at once."""
     routed = reconcile_pass.routed_by(status.backends)
     weights = {(one.url, one.weights, one.policy_version) for one in status.backends}
-    return (*reconcile_pass.pool_news(status), status.policy_version, status.paused, routed, weights)
+    whole = (status.conditions, status.observed_generation, status.replicas, status.selector)
+    return (*whole, status.policy_version, status.paused, routed, weights)
 
 
 def difference(before: Any, after: Any) -> Any:

@@ -11,7 +11,10 @@ from rollyard_crds.base import API_VERSION
 from rollyard_crds.claims import EXEC_PORT
 from rollyard_crds.fields.pod_template import PodResources, PodTemplate
 from rollyard_crds.names import NODE, PROVIDER
-from rollyard_drivers.commands.vllm import SERVER_ENV, given, vllm_command, vllm_port
+from rollyard_drivers.commands.arguments import given_port
+from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
+from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
+from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments
 from rollyard_drivers.reconcile.naming import NAME_LIMIT
 from rollyard_drivers.reconcile.plan import Workload
 
@@ -127,19 +130,15 @@ def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, 
     """
     stage = workload.stages[0]
     template: PodTemplate = getattr(job.spec.stages, stage).template
-    concurrency = ",".join(f"{name}={number}" for name, number in workload.concurrency)
     env = {**_BASE_ENV, "ROLLYARD_HOME": "/tmp/rollyard"}
     if settings.control_plane_ca_file is not None:
         env["SSL_CERT_FILE"] = f"{TOKEN_FOLDER}/ca.crt"
     container: Object = {
         "name": "worker",
         "image": template.image or settings.images.worker,
-        "command": ["python", "-m", "rollyard_pipeline"],
+        "command": ["python", *WORKER_MODULE],
         "args": [
-            *("--url", settings.control_plane_url),
-            *("--token-file", f"{TOKEN_FOLDER}/token"),
-            *("--job", job.metadata.name, "--namespace", job.metadata.namespace),
-            *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
+            *worker_arguments(workload, settings.control_plane_url, f"{TOKEN_FOLDER}/token"),
             *("--sandbox", PROVIDER, "--node", NODE),
             *("--drain-seconds", str(DRAIN_SECONDS)),
         ],
@@ -173,7 +172,7 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
     volumes: list[Object] = []
     mounts: list[Object] = [_TMP]
     if vllm:
-        port, image, defaults = vllm_port(workload, BACKEND_PORT), settings.images.vllm, PodResources()
+        image, defaults = settings.images.vllm, PodResources()
         command = vllm_command(workload, "0.0.0.0", BACKEND_PORT)
         env = {**_BASE_ENV, **SERVER_ENV}
         # Tensor parallelism talks through shared memory, of which a container has 64 MiB by default.
@@ -181,16 +180,12 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
         mounts.append({"name": "rollyard-shm", "mountPath": "/dev/shm"})
     else:
         image, defaults, env = settings.images.engine, settings.engine.resources, dict(_BASE_ENV)
-        chosen = given(workload.args, "--port")
-        port = int(chosen) if chosen.isdigit() else BACKEND_PORT
-        command = (
-            *("python", "-m", "rollyard_engine", "--model", workload.model, "--host", "0.0.0.0"),
-            *("--port", str(BACKEND_PORT), "--served-model-name", workload.model, *workload.args),
-        )
+        command = ("python", *ENGINE_MODULE, *engine_arguments(workload, "0.0.0.0", BACKEND_PORT))
     wanted = resources(defaults, template.resources)
     if workload.gpus:
         wanted.setdefault("limits", {})["nvidia.com/gpu"] = str(workload.gpus)
         wanted.get("requests", {}).pop("nvidia.com/gpu", None)
+    port = given_port(workload.args, BACKEND_PORT)
     container: Object = {
         "name": "backend",
         "image": template.image or image,

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollyard_client.environment import CA_FILE
+from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
 from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
+from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments
 from rollyard_drivers.reconcile.plan import Workload
 
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile, SiteProfile
@@ -203,12 +205,8 @@ def _begin(env: Mapping[str, str]) -> list[Line]:
 
 def _worker(workload: Workload, site: Site) -> list[Line]:
     python = site.profile.of(workload.kind).python or site.python
-    concurrency = ",".join(f"{stage}={number}" for stage, number in workload.concurrency)
     arguments: list[Part] = [
-        python,
-        *("-m", "rollyard_pipeline", "--url", site.url, "--token-file", str(site.token_file(workload))),
-        *("--job", workload.owner.name, "--namespace", workload.owner.namespace),
-        *("--stages", ",".join(workload.stages), "--concurrency", concurrency),
+        *(python, *WORKER_MODULE, *worker_arguments(workload, site.url, site.token_file(workload))),
         *("--sandbox", site.sandbox, *site.sandbox_options),
         *(("--max-sandboxes", str(most)) if (most := site.profile.workers.max_sandboxes) else ()),
         *("--drain-seconds", str(site.profile.workers.drain_seconds), "--sandboxes-end"),
@@ -271,10 +269,7 @@ def _backend(workload: Workload, site: Site, identity: Identity) -> list[Line]:
                 *engine,
             ]
     else:
-        engine = [
-            *(python, "-m", "rollyard_engine", "--model", workload.model, "--host", HOST, "--port", PORT),
-            *("--served-model-name", workload.model, *workload.args),
-        ]
+        engine = [python, *ENGINE_MODULE, *engine_arguments(workload, HOST, PORT)]
     arguments: list[Part] = [
         *(python, "-m", "rollyard_slurm.node", "--endpoint", str(site.endpoint_file(identity.launch))),
         *("--toward", site.url, "--", *engine),

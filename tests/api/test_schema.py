@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from rollyard_api.storage import migrate
+from rollyard_api.storage import migrate, rows
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.schema import metadata
 
@@ -23,3 +25,22 @@ async def test_upgraded_schema_is_the_metadata(settings: Any) -> None:
             assert set(sa.inspect(conn).get_table_names()) == {*metadata.tables, "alembic_version"}
     finally:
         await database.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [
+        (rows.JobRow, "jobs"),
+        (rows.PayloadRow, "payloads"),
+        (rows.BlobRow, "blobs"),
+        (rows.ClaimRow, "claims"),
+        (rows.PoolRow, "pools"),
+        (rows.BackendRow, "backends"),
+        (rows.WeightUpdateRow, "weight_updates"),
+    ],
+)
+def test_a_row_has_the_columns_of_its_table(kind: Any, table: str) -> None:
+    """Rows are made of a whole table's columns by position."""
+    assert [field.name for field in fields(kind)] == [
+        column.name for column in metadata.tables[table].columns
+    ]

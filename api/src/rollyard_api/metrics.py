@@ -12,7 +12,7 @@ from prometheus_client.exposition import generate_latest
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools
-from rollyard_api.core import states
+from rollyard_api.core.states import RolloutState
 from rollyard_api.storage.schema import claims, jobs, rollouts
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -131,11 +131,11 @@ def _gauges(conn: Connection) -> list[GaugeMetricFamily]:
     query = (
         sa.select(jobs.c.namespace, jobs.c.name, rollouts.c.state, sa.func.count().label("n"))
         .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
-        .where(jobs.c.finished_at.is_(None), rollouts.c.state < states.SUCCEEDED)
+        .where(jobs.c.finished_at.is_(None), rollouts.c.state < RolloutState.SUCCEEDED)
         .group_by(jobs.c.namespace, jobs.c.name, rollouts.c.state)
     )
     for row in conn.execute(query):
-        labels = [row.namespace, row.name, states.stage_of(row.state) or "", states.status_of(row.state)]
+        labels = [row.namespace, row.name, row.state.stage or "", row.state.status]
         by_state.add_metric(labels, row.n)
     unstored = GaugeMetricFamily(
         "rollyard_trajectories_unstored", "Ended rollouts not yet in the trajectory store"

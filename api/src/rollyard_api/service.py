@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 from sqlalchemy.engine import Connection, make_url
@@ -31,6 +31,7 @@ from rollyard_api.rollouts import claims, lease_expiry, node_loss
 from rollyard_api.settings import Settings
 from rollyard_api.storage import lock, migrate
 from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.rows import RolloutSize
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
 from rollyard_api.weights import verification
@@ -138,7 +139,7 @@ class ControlPlane:
             pass
         await self.database.write(claims.release_unneeded, durable=False)
 
-    def pages_of(self, rows: Sequence[Any]) -> Turns:
+    def pages_of(self, rows: Sequence[RolloutSize]) -> Turns:
         """Places for answers with these results. A store that hangs holds no place of others."""
         return self._pages["trajectory store" if any(row.pending is None for row in rows) else "database"]
 

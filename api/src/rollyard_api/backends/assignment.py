@@ -17,8 +17,9 @@ from rollyard_api.backends import circuits
 from rollyard_api.backends.circuit_breaker import Breaker
 from rollyard_api.backends.router import Backend, Router, eligible
 from rollyard_api.backends.run_estimates import Pace
-from rollyard_api.core import states
+from rollyard_api.core.states import RolloutState
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import RoutedBackend, read_all
 from rollyard_api.storage.schema import backends, groups, jobs, pools, rollouts
 
 Key = tuple[str, str]
@@ -80,7 +81,7 @@ _WAITING = sa.select(sa.func.count()).select_from(
         jobs.c.deleted_at.is_(None),
         jobs.c.cancel_reason.is_(None),
         jobs.c.suspended.is_(False),
-        rollouts.c.state.in_([states.queued("init"), states.leased("init"), states.queued("run")]),
+        rollouts.c.state.in_([RolloutState.QUEUED_INIT, RolloutState.LEASED_INIT, RolloutState.QUEUED_RUN]),
     )
     .limit(bindparam("b_limit"))
     .subquery()
@@ -88,7 +89,7 @@ _WAITING = sa.select(sa.func.count()).select_from(
 """Rollouts of a pool that have not begun Run, up to a limit."""
 _BEGAN = (
     sa.select(rollouts.c.backend, sa.func.max(rollouts.c.since))
-    .where(rollouts.c.lease_expires.is_not(None), rollouts.c.state == states.leased("run"))
+    .where(rollouts.c.lease_expires.is_not(None), rollouts.c.state == RolloutState.LEASED_RUN)
     .where(rollouts.c.backend.in_(bindparam("b_urls", expanding=True)))
     .group_by(rollouts.c.backend)
 )
@@ -117,8 +118,10 @@ def lock(tx: Transaction, keys: Iterable[Key]) -> None:
         tx.conn.execute(_LOCK, {"b_keys": wanted})
 
 
-def _pace(row: Any, now: float) -> Pace | None:
-    if row.pace is None or now - row.measured_at > max(FRESH_SECONDS, FRESH_RUNS * row.pace_seconds):
+def _pace(row: RoutedBackend, now: float) -> Pace | None:
+    if row.pace is None or row.pace_seconds is None or row.pace_load is None or row.measured_at is None:
+        return None
+    if now - row.measured_at > max(FRESH_SECONDS, FRESH_RUNS * row.pace_seconds):
         return None
     return Pace(row.pace, row.pace_load, row.pace_seconds)
 
@@ -128,13 +131,13 @@ class Routers:
 
     def __init__(self, tx: Transaction, active: Iterable[Any]) -> None:
         """Read the pools; `active`: rows of ACTIVE."""
-        self.pools: dict[Key, Any] = {}
-        self._rows: defaultdict[Key, list[Any]] = defaultdict(list)
-        for row in tx.conn.execute(_POOLS):
+        self.pools: dict[Key, RoutedBackend] = {}
+        self._rows: defaultdict[Key, list[RoutedBackend]] = defaultdict(list)
+        for row in read_all(RoutedBackend, tx.conn.execute(_POOLS)):
             key = (row.namespace, row.name)
             self.pools[key] = row
             self._rows[key].append(row)
-        running = [row for row in active if row.state == states.leased("run") and row.backend is not None]
+        running = [row for row in active if row.state == RolloutState.LEASED_RUN and row.backend is not None]
         load: defaultdict[str, int] = defaultdict(int)
         for row in running:
             load[row.backend] += row.n
@@ -302,7 +305,7 @@ def reroute(
     ).one_or_none()
     if found is None:
         return Rerouted("unknown")
-    if found.token != token or found.state != states.leased("run") or found.pool is None:
+    if found.token != token or found.state != RolloutState.LEASED_RUN or found.pool is None:
         return Rerouted("stale")
     key = (found.namespace, found.pool)
     opened, settled = False, found.settled

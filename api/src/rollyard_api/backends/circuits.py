@@ -18,6 +18,7 @@ from rollyard_api.backends import warmup
 from rollyard_api.backends.circuit_breaker import PROBE_SECONDS, Breaker
 from rollyard_api.core.wakeups import QUEUE
 from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.rows import BackendRow, read_one
 from rollyard_api.storage.schema import backends, jobs, pools
 
 log = logging.getLogger("rollyard.api")
@@ -26,7 +27,7 @@ MAX_AT_ONCE = 32
 """Probes in flight."""
 
 
-def of(row: Any) -> Breaker:
+def of(row: BackendRow) -> Breaker:
     """The breaker of a row of `backends`."""
     return Breaker(row.circuit, row.failures, row.opened_at)
 
@@ -56,7 +57,7 @@ def failed(tx: Transaction, job_id: int, url: str) -> bool:
     ).all()
     opened = False
     for row in rows:
-        before = of(row)
+        before = of(BackendRow(*row[:-2]))  # the last two columns belong to the pool
         after = before.failed(tx.now)
         if after != before:
             _write(tx, row.pool_id, url, after)
@@ -108,13 +109,17 @@ def _suspects(conn: Connection) -> list[Suspect]:
             pools.c.paused.is_(False),
         )
     )
-    return [Suspect(row.pool_id, row.url, row.served_model or row.model, of(row)) for row in rows]
+    return [
+        Suspect(row.pool_id, row.url, row.served_model or row.model, of(BackendRow(*row[:-2])))
+        for row in rows
+    ]
 
 
 def _change(tx: Transaction, suspect: Suspect, after: Breaker) -> bool:
     """Write `after` if the circuit is still as it was seen: of several replicas, one probes."""
     where = (backends.c.pool_id == suspect.pool_id, backends.c.url == suspect.url)
-    row = tx.conn.execute(sa.select(backends).where(*where).with_for_update()).one_or_none()
+    found = tx.conn.execute(sa.select(backends).where(*where).with_for_update()).one_or_none()
+    row = read_one(BackendRow, found)
     if row is None or of(row) != suspect.breaker:
         return False
     _write(tx, suspect.pool_id, suspect.url, after)

@@ -15,19 +15,20 @@ from rollyard_crds.weights import UNVERIFIED
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import circuits
-from rollyard_api.core import states
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.conditions import merge_conditions, timestamp
 from rollyard_api.core.problems import Conflict, Invalid, NotFound
+from rollyard_api.core.states import RolloutState
 from rollyard_api.core.validation import validated
 from rollyard_api.core.wakeups import QUEUE
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import BackendRow, PoolRow, read_all, read_one
 from rollyard_api.storage.schema import backends, pools, rollouts, weight_updates
 
 _OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
 
 
-def find(conn: Connection, namespace: str, name: str) -> Any:
+def find(conn: Connection, namespace: str, name: str) -> PoolRow:
     """The pool's row.
 
     Raises:
@@ -38,7 +39,7 @@ def find(conn: Connection, namespace: str, name: str) -> Any:
     ).one_or_none()
     if row is None:
         raise NotFound(f"no BackendPool {name!r} in namespace {namespace!r}", reason="PoolNotFound")
-    return row
+    return PoolRow(*row)
 
 
 def create(tx: Transaction, pool: BackendPool) -> bool:
@@ -80,7 +81,7 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
         .returning(pools)
     ).one()
     if external is not None:
-        _put(tx, made, _of_urls(tx.conn, made.id, external.urls))
+        _put(tx, PoolRow(*made), _of_urls(tx.conn, made.id, external.urls))
     return True
 
 
@@ -94,10 +95,10 @@ class Seen:
     """The server's label of its weights; None where it has none, or none that counts."""
 
 
-def _put(tx: Transaction, pool: Any, reported: Sequence[BackendStatus]) -> None:
+def _put(tx: Transaction, pool: PoolRow, reported: Sequence[BackendStatus]) -> None:
     """Make these the pool's backends. Rows that stay keep their circuit, speed, weights and stats."""
     query = sa.select(backends).where(backends.c.pool_id == pool.id).with_for_update()
-    rows = {row.url: row for row in tx.conn.execute(query)}
+    rows = {row.url: row for row in read_all(BackendRow, tx.conn.execute(query))}
     wanted = {backend.url: backend for backend in reported}
     gone = sorted(rows.keys() - wanted.keys())
     if gone:
@@ -120,7 +121,7 @@ def _put(tx: Transaction, pool: Any, reported: Sequence[BackendStatus]) -> None:
         tx.wake(QUEUE)
 
 
-def _of_label(pool: Any, label: str) -> dict[str, Any]:
+def _of_label(pool: PoolRow, label: str) -> dict[str, Any]:
     """Columns of a server that has just begun with this label: it is behind unless that is the pool's."""
     if pool.policy_index == 0 or label == pool.policy_version:
         return {"weights": "Current", "weights_message": "", "policy_index": pool.policy_index}
@@ -128,7 +129,7 @@ def _of_label(pool: Any, label: str) -> dict[str, Any]:
     return {"weights": "Stale", "weights_message": message, "policy_index": 0}
 
 
-def _found(tx: Transaction, pool: Any, row: Any, seen: Seen) -> dict[str, Any]:
+def _found(tx: Transaction, pool: PoolRow, row: BackendRow, seen: Seen) -> dict[str, Any]:
     """Columns that follow from what was seen of a backend."""
     values: dict[str, Any] = {"ready": seen.ready, "message": seen.message}
     label, began = seen.policy_version, seen.ready and not row.ready
@@ -148,7 +149,7 @@ def _found(tx: Transaction, pool: Any, row: Any, seen: Seen) -> dict[str, Any]:
     return values
 
 
-def _update(tx: Transaction, row: Any, values: dict[str, Any]) -> bool:
+def _update(tx: Transaction, row: BackendRow, values: dict[str, Any]) -> bool:
     """Write what differs; whether anything did."""
     changes = {name: value for name, value in values.items() if getattr(row, name) != value}
     if changes:
@@ -177,10 +178,10 @@ def put_backends(tx: Transaction, namespace: str, name: str, reported: Sequence[
 def mark(tx: Transaction, pool_id: int, url: str, before: Seen, after: Seen) -> None:
     """What a health check found out about one external backend; nothing if it was changed meanwhile."""
     query = sa.select(backends).where(backends.c.pool_id == pool_id, backends.c.url == url).with_for_update()
-    row = tx.conn.execute(query).one_or_none()
+    row = read_one(BackendRow, tx.conn.execute(query).one_or_none())
     if row is None or Seen(bool(row.ready), row.message, row.policy_version) != before:
         return
-    pool = tx.conn.execute(sa.select(pools).where(pools.c.id == pool_id)).one()
+    pool = PoolRow(*tx.conn.execute(sa.select(pools).where(pools.c.id == pool_id)).one())
     if _update(tx, row, _found(tx, pool, row, after)):
         tx.wake(QUEUE)
 
@@ -196,7 +197,7 @@ def patch(tx: Transaction, namespace: str, name: str, changes: dict[str, Any]) -
         Invalid: a field is wrong, or may not change: the model, the tokenizer, the engine's type.
     """
     query = sa.select(pools).where(pools.c.namespace == namespace, pools.c.name == name).with_for_update()
-    pool = tx.conn.execute(query).one_or_none() or find(tx.conn, namespace, name)
+    pool = read_one(PoolRow, tx.conn.execute(query).one_or_none()) or find(tx.conn, namespace, name)
     before = BackendPoolSpec.model_validate(loads(pool.spec))
     after = validated(BackendPoolSpec, merge(loads(pool.spec), changes), "spec")
     problems = fixed(before, after)
@@ -221,7 +222,7 @@ def fixed(before: BackendPoolSpec, after: BackendPoolSpec) -> list[str]:
     ]
 
 
-def change(tx: Transaction, pool: Any, after: BackendPoolSpec) -> None:
+def change(tx: Transaction, pool: PoolRow, after: BackendPoolSpec) -> None:
     """Give the pool of this row, locked, another spec; the same one again changes nothing."""
     external = after.engine.external
     encoded = orjson.dumps(after.to_json(), option=orjson.OPT_SORT_KEYS)
@@ -287,7 +288,7 @@ def active_rollouts(conn: Connection) -> dict[str, int]:
         sa.select(rollouts.c.backend, sa.func.count().label("n"))
         .where(
             rollouts.c.lease_expires.is_not(None),
-            rollouts.c.state == states.leased("run"),
+            rollouts.c.state == RolloutState.LEASED_RUN,
             rollouts.c.backend.is_not(None),
         )
         .group_by(rollouts.c.backend)
@@ -303,13 +304,13 @@ def listed(conn: Connection, namespace: str | None, name: str | None = None) -> 
     if name is not None:
         query = query.where(pools.c.name == name)
     active = active_rollouts(conn)
-    by_pool: defaultdict[int, list[Any]] = defaultdict(list)
-    for backend in conn.execute(sa.select(backends).order_by(backends.c.position)):
+    by_pool: defaultdict[int, list[BackendRow]] = defaultdict(list)
+    for backend in read_all(BackendRow, conn.execute(sa.select(backends).order_by(backends.c.position))):
         by_pool[backend.pool_id].append(backend)
-    return [_document(pool, by_pool[pool.id], active) for pool in conn.execute(query)]
+    return [_document(pool, by_pool[pool.id], active) for pool in read_all(PoolRow, conn.execute(query))]
 
 
-def _document(pool: Any, rows: Sequence[Any], active: dict[str, int]) -> dict[str, Any]:
+def _document(pool: PoolRow, rows: Sequence[BackendRow], active: dict[str, int]) -> dict[str, Any]:
     return {
         "apiVersion": "rollyard.dev/v1alpha1",
         "kind": "BackendPool",
@@ -336,7 +337,7 @@ def _document(pool: Any, rows: Sequence[Any], active: dict[str, int]) -> dict[st
     }
 
 
-def _backend(row: Any, active: int) -> dict[str, Any]:
+def _backend(row: BackendRow, active: int) -> dict[str, Any]:
     """A BackendStatus; what is not known (yet) is left out."""
     message = row.message
     if not message and row.weights != "Current":

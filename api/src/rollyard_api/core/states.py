@@ -1,47 +1,66 @@
-"""The states a rollout passes through, as small integers that indexes sort well.
-
-Even: waiting in a stage's queue; odd: leased by a worker of that stage; 6 and above: ended.
-"""
+"""The states that a rollout passes through."""
 
 from __future__ import annotations
 
-from typing import Final
+from enum import IntEnum
 
 from rollyard_crds.rolloutjob import STAGES, StageName
 
-SUCCEEDED: Final = 6
-FAILED: Final = 7
-CANCELLED: Final = 8
 
-LEASED: Final[tuple[int, ...]] = (1, 3, 5)
-ENDED: Final[dict[int, str]] = {SUCCEEDED: "succeeded", FAILED: "failed", CANCELLED: "cancelled"}
-STATUSES: Final[tuple[str, ...]] = ("queued", "leased", "succeeded", "failed", "cancelled")
+class RolloutState(IntEnum):
+    """Where a rollout stands. The numbers are stored, and indexes sort by them.
+
+    A rollout that waits in a stage's queue has an even number, one that a worker of the stage holds the odd
+    number that follows. Numbers from 6 on mean that the rollout has ended.
+    """
+
+    QUEUED_INIT = 0
+    LEASED_INIT = 1
+    QUEUED_RUN = 2
+    LEASED_RUN = 3
+    QUEUED_EVAL = 4
+    LEASED_EVAL = 5
+    SUCCEEDED = 6
+    FAILED = 7
+    CANCELLED = 8
+
+    @classmethod
+    def queued(cls, stage: StageName) -> RolloutState:
+        """Return the state of a rollout that waits for `stage`."""
+        return cls(2 * STAGES.index(stage))
+
+    @classmethod
+    def leased(cls, stage: StageName) -> RolloutState:
+        """Return the state of a rollout that a worker of `stage` holds."""
+        return cls(2 * STAGES.index(stage) + 1)
+
+    @classmethod
+    def matching(cls, stage: StageName | None = None, status: str | None = None) -> list[RolloutState]:
+        """Return all states with this stage and this status; None matches every one."""
+        return [state for state in cls if stage in (None, state.stage) and status in (None, state.status)]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rollout has its result."""
+        return self >= RolloutState.SUCCEEDED
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether a worker holds the rollout."""
+        return not self.has_ended and self % 2 == 1
+
+    @property
+    def stage(self) -> StageName | None:
+        """The stage that the rollout waits for or is in; None once it has ended."""
+        return None if self.has_ended else STAGES[self // 2]
+
+    @property
+    def status(self) -> str:
+        """`queued`, `leased`, `succeeded`, `failed` or `cancelled`."""
+        if self.has_ended:
+            return self.name.lower()
+        return "leased" if self.is_leased else "queued"
 
 
-def queued(stage: StageName) -> int:
-    """State of a rollout that waits for `stage`."""
-    return 2 * STAGES.index(stage)
-
-
-def leased(stage: StageName) -> int:
-    """State of a rollout that a worker of `stage` holds."""
-    return 2 * STAGES.index(stage) + 1
-
-
-def stage_of(state: int) -> StageName | None:
-    """The stage of a state; None once the rollout has ended."""
-    return STAGES[state // 2] if state < SUCCEEDED else None
-
-
-def status_of(state: int) -> str:
-    """`queued`, `leased`, or how the rollout ended."""
-    return ENDED.get(state) or ("leased" if state % 2 else "queued")
-
-
-def states_matching(stage: StageName | None, status: str | None) -> list[int]:
-    """All states with this stage and this status; None matches every one."""
-    return [
-        state
-        for state in range(CANCELLED + 1)
-        if (stage is None or stage_of(state) == stage) and (status is None or status_of(state) == status)
-    ]
+ENDED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if state.has_ended)
+UNFINISHED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if not state.has_ended)

@@ -17,6 +17,7 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.problems import ApiError, Invalid, NotFound, QueueFull, TooLarge
 from rollyard_api.jobs.task_sources import FIELD
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import BlobRow
 from rollyard_api.storage.schema import blob_pieces, blobs, jobs
 
 PIECE_BYTES: Final = 256 << 10
@@ -69,7 +70,7 @@ def _of(namespace: str, sha256: str) -> sa.Select[Any]:
     )
 
 
-def find(conn: Connection, namespace: str, sha256: str) -> Any:
+def find(conn: Connection, namespace: str, sha256: str) -> BlobRow:
     """An upload's row.
 
     Raises:
@@ -78,16 +79,16 @@ def find(conn: Connection, namespace: str, sha256: str) -> Any:
     row = conn.execute(_of(namespace, sha256)).one_or_none()
     if row is None:
         raise missing(sha256)
-    return row
+    return BlobRow(*row)
 
 
-def touch(tx: Transaction, namespace: str, sha256: str) -> Any:
+def touch(tx: Transaction, namespace: str, sha256: str) -> BlobRow:
     """As `find`; the upload stays as long again as one stays that no job holds."""
     row = tx.conn.execute(_of(namespace, sha256).with_for_update()).one_or_none()
     if row is None:
         raise missing(sha256)
     tx.conn.execute(sa.update(blobs).where(blobs.c.id == row.id).values(touched_at=tx.now))
-    return row
+    return BlobRow(*row)
 
 
 def piece(conn: Connection, blob_id: int, no: int) -> bytes | None:

@@ -8,31 +8,23 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core import states
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import NotFound
+from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.jobs import blobs
 from rollyard_api.jobs.job_views import DELETED
 from rollyard_api.jobs.jobs import find_locked
 from rollyard_api.rollouts.ending import Ending, end, finish
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import UnfinishedRollout, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 
 BATCH = 2000
 """Rollouts ended, or removed, in one transaction: others' requests go in between."""
 
-_COLUMNS = (
-    rollouts.c.id,
-    rollouts.c.job_id,
-    rollouts.c.group_no,
-    rollouts.c.state,
-    rollouts.c.timings,
-    rollouts.c.settled,
-)
 
-
-def _cancel_rows(tx: Transaction, rows: Sequence[Any], reason: str) -> None:
+def _cancel_rows(tx: Transaction, rows: Sequence[UnfinishedRollout], reason: str) -> None:
     end(
         tx,
         [
@@ -40,8 +32,8 @@ def _cancel_rows(tx: Transaction, rows: Sequence[Any], reason: str) -> None:
                 rollout=row.id,
                 job_id=row.job_id,
                 group_no=row.group_no,
-                state=states.CANCELLED,
-                stage=states.stage_of(row.state) or "",
+                state=RolloutState.CANCELLED,
+                stage=row.state.stage or "",
                 reason=reason,
                 timings=row.timings,
                 settled=row.settled,
@@ -53,8 +45,8 @@ def _cancel_rows(tx: Transaction, rows: Sequence[Any], reason: str) -> None:
 
 def _unfinished(job_id: int) -> sa.Select[Any]:
     return (
-        sa.select(*_COLUMNS)
-        .where(rollouts.c.job_id == job_id, rollouts.c.state < states.SUCCEEDED)
+        sa.select(*columns(UnfinishedRollout, rollouts))
+        .where(rollouts.c.job_id == job_id, rollouts.c.state < RolloutState.SUCCEEDED)
         .order_by(rollouts.c.id)
         .with_for_update()
     )
@@ -81,7 +73,7 @@ def cancel_some(tx: Transaction, job_id: int) -> int:
     reason = tx.conn.execute(sa.select(jobs.c.cancel_reason).where(jobs.c.id == job_id)).scalar_one_or_none()
     if reason is None:
         return 0
-    rows = list(tx.conn.execute(_unfinished(job_id).limit(BATCH)))
+    rows = read_all(UnfinishedRollout, tx.conn.execute(_unfinished(job_id).limit(BATCH)))
     if rows:
         _cancel_rows(tx, rows, reason)
     return len(rows)
@@ -108,7 +100,7 @@ def cancel_part(tx: Transaction, namespace: str, name: str, *, group: str | None
         if no is None:
             raise NotFound(f"RolloutJob {name!r} has no group {group!r}", reason="GroupNotFound")
         query = _unfinished(job.id).where(rollouts.c.group_no == no)
-    rows = list(tx.conn.execute(query))
+    rows = read_all(UnfinishedRollout, tx.conn.execute(query))
     if rows:
         _cancel_rows(tx, rows, "Cancelled")
     return len(rows)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import dumps
+from rollyard_api.storage.rows import JobRow
 
 MAX_JOBS = 1024
 """Jobs whose past events are kept; the one that was silent longest is forgotten first."""
@@ -110,7 +111,7 @@ class EventHub:
             self._bytes -= stream.bytes
             self._first = max(self._first, stream.next)
 
-    def resume_after(self, job: Any, last_id: str) -> int | None:
+    def resume_after(self, job: JobRow, last_id: str) -> int | None:
         """The number of the event after which a subscriber continues; None: from now on ("" as the id).
 
         An id of another process gives -1: what came after it is not kept here.

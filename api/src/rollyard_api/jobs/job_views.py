@@ -9,11 +9,12 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core import states
 from rollyard_api.core.codec import loads
 from rollyard_api.core.conditions import timestamp
 from rollyard_api.core.problems import NotFound
+from rollyard_api.core.states import RolloutState
 from rollyard_api.jobs.jobs import find
+from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.trajectories.records import fitting
 
@@ -31,13 +32,13 @@ OBJECT_UID = "rollyard.dev/object-uid"
 """Annotation with the uid of the Kubernetes object that a job or pool is registered for."""
 
 
-def counts(conn: Connection, job: Any) -> dict[str, Any]:
+def counts(conn: Connection, job: JobRow) -> dict[str, Any]:
     """Live RolloutCounts of a job's row."""
     waiting = {
         row.state: row.n
         for row in conn.execute(
             sa.select(rollouts.c.state, sa.func.count().label("n"))
-            .where(rollouts.c.job_id == job.id, rollouts.c.state < states.SUCCEEDED)
+            .where(rollouts.c.job_id == job.id, rollouts.c.state < RolloutState.SUCCEEDED)
             .group_by(rollouts.c.state)
         )
     }
@@ -45,8 +46,8 @@ def counts(conn: Connection, job: Any) -> dict[str, Any]:
         "total": job.total,
         **{
             stage: {
-                "queued": waiting.get(states.queued(stage), 0),
-                "active": waiting.get(states.leased(stage), 0),
+                "queued": waiting.get(RolloutState.queued(stage), 0),
+                "active": waiting.get(RolloutState.leased(stage), 0),
             }
             for stage in ("init", "run", "eval")
         },
@@ -63,7 +64,7 @@ def _without_tasks(spec: bytes) -> dict[str, Any]:
     return document
 
 
-def document(conn: Connection, job: Any, *, bare: bool = False) -> dict[str, Any]:
+def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, Any]:
     """The whole RolloutJob, as REST answers it, with live counts; `bare`: without inline tasks."""
     meta = loads(job.metadata)
     annotations = dict(meta.get("annotations") or {})
@@ -159,7 +160,7 @@ def listed(
         return [], None
     last = found[count - 1].id
     rows = conn.execute(sa.select(jobs).where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
-    documents = [document(conn, row, bare=bare) for row in rows]
+    documents = [document(conn, JobRow(*row), bare=bare) for row in rows]
     return documents, last if count < len(found) else None
 
 

@@ -14,16 +14,17 @@ from rollyard_crds.claims import shape_of
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core import states
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.conditions import merge_conditions
 from rollyard_api.core.problems import Conflict, NotFound, QueueFull
+from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.jobs import blobs
 from rollyard_api.jobs.task_sources import blob_of
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.rollouts.ending import finish
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import JobRow, read_one
 from rollyard_api.storage.schema import groups, jobs, rollouts
 
 _OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", "deletionTimestamp")
@@ -59,7 +60,7 @@ def query(namespace: str, name: str) -> sa.Select[Any]:
     )
 
 
-def find(conn: Connection, namespace: str, name: str) -> Any:
+def find(conn: Connection, namespace: str, name: str) -> JobRow:
     """The job's row.
 
     Raises:
@@ -68,15 +69,15 @@ def find(conn: Connection, namespace: str, name: str) -> Any:
     row = conn.execute(query(namespace, name)).one_or_none()
     if row is None:
         raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
-    return row
+    return JobRow(*row)
 
 
-def find_locked(tx: Transaction, namespace: str, name: str) -> Any:
+def find_locked(tx: Transaction, namespace: str, name: str) -> JobRow:
     """As `find`, its row locked until the commit."""
     row = tx.conn.execute(query(namespace, name).with_for_update()).one_or_none()
     if row is None:
         raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
-    return row
+    return JobRow(*row)
 
 
 def same(conn: Connection, new: NewJob) -> bool:
@@ -146,7 +147,7 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
     ).scalar_one()
     if new.tasks:
         row = tx.conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()
-        _enqueue(tx, row, new.tasks, max_queued)
+        _enqueue(tx, JobRow(*row), new.tasks, max_queued)
     tx.wake(UNFINISHED)
     return True
 
@@ -177,7 +178,7 @@ def deadline_at(started: float | None, seconds: int | None) -> float | None:
     return None if started is None or seconds is None else started + seconds
 
 
-def _enqueue(tx: Transaction, job: Any, tasks: Sequence[TaskRow], max_queued: int) -> None:
+def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], max_queued: int) -> None:
     samples = loads(job.limits)["samples"]
     adding = samples * len(tasks)
     unfinished = tx.conn.execute(
@@ -201,7 +202,7 @@ def _enqueue(tx: Transaction, job: Any, tasks: Sequence[TaskRow], max_queued: in
     prefix = f"{job.name}-{job.uid[:8]}"
     base = {
         "job_id": job.id,
-        "state": states.queued("init"),
+        "state": RolloutState.QUEUED_INIT,
         "node": "",
         "token": 0,
         "since": tx.now,
@@ -318,6 +319,6 @@ def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any
         tx.wake(CLAIMS)
 
 
-def by_id(conn: Connection, job_id: int) -> Any | None:
+def by_id(conn: Connection, job_id: int) -> JobRow | None:
     """A job's row by its number, deleted ones too; None once it is removed."""
-    return conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one_or_none()
+    return read_one(JobRow, conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one_or_none())

@@ -23,6 +23,7 @@ from rollyard_api.jobs import cancellation, jobs
 from rollyard_api.jobs.job_views import CANCEL_REASON, CLOSED, DELETE_REQUESTED, DELETED, OBJECT_UID
 from rollyard_api.jobs.jobs import NewJob
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import JobRow, PoolRow, read_one
 from rollyard_api.storage.schema import jobs as job_table
 from rollyard_api.storage.schema import pools as pool_table
 
@@ -91,7 +92,8 @@ def register_job(tx: Transaction, new: NewJob, max_queued: int, *, with_tasks: b
         Conflict: a field that cannot change differs, and the object is not known to be another.
         QueueFull: no room for so many rollouts.
     """
-    row = tx.conn.execute(jobs.query(new.namespace, new.name).with_for_update()).one_or_none()
+    found = tx.conn.execute(jobs.query(new.namespace, new.name).with_for_update()).one_or_none()
+    row = read_one(JobRow, found)
     if row is not None and not _another(row.object_uid, new.object_uid):
         _update_job(tx, row, new)
         return Registered(False)
@@ -101,7 +103,7 @@ def register_job(tx: Transaction, new: NewJob, max_queued: int, *, with_tasks: b
     return Registered(jobs.create(tx, new, max_queued), replaced)
 
 
-def _update_job(tx: Transaction, row: Any, new: NewJob) -> None:
+def _update_job(tx: Transaction, row: JobRow, new: NewJob) -> None:
     values: dict[str, Any] = {}
     if row.spec != new.spec_json:
         values = _changes(tx, row, new)
@@ -118,7 +120,7 @@ def _update_job(tx: Transaction, row: Any, new: NewJob) -> None:
             tx.wake(topic)
 
 
-def _changes(tx: Transaction, row: Any, new: NewJob) -> dict[str, Any]:
+def _changes(tx: Transaction, row: JobRow, new: NewJob) -> dict[str, Any]:
     """Columns that follow from another spec."""
     # Read by today's model, an old spec has the defaults of the fields that came since.
     old = RolloutJobSpec.model_validate(loads(row.spec)).to_json()
@@ -178,7 +180,7 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
             reason="AlreadyExists",
             errors=wrong,
         )
-    pools.change(tx, row, pool.spec)
+    pools.change(tx, PoolRow(*row), pool.spec)
     own = {k: v for k, v in known.annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
     kept = {"labels": meta.labels, "annotations": own | meta.annotations}
     if loads(row.metadata) != kept:

@@ -23,23 +23,24 @@ from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core import states
 from rollyard_api.core.codec import loads
 from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
+from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, claim_topic
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import ClaimRow, read_all, read_one
 from rollyard_api.storage.schema import claims, jobs, rollouts
 
 PENDING, BOUND, FAILED, RELEASED = "Pending", "Bound", "Failed", "Released"
 
 _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
-_FILING = (states.leased("init"), states.leased("eval"))
+_FILING = (RolloutState.LEASED_INIT, RolloutState.LEASED_EVAL)
 _KEPT_FOR_EVAL = 8
 """One of so many claims is kept for Eval, so that sandboxes that wait for Eval can never take them all."""
 _NEEDED = sa.exists().where(
     rollouts.c.id == claims.c.rollout_id,
     sa.or_(
-        sa.and_(rollouts.c.sandbox_id == claims.c.id, rollouts.c.state < states.SUCCEEDED),
+        sa.and_(rollouts.c.sandbox_id == claims.c.id, rollouts.c.state < RolloutState.SUCCEEDED),
         sa.and_(rollouts.c.state.in_(_FILING), rollouts.c.token == claims.c.token),
     ),
 )
@@ -73,15 +74,15 @@ def _changed(tx: Transaction, ids: Sequence[str]) -> None:
         tx.wake(claim_topic(claim))
 
 
-def _write(tx: Transaction, claim: str, **values: Any) -> Any:
+def _write(tx: Transaction, claim: str, **values: Any) -> ClaimRow:
     row = tx.conn.execute(
         sa.update(claims).where(claims.c.id == claim).values(**values).returning(claims)
     ).one()
     _changed(tx, [claim])
-    return row
+    return ClaimRow(*row)
 
 
-def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> Any:
+def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> ClaimRow:
     """The claim of this rollout and token, made if it is not there yet; its row.
 
     Raises:
@@ -99,7 +100,7 @@ def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> Any:
     found = tx.conn.execute(_FILED, key).one_or_none()
     if found is None:
         most = max_claims
-        if holder.state == states.leased("init"):
+        if holder.state == RolloutState.LEASED_INIT:
             most -= max_claims // _KEPT_FOR_EVAL
         if tx.conn.execute(_COUNT).scalar_one() >= most:
             raise QueueFull(
@@ -132,7 +133,7 @@ def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> Any:
             f"the lease of {asked.rollout!r} with token {asked.token} has a claim of another shape",
             reason="AlreadyExists",
         )
-    return found
+    return ClaimRow(*found)
 
 
 def lease_lost(asked: ClaimRequest) -> Conflict:
@@ -142,9 +143,9 @@ def lease_lost(asked: ClaimRequest) -> Conflict:
     )
 
 
-def find(conn: Connection, claim: str) -> Any | None:
+def find(conn: Connection, claim: str) -> ClaimRow | None:
     """The claim's row; None where there is none."""
-    return conn.execute(_ONE, {"b_id": claim}).one_or_none()
+    return read_one(ClaimRow, conn.execute(_ONE, {"b_id": claim}).one_or_none())
 
 
 def unknown(claim: str) -> NotFound:
@@ -154,7 +155,7 @@ def unknown(claim: str) -> NotFound:
 
 def release(tx: Transaction, claim: str) -> None:
     """Its worker has no use for it; again, or of an unknown one, changes nothing."""
-    row = tx.conn.execute(_ONE.with_for_update(), {"b_id": claim}).one_or_none()
+    row = read_one(ClaimRow, tx.conn.execute(_ONE.with_for_update(), {"b_id": claim}).one_or_none())
     if row is None or row.state == RELEASED:
         return
     if row.removed:
@@ -194,7 +195,7 @@ def check_status(status: ClaimStatus) -> None:
         raise Invalid(problems[0], errors=problems)
 
 
-def report(tx: Transaction, claim: str, status: ClaimStatus) -> Any | None:
+def report(tx: Transaction, claim: str, status: ClaimStatus) -> ClaimRow | None:
     """Take a driver's report; the claim's row after it, None once it said `Removed`.
 
     Only Pending becomes Bound, only Pending and Bound become Failed: any other report changes nothing,
@@ -203,7 +204,7 @@ def report(tx: Transaction, claim: str, status: ClaimStatus) -> Any | None:
     Raises:
         NotFound: no such claim, and the report is not `Removed`.
     """
-    row = tx.conn.execute(_ONE.with_for_update(), {"b_id": claim}).one_or_none()
+    row = read_one(ClaimRow, tx.conn.execute(_ONE.with_for_update(), {"b_id": claim}).one_or_none())
     if status.state == "Removed":
         if row is not None:
             _removed(tx, row)
@@ -218,7 +219,7 @@ def report(tx: Transaction, claim: str, status: ClaimStatus) -> Any | None:
     return row
 
 
-def _fail(tx: Transaction, row: Any, status: ClaimStatus, *, removed: bool) -> Any:
+def _fail(tx: Transaction, row: ClaimRow, status: ClaimStatus, *, removed: bool) -> ClaimRow:
     tx.count("claim_failures", status.reason)
     return _write(
         tx,
@@ -233,7 +234,7 @@ def _fail(tx: Transaction, row: Any, status: ClaimStatus, *, removed: bool) -> A
     )
 
 
-def _removed(tx: Transaction, row: Any) -> None:
+def _removed(tx: Transaction, row: ClaimRow) -> None:
     """Nothing is left of its sandbox. While its worker may still ask, it stands as Failed."""
     if row.state == RELEASED:
         _forget(tx, row.id)
@@ -246,7 +247,7 @@ def _removed(tx: Transaction, row: Any) -> None:
         _fail(tx, row, told, removed=True)
 
 
-def document(row: Any, now: float) -> dict[str, Any]:
+def document(row: ClaimRow, now: float) -> dict[str, Any]:
     """A Claim, from its row."""
     return {
         "id": row.id,
@@ -274,7 +275,7 @@ def listed(conn: Connection, namespace: str | None) -> dict[str, Any]:
     query = sa.select(claims).where(sa.not_(claims.c.removed)).order_by(claims.c.created_at, claims.c.id)
     if namespace is not None:
         query = query.where(claims.c.namespace == namespace)
-    rows = list(conn.execute(query))
+    rows = read_all(ClaimRow, conn.execute(query))
     warm = _warm(conn, namespace)
     told = [[row.id, row.state, row.address, row.reason] for row in rows]
     digest = hashlib.blake2b(orjson.dumps([told, warm]), digest_size=8).digest()

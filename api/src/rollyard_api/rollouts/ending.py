@@ -10,8 +10,8 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy import bindparam
 
-from rollyard_api.core import states
 from rollyard_api.core.codec import loads
+from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import groups, jobs, rollouts
@@ -24,7 +24,7 @@ class Ending:
     rollout: str
     job_id: int
     group_no: int
-    state: int
+    state: RolloutState
     stage: str
     reward: float | None = None
     components: bytes | None = None
@@ -122,9 +122,9 @@ def _end_of_job(tx: Transaction, job_id: int, endings: list[Ending]) -> None:
         {
             "b_job": job_id,
             "b_ended": len(endings),
-            "b_succeeded": sum(e.state == states.SUCCEEDED for e in endings),
-            "b_failed": sum(e.state == states.FAILED for e in endings),
-            "b_cancelled": sum(e.state == states.CANCELLED for e in endings),
+            "b_succeeded": sum(e.state == RolloutState.SUCCEEDED for e in endings),
+            "b_failed": sum(e.state == RolloutState.FAILED for e in endings),
+            "b_cancelled": sum(e.state == RolloutState.CANCELLED for e in endings),
             "b_reward": sum(e.reward for e in endings if e.reward is not None),
         },
     ).one()
@@ -151,7 +151,7 @@ def _end_of_job(tx: Transaction, job_id: int, endings: list[Ending]) -> None:
     left: defaultdict[int, int] = defaultdict(int)
     for e in endings:
         left[e.group_no] += 1
-        status = states.ENDED[e.state]
+        status = e.state.status
         tx.count(METRIC_COMPLETIONS, row.namespace, row.name, status, e.reason or "")
         if e.reward is not None:
             tx.count(METRIC_REWARD, row.namespace, row.name, value=e.reward)
@@ -170,11 +170,11 @@ def _end_of_job(tx: Transaction, job_id: int, endings: list[Ending]) -> None:
 
 def _end_group(tx: Transaction, job_id: int, no: int, min_group: int) -> None:
     members: list[Any] = list(tx.conn.execute(_REWARDS, {"b_job": job_id, "b_no": no}))
-    rewards = [m.reward for m in members if m.state == states.SUCCEEDED]
+    rewards = [m.reward for m in members if m.state == RolloutState.SUCCEEDED]
     delivered = len(rewards) >= min(min_group, len(members))
     reason = None
     if not delivered:
-        all_cancelled = all(m.state == states.CANCELLED for m in members)
+        all_cancelled = all(m.state == RolloutState.CANCELLED for m in members)
         reason = "Cancelled" if all_cancelled else "TooFewRewards"
     seq = tx.conn.execute(_NEXT_GROUP, {"b_job": job_id}).scalar_one()
     tx.conn.execute(

@@ -9,12 +9,13 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import bindparam
 
-from rollyard_api.core import states
+from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import QUEUE
 from rollyard_api.rollouts import timing
 from rollyard_api.rollouts.ending import Ending, end
-from rollyard_api.rollouts.outcomes import LEASED_COLUMNS, drop, requeued
+from rollyard_api.rollouts.outcomes import drop, requeued
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import ExpiredRollout, columns, read_all
 from rollyard_api.storage.schema import rollouts
 
 EXPIRY_BATCH = 500
@@ -37,11 +38,11 @@ _RENEW = (
 _KNOWN = sa.select(rollouts.c.sandbox_id).where(rollouts.c.sandbox_id.in_(bindparam("b_ids", expanding=True)))
 _INITS = sa.select(sa.func.min(rollouts.c.since)).where(
     rollouts.c.lease_expires.is_not(None),
-    rollouts.c.state == states.leased("init"),
+    rollouts.c.state == RolloutState.LEASED_INIT,
     rollouts.c.node == bindparam("b_node"),
 )
 _EXPIRED = (
-    sa.select(*LEASED_COLUMNS, rollouts.c.expiries, rollouts.c.eval_expiries, rollouts.c.worker)
+    sa.select(*columns(ExpiredRollout, rollouts))
     .where(rollouts.c.lease_expires < bindparam("b_now"))
     .order_by(rollouts.c.lease_expires)
     .limit(EXPIRY_BATCH)
@@ -86,9 +87,9 @@ def renew(
         row = rows.get(rollout)
         if row is None or row.token != token:
             lost.append((rollout, token))
-        elif row.state == states.CANCELLED:
+        elif row.state == RolloutState.CANCELLED:
             cancelled.append((rollout, token))
-        elif row.state not in states.LEASED:
+        elif not row.state.is_leased:
             lost.append((rollout, token))
         else:
             held.append({"b_id": rollout, "b_token": token, "b_expires": tx.now + lease_seconds})
@@ -139,12 +140,12 @@ def expire(tx: Transaction, max_expiries: int) -> int:
     Init and Run begin anew at Init (the sandbox is dirty or gone); Eval is tried once more in
     the same sandbox, then at Init.
     """
-    rows = list(tx.conn.execute(_EXPIRED, {"b_now": tx.now}))
+    rows = read_all(ExpiredRollout, tx.conn.execute(_EXPIRED, {"b_now": tx.now}))
     changes: list[dict[str, Any]] = []
     dropped: list[str] = []
     endings: list[Ending] = []
     for row in rows:
-        stage = states.stage_of(row.state)
+        stage = row.state.stage
         assert stage is not None
         timings = timing.add(row.timings, stage, active=max(0.0, tx.now - row.since))
         tx.count("expiries", stage)
@@ -154,7 +155,7 @@ def expire(tx: Transaction, max_expiries: int) -> int:
                     rollout=row.id,
                     job_id=row.job_id,
                     group_no=row.group_no,
-                    state=states.FAILED,
+                    state=RolloutState.FAILED,
                     stage=stage,
                     reason="LeaseExpired",
                     message=f"{row.expiries + 1} leases expired; the last was held by {row.worker}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,14 @@ from rollyard_crds.lease import MAX_BATCH
 from rollyard_crds.rolloutjob import StageName
 from sqlalchemy import bindparam
 
-from rollyard_api.backends.assignment import ACTIVE, STICK, Routers, lock
+from rollyard_api.backends.assignment import ACTIVE, STICK, Key, Routers, lock
 from rollyard_api.backends.router import Backend
-from rollyard_api.core import states
 from rollyard_api.core.codec import unpack
+from rollyard_api.core.states import RolloutState
 from rollyard_api.rollouts import timing
 from rollyard_api.rollouts.fairness import Share, allocate
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import GroupRow, LeasableJob, PayloadRow, WaitingRollout, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 from rollyard_api.trajectories.records import fitting
 
@@ -41,29 +42,14 @@ class Ask:
     """The only job that the asking token reaches, whatever job has its name by now; None for any."""
 
 
-_LIVE = sa.select(jobs.c.id, jobs.c.uid, jobs.c.namespace, jobs.c.name, jobs.c.priority, jobs.c.pool).where(
+_LIVE = sa.select(*columns(LeasableJob, jobs)).where(
     jobs.c.finished_at.is_(None),
     jobs.c.deleted_at.is_(None),
     jobs.c.cancel_reason.is_(None),
     jobs.c.suspended.is_(False),
 )
-_COLUMNS = (
-    rollouts.c.id,
-    rollouts.c.job_id,
-    rollouts.c.group_no,
-    rollouts.c.sample,
-    rollouts.c.token,
-    rollouts.c.since,
-    rollouts.c.timings,
-    rollouts.c.failures_init,
-    rollouts.c.failures_run,
-    rollouts.c.failures_eval,
-    rollouts.c.sandbox,
-    rollouts.c.backend,
-    rollouts.c.policy_index,
-)
 _WAITING = (
-    sa.select(*_COLUMNS)
+    sa.select(*columns(WaitingRollout, rollouts))
     .where(
         rollouts.c.job_id == bindparam("b_job"),
         rollouts.c.state == bindparam("b_state"),
@@ -88,9 +74,9 @@ _GRANT = (
         policy_index=bindparam("b_policy_index"),
     )
 )
-_GROUPS = sa.select(
-    groups.c.job_id, groups.c.no, groups.c.task_id, groups.c.task, groups.c.backend, groups.c.remaining
-).where(groups.c.job_id == bindparam("b_job"), groups.c.no.in_(bindparam("b_nos", expanding=True)))
+_GROUPS = sa.select(*columns(GroupRow, groups)).where(
+    groups.c.job_id == bindparam("b_job"), groups.c.no.in_(bindparam("b_nos", expanding=True))
+)
 _TASK_BYTES = sa.select(groups.c.no, sa.func.length(groups.c.task).label("bytes")).where(
     groups.c.job_id == bindparam("b_job"), groups.c.no.in_(bindparam("b_nos", expanding=True))
 )
@@ -113,7 +99,7 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> li
     room = max_bytes
     live = {
         row.id: row
-        for row in tx.conn.execute(_LIVE)
+        for row in read_all(LeasableJob, tx.conn.execute(_LIVE))
         if (ask.job is None or row.name == ask.job)
         and (ask.namespace is None or row.namespace == ask.namespace)
         and ask.job_id in (None, row.id)
@@ -137,11 +123,11 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> li
             routers = Routers(tx, active)
             routers.count_waiting(tx, pools)
         shares = [Share(job_id, row.priority, loads[job_id]) for job_id, row in live.items()]
-        fetch = partial(_waiting, tx, states.queued(stage), ask.node)
+        fetch = partial(_waiting, tx, RolloutState.queued(stage), ask.node)
         admit = partial(_admit, live, routers)
         taken = allocate(shares, places, fetch, admit)
-        for row in taken:
-            loads[row.job_id] += 1
+        for one in taken:
+            loads[one.job_id] += 1
         if taken:
             granted, size = _granted(tx, ask, live, stage, taken, routers, lease_seconds, room)
             leases += granted
@@ -151,27 +137,30 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> li
     return leases
 
 
-def _admit(live: dict[int, Any], routers: Routers | None, job_id: int) -> bool:
+def _admit(live: dict[int, LeasableJob], routers: Routers | None, job_id: int) -> bool:
     job = live[job_id]
     return routers is None or job.pool is None or routers.admit((job.namespace, job.pool))
 
 
-def _waiting(tx: Transaction, state: int, node: str, job_id: int, limit: int) -> list[Any]:
+def _waiting(
+    tx: Transaction, state: RolloutState, node: str, job_id: int, limit: int
+) -> list[WaitingRollout]:
     asked = {"b_job": job_id, "b_state": state, "b_node": node, "b_limit": limit}
-    rows: list[Any] = []
-    if state != states.queued("init"):
-        rows = list(tx.conn.execute(_WAITING, asked))
+    rows: list[WaitingRollout] = []
+    if state != RolloutState.QUEUED_INIT:
+        rows = read_all(WaitingRollout, tx.conn.execute(_WAITING, asked))
     if len(rows) < limit:
-        rows += tx.conn.execute(_WAITING, asked | {"b_node": "", "b_limit": limit - len(rows)})
+        more = asked | {"b_node": "", "b_limit": limit - len(rows)}
+        rows += read_all(WaitingRollout, tx.conn.execute(_WAITING, more))
     return rows
 
 
 def _granted(
     tx: Transaction,
     ask: Ask,
-    live: dict[int, Any],
+    live: dict[int, LeasableJob],
     stage: StageName,
-    taken: list[Any],
+    taken: list[WaitingRollout],
     routers: Routers | None,
     lease_seconds: float,
     room: int,
@@ -182,7 +171,9 @@ def _granted(
     kept = {}
     if stage != "init":
         ids = [row.id for row in taken]
-        kept = {row.rollout_id: row for row in tx.conn.execute(_PAYLOADS, {"b_ids": ids})}
+        kept = {
+            row.rollout_id: row for row in read_all(PayloadRow, tx.conn.execute(_PAYLOADS, {"b_ids": ids}))
+        }
     changes: list[dict[str, Any]] = []
     leases: list[dict[str, Any]] = []
     total = 0
@@ -195,7 +186,7 @@ def _granted(
             break
         backend, policy_index, assignment = row.backend, row.policy_index, None
         if routers is not None and job.pool is not None:
-            chosen = _route(tx, routers, job, row, by_group)
+            chosen = _route(tx, routers, (job.namespace, job.pool), row, by_group)
             if chosen is None:
                 continue
             backend, policy_index = chosen.url, chosen.policy_index
@@ -205,7 +196,7 @@ def _granted(
         changes.append(
             {
                 "b_id": row.id,
-                "b_state": states.leased(stage),
+                "b_state": RolloutState.leased(stage),
                 "b_node": ask.node,
                 "b_token": row.token + 1,
                 "b_worker": ask.worker,
@@ -243,7 +234,7 @@ def _granted(
     return leases, total
 
 
-def _carried(group: Any, payload: Any | None, stage: StageName) -> dict[str, bytes]:
+def _carried(group: GroupRow, payload: PayloadRow | None, stage: StageName) -> dict[str, bytes]:
     """The large parts of a lease, as JSON."""
     carried = {"task": unpack(group.task)}
     if payload is not None and payload.carry is not None:
@@ -253,7 +244,9 @@ def _carried(group: Any, payload: Any | None, stage: StageName) -> dict[str, byt
     return carried
 
 
-def _fitting(tx: Transaction, taken: list[Any], stage: StageName, room: int) -> list[Any]:
+def _fitting(
+    tx: Transaction, taken: list[WaitingRollout], stage: StageName, room: int
+) -> list[WaitingRollout]:
     """The first of what was taken, as far as their compressed parts have room; one at least."""
     wanted: defaultdict[int, set[int]] = defaultdict(set)
     for row in taken:
@@ -271,21 +264,25 @@ def _fitting(tx: Transaction, taken: list[Any], stage: StageName, room: int) -> 
     return taken[: fitting(sizes, room)]
 
 
-def _groups(tx: Transaction, rows: Sequence[Any]) -> dict[tuple[int, int], Any]:
+def _groups(tx: Transaction, rows: Sequence[WaitingRollout]) -> dict[tuple[int, int], GroupRow]:
     wanted: defaultdict[int, set[int]] = defaultdict(set)
     for row in rows:
         wanted[row.job_id].add(row.group_no)
     return {
         (group.job_id, group.no): group
         for job_id, nos in wanted.items()
-        for group in tx.conn.execute(_GROUPS, {"b_job": job_id, "b_nos": sorted(nos)})
+        for group in read_all(GroupRow, tx.conn.execute(_GROUPS, {"b_job": job_id, "b_nos": sorted(nos)}))
     }
 
 
 def _route(
-    tx: Transaction, routers: Routers, job: Any, row: Any, by_group: dict[tuple[int, int], Any]
+    tx: Transaction,
+    routers: Routers,
+    key: Key,
+    row: WaitingRollout,
+    by_group: dict[tuple[int, int], GroupRow],
 ) -> Backend | None:
-    router = routers.get((job.namespace, job.pool))
+    router = routers.get(key)
     if router is None:
         return None
     group = by_group[row.job_id, row.group_no]
@@ -297,15 +294,5 @@ def _route(
     if avoid is None or group.backend not in router.backends:
         # The samples that follow go where this one went: a group that must be split falls in few parts.
         tx.conn.execute(STICK, {"b_job": row.job_id, "b_no": row.group_no, "b_backend": chosen.url})
-        by_group[row.job_id, row.group_no] = _Group(group.task_id, group.task, chosen.url, group.remaining)
+        by_group[row.job_id, row.group_no] = replace(group, backend=chosen.url)
     return chosen
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A group's row with the backend that was just chosen for it."""
-
-    task_id: str
-    task: bytes
-    backend: str
-    remaining: int

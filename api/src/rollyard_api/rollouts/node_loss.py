@@ -17,17 +17,18 @@ from rollyard_crds.names import NODE
 from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 
-from rollyard_api.core import states
+from rollyard_api.core.states import UNFINISHED, RolloutState
 from rollyard_api.rollouts import timing
-from rollyard_api.rollouts.outcomes import LEASED_COLUMNS, requeue, requeued
+from rollyard_api.rollouts.outcomes import HELD_COLUMNS, requeue, requeued
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import HeldRollout, read_all
 from rollyard_api.storage.schema import nodes, rollouts
 
 HEARD_SECONDS = 5.0
 """A node's row is written anew no more often than that."""
 BATCH = 500
-_WAITING = (states.queued("run"), states.queued("eval"))
-_UNFINISHED = tuple(range(states.SUCCEEDED))
+_WAITING = (RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL)
+_UNFINISHED = UNFINISHED
 
 
 def _upsert(module: Any) -> Any:
@@ -41,7 +42,7 @@ def _upsert(module: Any) -> Any:
 
 
 _HEARD = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
-_NAMED = sa.select(*LEASED_COLUMNS).where(
+_NAMED = sa.select(*HELD_COLUMNS).where(
     rollouts.c.sandbox_id.in_(bindparam("b_ids", expanding=True)), rollouts.c.state.in_(_WAITING)
 )
 _HELD = sa.select(rollouts.c.sandbox_id).where(
@@ -53,7 +54,7 @@ _WAITED_FOR = (
     .where(rollouts.c.state.in_(_WAITING), rollouts.c.node.not_in(("", NODE)))
 )
 _OF_NODE = (
-    sa.select(*LEASED_COLUMNS)
+    sa.select(*HELD_COLUMNS)
     .where(
         rollouts.c.job_id == bindparam("b_job"),
         rollouts.c.state.in_(_WAITING),
@@ -102,7 +103,7 @@ def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
     used: set[str] = set()
     for at in range(0, len(sandboxes), BATCH):
         some = list(sandboxes[at : at + BATCH])
-        _begin_anew(tx, list(tx.conn.execute(_NAMED, {"b_ids": some})))
+        _begin_anew(tx, read_all(HeldRollout, tx.conn.execute(_NAMED, {"b_ids": some})))
         used.update(tx.conn.scalars(_HELD, {"b_ids": some}))
     return [sandbox for sandbox in sandboxes if sandbox not in used]
 
@@ -124,7 +125,7 @@ def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
         if not spoke:
             heard(tx, node, job_id)
         elif max(spoke) < tx.now - silent_seconds:
-            rows = list(tx.conn.execute(_OF_NODE, {"b_node": node, "b_job": job_id}))
+            rows = read_all(HeldRollout, tx.conn.execute(_OF_NODE, {"b_node": node, "b_job": job_id}))
             _begin_anew(tx, rows)
             given_up += len(rows)
     return given_up
@@ -143,13 +144,13 @@ def grace(tx: Transaction) -> None:
     tx.conn.execute(sa.update(nodes).values(heard_at=tx.now))
 
 
-def _timings(tx: Transaction, row: Any) -> str:
-    stage = states.stage_of(row.state)
+def _timings(tx: Transaction, row: HeldRollout) -> str:
+    stage = row.state.stage
     assert stage is not None
     return timing.add(row.timings, stage, queued=max(0.0, tx.now - row.since))
 
 
-def _begin_anew(tx: Transaction, rows: Sequence[Any]) -> None:
+def _begin_anew(tx: Transaction, rows: Sequence[HeldRollout]) -> None:
     if not rows:
         return
     ordered = sorted(rows, key=lambda row: str(row.id))

@@ -11,35 +11,20 @@ from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rollyard_api.backends import assignment, circuits
-from rollyard_api.core import states
 from rollyard_api.core.codec import dumps, loads, pack
+from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import QUEUE
 from rollyard_api.rollouts import timing
 from rollyard_api.rollouts.ending import Ending, end
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import HeldRollout, columns, read_all
 from rollyard_api.storage.schema import jobs, payloads, rollouts
 
-LEASED_COLUMNS = (
-    rollouts.c.id,
-    rollouts.c.job_id,
-    rollouts.c.group_no,
-    rollouts.c.state,
-    rollouts.c.node,
-    rollouts.c.token,
-    rollouts.c.since,
-    rollouts.c.settled,
-    rollouts.c.timings,
-    rollouts.c.failures_init,
-    rollouts.c.failures_run,
-    rollouts.c.failures_eval,
-    rollouts.c.sandbox_id,
-    rollouts.c.sandbox,
-    rollouts.c.backend,
-)
-"""What `advance` and `requeued` read of a leased rollout."""
+HELD_COLUMNS = columns(HeldRollout, rollouts)
+"""What `advance` and `requeued` read of a rollout."""
 
 _HELD = (
-    sa.select(*LEASED_COLUMNS)
+    sa.select(*HELD_COLUMNS)
     .where(rollouts.c.id.in_(bindparam("b_ids", expanding=True)))
     .order_by(rollouts.c.id)
     .with_for_update()
@@ -66,10 +51,10 @@ _LIMITS = sa.select(jobs.c.id, jobs.c.limits).where(jobs.c.id.in_(bindparam("b_i
 _DROP_PAYLOADS = sa.delete(payloads).where(payloads.c.rollout_id == bindparam("b_id"))
 
 
-def _upsert(module: Any, *columns: str) -> Any:
+def _upsert(module: Any, *names: str) -> Any:
     insert = module.insert(payloads)
     return insert.on_conflict_do_update(
-        index_elements=[payloads.c.rollout_id], set_={name: insert.excluded[name] for name in columns}
+        index_elements=[payloads.c.rollout_id], set_={name: insert.excluded[name] for name in names}
     )
 
 
@@ -83,10 +68,10 @@ _KEEP = {
 def keep(tx: Transaction, rows: Sequence[dict[str, Any]]) -> None:
     """Store carries and trajectories between stages; rows of {"rollout_id", and one or both}."""
     dialect = "sqlite" if tx.sqlite else "postgresql"
-    for columns in (("carry",), ("trajectory",), ("carry", "trajectory")):
-        some = [row for row in rows if tuple(sorted(row.keys() - {"rollout_id"})) == columns]
+    for names in (("carry",), ("trajectory",), ("carry", "trajectory")):
+        some = [row for row in rows if tuple(sorted(row.keys() - {"rollout_id"})) == names]
         if some:
-            tx.conn.execute(_KEEP[dialect, columns], some)
+            tx.conn.execute(_KEEP[dialect, names], some)
 
 
 def drop(tx: Transaction, ids: Sequence[str]) -> None:
@@ -95,7 +80,7 @@ def drop(tx: Transaction, ids: Sequence[str]) -> None:
         tx.conn.execute(_DROP_PAYLOADS, [{"b_id": rollout} for rollout in ids])
 
 
-def advance(row: Any, now: float, state: int, **changes: Any) -> dict[str, Any]:
+def advance(row: HeldRollout, now: float, state: RolloutState, **changes: Any) -> dict[str, Any]:
     """Parameters of the update that takes a row to `state`, all else kept unless named."""
     return {
         "b_id": row.id,
@@ -119,7 +104,7 @@ _BACKENDS_FAULT = ("BackendMismatch",)
 STAGE_NAMES: tuple[StageName, ...] = ("init", "run", "eval")
 
 
-def _judge(row: Any, item: dict[str, Any], mark: str) -> str:
+def _judge(row: HeldRollout | None, item: dict[str, Any], mark: str) -> str:
     """The outcome before anything is changed: `accepted` means that the holder speaks."""
     if row is None:
         return "unknown"
@@ -127,9 +112,9 @@ def _judge(row: Any, item: dict[str, Any], mark: str) -> str:
         return "repeated"
     if item["token"] != row.token:
         return "stale"
-    if row.state == states.CANCELLED:
+    if row.state == RolloutState.CANCELLED:
         return "cancelled"
-    return "accepted" if row.state == states.leased(item["stage"]) else "stale"
+    return "accepted" if row.state == RolloutState.leased(item["stage"]) else "stale"
 
 
 class _Batch:
@@ -137,7 +122,8 @@ class _Batch:
 
     def __init__(self, tx: Transaction, ids: Sequence[str]) -> None:
         self.tx = tx
-        self.rows = {row.id: row for row in tx.conn.execute(_HELD, {"b_ids": sorted(set(ids))})}
+        found = tx.conn.execute(_HELD, {"b_ids": sorted(set(ids))})
+        self.rows = {row.id: row for row in read_all(HeldRollout, found)}
         self.changes: list[dict[str, Any]] = []
         self.kept: list[dict[str, Any]] = []
         self.dropped: list[str] = []
@@ -183,7 +169,7 @@ def complete(tx: Transaction, results: Sequence[dict[str, Any]]) -> list[dict[st
     return outcomes
 
 
-def _accept(batch: _Batch, row: Any, item: dict[str, Any]) -> None:
+def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
     tx, stage = batch.tx, item["stage"]
     times = item.get("times") or {}
     settled = f"{row.settled} c{item['token']}".strip()
@@ -197,7 +183,7 @@ def _accept(batch: _Batch, row: Any, item: dict[str, Any]) -> None:
                 rollout=row.id,
                 job_id=row.job_id,
                 group_no=row.group_no,
-                state=states.SUCCEEDED,
+                state=RolloutState.SUCCEEDED,
                 stage=stage,
                 reward=float(item["reward"]),
                 components=None if components is None else dumps(components),
@@ -217,7 +203,7 @@ def _accept(batch: _Batch, row: Any, item: dict[str, Any]) -> None:
             advance(
                 row,
                 tx.now,
-                states.queued("run"),
+                RolloutState.QUEUED_RUN,
                 node="" if sandbox is None else sandbox["node"],
                 sandbox_id=None if sandbox is None else sandbox["id"],
                 sandbox=None if sandbox is None else dumps(sandbox),
@@ -230,7 +216,7 @@ def _accept(batch: _Batch, row: Any, item: dict[str, Any]) -> None:
         kept["trajectory"] = item["packed"]
         node = "" if row.sandbox is None else loads(row.sandbox)["node"]
         batch.changes.append(
-            advance(row, tx.now, states.queued("eval"), node=node, settled=settled, timings=timings)
+            advance(row, tx.now, RolloutState.QUEUED_EVAL, node=node, settled=settled, timings=timings)
         )
         breaks = item.get("template_breaks", 0)
         if breaks:
@@ -270,7 +256,7 @@ def fail(tx: Transaction, failures: Sequence[dict[str, Any]]) -> list[dict[str, 
     return outcomes
 
 
-def _take_failure(batch: _Batch, row: Any, item: dict[str, Any], limits: dict[str, Any]) -> None:
+def _take_failure(batch: _Batch, row: HeldRollout, item: dict[str, Any], limits: dict[str, Any]) -> None:
     tx, stage = batch.tx, item["stage"]
     counts = item.get("counts", True)
     failures = getattr(row, f"failures_{stage}") + (1 if counts else 0)
@@ -295,7 +281,7 @@ def _take_failure(batch: _Batch, row: Any, item: dict[str, Any], limits: dict[st
             rollout=row.id,
             job_id=row.job_id,
             group_no=row.group_no,
-            state=states.FAILED,
+            state=RolloutState.FAILED,
             stage=stage,
             reason=item["reason"],
             message=item.get("message") or None,
@@ -314,10 +300,10 @@ def requeue(tx: Transaction, changes: Sequence[dict[str, Any]]) -> None:
     tx.wake(QUEUE)
 
 
-def requeued(row: Any, now: float, stage: StageName, **changes: Any) -> dict[str, Any]:
+def requeued(row: HeldRollout, now: float, stage: StageName, **changes: Any) -> dict[str, Any]:
     """Back into a stage's queue; Init starts with no sandbox, the others keep theirs and its node."""
     if stage == "init" or row.sandbox is None:
         changes |= {"node": "", "sandbox": None, "sandbox_id": None}
     else:
         changes |= {"node": loads(row.sandbox)["node"]}
-    return advance(row, now, states.queued(stage), **changes)
+    return advance(row, now, RolloutState.queued(stage), **changes)

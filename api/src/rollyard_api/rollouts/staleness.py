@@ -12,16 +12,17 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import bindparam
 
-from rollyard_api.core import states
 from rollyard_api.core.codec import loads
+from rollyard_api.core.states import RolloutState
 from rollyard_api.rollouts import outcomes, timing
 from rollyard_api.rollouts.ending import Ending, end
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import AgedRollout, columns, read_all
 from rollyard_api.storage.schema import backends, jobs, pools, rollouts
 
 REASON = "PolicyTooStale"
 
-_AT = (rollouts.c.policy_index, jobs.c.limits, *outcomes.LEASED_COLUMNS)
+_AT = columns(AgedRollout, rollouts, jobs)
 _REACHED = (
     sa.select(sa.func.max(backends.c.policy_index))
     .join_from(backends, pools, pools.c.id == backends.c.pool_id)
@@ -64,21 +65,21 @@ def enforce(tx: Transaction, namespace: str, pool: str) -> int:
             jobs.c.namespace == namespace,
             jobs.c.pool == pool,
             jobs.c.finished_at.is_(None),
-            rollouts.c.state.in_([states.leased("run"), states.queued("eval")]),
+            rollouts.c.state.in_([RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL]),
             rollouts.c.policy_index < index,
         )
         .order_by(rollouts.c.id)
         .with_for_update(of=rollouts)
     )
     stale = []
-    for row in tx.conn.execute(query).all():
+    for row in read_all(AgedRollout, tx.conn.execute(query)):
         lag = max_lag(loads(row.limits))
-        if lag is not None and index - row.policy_index > lag:
+        if lag is not None and row.policy_index is not None and index - row.policy_index > lag:
             stale.append(row)
     return take_back(tx, stale)
 
 
-def take_back(tx: Transaction, rows: Sequence[Any]) -> int:
+def take_back(tx: Transaction, rows: Sequence[AgedRollout]) -> int:
     """Begin these rollouts anew, or cancel them, as their jobs say."""
     cancelled = [row for row in rows if loads(row.limits).get("stale_rollouts") == "Cancel"]
     gone = {row.id for row in cancelled}
@@ -89,14 +90,14 @@ def take_back(tx: Transaction, rows: Sequence[Any]) -> int:
     return len(rows)
 
 
-def ending(tx: Transaction, row: Any) -> Ending:
+def ending(tx: Transaction, row: AgedRollout) -> Ending:
     """The end of a rollout that is too stale."""
-    stage = states.stage_of(row.state) or ""
+    stage = row.state.stage or ""
     return Ending(
         rollout=row.id,
         job_id=row.job_id,
         group_no=row.group_no,
-        state=states.CANCELLED,
+        state=RolloutState.CANCELLED,
         stage=stage,
         reason=REASON,
         message="more weight updates than maxPolicyLag came since it entered Run",
@@ -105,7 +106,7 @@ def ending(tx: Transaction, row: Any) -> Ending:
     )
 
 
-def restart(tx: Transaction, rows: Sequence[Any], reason: str) -> None:
+def restart(tx: Transaction, rows: Sequence[AgedRollout], reason: str) -> None:
     """Back to Init with neither sandbox nor carry; not counted as an attempt.
 
     The lease ends with it: its holder learns so by its next heartbeat, and what it sends is stale.
@@ -115,7 +116,7 @@ def restart(tx: Transaction, rows: Sequence[Any], reason: str) -> None:
         return
     changes = []
     for row in rows:
-        stage = states.stage_of(row.state) or "run"
+        stage = row.state.stage or "run"
         changes.append(outcomes.requeued(row, tx.now, "init", timings=_timings(tx, row, stage)))
         tx.emit(row.job_id, rollout=row.id, stage="init", status="queued", reward=None, reason=reason)
     outcomes.requeue(tx, changes)
@@ -146,16 +147,18 @@ def fence(tx: Transaction, namespace: str, pool: str, url: str) -> int:
             jobs.c.namespace == namespace,
             jobs.c.pool == pool,
             rollouts.c.backend == url,
-            rollouts.c.state == states.leased("run"),
+            rollouts.c.state == RolloutState.LEASED_RUN,
         )
         .order_by(rollouts.c.id)
         .with_for_update(of=rollouts)
     )
-    rows = tx.conn.execute(query).all()
+    rows = read_all(AgedRollout, tx.conn.execute(query))
     restart(tx, rows, "WeightsUpdated")
     return len(rows)
 
 
-def _timings(tx: Transaction, row: Any, stage: str) -> str:
+def _timings(tx: Transaction, row: AgedRollout, stage: str) -> str:
     since = max(0.0, tx.now - row.since)
-    return timing.add(row.timings, stage, **{"active" if row.state in states.LEASED else "queued": since})
+    if row.state.is_leased:
+        return timing.add(row.timings, stage, active=since)
+    return timing.add(row.timings, stage, queued=since)

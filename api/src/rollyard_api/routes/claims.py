@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from rollyard_crds.claims import Claim, ClaimList, ClaimRequest, ClaimStatus
@@ -25,11 +25,12 @@ from rollyard_api.routes.common import (
     refuse_others,
 )
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage.rows import ClaimRow
 
 router = APIRouter(prefix="/v1/claims", tags=["claims"])
 
 
-async def _settled(plane: ControlPlane, request: Request, claim: str, wait: float) -> Any | None:
+async def _settled(plane: ControlPlane, request: Request, claim: str, wait: float) -> ClaimRow | None:
     """The claim's row once it is not Pending, or as it is after `wait` seconds; None once it is gone."""
     read = partial(plane.database.read, partial(claims.find, claim=claim))
     found = await read()
@@ -69,11 +70,11 @@ async def file(request: Request) -> Response:
     asked = validated(ClaimRequest, await body_of(request))
     await refuse_others(request, [asked.rollout])
     op = partial(claims.file, asked=asked, max_claims=plane.settings.max_claims)
-    row = await plane.database.write(op, durable=False)
-    if asked.wait and row.state == claims.PENDING:
+    row: ClaimRow | None = await plane.database.write(op, durable=False)
+    if row is not None and asked.wait and row.state == claims.PENDING:
         row = await _settled(plane, request, row.id, asked.wait)
-        if row is None:
-            raise claims.lease_lost(asked)
+    if row is None:
+        raise claims.lease_lost(asked)
     return answer(claims.document(row, time.time()))
 
 

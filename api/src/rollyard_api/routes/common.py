@@ -15,6 +15,7 @@ from rollyard_api.access.job_scope import BoundJob
 from rollyard_api.core.codec import check_plain, decode, dumps
 from rollyard_api.core.problems import Forbidden
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage.rows import ClaimRow
 
 MAX_WAIT = 60.0
 """Longest long poll, in seconds."""
@@ -62,7 +63,7 @@ async def refuse_others(request: Request, rollouts: Collection[str], sandboxes: 
             raise _of_other(job)
 
 
-def refuse_other_claim(request: Request, claim: Any) -> None:
+def refuse_other_claim(request: Request, claim: ClaimRow) -> None:
     """The same for the row of a claim.
 
     Raises:

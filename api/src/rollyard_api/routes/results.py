@@ -14,14 +14,16 @@ from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api.core import cursors, states
+from rollyard_api.core import cursors
 from rollyard_api.core.codec import MSGPACK, dumps
 from rollyard_api.core.problems import Conflict, Invalid, NotFound, TooLarge
+from rollyard_api.core.states import ENDED, RolloutState
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.jobs import job_views, jobs
 from rollyard_api.jobs.events import Event, SlowConsumer
 from rollyard_api.routes.common import Namespace, Plane, Wait, answer, plane_of
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage.rows import EndedGroup, JobRow, RolloutSize
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import delivery, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery
@@ -34,14 +36,14 @@ COUNTS_SECONDS = 1.0
 Cursor = Annotated[str, Query()]
 
 
-def _pages(kind: cursors.Kind, job: Any, after: int, finished: bool) -> dict[str, str]:
+def _pages(kind: cursors.Kind, job: JobRow, after: int, finished: bool) -> dict[str, str]:
     return {
         "Rollyard-Cursor": cursors.text(kind, job.uid, after),
         "Rollyard-Finished": "true" if finished else "false",
     }
 
 
-def _still(conn: Connection, job: Any) -> Any:
+def _still(conn: Connection, job: JobRow) -> JobRow:
     """The job's row as it is now.
 
     Raises:
@@ -72,7 +74,7 @@ async def trajectories(
     plane = plane_of(request)
     job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
     after = cursors.number(cursor, "trajectories", uid=job.uid, job=name, end=job.ended)
-    wanted = [state for state, word in states.ENDED.items() if status in (None, word)]
+    wanted = [state for state in ENDED if status in (None, state.status)]
     most = plane.settings.page_bytes
 
     def query(conn: Connection) -> tuple[records.Ended, bool]:
@@ -177,7 +179,7 @@ async def groups(
         return Delivery(data, form, headers, held.pop_all())
 
 
-def _group_head(group: Any) -> bytes:
+def _group_head(group: EndedGroup) -> bytes:
     head = dumps(
         {
             "group_id": group.task_id,
@@ -190,7 +192,7 @@ def _group_head(group: Any) -> bytes:
     return head[:-1] + b',"trajectories":['
 
 
-def _whole_groups(found: list[tuple[Any, list[Any]]], lines: list[bytes]) -> list[bytes]:
+def _whole_groups(found: list[tuple[EndedGroup, list[RolloutSize]]], lines: list[bytes]) -> list[bytes]:
     """The groups all of whose members' records are at hand, as JSON."""
     whole, at = [], 0
     for group, members in found:
@@ -201,7 +203,9 @@ def _whole_groups(found: list[tuple[Any, list[Any]]], lines: list[bytes]) -> lis
     return whole
 
 
-async def _large_group(plane: ControlPlane, job: Any, group: Any, members: list[Any]) -> AsyncIterator[bytes]:
+async def _large_group(
+    plane: ControlPlane, job: JobRow, group: EndedGroup, members: list[RolloutSize]
+) -> AsyncIterator[bytes]:
     """A group that has more bytes than a page, read and sent piece by piece.
 
     Where it cannot be sent to its end, the connection is cut, so that nobody takes the part for the whole.
@@ -232,7 +236,7 @@ async def list_rollouts(
     after: Annotated[str, Query(alias="continue")] = "",
 ) -> Response:
     """Rollouts in short: stage, status, attempt, reward, timings, worker."""
-    wanted = states.states_matching(stage, status)
+    wanted = RolloutState.matching(stage, status)
     most = plane.settings.page_bytes
 
     def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
@@ -246,7 +250,7 @@ async def list_rollouts(
     return answer({"items": found, "metadata": {} if more is None else {"continue": more}})
 
 
-def _rollout_after(given: str, job: Any) -> str:
+def _rollout_after(given: str, job: JobRow) -> str:
     """The rollout's id in `continue`; older clients give the id alone, which begins as the job's ids do."""
     if not given or given.startswith(f"{job.name}-{job.uid[:8]}-"):
         return given
@@ -257,7 +261,7 @@ def _rollout_after(given: str, job: Any) -> str:
 async def get_rollout(plane: Plane, name: str, rollout: str, namespace: Namespace = "default") -> Response:
     """One ended rollout's trajectory."""
 
-    def query(conn: Connection) -> tuple[Any, Any]:
+    def query(conn: Connection) -> tuple[JobRow, RolloutSize]:
         job = jobs.find(conn, namespace, name)
         short = records.sizes().add_columns(rollouts.c.state)
         row = conn.execute(short.where(rollouts.c.job_id == job.id, rollouts.c.id == rollout)).one_or_none()
@@ -265,17 +269,18 @@ async def get_rollout(plane: Plane, name: str, rollout: str, namespace: Namespac
             raise NotFound(f"RolloutJob {name!r} has no rollout {rollout!r}", reason="RolloutNotFound")
         if row.end_seq is None:
             raise Conflict(
-                f"rollout {rollout!r} has not ended: {states.status_of(row.state)} in stage "
-                f"{states.stage_of(row.state)}; its trajectory is there once it has",
+                f"rollout {rollout!r} has not ended: {row.state.status} in stage "
+                f"{row.state.stage}; its trajectory is there once it has",
                 reason="RolloutNotEnded",
             )
-        return job, row
+        *size, _state = row
+        return job, RolloutSize(*size)
 
     async with AsyncExitStack() as held:
         job, short = await plane.database.read(query)
         await held.enter_async_context(plane.pages_of([short]).held(namespace))
         at = short.end_seq
-        every = list(states.ENDED)
+        every = ENDED
         rows = await plane.database.read(
             partial(records.rows_of, job_id=job.id, cursor=at - 1, wanted=every, last=at)
         )
@@ -312,7 +317,7 @@ def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None
     return None if row is None else (job_views.counts(conn, row), row.finished_at is not None)
 
 
-async def _stream(plane: ControlPlane, job: Any, after: int | None) -> AsyncIterator[bytes]:
+async def _stream(plane: ControlPlane, job: JobRow, after: int | None) -> AsyncIterator[bytes]:
     told: dict[str, Any] | None = None
     looked = -COUNTS_SECONDS
     now = asyncio.get_running_loop().time

@@ -28,6 +28,7 @@ from rollyard_api.routes.common import (
     plane_of,
 )
 from rollyard_api.service import ControlPlane
+from rollyard_api.storage.rows import BackendRow, PoolRow, read_all
 from rollyard_api.storage.schema import backends
 from rollyard_api.weights import checkpoints, update_records
 from rollyard_api.weights.backend_targets import PAUSED
@@ -42,12 +43,13 @@ class WeightUpdates(Model):
     items: list[WeightUpdate]
 
 
-def _pool(conn: Connection, namespace: str, name: str) -> tuple[Any, list[Any]]:
+def _pool(conn: Connection, namespace: str, name: str) -> tuple[PoolRow, list[BackendRow]]:
     pool = pools.find(conn, namespace, name)
-    return pool, list(conn.execute(backends.select().where(backends.c.pool_id == pool.id)))
+    rows = conn.execute(backends.select().where(backends.c.pool_id == pool.id))
+    return pool, read_all(BackendRow, rows)
 
 
-async def _require(plane: ControlPlane, pool: Any, rows: list[Any], *, keep: bool) -> None:
+async def _require(plane: ControlPlane, pool: PoolRow, rows: list[BackendRow], *, keep: bool) -> None:
     """Rollouts may go on over an update only where servers say which tokens came after it.
 
     Raises:
@@ -173,7 +175,7 @@ async def _until(request: Request, namespace: str, name: str, wait: float, settl
     plane = plane_of(request)
     read = partial(_pool, namespace=namespace, name=name)
 
-    def enough(found: tuple[Any, list[Any]]) -> bool:
+    def enough(found: tuple[PoolRow, list[BackendRow]]) -> bool:
         return all(settled(row) for row in found[1])
 
     found = await plane.poll(

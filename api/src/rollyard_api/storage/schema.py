@@ -9,6 +9,9 @@ goes into a response without being parsed.
 from __future__ import annotations
 
 import sqlalchemy as sa
+from sqlalchemy.engine import Dialect
+
+from rollyard_api.core.states import RolloutState
 
 metadata = sa.MetaData(
     naming_convention={
@@ -18,6 +21,19 @@ metadata = sa.MetaData(
         "fk": "fk_%(table_name)s_%(column_0_name)s",
     }
 )
+
+
+class _State(sa.TypeDecorator[RolloutState]):
+    """A RolloutState, stored as its number."""
+
+    impl = sa.SmallInteger
+    cache_ok = True
+
+    def process_bind_param(self, value: RolloutState | None, dialect: Dialect) -> int | None:
+        return None if value is None else int(value)
+
+    def process_result_value(self, value: int | None, dialect: Dialect) -> RolloutState | None:
+        return None if value is None else RolloutState(value)
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:
@@ -95,7 +111,7 @@ rollouts = sa.Table(
     sa.Column("job_id", sa.Integer, sa.ForeignKey("jobs.id"), nullable=False),
     sa.Column("group_no", sa.Integer, nullable=False),
     sa.Column("sample", sa.Integer, nullable=False),
-    sa.Column("state", sa.SmallInteger, nullable=False),
+    sa.Column("state", _State, nullable=False),
     # While queued: the node whose workers alone may lease it, "" for any. While leased: its worker's.
     sa.Column("node", sa.String(253), nullable=False),
     sa.Column("place", sa.BigInteger, nullable=False),

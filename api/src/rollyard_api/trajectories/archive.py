@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
@@ -20,6 +19,7 @@ from sqlalchemy.engine import Connection
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.rows import EndedRollout, RolloutSize, read_all
 from rollyard_api.storage.schema import jobs, payloads, rollouts
 from rollyard_api.trajectories import records
 from rollyard_api.trajectories.object_store import TrajectoryStore
@@ -102,7 +102,7 @@ class _Content:
     namespace: str
     job: str
     uid: str
-    rows: list[Any]
+    rows: list[EndedRollout]
 
 
 def _content(conn: Connection, part: Part) -> _Content | None:
@@ -114,16 +114,17 @@ def _content(conn: Connection, part: Part) -> _Content | None:
     members = (
         rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None)
     )  # fmt: skip
-    found = list(conn.execute(records.sizes().where(*members).order_by(rollouts.c.end_seq)))
+    sizes = records.sizes().where(*members).order_by(rollouts.c.end_seq)
+    found = read_all(RolloutSize, conn.execute(sizes))
     count = records.fitting((row.bytes for row in found), PART_BYTES)
-    rows: list[Any] = []
+    rows: list[EndedRollout] = []
     if found:
         chosen = records.select().where(*members, rollouts.c.end_seq <= found[count - 1].end_seq)
-        rows = list(conn.execute(chosen.order_by(rollouts.c.end_seq)))
+        rows = read_all(EndedRollout, conn.execute(chosen.order_by(rollouts.c.end_seq)))
     return _Content(job.namespace, job.name, job.uid, rows)
 
 
-def _lines(rows: Sequence[Any], namespace: str, job: str, max_bytes: int) -> list[bytes]:
+def _lines(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: int) -> list[bytes]:
     """Records, each with its newline: as many as fit, at least one."""
     lines: list[bytes] = []
     total = 0
@@ -243,7 +244,7 @@ class Archive:
         return await self._database.read(_pending)
 
     async def lines(
-        self, rows: Sequence[Any], namespace: str, job: str, uid: str, max_bytes: int
+        self, rows: Sequence[EndedRollout], namespace: str, job: str, uid: str, max_bytes: int
     ) -> list[bytes]:
         """The records of ended rollouts, from the store or the database, in the order of the rows.
 
@@ -282,11 +283,14 @@ class Archive:
         return found
 
 
-def _ranges(rows: Sequence[Any], namespace: str, job: str, uid: str) -> list[_Range]:
+def _ranges(rows: Sequence[EndedRollout], namespace: str, job: str, uid: str) -> list[_Range]:
     """Where the records lie; neighbours in a part are read together."""
     ranges: list[_Range] = []
     end: tuple[int, int] | None = None
     for row in rows:
+        assert row.part is not None
+        assert row.part_offset is not None
+        assert row.part_length is not None
         if end != (row.part, row.part_offset):
             ranges.append(_Range(part_path(namespace, job, uid, row.part), row.part_offset, []))
         ranges[-1].lengths.append(row.part_length)

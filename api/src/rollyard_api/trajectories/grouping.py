@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core import states
+from rollyard_api.core.states import RolloutState
+from rollyard_api.storage.rows import EndedGroup, EndedRollout, RolloutSize, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, rollouts
 from rollyard_api.trajectories import records
-
-COLUMNS = (
-    groups.c.no, groups.c.task_id, groups.c.seq, groups.c.delivered, groups.c.informative, groups.c.reason
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """Some groups of a job that have ended, oldest first; of their trajectories, rows of `records.sizes`."""
 
-    groups: list[tuple[Any, list[Any]]]
+    groups: list[tuple[EndedGroup, list[RolloutSize]]]
     after: int
     """Up to which place in the order of ends the groups reach, those that were not asked for included."""
     ended: int
@@ -48,16 +44,17 @@ def ended_after(
         dropped: also those with too few rewards.
     """
     ended = conn.execute(sa.select(jobs.c.groups_ended).where(jobs.c.id == job_id)).scalar_one()
-    query = sa.select(*COLUMNS).where(groups.c.job_id == job_id, groups.c.seq > cursor)
+    query = sa.select(*columns(EndedGroup, groups)).where(groups.c.job_id == job_id, groups.c.seq > cursor)
     if informative:
         query = query.where(groups.c.informative.is_(True))
     if not dropped:
         query = query.where(groups.c.delivered.is_(True))
-    found = list(conn.execute(query.order_by(groups.c.seq).limit(limit)))
-    members: dict[int, list[Any]] = {group.no: [] for group in found}
+    found = read_all(EndedGroup, conn.execute(query.order_by(groups.c.seq).limit(limit)))
+    members: dict[int, list[RolloutSize]] = {group.no: [] for group in found}
     if found:
         query = records.sizes().where(*_members(job_id, found))
-        for row in conn.execute(query.order_by(rollouts.c.group_no, rollouts.c.sample)):
+        ordered = query.order_by(rollouts.c.group_no, rollouts.c.sample)
+        for row in read_all(RolloutSize, conn.execute(ordered)):
             members[row.group_no].append(row)
     sizes = [sum(row.bytes for row in members[group.no]) for group in found]
     count = records.fitting(sizes, max_bytes)
@@ -67,27 +64,30 @@ def ended_after(
     return Ended([(group, members[group.no]) for group in found[:count]], after, ended, large)
 
 
-def rows_of(conn: Connection, job_id: int, of: Sequence[Any]) -> dict[str, Any]:
+def rows_of(conn: Connection, job_id: int, of: Sequence[EndedGroup]) -> dict[str, EndedRollout]:
     """The rows of the trajectories of these groups, by rollout."""
-    return {row.id: row for row in conn.execute(records.select().where(*_members(job_id, of)))}
+    found = conn.execute(records.select().where(*_members(job_id, of)))
+    return {row.id: row for row in read_all(EndedRollout, found)}
 
 
-def _members(job_id: int, of: Sequence[Any]) -> tuple[sa.ColumnElement[bool], ...]:
+def _members(job_id: int, of: Sequence[EndedGroup]) -> tuple[sa.ColumnElement[bool], ...]:
     """Of delivered groups, the members that have a reward: an infrastructure failure is not one."""
     delivered = [group.no for group in of if group.delivered]
     return (
         rollouts.c.job_id == job_id,
         rollouts.c.group_no.in_(delivered),
-        rollouts.c.state == states.SUCCEEDED,
+        rollouts.c.state == RolloutState.SUCCEEDED,
     )
 
 
-def some_members(conn: Connection, job_id: int, group: Any, after: int, max_bytes: int) -> list[Any]:
+def some_members(
+    conn: Connection, job_id: int, group: EndedGroup, after: int, max_bytes: int
+) -> list[EndedRollout]:
     """Rows of a delivered group's trajectories after sample `after`: as many as fit, at least one."""
     wanted = (*_members(job_id, [group]), rollouts.c.sample > after)
-    found = list(conn.execute(records.sizes().where(*wanted).order_by(rollouts.c.sample)))
+    found = read_all(RolloutSize, conn.execute(records.sizes().where(*wanted).order_by(rollouts.c.sample)))
     if not found:
         return []
     last = found[records.fitting((row.bytes for row in found), max_bytes) - 1].sample
     query = records.select().where(*wanted, rollouts.c.sample <= last)
-    return list(conn.execute(query.order_by(rollouts.c.sample)))
+    return read_all(EndedRollout, conn.execute(query.order_by(rollouts.c.sample)))

@@ -13,34 +13,11 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from rollyard_api.core import states
 from rollyard_api.core.codec import dumps, loads, unpack
+from rollyard_api.core.states import RolloutState
+from rollyard_api.storage.rows import EndedRollout, RolloutSize, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 
-COLUMNS = (
-    rollouts.c.id,
-    rollouts.c.job_id,
-    rollouts.c.sample,
-    rollouts.c.state,
-    rollouts.c.failures_init,
-    rollouts.c.failures_run,
-    rollouts.c.failures_eval,
-    rollouts.c.timings,
-    rollouts.c.backend,
-    rollouts.c.reward,
-    rollouts.c.components,
-    rollouts.c.reward_reason,
-    rollouts.c.reason,
-    rollouts.c.message,
-    rollouts.c.end_seq,
-    rollouts.c.pending,
-    rollouts.c.part,
-    rollouts.c.part_offset,
-    rollouts.c.part_length,
-    rollouts.c.group_no,
-    groups.c.task_id,
-    payloads.c.trajectory,
-)
 _ROW_BYTES = 1024
 """About what a record has beside what Run recorded."""
 _STAGE = {"queued_seconds": 0.0, "active_seconds": 0.0, "attempts": 0}
@@ -49,7 +26,7 @@ _STAGE = {"queued_seconds": 0.0, "active_seconds": 0.0, "attempts": 0}
 def select() -> sa.Select[Any]:
     """Rows that `record` understands."""
     return (
-        sa.select(*COLUMNS)
+        sa.select(*columns(EndedRollout, rollouts, groups, payloads))
         .join_from(
             rollouts,
             groups,
@@ -72,7 +49,7 @@ def timings(text: str) -> dict[str, Any]:
     }
 
 
-def record(row: Any, job: str, namespace: str) -> bytes:
+def record(row: EndedRollout, job: str, namespace: str) -> bytes:
     """The Trajectory of an ended rollout, as one line of JSON without its newline."""
     document: dict[str, Any] = {"segments": [], "messages": [], "turns": []}  # what never ran has them too
     if row.trajectory is not None:
@@ -86,7 +63,7 @@ def record(row: Any, job: str, namespace: str) -> bytes:
         "group_id": row.task_id,
         "sample_index": row.sample,
         "attempt": row.failures_init + row.failures_run + row.failures_eval,
-        "status": states.status_of(row.state),
+        "status": row.state.status,
         "reason": row.reason or "",
         "message": row.message or "",
         "reward": row.reward,
@@ -102,7 +79,7 @@ def record(row: Any, job: str, namespace: str) -> bytes:
 
 
 def summaries(
-    conn: Connection, job_id: int, wanted: Sequence[int], limit: int, after: str, max_bytes: int
+    conn: Connection, job_id: int, wanted: Sequence[RolloutState], limit: int, after: str, max_bytes: int
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Rollouts in these states as short rows, ordered by id, from the one after `after` on.
 
@@ -144,8 +121,8 @@ def summaries(
             "task_id": row.task_id,
             "group_id": row.task_id,
             "sample_index": row.sample,
-            "stage": states.stage_of(row.state),
-            "status": states.status_of(row.state),
+            "stage": row.state.stage,
+            "status": row.state.status,
             "attempt": row.failures_init + row.failures_run + row.failures_eval,
             "reason": row.reason or "",
             "message": row.message or "",
@@ -191,32 +168,33 @@ def fitting(sizes: Iterable[int], max_bytes: int) -> int:
 class Ended:
     """Some ended rollouts of a job, oldest first."""
 
-    found: list[Any]
-    """Rows of `sizes`."""
+    found: list[RolloutSize]
     after: int
     """Up to which place in the order of ends they reach, those of another status included."""
     ended: int
     """How many rollouts of the job have ended."""
 
 
-def _chosen(job_id: int, cursor: int, wanted: Sequence[int]) -> tuple[sa.ColumnElement[bool], ...]:
+def _chosen(job_id: int, cursor: int, wanted: Sequence[RolloutState]) -> tuple[sa.ColumnElement[bool], ...]:
     return (rollouts.c.job_id == job_id, rollouts.c.end_seq > cursor, rollouts.c.state.in_(wanted))
 
 
 def ended_after(
-    conn: Connection, job_id: int, cursor: int, limit: int, wanted: Sequence[int], max_bytes: int
+    conn: Connection, job_id: int, cursor: int, limit: int, wanted: Sequence[RolloutState], max_bytes: int
 ) -> Ended:
     """Ended rollouts after a cursor: at most `limit`, and at most `max_bytes` unless it is a single one."""
     ended = conn.execute(sa.select(jobs.c.ended).where(jobs.c.id == job_id)).scalar_one()
     query = sizes().where(*_chosen(job_id, cursor, wanted)).order_by(rollouts.c.end_seq).limit(limit)
-    found = list(conn.execute(query))
+    found = read_all(RolloutSize, conn.execute(query))
     count = fitting((row.bytes for row in found), max_bytes)
     # Where the page is not full, all up to `ended` have been looked at, those of another status too.
     full = count < len(found) or len(found) == limit
     return Ended(found[:count], found[count - 1].end_seq if full else max(cursor, ended), ended)
 
 
-def rows_of(conn: Connection, job_id: int, cursor: int, wanted: Sequence[int], last: int) -> list[Any]:
+def rows_of(
+    conn: Connection, job_id: int, cursor: int, wanted: Sequence[RolloutState], last: int
+) -> list[Any]:
     """The rows of ended rollouts after a cursor, up to the place `last` in the order of ends."""
     query = select().where(*_chosen(job_id, cursor, wanted), rollouts.c.end_seq <= last)
-    return list(conn.execute(query.order_by(rollouts.c.end_seq)))
+    return read_all(EndedRollout, conn.execute(query.order_by(rollouts.c.end_seq)))

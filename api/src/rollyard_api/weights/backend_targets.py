@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow, read_all
 from rollyard_api.storage.schema import backends, weight_updates
 from rollyard_api.storage.schema import pools as pools_table
 from rollyard_api.weights import update_records
@@ -22,10 +23,10 @@ Action = Literal["bring", "stale", "watch", "pause", "hold", "resume", "look"]
 class Target:
     """A backend, its pool and the update that they should have, as one reader saw them."""
 
-    pool: Any
-    row: Any
-    update: Any | None
-    chain: tuple[Any, ...]
+    pool: PoolRow
+    row: BackendRow
+    update: WeightUpdateRow | None
+    chain: tuple[WeightUpdateRow, ...]
     """The updates that every backend had before it, the newest first."""
 
     @property
@@ -53,7 +54,7 @@ class Target:
         return bool(row.weights == "Failed" and (behind or row.restart_requested))
 
 
-def action(pool: Any, row: Any) -> Action:
+def action(pool: PoolRow, row: BackendRow) -> Action:
     """What a backend needs: pure, of its row and its pool's."""
     waits = row.restart_requested and row.policy_index == pool.policy_index
     if row.policy_index != pool.policy_index or row.weights in ("Stale", "Failed"):
@@ -69,10 +70,11 @@ def action(pool: Any, row: Any) -> Action:
 def read(conn: Connection) -> list[Target]:
     """Every backend of every pool."""
     found = []
-    for pool in conn.execute(sa.select(pools_table)).all():
-        rows = conn.execute(sa.select(backends).where(backends.c.pool_id == pool.id)).all()
+    for pool in read_all(PoolRow, conn.execute(sa.select(pools_table))):
+        query = sa.select(backends).where(backends.c.pool_id == pool.id)
+        rows = read_all(BackendRow, conn.execute(query))
         update = update_records.desired(conn, pool)
-        chain: tuple[Any, ...] = ()
+        chain: tuple[WeightUpdateRow, ...] = ()
         if any(action(pool, row) == "bring" for row in rows) and update is not None:
             chain = tuple(update_records.succeeded(conn, pool.id, before=update.id))
         found += [Target(pool, row, update, chain) for row in rows]

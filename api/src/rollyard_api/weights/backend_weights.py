@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from rollyard_api.core.wakeups import QUEUE
 from rollyard_api.rollouts import staleness
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow, read_one
 from rollyard_api.storage.schema import backends, pools, weight_updates
 from rollyard_api.weights import update_records
 from rollyard_api.weights.backend_targets import PAUSED, Target
@@ -31,13 +32,18 @@ def renew(tx: Transaction, name: str, ids: set[int]) -> None:
     )
 
 
-def take_charge(tx: Transaction, name: str, target: Target) -> Any:
+def _pool(tx: Transaction, target: Target) -> PoolRow | None:
+    found = tx.conn.execute(sa.select(pools).where(pools.c.id == target.pool.id)).one_or_none()
+    return read_one(PoolRow, found)
+
+
+def take_charge(tx: Transaction, name: str, target: Target) -> WeightUpdateRow:
     """The update's row, locked, if it is still the pool's and `name`'s, or nobody's.
 
     Raises:
         Superseded: it is not.
     """
-    pool = tx.conn.execute(sa.select(pools).where(pools.c.id == target.pool.id)).one_or_none()
+    pool = _pool(tx, target)
     update = None if pool is None else update_records.desired(tx.conn, pool, lock=True)
     if update is None or target.update is None or update.id != target.update.id:
         raise Superseded
@@ -53,7 +59,7 @@ def take_charge_of_first(tx: Transaction, name: str, target: Target) -> None:
     Raises:
         Superseded: others are wanted by now, or somebody else sees to it.
     """
-    pool = tx.conn.execute(sa.select(pools).where(pools.c.id == target.pool.id)).one_or_none()
+    pool = _pool(tx, target)
     if pool is None or pool.policy_index != 0:
         raise Superseded
     last = tx.conn.execute(
@@ -64,11 +70,11 @@ def take_charge_of_first(tx: Transaction, name: str, target: Target) -> None:
         .with_for_update()
     ).one_or_none()
     if last is not None:
-        _own(tx, name, last)
+        _own(tx, name, WeightUpdateRow(*last))
     staleness.fence(tx, pool.namespace, pool.name, target.row.url)
 
 
-def _own(tx: Transaction, name: str, update: Any) -> None:
+def _own(tx: Transaction, name: str, update: WeightUpdateRow) -> None:
     others = update.owner is not None and update.owner != name
     # On SQLite there is one control plane at a time: another name is its predecessor's.
     if others and not tx.sqlite and (update.owner_expires or 0.0) > tx.now:
@@ -104,9 +110,10 @@ def note(tx: Transaction, name: str, target: Target, values: dict[str, Any]) -> 
     update_records.note(tx, update.id, target.row.url, **values)
 
 
-def _now(tx: Transaction, target: Target) -> Any | None:
+def _now(tx: Transaction, target: Target) -> BackendRow | None:
     where = (backends.c.pool_id == target.pool.id, backends.c.url == target.row.url)
-    return tx.conn.execute(sa.select(backends).where(*where).with_for_update()).one_or_none()
+    found = tx.conn.execute(sa.select(backends).where(*where).with_for_update()).one_or_none()
+    return read_one(BackendRow, found)
 
 
 def mark(tx: Transaction, target: Target, values: dict[str, Any]) -> None:
@@ -172,9 +179,10 @@ def done(
     """
     update = target.update
     assert update is not None
-    row = tx.conn.execute(
+    found = tx.conn.execute(
         sa.select(weight_updates).where(weight_updates.c.id == update.id).with_for_update()
     ).one()
+    row = WeightUpdateRow(*found)
     if row.state == "Failed":
         # Another backend was found to have wrong weights meanwhile.
         values = {
@@ -235,6 +243,6 @@ def give_up_loading(tx: Transaction, target: Target, message: str) -> None:
     if row is not None and all(part.step == "Failed" for part in update_records.progress_of(row).values()):
         update_records.refuse(tx, target.pool.id, update.id, f"{target.row.url}: {message}")
         return
-    pool = tx.conn.execute(sa.select(pools).where(pools.c.id == target.pool.id)).one_or_none()
+    pool = _pool(tx, target)
     if pool is not None and pool.policy_index == update.policy_index:
         restart(tx, target, message)

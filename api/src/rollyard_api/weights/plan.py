@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rollyard_crds.weights import WeightSource
 
+from rollyard_api.storage.rows import WeightUpdateRow
 from rollyard_api.weights import update_records
 
 
@@ -21,7 +21,7 @@ class Plan:
     """Why it cannot be brought there; empty: it can."""
 
 
-def plan(row: Any, chain: Sequence[Any], label: str | None, *, begun: bool) -> Plan:
+def plan(row: WeightUpdateRow, chain: Sequence[WeightUpdateRow], label: str | None, *, begun: bool) -> Plan:
     """How a server comes from its weights to those of `row`.
 
     Args:

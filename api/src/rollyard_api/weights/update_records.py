@@ -17,6 +17,7 @@ from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.core.wakeups import QUEUE
 from rollyard_api.rollouts import staleness
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import PoolRow, WeightUpdateRow, read_all, read_one
 from rollyard_api.storage.schema import backends, weight_updates
 from rollyard_api.storage.schema import pools as pools_table
 
@@ -29,12 +30,12 @@ BEHIND: Final = -1
 _MAX_MESSAGE = 1000
 
 
-def request_of(row: Any) -> WeightUpdateRequest:
+def request_of(row: WeightUpdateRow) -> WeightUpdateRequest:
     """What was asked, from a row of weight_updates."""
     return WeightUpdateRequest.model_validate_json(row.request)
 
 
-def progress_of(row: Any) -> dict[str, BackendUpdate]:
+def progress_of(row: WeightUpdateRow) -> dict[str, BackendUpdate]:
     """Each backend's part, by URL."""
     return {item["url"]: BackendUpdate.model_validate(item) for item in loads(row.progress)}
 
@@ -43,7 +44,7 @@ def _encoded(progress: dict[str, BackendUpdate]) -> bytes:
     return dumps([item.to_json() for item in progress.values()])
 
 
-def document(row: Any) -> dict[str, Any]:
+def document(row: WeightUpdateRow) -> dict[str, Any]:
     """A row as REST answers it."""
     asked = request_of(row)
     return {
@@ -66,10 +67,11 @@ def listed(conn: Connection, namespace: str, name: str) -> list[dict[str, Any]]:
     """A pool's updates, the newest first."""
     pool = pools.find(conn, namespace, name)
     query = sa.select(weight_updates).where(weight_updates.c.pool_id == pool.id)
-    return [document(row) for row in conn.execute(query.order_by(weight_updates.c.id.desc()).limit(LISTED))]
+    newest = query.order_by(weight_updates.c.id.desc()).limit(LISTED)
+    return [document(row) for row in read_all(WeightUpdateRow, conn.execute(newest))]
 
 
-def one(conn: Connection, namespace: str, name: str, number: int) -> Any:
+def one(conn: Connection, namespace: str, name: str, number: int) -> WeightUpdateRow:
     """One update's row.
 
     Raises:
@@ -82,10 +84,10 @@ def one(conn: Connection, namespace: str, name: str, number: int) -> Any:
     row = conn.execute(query).one_or_none()
     if row is None:
         raise NotFound(f"BackendPool {name!r} has no weight update {number}", reason="UpdateNotFound")
-    return row
+    return WeightUpdateRow(*row)
 
 
-def desired(conn: Connection, pool: Any, *, lock: bool = False) -> Any | None:
+def desired(conn: Connection, pool: PoolRow, *, lock: bool = False) -> WeightUpdateRow | None:
     """The update whose weights every backend of the pool should have; None before the first."""
     if pool.policy_index == 0:
         return None
@@ -99,37 +101,40 @@ def desired(conn: Connection, pool: Any, *, lock: bool = False) -> Any | None:
         .order_by(weight_updates.c.id.desc())
         .limit(1)
     )
-    return conn.execute(query.with_for_update() if lock else query).one_or_none()
+    found = conn.execute(query.with_for_update() if lock else query).one_or_none()
+    return read_one(WeightUpdateRow, found)
 
 
-def succeeded(conn: Connection, pool_id: int, before: int | None = None) -> list[Any]:
+def succeeded(conn: Connection, pool_id: int, before: int | None = None) -> list[WeightUpdateRow]:
     """Updates that every backend had, the newest first; only those with an id below `before`."""
     query = sa.select(weight_updates).where(
         weight_updates.c.pool_id == pool_id, weight_updates.c.state == "Succeeded"
     )
     if before is not None:
         query = query.where(weight_updates.c.id < before)
-    return list(conn.execute(query.order_by(weight_updates.c.id.desc()).limit(LISTED)))
+    newest = query.order_by(weight_updates.c.id.desc()).limit(LISTED)
+    return read_all(WeightUpdateRow, conn.execute(newest))
 
 
-def served_model(pool: Any, source: WeightSource) -> str | None:
+def served_model(pool: PoolRow, source: WeightSource) -> str | None:
     """The name under which these weights are asked for; None: the model's own."""
     if source.lora is not None:
         return source.lora.name
     return None if source.checkpoint is not None else pool.served_model
 
 
-def lock_pool(tx: Transaction, namespace: str, name: str) -> Any:
+def lock_pool(tx: Transaction, namespace: str, name: str) -> PoolRow:
     """The pool's row, locked.
 
     Raises:
         NotFound: no such pool.
     """
     query = sa.select(pools_table).where(pools_table.c.namespace == namespace, pools_table.c.name == name)
-    return tx.conn.execute(query.with_for_update()).one_or_none() or pools.find(tx.conn, namespace, name)
+    found = tx.conn.execute(query.with_for_update()).one_or_none()
+    return read_one(PoolRow, found) or pools.find(tx.conn, namespace, name)
 
 
-def standing(conn: Connection, pool: Any, asked: WeightUpdateRequest) -> Any | None:
+def standing(conn: Connection, pool: PoolRow, asked: WeightUpdateRequest) -> WeightUpdateRow | None:
     """The update that gave the pool the version asked for, from the same source; None if none did.
 
     Raises:
@@ -143,8 +148,8 @@ def standing(conn: Connection, pool: Any, asked: WeightUpdateRequest) -> Any | N
             weight_updates.c.state != "Failed",
         )
         .order_by(weight_updates.c.id.desc())
-    ).all()
-    for row in rows:
+    )
+    for row in read_all(WeightUpdateRow, rows):
         if request_of(row).source != asked.source:
             raise Conflict(
                 f"policyVersion: {asked.policy_version!r} names the weights of update {row.id} already, "
@@ -157,7 +162,7 @@ def standing(conn: Connection, pool: Any, asked: WeightUpdateRequest) -> Any | N
 
 def add(
     tx: Transaction, namespace: str, name: str, asked: WeightUpdateRequest, note: str
-) -> tuple[Any, bool]:
+) -> tuple[WeightUpdateRow, bool]:
     """Take an update; one that runs still is superseded: a trainer wants its newest weights.
 
     Returns:
@@ -209,10 +214,12 @@ def add(
         .returning(weight_updates)
     ).one()
     _want(tx, pool.id, row.policy_version, row.policy_index, serves)
-    return row, True
+    return WeightUpdateRow(*row), True
 
 
-def _again(tx: Transaction, pool: Any, row: Any, asked: WeightUpdateRequest) -> Any:
+def _again(
+    tx: Transaction, pool: PoolRow, row: WeightUpdateRow, asked: WeightUpdateRequest
+) -> WeightUpdateRow:
     """The same once more: nothing to do, unless pushed weights were lost by servers that began anew."""
     lost = tx.conn.scalars(
         sa.select(backends.c.url).where(
@@ -235,15 +242,16 @@ def _want(tx: Transaction, pool_id: int, version: str, index: int, serves: str |
     tx.wake(TOPIC)
 
 
-def change(tx: Transaction, row: Any, **values: Any) -> Any:
+def change(tx: Transaction, row: WeightUpdateRow, **values: Any) -> WeightUpdateRow:
     """Write columns of an update; its row as it is then."""
     tx.wake(TOPIC)
-    return tx.conn.execute(
+    changed = tx.conn.execute(
         sa.update(weight_updates)
         .where(weight_updates.c.id == row.id)
         .values(**values)
         .returning(weight_updates)
     ).one()
+    return WeightUpdateRow(*changed)
 
 
 def set_backend(tx: Transaction, pool_id: int, url: str, **values: Any) -> None:
@@ -254,13 +262,14 @@ def set_backend(tx: Transaction, pool_id: int, url: str, **values: Any) -> None:
     tx.conn.execute(sa.update(backends).where(*where).values(**values))
 
 
-def note(tx: Transaction, update_id: int, url: str, **values: Any) -> Any | None:
+def note(tx: Transaction, update_id: int, url: str, **values: Any) -> WeightUpdateRow | None:
     """Change one backend's part of an update, while that runs; its row, None if it does not run any more."""
-    row = tx.conn.execute(
+    found = tx.conn.execute(
         sa.select(weight_updates)
         .where(weight_updates.c.id == update_id, weight_updates.c.state == "Running")
         .with_for_update()
     ).one_or_none()
+    row = read_one(WeightUpdateRow, found)
     if row is None:
         return None
     progress = progress_of(row)
@@ -273,7 +282,8 @@ def note(tx: Transaction, update_id: int, url: str, **values: Any) -> Any | None
 
 def settle(tx: Transaction, pool_id: int) -> None:
     """End a running update that every backend of the pool has."""
-    pool = tx.conn.execute(sa.select(pools_table).where(pools_table.c.id == pool_id)).one_or_none()
+    found = tx.conn.execute(sa.select(pools_table).where(pools_table.c.id == pool_id)).one_or_none()
+    pool = read_one(PoolRow, found)
     if pool is None:
         return
     row = desired(tx.conn, pool, lock=True)
@@ -313,9 +323,10 @@ def refuse(tx: Transaction, pool_id: int, update_id: int, message: str, *, refus
     Args:
         refused_by: the server that did not take the weights, and has those before.
     """
-    pool = tx.conn.execute(
+    found = tx.conn.execute(
         sa.select(pools_table).where(pools_table.c.id == pool_id).with_for_update()
     ).one_or_none()
+    pool = read_one(PoolRow, found)
     if pool is None:
         return
     row = desired(tx.conn, pool, lock=True)
@@ -357,7 +368,7 @@ def _serves(chain: Sequence[WeightSource]) -> str | None:
     return serves
 
 
-def pause(tx: Transaction, namespace: str, name: str, mode: str) -> Any:
+def pause(tx: Transaction, namespace: str, name: str, mode: str) -> PoolRow:
     """Let no rollout enter Run, and the servers sample nothing."""
     pool = lock_pool(tx, namespace, name)
     tx.conn.execute(
@@ -367,7 +378,7 @@ def pause(tx: Transaction, namespace: str, name: str, mode: str) -> Any:
     return pool
 
 
-def resume(tx: Transaction, namespace: str, name: str) -> Any:
+def resume(tx: Transaction, namespace: str, name: str) -> PoolRow:
     """Undo `pause`."""
     pool = lock_pool(tx, namespace, name)
     unpause(tx, pool.id)

@@ -20,13 +20,13 @@ import pytest
 from rollyard.main import main
 from rollyard_client import Client
 from rollyard_drivers.host.home import Home, read_json
-from rollyard_drivers.host.processes import Identity, is_alive
+from rollyard_drivers.host.processes import ProcessIdentity, is_alive
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 MARK = "ROLLYARD_DRIVER_TEST"
 
 
-class Health(BaseHTTPRequestHandler):
+class BackendHealth(BaseHTTPRequestHandler):
     """Just enough of a vLLM server to be found healthy."""
 
     def do_GET(self) -> None:
@@ -44,7 +44,7 @@ class Health(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as http:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BackendHealth) as http:
         thread = threading.Thread(target=http.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{http.server_address[1]}"
@@ -141,10 +141,10 @@ class Up:
         assert tokens is not None
         return Client(context["url"], tokens["admin"])
 
-    def child(self, prefix: str) -> Identity:
+    def child(self, prefix: str) -> ProcessIdentity:
         (file,) = [file for file in self.home.pids.glob("*.json") if file.name.startswith(prefix)]
         document = read_json(file)
-        identity = Identity.from_json(document) if document is not None else None
+        identity = ProcessIdentity.from_json(document) if document is not None else None
         assert identity is not None
         return identity
 

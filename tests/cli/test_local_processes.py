@@ -15,7 +15,7 @@ from rollyard.errors import HomeInUse
 from rollyard_drivers.host.child import Child, Folders, sweep
 from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.log_file import LogFile, last_line
-from rollyard_drivers.host.processes import Identity, end, identify, is_alive
+from rollyard_drivers.host.processes import ProcessIdentity, end, identify, is_alive
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -114,7 +114,7 @@ def test_sweep_kills_leftovers_and_spares_strangers(folders: Folders) -> None:
             assert ours is not None
             assert theirs is not None
             write_json(folders.pids / "left.json", ours.to_json())
-            reused = Identity(theirs.pid, theirs.start_ticks - 1, theirs.boot_id)
+            reused = ProcessIdentity(theirs.pid, theirs.start_ticks - 1, theirs.boot_id)
             write_json(folders.pids / "reused.json", reused.to_json())
             (folders.pids / "broken.json").write_text("{")
             assert sweep(folders.pids) == ["left"]

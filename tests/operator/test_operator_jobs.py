@@ -324,7 +324,7 @@ async def test_an_operator_that_begins_anew_changes_nothing(tmp_path: Path, quic
     kube.calls.clear()
     async with running(Lab(settings, kube, control)) as lab:
         await until(
-            lambda: lab.operator.yard.plane.unfinished.get(
+            lambda: lab.operator.context.plane.unfinished.get(
                 KEY, before[("RolloutJob", *KEY)]["metadata"]["uid"]
             )
         )
@@ -439,12 +439,12 @@ async def test_a_namespace_that_refuses_the_operator_is_left_alone(
     lab = Lab(settings_in(tmp_path, namespaces=[NAMESPACE, "locked"]), kube, control)
     async with running(lab):
         await until(lambda: KEY in control.all_jobs)
-        assert lab.operator.yard.access.denied == {"locked"}
+        assert lab.operator.context.access.denied == {"locked"}
         await asyncio.sleep(0.2)  # There are some sweeps meanwhile.
         assert set(control.all_jobs) == {KEY}
         closed.clear()
         await until(lambda: ("locked", KEY[1]) in control.all_jobs)
-        await until(lambda: not lab.operator.yard.access.denied)
+        await until(lambda: not lab.operator.context.access.denied)
 
 
 async def test_without_any_namespace_it_waits(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rollyard_crds import BackendPool, BackendStatus, RolloutJob
-from rollyard_drivers.reconcile.conditions import Claim, updated
+from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 from rollyard_drivers.reconcile.placement import UNSPOKEN_SECONDS, is_for, is_unspoken
 from rollyard_operator.controllers.rest_sync import DELETE_REQUESTED
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube
@@ -40,7 +40,7 @@ async def lab(tmp_path: Path, quick: None) -> AsyncIterator[Lab]:
         yield made
 
 
-async def speak(control: FakeControlPlane, *claims: Claim, phase: str = "Run") -> None:
+async def speak(control: FakeControlPlane, *claims: ConditionUpdate, phase: str = "Run") -> None:
     """The other driver says how the job stands."""
     known = control.all_jobs[KEY]
     generation = known.metadata.generation or 0
@@ -53,7 +53,7 @@ async def speak_of_pool(control: FakeControlPlane, *urls: str) -> None:
     """The other driver says that these backends of the pool are ready."""
     known = control.all_pools[POOL]
     generation = known.metadata.generation or 0
-    claims = (Claim("Ready", bool(urls), "BackendsReady" if urls else "NoBackendReady"),)
+    claims = (ConditionUpdate("Ready", bool(urls), "BackendsReady" if urls else "NoBackendReady"),)
     conditions = updated(known.status.conditions, claims, generation, datetime.now(UTC))
     said = {"conditions": conditions, "observed_generation": generation, "replicas": len(urls)}
     await control.put_pool_status(known, known.status.model_copy(update=said))
@@ -63,12 +63,16 @@ async def speak_of_pool(control: FakeControlPlane, *urls: str) -> None:
 async def test_an_applied_job_of_another_driver_shows_what_that_one_says(lab: Lab) -> None:
     lab.kube.put(job(placement="slurm"))
     await until(lambda: KEY in lab.control.all_jobs)
-    await speak(lab.control, Claim("Admitted", True, "Admitted"), Claim("Running", True, "WorkersReady"))
+    await speak(
+        lab.control,
+        ConditionUpdate("Admitted", True, "Admitted"),
+        ConditionUpdate("Running", True, "WorkersReady"),
+    )
     await until(lambda: lab.holds("Running"))
     assert (lab.status()["phase"], lab.status()["observedGeneration"]) == ("Run", 1)
     lab.control.counts(KEY, succeeded=2, init={"queued": 0, "active": 0})
     await until(lambda: lab.status()["counts"]["succeeded"] == 2)
-    await speak(lab.control, *(Claim(one, True, "AllEnded") for one in ("Finished", "Succeeded")))
+    await speak(lab.control, *(ConditionUpdate(one, True, "AllEnded") for one in ("Finished", "Succeeded")))
     await until(lambda: lab.holds("Succeeded"))
     assert (lab.status()["counts"]["succeeded"], lab.status()["rewardMean"]) == (2, 0.5)
     assert lab.kube.of("Pod") == []
@@ -78,7 +82,7 @@ async def test_an_applied_job_of_another_driver_shows_what_that_one_says(lab: La
 async def test_what_the_other_driver_has_not_looked_at_yet_keeps_its_generation(lab: Lab) -> None:
     lab.kube.put(job(placement="slurm"))
     await until(lambda: KEY in lab.control.all_jobs)
-    await speak(lab.control, Claim("Running", True, "WorkersReady"))
+    await speak(lab.control, ConditionUpdate("Running", True, "WorkersReady"))
     await until(lambda: lab.holds("Running"))
     lab.kube.put(job(placement="slurm", suspend=True))
     await until(lambda: lab.control.all_jobs[KEY].spec.suspend)
@@ -86,7 +90,7 @@ async def test_what_the_other_driver_has_not_looked_at_yet_keeps_its_generation(
     await until(lambda: lab.status()["counts"]["init"]["active"] == 1)
     assert lab.status()["observedGeneration"] == 1
     assert lab.condition("Running")["observedGeneration"] == 1
-    await speak(lab.control, Claim("Running", False, "Suspended"))
+    await speak(lab.control, ConditionUpdate("Running", False, "Suspended"))
     await until(lambda: lab.status()["observedGeneration"] == 2)
     assert lab.condition("Running")["observedGeneration"] == 2
 
@@ -117,7 +121,7 @@ async def test_an_object_deleted_while_no_operator_ran_takes_another_driver_s_jo
 
 async def test_a_job_of_rest_for_another_driver_stays_in_the_store(lab: Lab) -> None:
     lab.control.post_job(RolloutJob.model_validate(job(placement="slurm")))
-    await speak(lab.control, Claim("Running", True, "WorkersReady"))
+    await speak(lab.control, ConditionUpdate("Running", True, "WorkersReady"))
     lab.control.post_pool(BackendPool.model_validate(pool(placement="slurm")))
     await speak_of_pool(lab.control, "http://cn1:1")
     looked = asyncio.get_running_loop().time() + 0.3
@@ -138,7 +142,7 @@ async def test_jobs_of_other_drivers_do_not_count_among_those_that_run_at_once(
             kube.put(job(name, placement="slurm"))
             await until(lambda name=name: (NAMESPACE, name) in control.all_jobs)
             known = control.all_jobs[NAMESPACE, name]
-            conditions = updated((), (Claim("Admitted", True, "Admitted"),), 1, datetime.now(UTC))
+            conditions = updated((), (ConditionUpdate("Admitted", True, "Admitted"),), 1, datetime.now(UTC))
             status = known.status.model_copy(update={"conditions": conditions, "observed_generation": 1})
             await control.put_job_status(known, status)
             await until(lambda name=name: lab.holds("Admitted", name))
@@ -219,5 +223,5 @@ def test_a_driver_is_given_time_to_speak() -> None:
     thing.metadata.creation_timestamp = young
     assert not is_unspoken(thing, now)
     assert is_unspoken(thing, now + timedelta(seconds=2))
-    thing.status.conditions = updated((), (Claim("Running", True, "WorkersReady"),), 1, now)
+    thing.status.conditions = updated((), (ConditionUpdate("Running", True, "WorkersReady"),), 1, now)
     assert not is_unspoken(thing, now + timedelta(seconds=2))

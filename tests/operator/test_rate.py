@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_operator.sandboxes.token_bucket import Bucket
+from rollyard_operator.sandboxes.token_bucket import TokenBucket
 
 
 @given(
@@ -15,7 +15,7 @@ from rollyard_operator.sandboxes.token_bucket import Bucket
 def test_the_rate_is_kept_over_every_window(
     per_second: float, burst: int, steps: list[tuple[float, int]]
 ) -> None:
-    bucket, now, taken = Bucket(per_second, burst), 0.0, [(0.0, 0)]
+    bucket, now, taken = TokenBucket(per_second, burst), 0.0, [(0.0, 0)]
     for pause, wish in steps:
         now += pause
         given_out = min(wish, int(bucket.tokens(now)))
@@ -29,7 +29,7 @@ def test_the_rate_is_kept_over_every_window(
 
 
 def test_quiet_fills_it_to_the_burst_and_no_further() -> None:
-    bucket = Bucket(2.0, 5)
+    bucket = TokenBucket(2.0, 5)
     bucket.take(0.0, 5)
     assert bucket.tokens(1.0) == 2.0
     assert bucket.tokens(100.0) == 5.0

@@ -11,7 +11,7 @@ from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
 from rollyard_drivers.reconcile.job import job_workloads, reconcile_job
 from rollyard_drivers.reconcile.plan import ObservedJob, ObservedPool, ObservedWorkload, PoolState, Profile
 from rollyard_drivers.reconcile.pool import pool_workloads, reconcile_pool
-from rollyard_drivers.reconcile.replacements import Replaced
+from rollyard_drivers.reconcile.replacements import Replacements
 from rollyard_drivers.reconcile.workloads import restart_delay
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -243,7 +243,7 @@ def test_hung_backend_is_restarted() -> None:
     assert stop.name == workload.name
     assert condition(late, "Ready").status == "False"
     # Nothing of it is left when it is launched again: the stop itself says how that counts.
-    replaced = Replaced()
+    replaced = Replacements()
     replaced.note(stop)
     fresh = reconcile_pool(pool, ObservedPool(), NOW + timedelta(seconds=62)).launch[0]
     assert (fresh.restarts, fresh.last_end) == (0, "")

@@ -101,7 +101,7 @@ class World:
         for _ in range(times):
             with contextlib.suppress(RollyardError):
                 self.loop.learn(await self.plane.claims())
-            after = await self.loop.turn()
+            after = await self.loop.run_pass()
         return after
 
     # The kubelet
@@ -391,7 +391,7 @@ async def test_an_operator_killed_between_taking_and_binding_goes_on(world: Worl
     claim = world.plane.file()
     world.plane.fault = lambda: True
     world.loop.learn(await _listed(world.plane))
-    await world.loop.turn()
+    await world.loop.run_pass()
     (taken,) = [pod for pod in world.kube.of("Pod") if pod["metadata"]["labels"].get(labels.CLAIM) == claim]
     assert world.state(claim) == "Pending"
     world.plane.fault = lambda: False
@@ -518,7 +518,7 @@ class Beside:
         world.loop, world.pods = first, seen
 
     async def turn(self) -> None:
-        await self.loop.turn()
+        await self.loop.run_pass()
 
     async def lists_claims(self) -> None:
         self.loop.learn(await self.world.plane.claims())
@@ -754,7 +754,7 @@ async def test_before_the_first_list_of_claims_nothing_is_touched(world: World) 
     claim = world.plane.file()
     await world.turn()
     world.loop = world.operator()
-    await world.loop.turn()
+    await world.loop.run_pass()
     assert "deletionTimestamp" not in world.pod(f"sb-{claim}")["metadata"]
 
 

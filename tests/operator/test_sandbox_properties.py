@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollyard_operator.sandboxes.planning.plan import (
     DeleteSandbox,
-    Limits,
     ObservedSandbox,
     ObservedSandboxes,
     Refusal,
+    SandboxLimits,
     SandboxPlan,
     Trouble,
     WantedSandbox,
@@ -21,7 +21,7 @@ from rollyard_operator.sandboxes.planning.plan import (
 )
 from rollyard_operator.sandboxes.planning.reconcile import reconcile_sandboxes
 from rollyard_operator.sandboxes.planning.warm_names import WarmNumbers
-from rollyard_operator.sandboxes.token_bucket import Bucket
+from rollyard_operator.sandboxes.token_bucket import TokenBucket
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 NAMESPACES = ("one", "two")
@@ -46,7 +46,7 @@ class World:
     count: int = 0
 
     def __post_init__(self) -> None:
-        self.bucket = Bucket(self.per_second, self.burst)
+        self.bucket = TokenBucket(self.per_second, self.burst)
 
     def plan(self) -> SandboxPlan:
         claims = [
@@ -54,7 +54,7 @@ class World:
             for claim in self.claims.values()
         ]
         needs = [WarmNeed(ns, flavor, count) for (ns, flavor), count in self.warm.items()]
-        limits = Limits(tokens=self.bucket.tokens(self.seconds), per_second=self.per_second)
+        limits = SandboxLimits(tokens=self.bucket.tokens(self.seconds), per_second=self.per_second)
         observed = ObservedSandboxes(tuple(self.pods.values()), self.refusals)
         return reconcile_sandboxes(claims, needs, observed, self.now, limits)
 
@@ -376,7 +376,7 @@ def test_a_warm_pod_that_cannot_start_is_not_replaced_over_and_over() -> None:
 
 def test_a_claim_whose_job_has_no_object_yet_waits() -> None:
     claim = WantedSandbox("c", "one", "Pending", 5.0, "")
-    plan = reconcile_sandboxes([claim], [], ObservedSandboxes(), START, Limits())
+    plan = reconcile_sandboxes([claim], [], ObservedSandboxes(), START, SandboxLimits())
     assert plan == SandboxPlan()
 
 
@@ -385,7 +385,9 @@ def test_the_name_of_a_warm_pod_is_not_used_again() -> None:
     needs = [WarmNeed("one", "f0", 2)]
     for turn in range(4):
         pods = tuple(world.pods.values())
-        plan = reconcile_sandboxes([], needs, ObservedSandboxes(pods, {}, numbers.see(pods)), START, Limits())
+        plan = reconcile_sandboxes(
+            [], needs, ObservedSandboxes(pods, {}, numbers.see(pods)), START, SandboxLimits()
+        )
         names.append([launch.name for launch in plan.launch])
         made = [
             ObservedSandbox("one", name, name, "f0", "", "ready", START, "tcp://a:1") for name in names[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from rollyard_crds import BackendPool, BackendStatus, Condition
-from rollyard_operator.controllers.control_plane_view import Views, _others_of_pool
+from rollyard_operator.controllers.control_plane_view import ResourceViews, _others_of_pool
 from rollyard_operator.kube.object_cache import Key
 
 POOL = BackendPool.model_validate({"metadata": {"name": "p"}, "spec": {"model": "m"}})
@@ -18,7 +18,7 @@ def with_status(**changes: object) -> BackendPool:
 
 async def test_what_an_answer_to_an_own_call_brings_of_others_is_told() -> None:
     told: list[Key] = []
-    views = Views[BackendPool](told.append, _others_of_pool)
+    views = ResourceViews[BackendPool](told.append, _others_of_pool)
     views.learn(POOL)
     assert told == [], "whoever registers it goes on with the answer"
     now = datetime(2026, 1, 1, tzinfo=UTC)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from rollyard_drivers.health.backend import Health
+from rollyard_drivers.health.backend import BackendHealth
 from rollyard_drivers.reconcile.plan import Launch, Stop
 from rollyard_slurm.scheduling.avoided_nodes import AVOID_SECONDS
 from rollyard_slurm.scripts.batch import Site
@@ -397,7 +397,7 @@ def test_health_survives_in_the_record(tmp_path: Path) -> None:
     workload = Workload("p-backend-0", "backend", Owner("BackendPool", "default", "p", "u"), model="m")
     one = fresh("aa", workload, 2, datetime.now(UTC))
     one.job, one.url = 5, "http://n:1"
-    one.health = Health(url="http://n:1", ready=True, warmed_up=True, message="")
+    one.health = BackendHealth(url="http://n:1", ready=True, warmed_up=True, message="")
     (tmp_path / "r").mkdir()
     records.save(one)
     (tmp_path / "r" / "bb.json").write_text("{}")

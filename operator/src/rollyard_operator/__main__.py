@@ -86,9 +86,9 @@ async def _run(
     operator = Operator(settings, profile, kube, watcher, client, http)
     sandboxes = SandboxLoop(
         kube,
-        operator.yard.pods,
+        operator.context.pods,
         client,
-        lambda namespace, name: operator.yard.jobs.get((namespace, name)),
+        lambda namespace, name: operator.context.jobs.get((namespace, name)),
         settings,
         key=_token(settings.token_file),
         checks=await isolation_checks(settings, kube, os.environ),

@@ -11,7 +11,7 @@ import httpx
 from rollyard_drivers.reconcile.plan import PoolState, Profile
 
 from rollyard_operator.controllers.admission import Admissions
-from rollyard_operator.controllers.control_plane_view import Plane
+from rollyard_operator.controllers.control_plane_view import ControlPlaneView
 from rollyard_operator.controllers.worker_token import WorkerToken
 from rollyard_operator.kube.client import Kube
 from rollyard_operator.kube.event_recorder import EventRecorder
@@ -29,14 +29,14 @@ def utc_now() -> datetime:
 
 
 @dataclass(slots=True)
-class Yard:
+class OperatorContext:
     """One installation: its cluster, its control plane, and what was seen of both."""
 
     settings: OperatorSettings
     profile: Profile
     kube: Kube
     recorder: EventRecorder
-    plane: Plane
+    plane: ControlPlaneView
     http: httpx.AsyncClient
     """For the health of backends."""
     pods: PodCache

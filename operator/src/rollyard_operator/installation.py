@@ -12,15 +12,19 @@ from rollyard_crds import RolloutJob
 from rollyard_drivers.reconcile.plan import Profile
 from rollyard_drivers.reconcile.reconcile_pass import is_active
 
-from rollyard_operator.context import DRIVER, Yard
+from rollyard_operator.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.admission import Admissions
-from rollyard_operator.controllers.control_plane_view import POLL_SECONDS, ControlPlane, Plane
+from rollyard_operator.controllers.control_plane_view import (
+    POLL_SECONDS,
+    ControlPlaneClient,
+    ControlPlaneView,
+)
 from rollyard_operator.controllers.job import JobLoop
-from rollyard_operator.controllers.legacy_token import OldToken
+from rollyard_operator.controllers.legacy_token import LegacyToken
 from rollyard_operator.controllers.object_loop import ObjectLoop
 from rollyard_operator.controllers.pool import PoolLoop
 from rollyard_operator.controllers.resource import Reader, fingerprint
-from rollyard_operator.controllers.rest_sync import Sync
+from rollyard_operator.controllers.rest_sync import RestSync
 from rollyard_operator.controllers.worker_token import WorkerToken
 from rollyard_operator.kube import labels
 from rollyard_operator.kube.client import Kube, KubeError
@@ -30,7 +34,7 @@ from rollyard_operator.kube.object_cache import Key, ObjectCache, PodCache, key_
 from rollyard_operator.kube.reflector import Reflector, Watcher
 from rollyard_operator.settings import OperatorSettings
 
-TURNS_AT_ONCE = 64
+PASSES_AT_ONCE = 64
 """A turn mostly waits for the API server: fewer would let others wait behind it while that one is slow."""
 WORKERS_SECONDS = 0.2
 """Within which a job is looked at after news of its workers: each brings several, and they come together."""
@@ -58,19 +62,19 @@ class Operator:
         profile: Profile,
         kube: Kube,
         watcher: Watcher,
-        client: ControlPlane,
+        client: ControlPlaneClient,
         http: httpx.AsyncClient,
     ) -> None:
-        self._gate = asyncio.Semaphore(TURNS_AT_ONCE)
+        self._gate = asyncio.Semaphore(PASSES_AT_ONCE)
         self._loops: dict[tuple[str, Key], tuple[ObjectLoop, asyncio.Task[None]]] = {}
         self._prints: dict[tuple[str, Key], tuple[object, ...]] = {}
         self._group: asyncio.TaskGroup | None = None
-        self.yard = Yard(
+        self.context = OperatorContext(
             settings=settings,
             profile=profile,
             kube=kube,
             recorder=EventRecorder(kube),
-            plane=Plane(client, self._wake_job, self._wake_pool),
+            plane=ControlPlaneView(client, self._wake_job, self._wake_pool),
             http=http,
             pods=PodCache(self._pod_changed),
             jobs=ObjectCache(self._object_changed),
@@ -79,8 +83,8 @@ class Operator:
             token=WorkerToken(kube, settings),
             pool_changed=self._wake_jobs_of,
         )
-        self._sync = Sync(self.yard)
-        self._old_token = OldToken(kube, settings)
+        self._sync = RestSync(self.context)
+        self._legacy_token = LegacyToken(kube, settings)
         self.job_changed: Callable[[], None] = lambda: None
         """Called when a RolloutJob appeared, changed or went."""
         self._polled_at = 0.0
@@ -91,12 +95,14 @@ class Operator:
         ]
 
     def _reflector(self, watcher: Watcher, kind: str, namespace: str | None) -> Reflector:
-        selector = labels.selector(self.yard.settings.instance) if kind == "Pod" else ""
-        report = self.yard.access.reporter(namespace, kind)
+        selector = labels.selector(self.context.settings.instance) if kind == "Pod" else ""
+        report = self.context.access.reporter(namespace, kind)
         return Reflector(watcher, kind, namespace, selector, self._cache(kind), report)
 
     def _cache(self, kind: str) -> ObjectCache:
-        return {"Pod": self.yard.pods, "RolloutJob": self.yard.jobs, "BackendPool": self.yard.pools}[kind]
+        return {"Pod": self.context.pods, "RolloutJob": self.context.jobs, "BackendPool": self.context.pools}[
+            kind
+        ]
 
     # Who is woken by what
 
@@ -141,7 +147,7 @@ class Operator:
             found[0].wake(within)
         elif start and self._group is not None:
             kind = JobLoop if where[0] == "RolloutJob" else PoolLoop
-            loop = kind(where[1], self._gate, self.yard)
+            loop = kind(where[1], self._gate, self.context)
             task = self._group.create_task(self._keep(where, loop), name=f"{where[0]} {'/'.join(where[1])}")
             self._loops[where] = (loop, task)
 
@@ -172,10 +178,10 @@ class Operator:
             self._restore_admissions()
             self._polled_at = asyncio.get_running_loop().time()
             self._group = group
-            for cache in (self.yard.pools, self.yard.jobs):
+            for cache in (self.context.pools, self.context.jobs):
                 for obj in cache:
                     self._wake((obj["kind"], key_of(obj)), start=True)
-            group.create_task(self.yard.recorder.run(), name="events")
+            group.create_task(self.context.recorder.run(), name="events")
             group.create_task(self._poll(), name="poll of the control plane")
             group.create_task(self._sweep(), name="sweep")
             group.create_task(self._watch_token(), name="token of all workers")
@@ -189,41 +195,41 @@ class Operator:
     def _restore_admissions(self) -> None:
         """Jobs that ran before the operator started keep their places."""
         reader = Reader(RolloutJob)
-        for obj in self.yard.jobs:
+        for obj in self.context.jobs:
             placed = obj["spec"].get("placement", DRIVER)
             if placed == DRIVER and is_active(reader.status(obj)):
-                self.yard.admissions.restore(key_of(obj))
+                self.context.admissions.restore(key_of(obj))
 
     async def _poll(self) -> None:
         while True:
-            if await self.yard.plane.look():
+            if await self.context.plane.look():
                 await self._sync.after_poll()
             self._polled_at = asyncio.get_running_loop().time()
-            await self.yard.plane.watch_ends(POLL_SECONDS)
+            await self.context.plane.watch_ends(POLL_SECONDS)
 
     async def _sweep(self) -> None:
-        await self.yard.plane.seen.wait()
+        await self.context.plane.seen.wait()
         while True:
             try:
                 await self._sync.sweep()
-                await self._forget_old_token()
+                await self._forget_legacy_token()
             except KubeError as error:
                 _log.warning("sweep: %s", error)
             await asyncio.sleep(SWEEP_SECONDS)
 
-    async def _forget_old_token(self) -> None:
-        home = self.yard.settings.release_namespace
-        found = {key_of(obj)[0] for cache in (self.yard.jobs, self.yard.pods) for obj in cache}
+    async def _forget_legacy_token(self) -> None:
+        home = self.context.settings.release_namespace
+        found = {key_of(obj)[0] for cache in (self.context.jobs, self.context.pods) for obj in cache}
         # In its own namespace the chart removes it.
-        namespaces = (found | {*self.yard.settings.namespaces}) - self.yard.access.denied - {home}
-        await self._old_token.remove(namespaces, self.yard.pods)
+        namespaces = (found | {*self.context.settings.namespaces}) - self.context.access.denied - {home}
+        await self._legacy_token.remove(namespaces, self.context.pods)
 
     async def _watch_token(self) -> None:
         """Wakes all jobs when the token of all workers has changed: theirs are derived from it."""
         known = ""
         while True:
             try:
-                state = self.yard.token.state()
+                state = self.context.token.state()
             except KubeError as error:
                 _log.warning("%s", error)
             else:

@@ -23,7 +23,12 @@ import httpx
 from rollyard_client.unixsocket import LONGEST_PATH
 from rollyard_crds.security.job_token import job_token
 from rollyard_drivers.host.child import sweep
-from rollyard_drivers.host.control_plane import ControlPlane, JoinedPlane, Plane, PlaneSettings
+from rollyard_drivers.host.control_plane import (
+    ControlPlaneProcess,
+    ControlPlaneSettings,
+    HostedControlPlane,
+    JoinedControlPlane,
+)
 from rollyard_drivers.host.errors import StartFailed
 from rollyard_drivers.host.home import Home, read_json, write_json
 from rollyard_drivers.loop.driver import Driver, Store, replace_pool, unless_stopped
@@ -207,13 +212,13 @@ class Bridge:
             if store is not None:
                 await store.close()
 
-    async def _plane(self, http: httpx.AsyncClient, port: int) -> tuple[Plane, str]:
+    async def _plane(self, http: httpx.AsyncClient, port: int) -> tuple[HostedControlPlane, str]:
         """The control plane, and the host that nodes are told if it is not the one of its URL."""
         options = self._options
         if options.join:
             if options.tokens is None:
                 raise StartFailed("--join needs --token-file, with the tokens of driver and worker")
-            return JoinedPlane(options.join, options.tokens, http), ""
+            return JoinedControlPlane(options.join, options.tokens, http), ""
         if options.listen == UNIX:
             path = str(self._home.state / SOCKET_NAME)
             if len(os.fsencode(path)) > LONGEST_PATH:
@@ -221,7 +226,9 @@ class Bridge:
                     f"--listen unix: a socket's path may have {LONGEST_PATH} bytes, and {path} has more; "
                     "choose a shorter --home"
                 )
-            return ControlPlane(self._home, PlaneSettings(path, 0, options.lease_seconds), http), ""
+            return ControlPlaneProcess(
+                self._home, ControlPlaneSettings(path, 0, options.lease_seconds), http
+            ), ""
         if options.listen:
             listen = checked_address(options.listen)
         elif isinstance(self._commands, RestCalls):
@@ -229,8 +236,8 @@ class Bridge:
         else:
             listen = await asyncio.to_thread(own_address, options.timeout, self._env)
         # Workers that run were told the port: it stays the home's.
-        settings = PlaneSettings(listen, options.port or port, options.lease_seconds)
-        return ControlPlane(self._home, settings, http), options.advertise or listen
+        settings = ControlPlaneSettings(listen, options.port or port, options.lease_seconds)
+        return ControlPlaneProcess(self._home, settings, http), options.advertise or listen
 
     def _site(self, instance: str, url: str) -> Site:
         site = Site(
@@ -249,7 +256,7 @@ class Bridge:
                 raise StartFailed(f"{folder} cannot be made: {error.strerror}") from error
         return site
 
-    def _token_of(self, plane: Plane) -> Callable[[Owner], str]:
+    def _token_of(self, plane: HostedControlPlane) -> Callable[[Owner], str]:
         return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name, owner.uid)
 
     async def _loop(self, driver: Driver, fleet: Fleet) -> None:
@@ -265,7 +272,7 @@ class Bridge:
                     await fleet.look(now)
                     pace.looked(clock(), fleet.changed, idle=not fleet.jobs, away=bool(fleet.away))
                 if fleet.ready:
-                    await driver.turn(now)
+                    await driver.run_pass(now)
                     await fleet.act(now)
                 if clock() - pruned > logs.EVERY_SECONDS:
                     pruned = clock()

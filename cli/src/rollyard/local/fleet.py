@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
 from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments
-from rollyard_drivers.health.backend import Health, watch_backend
+from rollyard_drivers.health.backend import BackendHealth, watch_backend
 from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.home import Home
 from rollyard_drivers.reconcile.plan import (
@@ -24,7 +24,7 @@ from rollyard_drivers.reconcile.plan import (
     Workload,
     WorkloadState,
 )
-from rollyard_drivers.reconcile.replacements import Replaced
+from rollyard_drivers.reconcile.replacements import Replacements
 
 from rollyard.errors import CannotStart
 from rollyard.local.gpus import choose, visible_gpus
@@ -47,7 +47,7 @@ class _Entry:
     failure: str = ""
     stopping: asyncio.Task[None] | None = None
     probe: asyncio.Task[None] | None = None
-    health: Health = field(default_factory=Health)
+    health: BackendHealth = field(default_factory=BackendHealth)
     blocked: bool = False
     """Nothing was started: `failure` says what this machine lacks."""
     draining_since: datetime | None = None
@@ -85,7 +85,7 @@ class Fleet:
         self._entries: dict[str, _Entry] = {}
         self._folders = Folders(home.logs, home.pids)
         self._visible: tuple[str, ...] = ()
-        self._replaced = Replaced()
+        self._replaced = Replacements()
 
     def owners(self) -> set[Owner]:
         """The owners of all workloads."""
@@ -200,7 +200,7 @@ class Fleet:
         ]
 
     async def _watch(self, entry: _Entry) -> None:
-        def report(health: Health) -> None:
+        def report(health: BackendHealth) -> None:
             changed = (health.ready, health.url) != (entry.health.ready, entry.health.url)
             entry.health = health
             if changed:

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 from rollyard_crds import BackendPool
 from rollyard_drivers.host.child import sweep
-from rollyard_drivers.host.control_plane import ControlPlane, PlaneSettings
+from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlaneSettings
 from rollyard_drivers.host.home import Home
 from rollyard_drivers.loop.driver import Driver, Store, replace_pool, unless_stopped
 from rollyard_drivers.reconcile.placement import is_for
@@ -73,13 +73,13 @@ def opens_docs(options: Options) -> bool:
     return options.host in ("127.0.0.1", "::1", "localhost")
 
 
-def plane_settings(options: Options) -> PlaneSettings:
+def plane_settings(options: Options) -> ControlPlaneSettings:
     """The control plane that these options mean."""
     # Without either, the control plane reads ROLLYARD_VERIFY_PYTHON: it has this process's environment.
     verify = options.verify_python
     if not verify and "ROLLYARD_VERIFY_PYTHON" not in os.environ:
         verify = options.vllm_python
-    return PlaneSettings(
+    return ControlPlaneSettings(
         options.host,
         options.port,
         options.lease_seconds,
@@ -134,7 +134,7 @@ class Supervisor:
                 self._home.supervisor_file.unlink(missing_ok=True)
 
     async def _serve(self, http: httpx.AsyncClient, pool: BackendPool, swept: tuple[str, ...]) -> None:
-        plane = ControlPlane(self._home, plane_settings(self._options), http)
+        plane = ControlPlaneProcess(self._home, plane_settings(self._options), http)
         fleet: Fleet | None = None
         store: Store | None = None
         try:
@@ -162,7 +162,7 @@ class Supervisor:
             if store is not None:
                 await store.close()
 
-    async def _shut_down(self, plane: ControlPlane, fleet: Fleet | None) -> None:
+    async def _shut_down(self, plane: ControlPlaneProcess, fleet: Fleet | None) -> None:
         # Workers first: they hand over what they hold while somebody is there to take it.
         if fleet is not None:
             await fleet.stop_all("stage-worker", WORKER_GRACE_SECONDS)
@@ -174,7 +174,7 @@ class Supervisor:
     async def _loop(self, driver: Driver) -> None:
         while True:
             self._wake.clear()
-            await driver.turn(datetime.now(UTC))
+            await driver.run_pass(datetime.now(UTC))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TURN_SECONDS):
                     await self._wake.wait()

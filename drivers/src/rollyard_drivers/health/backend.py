@@ -20,7 +20,7 @@ TOLERATED_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class BackendHealth:
     """What the probe knows."""
 
     url: str = ""
@@ -84,15 +84,15 @@ async def watch_backend(
     url: str,
     model: str,
     http: httpx.AsyncClient,
-    report: Callable[[Health], None],
-    known: Health | None = None,
+    report: Callable[[BackendHealth], None],
+    known: BackendHealth | None = None,
 ) -> None:
     """Reports the backend's health until cancelled. Ready: health check and a first completion passed.
 
     Args:
         known: what an earlier watch said; default: nothing.
     """
-    health = known or Health(url=url)
+    health = known or BackendHealth(url=url)
     report(health)
     while True:
         try:
@@ -101,10 +101,10 @@ async def watch_backend(
             version = health.policy_version
             if not health.warmed_up:
                 version = await _warm_up(http, url, model)
-            health = Health(url=url, ready=True, warmed_up=True, policy_version=version, message="")
+            health = BackendHealth(url=url, ready=True, warmed_up=True, policy_version=version, message="")
         except (httpx.HTTPError, NotReady) as error:
             failures = health.failures + 1
-            health = Health(
+            health = BackendHealth(
                 url=url,
                 ready=health.ready and failures < TOLERATED_FAILURES,
                 warmed_up=health.warmed_up,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
-from rollyard_drivers.health.backend import Health, watch_backend
+from rollyard_drivers.health.backend import BackendHealth, watch_backend
 from rollyard_drivers.reconcile.plan import ObservedWorkload
 
 
@@ -17,10 +17,10 @@ class _Watch:
     url: str
     model: str
     task: asyncio.Task[None]
-    health: Health = field(default_factory=Health)
+    health: BackendHealth = field(default_factory=BackendHealth)
 
 
-class Probes:
+class PoolHealth:
     """The probes of one pool.
 
     Args:
@@ -49,7 +49,7 @@ class Probes:
         if pod.state != "running":
             return replace(pod, ready=False)
         watch = self._watches.get(uid)
-        health = watch.health if watch is not None else Health()
+        health = watch.health if watch is not None else BackendHealth()
         return replace(
             pod,
             state="running" if health.warmed_up else "starting",
@@ -68,7 +68,7 @@ class Probes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe(self, uid: str, url: str, model: str) -> None:
-        def report(health: Health) -> None:
+        def report(health: BackendHealth) -> None:
             watch = self._watches.get(uid)
             if watch is None or watch.url != url:
                 return

@@ -15,7 +15,14 @@ from pathlib import Path
 from rollyard_drivers.host import launcher
 from rollyard_drivers.host.home import read_json, write_json
 from rollyard_drivers.host.log_file import LogFile
-from rollyard_drivers.host.processes import Identity, identify, is_alive, is_same_boot, kill_session, send
+from rollyard_drivers.host.processes import (
+    ProcessIdentity,
+    identify,
+    is_alive,
+    is_same_boot,
+    kill_session,
+    send,
+)
 
 _CHUNK = 1 << 16
 _LAST_WORDS_SECONDS = 1.0
@@ -180,7 +187,7 @@ def sweep(pids: Path) -> list[str]:
     found = []
     for file in sorted(pids.glob("*.json")):
         document = read_json(file)
-        identity = Identity.from_json(document) if document is not None else None
+        identity = ProcessIdentity.from_json(document) if document is not None else None
         if identity is not None and is_same_boot(identity):
             leader = is_alive(identity)
             send(identity, signal.SIGKILL, group=True)

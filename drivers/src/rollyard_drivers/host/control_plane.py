@@ -24,7 +24,7 @@ STABLE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneSettings:
+class ControlPlaneSettings:
     """How a control plane is started."""
 
     host: str
@@ -40,7 +40,7 @@ class PlaneSettings:
     """URL prefixes that `spec.tasks.url` of a job may begin with, beside uploads."""
 
 
-class Plane(Protocol):
+class HostedControlPlane(Protocol):
     """A control plane as a driver needs it."""
 
     @property
@@ -53,7 +53,7 @@ class Plane(Protocol):
     async def stop(self, grace_seconds: float) -> None: ...
 
 
-class JoinedPlane:
+class JoinedControlPlane:
     """A control plane that somebody else runs, such as an installation on Kubernetes.
 
     Args:
@@ -107,10 +107,10 @@ def token_in(path: Path, role: str) -> str:
     return token
 
 
-class ControlPlane:
+class ControlPlaneProcess:
     """One `python -m rollyard_api`; its port stays the same over restarts."""
 
-    def __init__(self, home: Home, settings: PlaneSettings, http: httpx.AsyncClient) -> None:
+    def __init__(self, home: Home, settings: ControlPlaneSettings, http: httpx.AsyncClient) -> None:
         self._home = home
         self._settings = settings
         self._http = http

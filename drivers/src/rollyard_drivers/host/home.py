@@ -16,7 +16,7 @@ from typing import Any
 from rollyard_crds.security.private_folder import make_private_folder
 
 from rollyard_drivers.host.errors import HomeInUse, HomeUnusable
-from rollyard_drivers.host.processes import Identity, identify, is_alive
+from rollyard_drivers.host.processes import ProcessIdentity, identify, is_alive
 
 MAX_RUN_PATH = 64
 """Bytes; a sandbox's socket path adds some 35, and the kernel takes 107."""
@@ -113,12 +113,12 @@ class Home:
         finally:
             os.close(descriptor)
 
-    def supervisor(self) -> Identity | None:
+    def supervisor(self) -> ProcessIdentity | None:
         """The supervisor that runs here, if one does."""
         document = read_json(self.supervisor_file)
         if document is None:
             return None
-        identity = Identity.from_json(document)
+        identity = ProcessIdentity.from_json(document)
         return identity if identity is not None and is_alive(identity) else None
 
     def write_supervisor(self, pid: int) -> None:

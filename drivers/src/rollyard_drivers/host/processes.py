@@ -18,7 +18,7 @@ SESSION_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ProcessIdentity:
     """One process for good: pid, start time in clock ticks since boot, and the boot."""
 
     pid: int
@@ -29,7 +29,7 @@ class Identity:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Identity | None:
+    def from_json(cls, document: Mapping[str, Any]) -> ProcessIdentity | None:
         """The identity in a pid file; None if the file is not one."""
         try:
             return cls(int(document["pid"]), int(document["start_ticks"]), str(document["boot_id"]))
@@ -52,15 +52,15 @@ def _boot_id() -> str:
         return ""
 
 
-def identify(pid: int) -> Identity | None:
+def identify(pid: int) -> ProcessIdentity | None:
     """The identity of a living process; None if there is none."""
     fields = _stat(pid)
     if fields is None:
         return None
-    return Identity(pid, int(fields[_START_TIME]), _boot_id())
+    return ProcessIdentity(pid, int(fields[_START_TIME]), _boot_id())
 
 
-def is_alive(identity: Identity) -> bool:
+def is_alive(identity: ProcessIdentity) -> bool:
     """Whether this very process runs (a zombie does not)."""
     fields = _stat(identity.pid)
     return (
@@ -71,7 +71,7 @@ def is_alive(identity: Identity) -> bool:
     )
 
 
-def is_same_boot(identity: Identity) -> bool:
+def is_same_boot(identity: ProcessIdentity) -> bool:
     """Whether the machine was not started anew since: pids of another boot mean nothing."""
     return identity.boot_id == _boot_id()
 
@@ -120,14 +120,14 @@ def members(session: int, since_ticks: int = 0) -> list[int]:
     return found
 
 
-def send(identity: Identity, number: signal.Signals, group: bool = False) -> None:
+def send(identity: ProcessIdentity, number: signal.Signals, group: bool = False) -> None:
     """Signals a process (or the group that it leads), if it is still the same one."""
     if is_alive(identity):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(identity.pid, number) if group else os.kill(identity.pid, number)
 
 
-def end(identity: Identity, grace_seconds: float) -> bool:
+def end(identity: ProcessIdentity, grace_seconds: float) -> bool:
     """SIGTERM, then SIGKILL after the grace; whether it is gone. For processes that are not children."""
     send(identity, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds

@@ -92,10 +92,10 @@ class Driver:
         self._trouble = ""
         self._reports: dict[Owner, BackendReports] = {}
 
-    async def turn(self, now: datetime) -> None:
+    async def run_pass(self, now: datetime) -> None:
         """One turn. What the control plane refuses is told once, and tried again in the next turn."""
         with self._tolerant():
-            await self._turn(now)
+            await self._run_pass(now)
 
     @contextlib.contextmanager
     def _tolerant(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class Driver:
                 self._trouble = str(trouble)
                 self._on_trouble(self._trouble)
 
-    async def _turn(self, now: datetime) -> None:
+    async def _run_pass(self, now: datetime) -> None:
         known = await self._store.jobs()
         jobs = [job for job in known if self._takes(job)]
         pools = await self._store.pools()
@@ -120,7 +120,7 @@ class Driver:
             self._reports.pop(owner, None)
         for pool in served:
             with self._tolerant():
-                await self._pool_turn(pool, now)
+                await self._pool_pass(pool, now)
         ready = {
             (pool.metadata.namespace, pool.metadata.name): reconcile_pass.pool_state(pool.status)
             for pool in pools
@@ -128,12 +128,12 @@ class Driver:
         active = {owner_of(job) for job in jobs if reconcile_pass.is_active(job.status)}
         for job in sorted(jobs, key=reconcile_pass.rank):
             with self._tolerant():
-                await self._job_turn(job, ready, active, now)
+                await self._job_pass(job, ready, active, now)
         if self._alone:
             with self._tolerant():
                 await self._tell_unserved(known, pools, now)
 
-    async def _pool_turn(self, pool: BackendPool, now: datetime) -> None:
+    async def _pool_pass(self, pool: BackendPool, now: datetime) -> None:
         owner = owner_of(pool)
         observed = ObservedPool(
             workloads=self._workloads.observed(owner),
@@ -155,7 +155,7 @@ class Driver:
             if not self._takes(job) and placement.is_unspoken(job, now):
                 await self._store.put_job_status(job, placement.unserved_job(job, now))
 
-    async def _job_turn(
+    async def _job_pass(
         self, job: RolloutJob, pools: dict[tuple[str, str], PoolState], active: set[Owner], now: datetime
     ) -> None:
         owner = owner_of(job)

@@ -1,4 +1,4 @@
-"""Conditions: claims with a reason, whose transition time moves only when they flip."""
+"""Conditions: updates with a reason, whose transition time moves only when they flip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MESSAGE_LIMIT = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ConditionUpdate:
     """One condition, before it is compared with what was said before."""
 
     type: str
@@ -39,22 +39,22 @@ def since(conditions: Iterable[Condition], kind: str) -> datetime | None:
 
 
 def updated(
-    before: list[Condition], claims: Iterable[Claim], generation: int | None, now: datetime
+    before: list[Condition], updates: Iterable[ConditionUpdate], generation: int | None, now: datetime
 ) -> list[Condition]:
-    """`claims` as conditions, in their order; those of other types stay as they were."""
+    """`updates` as conditions, in their order; those of other types stay as they were."""
     out = []
     named = set()
-    for claim in claims:
-        named.add(claim.type)
-        old = find(before, claim.type)
-        status = "True" if claim.status else "False"
+    for update in updates:
+        named.add(update.type)
+        old = find(before, update.type)
+        status = "True" if update.status else "False"
         flipped = old is None or old.status != status
         out.append(
             Condition(
-                type=claim.type,
-                status="True" if claim.status else "False",
-                reason=claim.reason,
-                message=claim.message[:MESSAGE_LIMIT],
+                type=update.type,
+                status="True" if update.status else "False",
+                reason=update.reason,
+                message=update.message[:MESSAGE_LIMIT],
                 observed_generation=generation,
                 last_transition_time=now if flipped or old is None else old.last_transition_time,
             )

@@ -12,7 +12,7 @@ from datetime import datetime
 
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, RolloutJobStatus, StageName
 
-from rollyard_drivers.reconcile.conditions import Claim, find, holds, since, updated
+from rollyard_drivers.reconcile.conditions import ConditionUpdate, find, holds, since, updated
 from rollyard_drivers.reconcile.naming import child_index, child_name, made_of, owner_of
 from rollyard_drivers.reconcile.plan import (
     TEMPLATE_NOT_ALLOWED,
@@ -25,7 +25,7 @@ from rollyard_drivers.reconcile.plan import (
     Workload,
 )
 from rollyard_drivers.reconcile.scaling import scales, wanted_replicas
-from rollyard_drivers.reconcile.workloads import FleetPlan, earliest, exit_text, keep, restarts_in_a_row
+from rollyard_drivers.reconcile.workloads import WorkloadPlan, earliest, exit_text, keep, restarts_in_a_row
 
 _PROFILE = Profile()
 
@@ -143,14 +143,14 @@ def _phase(job: RolloutJob, outcome: _Outcome | None, admitted: bool) -> str:
     return "Eval"
 
 
-def _admission(job: RolloutJob, observed: ObservedJob, profile: Profile) -> Claim:
+def _admission(job: RolloutJob, observed: ObservedJob, profile: Profile) -> ConditionUpdate:
     if observed.refused:
-        return Claim("Admitted", False, TEMPLATE_NOT_ALLOWED, observed.refused)
+        return ConditionUpdate("Admitted", False, TEMPLATE_NOT_ALLOWED, observed.refused)
     if job.spec.suspend:
-        return Claim("Admitted", False, "Suspended", "the job is suspended")
+        return ConditionUpdate("Admitted", False, "Suspended", "the job is suspended")
     if holds(job.status.conditions, "Admitted") or observed.admitted_others < profile.max_active_jobs:
-        return Claim("Admitted", True, "Admitted")
-    return Claim(
+        return ConditionUpdate("Admitted", True, "Admitted")
+    return ConditionUpdate(
         "Admitted",
         False,
         "Queued",
@@ -159,13 +159,17 @@ def _admission(job: RolloutJob, observed: ObservedJob, profile: Profile) -> Clai
 
 
 def _running(
-    job: RolloutJob, observed: ObservedJob, admission: Claim, fleet: FleetPlan, wanted: Sequence[Workload]
-) -> Claim:
+    job: RolloutJob,
+    observed: ObservedJob,
+    admission: ConditionUpdate,
+    fleet: WorkloadPlan,
+    wanted: Sequence[Workload],
+) -> ConditionUpdate:
     reference = job.spec.backend_ref
     if not admission.status:
-        return Claim("Running", False, admission.reason, admission.message)
+        return ConditionUpdate("Running", False, admission.reason, admission.message)
     if reference is not None and observed.pool is None:
-        return Claim(
+        return ConditionUpdate(
             "Running",
             False,
             "BackendPoolNotFound",
@@ -175,21 +179,21 @@ def _running(
     if not wanted:
         idle = any(scales(getattr(job.spec.stages, stage)) for stage in STAGES)
         text = "nothing waits for a worker" if idle else "every stage has replicas 0"
-        return Claim("Running", False, "NoWorkers", text)
+        return ConditionUpdate("Running", False, "NoWorkers", text)
     least = {workload.name for workload in wanted if workload.index < _least(job, workload)}
     if not least <= fleet.running:
         text = f"{len(least & fleet.running)} of {len(least)} stage workers run"
         details = "; ".join((*fleet.troubles, *fleet.waiting))
-        return Claim("Running", False, "WorkersStarting", f"{text}; {details}" if details else text)
+        return ConditionUpdate("Running", False, "WorkersStarting", f"{text}; {details}" if details else text)
     if observed.pool is not None and reference is not None and not observed.pool.ready_backends:
         detail = f": {observed.pool.message}" if observed.pool.message else ""
-        return Claim(
+        return ConditionUpdate(
             "Running",
             False,
             "BackendPoolNotReady",
             f"BackendPool {reference.name!r} has no ready backend{detail}",
         )
-    return Claim("Running", True, "WorkersReady", f"{len(fleet.running)} stage workers run")
+    return ConditionUpdate("Running", True, "WorkersReady", f"{len(fleet.running)} stage workers run")
 
 
 def _least(job: RolloutJob, workload: Workload) -> int:
@@ -222,10 +226,10 @@ def reconcile_job(
     running = _running(job, observed, admission, fleet, wanted)
     claims = (
         admission,
-        Claim("Suspended", job.spec.suspend, "Suspended" if job.spec.suspend else "NotSuspended"),
+        ConditionUpdate("Suspended", job.spec.suspend, "Suspended" if job.spec.suspend else "NotSuspended"),
         running,
         _degraded(fleet),
-        Claim("Finished", False, "NotFinished"),
+        ConditionUpdate("Finished", False, "NotFinished"),
     )
     return Plan(
         status=_job_status(job, claims, _phase(job, None, admission.status), now),
@@ -259,9 +263,9 @@ def _beyond_limit(
     return None
 
 
-def _degraded(fleet: FleetPlan) -> Claim:
+def _degraded(fleet: WorkloadPlan) -> ConditionUpdate:
     if not fleet.troubles:
-        return Claim("Degraded", False, "Healthy")
+        return ConditionUpdate("Degraded", False, "Healthy")
     reason = (
         "CrashLoopBackOff"
         if fleet.crash_looping
@@ -271,7 +275,7 @@ def _degraded(fleet: FleetPlan) -> Claim:
         if fleet.impaired
         else "Restarting"
     )
-    return Claim("Degraded", True, reason, "; ".join(fleet.troubles))
+    return ConditionUpdate("Degraded", True, reason, "; ".join(fleet.troubles))
 
 
 def _finished_plan(
@@ -281,13 +285,13 @@ def _finished_plan(
     other = "Failed" if outcome.succeeded else "Succeeded"
     admitted = holds(job.status.conditions, "Admitted")
     claims = (
-        Claim("Admitted", admitted, "Admitted" if admitted else "Finished"),
-        Claim("Suspended", False, "Finished"),
-        Claim("Running", False, outcome.reason, outcome.message),
-        Claim("Degraded", False, "Finished"),
-        Claim("Finished", True, outcome.reason, outcome.message),
-        Claim(verdict, True, outcome.reason, outcome.message),
-        Claim(other, False, outcome.reason),
+        ConditionUpdate("Admitted", admitted, "Admitted" if admitted else "Finished"),
+        ConditionUpdate("Suspended", False, "Finished"),
+        ConditionUpdate("Running", False, outcome.reason, outcome.message),
+        ConditionUpdate("Degraded", False, "Finished"),
+        ConditionUpdate("Finished", True, outcome.reason, outcome.message),
+        ConditionUpdate(verdict, True, outcome.reason, outcome.message),
+        ConditionUpdate(other, False, outcome.reason),
     )
     status = _job_status(job, claims, _phase(job, outcome, admitted), now, outcome.message)
     since_end = (now - (since(status.conditions, "Finished") or now)).total_seconds()
@@ -309,7 +313,11 @@ def _finished_plan(
 
 
 def _job_status(
-    job: RolloutJob, claims: tuple[Claim, ...], phase: str, now: datetime, message: str | None = None
+    job: RolloutJob,
+    claims: tuple[ConditionUpdate, ...],
+    phase: str,
+    now: datetime,
+    message: str | None = None,
 ) -> RolloutJobStatus:
     before = job.status
     generation = job.metadata.generation

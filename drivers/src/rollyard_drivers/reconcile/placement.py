@@ -9,7 +9,7 @@ from rollyard_crds import BackendPool, BackendPoolStatus, RolloutJob, RolloutJob
 from rollyard_crds.base import PlacementName
 
 from rollyard_drivers.reconcile import reconcile_pass
-from rollyard_drivers.reconcile.conditions import Claim, updated
+from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 
 UNSPOKEN_SECONDS = 10.0
 """A driver that is there has spoken of what is its own by then."""
@@ -54,6 +54,6 @@ def unserved_job(job: RolloutJob, now: datetime) -> RolloutJobStatus:
 def unserved_pool(pool: BackendPool, now: datetime) -> BackendPoolStatus:
     """The same of a pool."""
     assert pool.spec.placement is not None
-    claims = (Claim("Ready", False, REASON, _text(pool.spec.placement)),)
+    claims = (ConditionUpdate("Ready", False, REASON, _text(pool.spec.placement)),)
     conditions = updated(pool.status.conditions, claims, pool.metadata.generation or 0, now)
     return pool.status.model_copy(update={"conditions": conditions})

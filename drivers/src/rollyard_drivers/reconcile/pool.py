@@ -7,7 +7,7 @@ from datetime import datetime
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
 
-from rollyard_drivers.reconcile.conditions import Claim, updated
+from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 from rollyard_drivers.reconcile.naming import child_name, made_of, owner_of
 from rollyard_drivers.reconcile.plan import (
     STARTING,
@@ -21,7 +21,7 @@ from rollyard_drivers.reconcile.plan import (
     Workload,
 )
 from rollyard_drivers.reconcile.rolling_update import retire
-from rollyard_drivers.reconcile.workloads import FleetPlan, earliest, keep, restarts_in_a_row
+from rollyard_drivers.reconcile.workloads import WorkloadPlan, earliest, keep, restarts_in_a_row
 
 BACKEND_INDEX = "$(BACKEND_INDEX)"
 _PROFILE = Profile()
@@ -92,7 +92,7 @@ def _stops(
     pool: BackendPool,
     wanted: Mapping[str, Workload],
     observed: ObservedPool,
-    fleet: FleetPlan,
+    fleet: WorkloadPlan,
     now: datetime,
     profile: Profile,
 ) -> tuple[tuple[Stop, ...], list[str]]:
@@ -155,14 +155,16 @@ def reconcile_pool(
         for backend in backends
         if backend.message not in ("", STARTING) and backend.url in begun
     ]
-    claims: tuple[Claim, ...] = (
+    claims: tuple[ConditionUpdate, ...] = (
         _ready(ready, expected, troubles),
         _progressing(pool, observed, fleet, drain, ready, expected),
         _degraded(fleet, troubles),
     )
     if observed.refused:
         # What an earlier installation started drains; nothing takes its place.
-        refusals = (Claim(one.type, False, TEMPLATE_NOT_ALLOWED, observed.refused) for one in claims[:2])
+        refusals = (
+            ConditionUpdate(one.type, False, TEMPLATE_NOT_ALLOWED, observed.refused) for one in claims[:2]
+        )
         claims = (*refusals, claims[2])
     status = pool.status.model_copy(
         update={
@@ -189,27 +191,31 @@ def _trouble(backend: BackendStatus) -> str:
     return backend.message if backend.url in backend.message else f"{backend.url}: {backend.message}"
 
 
-def _ready(ready: int, expected: int, troubles: list[str]) -> Claim:
+def _ready(ready: int, expected: int, troubles: list[str]) -> ConditionUpdate:
     if ready:
-        return Claim("Ready", True, "BackendsReady", f"{ready} of {expected} backends are ready")
+        return ConditionUpdate("Ready", True, "BackendsReady", f"{ready} of {expected} backends are ready")
     if not expected:
-        return Claim("Ready", False, "NoBackends", "the pool has replicas 0")
-    return Claim("Ready", False, "NoBackendReady", "; ".join(troubles) or "the backends are starting")
+        return ConditionUpdate("Ready", False, "NoBackends", "the pool has replicas 0")
+    return ConditionUpdate(
+        "Ready", False, "NoBackendReady", "; ".join(troubles) or "the backends are starting"
+    )
 
 
 def _progressing(
     pool: BackendPool,
     observed: ObservedPool,
-    fleet: FleetPlan,
+    fleet: WorkloadPlan,
     drain: frozenset[str],
     ready: int,
     expected: int,
-) -> Claim:
+) -> ConditionUpdate:
     if drain:
         names = ", ".join(sorted(drain))
-        return Claim("Progressing", True, "Draining", f"{names}: no new rollouts, those it has may end")
+        return ConditionUpdate(
+            "Progressing", True, "Draining", f"{names}: no new rollouts, those it has may end"
+        )
     if ready >= expected:
-        return Claim("Progressing", False, "Complete")
+        return ConditionUpdate("Progressing", False, "Complete")
     text = f"{ready} of {expected} backends are ready"
     if fleet.waiting:
         text += f"; {'; '.join(fleet.waiting)}"
@@ -221,11 +227,11 @@ def _progressing(
             f"; {', '.join(starting)}: vLLM loads the model, which takes from half a minute to many; "
             f"at most {pool.spec.engine.start_timeout_seconds} s (engine.startTimeoutSeconds)"
         )
-    return Claim("Progressing", True, "Starting", text)
+    return ConditionUpdate("Progressing", True, "Starting", text)
 
 
-def _degraded(fleet: FleetPlan, troubles: list[str]) -> Claim:
+def _degraded(fleet: WorkloadPlan, troubles: list[str]) -> ConditionUpdate:
     if not troubles:
-        return Claim("Degraded", False, "Healthy")
+        return ConditionUpdate("Degraded", False, "Healthy")
     reason = "CrashLoopBackOff" if fleet.crash_looping else "BackendsFailing"
-    return Claim("Degraded", True, reason, "; ".join(troubles))
+    return ConditionUpdate("Degraded", True, reason, "; ".join(troubles))

@@ -17,7 +17,7 @@ from rollyard_crds import (
     RolloutJobStatus,
 )
 
-from rollyard_drivers.reconcile.conditions import Claim, holds, updated
+from rollyard_drivers.reconcile.conditions import ConditionUpdate, holds, updated
 from rollyard_drivers.reconcile.plan import ObservedJob, ObservedWorkload, PoolState
 
 CLOSED = "rollyard.dev/closed"
@@ -127,7 +127,10 @@ def refused(
 
     `observedGeneration` stays: that generation of the spec has had no effect yet.
     """
-    claims = (Claim("Admitted", False, reason, message), Claim("Running", False, reason, message))
+    claims = (
+        ConditionUpdate("Admitted", False, reason, message),
+        ConditionUpdate("Running", False, reason, message),
+    )
     return job.model_copy(
         update={
             "conditions": updated(job.conditions, claims, generation, now),

@@ -7,7 +7,7 @@ from rollyard_drivers.reconcile.plan import Launch, Stop
 REMEMBERED = 1024
 
 
-class Replaced:
+class Replacements:
     """Counts of restarts over a stop.
 
     One that has ended by itself is still observed when it is launched again; of one that was stopped,

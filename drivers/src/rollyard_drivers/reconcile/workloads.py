@@ -10,7 +10,7 @@ from rollyard_drivers.reconcile.plan import Launch, ObservedWorkload, Profile, S
 
 
 @dataclass(frozen=True, slots=True)
-class FleetPlan:
+class WorkloadPlan:
     """What to launch and stop, and what is wrong meanwhile."""
 
     launch: tuple[Launch, ...]
@@ -72,7 +72,7 @@ def keep(
     now: datetime,
     profile: Profile,
     grace_seconds: float,
-) -> FleetPlan:
+) -> WorkloadPlan:
     """The steps from `observed` to `wanted`.
 
     A name is launched only while nothing of that name exists or the last one has exited.
@@ -142,7 +142,7 @@ def keep(
     for seen in there.values():
         if seen.name not in names and seen.state != "stopping":
             stop.append(Stop(seen.name, 0.0 if seen.state == "exited" else grace_seconds))
-    return FleetPlan(
+    return WorkloadPlan(
         launch=tuple(launch),
         stop=tuple(stop),
         running=frozenset(running),

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rollyard_drivers.reconcile.plan import Launch, ObservedWorkload, Plan, Stop, Workload
-from rollyard_drivers.reconcile.replacements import Replaced
+from rollyard_drivers.reconcile.replacements import Replacements
 
 from rollyard_operator.controllers.resource import is_leaving
 from rollyard_operator.kube import labels
@@ -40,7 +40,7 @@ class Children:
         self._instance = instance
         self._refused: dict[str, ObservedWorkload] = {}
         self._deleting: dict[str, None] = {}
-        self._replaced = Replaced()
+        self._replaced = Replacements()
 
     def pods(self, uid: str, component: str) -> list[Object]:
         """The owner's pods of a component."""

@@ -30,7 +30,7 @@ ThingT = TypeVar("ThingT", RolloutJob, BackendPool)
 _log = logging.getLogger(__name__)
 
 
-class ControlPlane(Protocol):
+class ControlPlaneClient(Protocol):
     """What the operator asks of the control plane; DriverClient does it. All raise RollyardError."""
 
     async def jobs(self) -> list[RolloutJob]: ...
@@ -58,7 +58,7 @@ def object_uid(thing: RolloutJob | BackendPool) -> str:
     return thing.metadata.annotations.get(OBJECT_UID, "")
 
 
-class Views(Generic[ThingT]):
+class ResourceViews(Generic[ThingT]):
     """The newest view of each job, or pool. A look begun before something newer was learnt says nothing.
 
     Args:
@@ -131,7 +131,7 @@ def _others_of_pool(pool: BackendPool) -> object:
     return pool.metadata.generation, pool.metadata.annotations, pool.status.backends
 
 
-class Plane:
+class ControlPlaneView:
     """The control plane, polled.
 
     Args:
@@ -141,14 +141,14 @@ class Plane:
 
     def __init__(
         self,
-        client: ControlPlane,
+        client: ControlPlaneClient,
         job_changed: Callable[[Key], None],
         pool_changed: Callable[[Key], None],
     ) -> None:
         self.client = client
-        self.unfinished: Views[RolloutJob] = Views(job_changed, _others_of_job)
+        self.unfinished: ResourceViews[RolloutJob] = ResourceViews(job_changed, _others_of_job)
         """Jobs that have not ended."""
-        self.pools: Views[BackendPool] = Views(pool_changed, _others_of_pool)
+        self.pools: ResourceViews[BackendPool] = ResourceViews(pool_changed, _others_of_pool)
         """All pools."""
         self.seen = asyncio.Event()
         """Set once it has answered."""

@@ -20,7 +20,7 @@ from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Plan, PoolState
 from rollyard_drivers.reconcile.workloads import earliest
 
-from rollyard_operator.context import DRIVER, Yard
+from rollyard_operator.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.children import Children
 from rollyard_operator.controllers.control_plane_view import POLL_SECONDS, thing_key
 from rollyard_operator.controllers.object_loop import ObjectLoop
@@ -74,16 +74,16 @@ class _Life:
 class JobLoop(ObjectLoop):
     """The turns of one RolloutJob."""
 
-    def __init__(self, key: Key, gate: asyncio.Semaphore, yard: Yard) -> None:
+    def __init__(self, key: Key, gate: asyncio.Semaphore, context: OperatorContext) -> None:
         super().__init__(key, gate)
-        self._yard = yard
+        self._context = context
         self._life = _Life()
         self._children = self._new_children()
         self.pool: Key | None = None
         """The pool that it samples from."""
 
-    async def turn(self) -> float | None:
-        obj = self._yard.jobs.get(self.key)
+    async def run_pass(self) -> float | None:
+        obj = self._context.jobs.get(self.key)
         if obj is None or is_leaving(obj):
             return await self._leave(obj)
         if self._life.uid != uid_of(obj):
@@ -96,7 +96,7 @@ class JobLoop(ObjectLoop):
             return await self._refuse(obj, before, Refused(error.reason, str(error)))
         reference = job.spec.backend_ref
         self.pool = None if reference is None else (self.key[0], reference.name)
-        if not self._yard.plane.seen.is_set():
+        if not self._context.plane.seen.is_set():
             return POLL_SECONDS
         try:
             view = await self._view(obj, job)
@@ -109,13 +109,13 @@ class JobLoop(ObjectLoop):
         return await self._reconcile(obj, job, view)
 
     def _new_children(self) -> Children:
-        return Children(self._yard.kube, self._yard.pods, self._yard.settings.instance, self.wake)
+        return Children(self._context.kube, self._context.pods, self._context.settings.instance, self.wake)
 
     # What the control plane knows of it
 
     async def _view(self, obj: Object, job: RolloutJob) -> RolloutJob | None:
         """The control plane's view; registers what is news there. None: the object was patched."""
-        plane, life = self._yard.plane, self._life
+        plane, life = self._context.plane, self._life
         view = plane.unfinished.get(self.key, life.uid)
         told = (generation_of(obj), job.metadata.labels, job.metadata.annotations)
         unchanged = generation_of(obj) == job.status.observed_generation
@@ -153,13 +153,13 @@ class JobLoop(ObjectLoop):
         }
         if not spec:
             return False
-        fresh = await self._yard.kube.patch("RolloutJob", *self.key, {"spec": spec}, uid=job.metadata.uid)
+        fresh = await self._context.kube.patch("RolloutJob", *self.key, {"spec": spec}, uid=job.metadata.uid)
         if fresh is not None:
-            self._yard.jobs.put(fresh)
+            self._context.jobs.put(fresh)
         return True
 
     async def _register(self, job: RolloutJob) -> RolloutJob:
-        plane = self._yard.plane
+        plane = self._context.plane
         manifest = registration(job)
         try:
             tasks = await self._tasks(job)
@@ -176,9 +176,9 @@ class JobLoop(ObjectLoop):
     async def _tasks(self, job: RolloutJob) -> list[Task] | None:
         """The tasks of a ConfigMap, where the control plane has not read them yet."""
         source = job.spec.tasks.config_map_ref
-        if source is None or await self._yard.plane.find_job(self.key, self._life.uid) is not None:
+        if source is None or await self._context.plane.find_job(self.key, self._life.uid) is not None:
             return None
-        found = await self._yard.kube.get("ConfigMap", self.key[0], source.name)
+        found = await self._context.kube.get("ConfigMap", self.key[0], source.name)
         if found is None:
             text = f"spec.tasks.configMapRef: there is no ConfigMap {source.name!r} in this namespace"
             raise Refused("ConfigMapNotFound", text)
@@ -195,7 +195,7 @@ class JobLoop(ObjectLoop):
     # What it wants
 
     async def _reconcile(self, obj: Object, job: RolloutJob, view: RolloutJob) -> float | None:
-        yard = self._yard
+        context = self._context
         before = job.status
         own = {
             k: v
@@ -206,33 +206,33 @@ class JobLoop(ObjectLoop):
         job = job.model_copy(update={"metadata": meta, "status": with_counts(before, view.status)})
         pods = self._children.pods(self._life.uid, COMPONENT)
         write, send = partial(self._write, obj, before), partial(self._report, view)
-        actions = _JobActions(yard, self._children, job, pods, write, send)
+        actions = _JobActions(context, self._children, job, pods, write, send)
         if holds(before.conditions, "Finished") and _settled(job) and not pods:
             # Only its time to live is left.
-            observed, profile = reconcile_pass.observed_job(job, (), None, 0), yard.profile
+            observed, profile = reconcile_pass.observed_job(job, (), None, 0), context.profile
         else:
             observed = reconcile_pass.observed_job(
                 job,
                 self._children.observed(pods),
                 self._pool_state(),
-                yard.admissions.others(self.key, job),
-                "; ".join(job_violations(job, yard.settings)),
+                context.admissions.others(self.key, job),
+                "; ".join(job_violations(job, context.settings)),
             )
-            actions.secret = yard.token.of(job)
+            actions.secret = context.token.of(job)
             # Workers that mount an earlier token's Secret are replaced.
-            profile = replace(yard.profile, made_of=digest(yard.profile.made_of, actions.secret.name))
-        plan = await job_pass(job, observed, actions, yard.now(), profile)
+            profile = replace(context.profile, made_of=digest(context.profile.made_of, actions.secret.name))
+        plan = await job_pass(job, observed, actions, context.now(), profile)
         if plan.delete:
-            await yard.kube.delete("RolloutJob", *self.key, uid=uid_of(obj))
+            await context.kube.delete("RolloutJob", *self.key, uid=uid_of(obj))
         return earliest((plan.requeue_after, actions.wait))
 
     def _pool_state(self) -> PoolState | None:
         if self.pool is None:
             return None
-        obj = self._yard.pools.get(self.pool)
+        obj = self._context.pools.get(self.pool)
         if obj is None or is_leaving(obj):
             return None
-        return self._yard.pool_states.get(self.pool) or PoolState(0)
+        return self._context.pool_states.get(self.pool) or PoolState(0)
 
     async def _write(self, obj: Object, before: RolloutJobStatus, after: RolloutJobStatus) -> float | None:
         """The status to the object; returns after how long counts or words that wait are due."""
@@ -244,12 +244,12 @@ class JobLoop(ObjectLoop):
             if left > 0:
                 return left
         self._life.counts_written = now
-        await write_status(self._yard.kube, self._yard.recorder, self._yard.jobs, obj, before, after)
+        await write_status(self._context.kube, self._context.recorder, self._context.jobs, obj, before, after)
         return None
 
     async def _report(self, view: RolloutJob, status: RolloutJobStatus) -> None:
         """The status to the control plane, in its own generations, where it does not say so yet."""
-        plane = self._yard.plane
+        plane = self._context.plane
         if view.metadata.uid is None:
             return  # it has no such job any more
         report = reconcile_pass.job_report(view, status)
@@ -275,24 +275,26 @@ class JobLoop(ObjectLoop):
 
     async def _refuse(self, obj: Object, before: RolloutJobStatus, refused: Refused) -> float:
         after = reconcile_pass.refused(
-            before, generation_of(obj), refused.reason, str(refused), self._yard.now()
+            before, generation_of(obj), refused.reason, str(refused), self._context.now()
         )
         if reconcile_pass.in_words(before.conditions) != reconcile_pass.in_words(after.conditions):
-            await write_status(self._yard.kube, self._yard.recorder, self._yard.jobs, obj, before, after)
+            await write_status(
+                self._context.kube, self._context.recorder, self._context.jobs, obj, before, after
+            )
         return REFUSED_SECONDS
 
     async def _leave(self, obj: Object | None) -> float | None:
         """The object is gone, or going: so is the job, and its workers."""
-        yard, life = self._yard, self._life
+        context, life = self._context, self._life
         uid = life.uid or (uid_of(obj) if obj is not None else "")
-        yard.admissions.leave(self.key)
+        context.admissions.leave(self.key)
         if not life.left and uid:
-            if await yard.plane.find_job(self.key, uid) is not None:
+            if await context.plane.find_job(self.key, uid) is not None:
                 with suppress(NotFound):
-                    await yard.plane.client.delete_job(*self.key)
-            yard.plane.unfinished.forget(self.key)
+                    await context.plane.client.delete_job(*self.key)
+            context.plane.unfinished.forget(self.key)
             life.left = True
-        wait = await self._children.leave(uid, COMPONENT, yard.profile.stop_seconds)
+        wait = await self._children.leave(uid, COMPONENT, context.profile.stop_seconds)
         if obj is None and wait is None:
             self.done = True
         return wait
@@ -302,7 +304,7 @@ class JobLoop(ObjectLoop):
 class _JobActions:
     """One pass over a job whose workers are pods and whose status stands in its object first."""
 
-    yard: Yard
+    context: OperatorContext
     children: Children
     job: RolloutJob
     pods: Sequence[Object]
@@ -318,16 +320,16 @@ class _JobActions:
 
     def planned(self, plan: Plan[RolloutJobStatus]) -> None:
         job = self.job.model_copy(update={"status": plan.status})
-        self.yard.admissions.note(thing_key(job), job)
+        self.context.admissions.note(thing_key(job), job)
 
     async def prepare(self, plan: Plan[RolloutJobStatus]) -> None:
         if self.secret is not None and plan.launch:
-            await self.yard.token.ensure(self.job, self.secret)
+            await self.context.token.ensure(self.job, self.secret)
 
     async def carry_out(self, plan: Plan[RolloutJobStatus]) -> None:
         if self.secret is None:
             return
-        build = partial(worker_pod, job=self.job, settings=self.yard.settings, secret=self.secret.name)
+        build = partial(worker_pod, job=self.job, settings=self.context.settings, secret=self.secret.name)
         await self.children.carry_out(self.job.metadata.namespace, plan, build, self.pods)
 
     async def show(self, status: RolloutJobStatus) -> None:
@@ -335,7 +337,7 @@ class _JobActions:
 
     async def cancel(self) -> None:
         with suppress(NotFound):
-            await self.yard.plane.client.cancel(self.job)
+            await self.context.plane.client.cancel(self.job)
 
     async def report(self, status: RolloutJobStatus) -> None:
         if self.wait is None:  # the control plane is not told what the object does not say yet

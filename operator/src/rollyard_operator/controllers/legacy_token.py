@@ -13,7 +13,7 @@ from rollyard_operator.settings import OperatorSettings
 _log = logging.getLogger(__name__)
 
 
-class OldToken:
+class LegacyToken:
     """Removes it where no pod mounts it any more: one that has not started yet could not start without it."""
 
     def __init__(self, kube: Kube, settings: OperatorSettings) -> None:

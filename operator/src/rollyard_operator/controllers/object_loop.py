@@ -41,14 +41,14 @@ class ObjectLoop(ABC):
             self._soon = asyncio.get_running_loop().call_later(within, self._wake.set)
 
     @abstractmethod
-    async def turn(self) -> float | None:
+    async def run_pass(self) -> float | None:
         """Look and act; returns after how many seconds to look again, None: when woken."""
 
     async def run(self) -> None:
         """Turns until done. Trouble with the cluster or the control plane delays the next one."""
         while not self.done:
             self._begin()
-            delay = await self._turn()
+            delay = await self._run_pass()
             if self.done:
                 return
             try:
@@ -64,11 +64,11 @@ class ObjectLoop(ABC):
             self._soon.cancel()
             self._soon = None
 
-    async def _turn(self) -> float | None:
+    async def _run_pass(self) -> float | None:
         where = f"{type(self).__name__} {'/'.join(self.key)}"
         try:
             async with self._gate:
-                delay = await self.turn()
+                delay = await self.run_pass()
         except KubeConflict:
             # Somebody changed the object meanwhile; what it is now, the watch tells.
             self._failures += 1

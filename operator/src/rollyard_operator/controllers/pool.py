@@ -12,15 +12,15 @@ from typing import Any
 from rollyard_client import Conflict, Invalid, NotFound
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
 from rollyard_crds.reading.manifest import ManifestError
-from rollyard_drivers.health.pool import Probes
+from rollyard_drivers.health.pool import PoolHealth
 from rollyard_drivers.loop.passes import BackendReports, pool_pass
 from rollyard_drivers.reconcile import reconcile_pass
-from rollyard_drivers.reconcile.conditions import Claim, updated
+from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import ObservedPool, Plan
 from rollyard_drivers.reconcile.workloads import earliest
 
-from rollyard_operator.context import DRIVER, Yard
+from rollyard_operator.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.children import Children
 from rollyard_operator.controllers.control_plane_view import POLL_SECONDS, object_uid
 from rollyard_operator.controllers.object_loop import ObjectLoop
@@ -64,12 +64,12 @@ class _Life:
 class PoolLoop(ObjectLoop):
     """The turns of one BackendPool."""
 
-    def __init__(self, key: Key, gate: asyncio.Semaphore, yard: Yard) -> None:
+    def __init__(self, key: Key, gate: asyncio.Semaphore, context: OperatorContext) -> None:
         super().__init__(key, gate)
-        self._yard = yard
+        self._context = context
         self._life = _Life()
         self._children = self._new_children()
-        self._probes = Probes(yard.http, self.wake)
+        self._probes = PoolHealth(context.http, self.wake)
 
     async def run(self) -> None:
         """As of every loop; its probes end with it."""
@@ -78,8 +78,8 @@ class PoolLoop(ObjectLoop):
         finally:
             await self._probes.close()
 
-    async def turn(self) -> float | None:
-        obj = self._yard.pools.get(self.key)
+    async def run_pass(self) -> float | None:
+        obj = self._context.pools.get(self.key)
         if obj is None or is_leaving(obj):
             return await self._leave(obj)
         if self._life.uid != uid_of(obj):
@@ -89,7 +89,7 @@ class PoolLoop(ObjectLoop):
             pool = self._life.reader.read(obj)
         except ManifestError as error:
             return await self._refuse(obj, self._life.reader.status(obj), error.reason, str(error))
-        if not self._yard.plane.seen.is_set():
+        if not self._context.plane.seen.is_set():
             return POLL_SECONDS
         try:
             view = await self._view(obj, pool)
@@ -103,13 +103,13 @@ class PoolLoop(ObjectLoop):
         return await self._reconcile(obj, pool, view)
 
     def _new_children(self) -> Children:
-        return Children(self._yard.kube, self._yard.pods, self._yard.settings.instance, self.wake)
+        return Children(self._context.kube, self._context.pods, self._context.settings.instance, self.wake)
 
     # What the control plane knows of it
 
     async def _view(self, obj: Object, pool: BackendPool) -> BackendPool | None:
         """The control plane's view; registers what is news there. None: the object was patched."""
-        plane, life = self._yard.plane, self._life
+        plane, life = self._context.plane, self._life
         view = plane.pools.get(self.key, life.uid)
         told = (generation_of(obj), pool.metadata.labels, pool.metadata.annotations)
         known = life.registered is not None or generation_of(obj) == pool.status.observed_generation
@@ -131,24 +131,24 @@ class PoolLoop(ObjectLoop):
         if not changes:
             return False
         body = {"spec": changes}
-        fresh = await self._yard.kube.patch("BackendPool", *self.key, body, uid=pool.metadata.uid)
+        fresh = await self._context.kube.patch("BackendPool", *self.key, body, uid=pool.metadata.uid)
         if fresh is not None:
-            self._yard.pools.put(fresh)
+            self._context.pools.put(fresh)
         return True
 
     # What it wants
 
     async def _reconcile(self, obj: Object, pool: BackendPool, view: BackendPool) -> float | None:
-        yard, life = self._yard, self._life
+        context, life = self._context, self._life
         before = pool.status
         pool = pool.model_copy(update={"status": with_backends(before, view.status)})
         pods = self._children.pods(life.uid, COMPONENT)
-        refused = "; ".join(pool_violations(pool, yard.settings))
+        refused = "; ".join(pool_violations(pool, context.settings))
         observed = replace(self._observed(pods, pool), refused=refused)
         write, send = partial(self._write, obj, before), partial(self._report, view)
         served = pool.spec.engine.type != "external" and not refused
-        actions = _PoolActions(yard, self._children, pool, view, pods, served, life, write, send)
-        plan = await pool_pass(pool, observed, actions, yard.now(), yard.profile)
+        actions = _PoolActions(context, self._children, pool, view, pods, served, life, write, send)
+        plan = await pool_pass(pool, observed, actions, context.now(), context.profile)
         self._tell_jobs(plan.status)
         return earliest((plan.requeue_after, actions.wait))
 
@@ -170,9 +170,9 @@ class PoolLoop(ObjectLoop):
 
     def _tell_jobs(self, status: BackendPoolStatus) -> None:
         state = reconcile_pass.pool_state(status)
-        if self._yard.pool_states.get(self.key) != state:
-            self._yard.pool_states[self.key] = state
-            self._yard.pool_changed(self.key)
+        if self._context.pool_states.get(self.key) != state:
+            self._context.pool_states[self.key] = state
+            self._context.pool_changed(self.key)
 
     async def _write(self, obj: Object, before: BackendPoolStatus, after: BackendPoolStatus) -> float | None:
         """The status to the object; returns after how long numbers that wait are due."""
@@ -184,7 +184,9 @@ class PoolLoop(ObjectLoop):
             if left > 0:
                 return left
         self._life.counts_written = now
-        await write_status(self._yard.kube, self._yard.recorder, self._yard.pools, obj, before, after)
+        await write_status(
+            self._context.kube, self._context.recorder, self._context.pools, obj, before, after
+        )
         return None
 
     async def _report(self, view: BackendPool, status: BackendPoolStatus) -> None:
@@ -193,33 +195,38 @@ class PoolLoop(ObjectLoop):
         if report is None:
             return
         with suppress(NotFound):
-            self._yard.plane.pools.learn(await self._yard.plane.client.put_pool_status(view, report))
+            self._context.plane.pools.learn(await self._context.plane.client.put_pool_status(view, report))
 
     # What goes wrong, and how it ends
 
     async def _refuse(self, obj: Object, before: BackendPoolStatus, reason: str, message: str) -> float:
-        claims = (Claim("Ready", False, reason, message), Claim("Progressing", False, reason, message))
-        conditions = updated(before.conditions, claims, generation_of(obj), self._yard.now())
+        claims = (
+            ConditionUpdate("Ready", False, reason, message),
+            ConditionUpdate("Progressing", False, reason, message),
+        )
+        conditions = updated(before.conditions, claims, generation_of(obj), self._context.now())
         after = before.model_copy(update={"conditions": conditions})
         if reconcile_pass.in_words(before.conditions) != reconcile_pass.in_words(conditions):
-            await write_status(self._yard.kube, self._yard.recorder, self._yard.pools, obj, before, after)
+            await write_status(
+                self._context.kube, self._context.recorder, self._context.pools, obj, before, after
+            )
             self._tell_jobs(after)
         return REFUSED_SECONDS
 
     async def _leave(self, obj: Object | None) -> float | None:
         """The object is gone, or going: so are the pool and its backends."""
-        yard, life = self._yard, self._life
+        context, life = self._context, self._life
         uid = life.uid or (uid_of(obj) if obj is not None else "")
         self._probes.keep((), "")
         if not life.left and uid:
-            if any(object_uid(one) == uid for one in await yard.plane.client.pools()):
+            if any(object_uid(one) == uid for one in await context.plane.client.pools()):
                 with suppress(NotFound):
-                    await yard.plane.client.delete_pool(*self.key)
-            yard.plane.pools.forget(self.key)
-            if yard.pool_states.pop(self.key, None) is not None:
-                yard.pool_changed(self.key)
+                    await context.plane.client.delete_pool(*self.key)
+            context.plane.pools.forget(self.key)
+            if context.pool_states.pop(self.key, None) is not None:
+                context.pool_changed(self.key)
             life.left = True
-        wait = await self._children.leave(uid, COMPONENT, yard.profile.stop_seconds)
+        wait = await self._children.leave(uid, COMPONENT, context.profile.stop_seconds)
         if obj is None and wait is None:
             self.done = True
         return wait
@@ -229,7 +236,7 @@ class PoolLoop(ObjectLoop):
 class _PoolActions:
     """One pass over a pool whose backends are pods and whose status stands in its object first."""
 
-    yard: Yard
+    context: OperatorContext
     children: Children
     pool: BackendPool
     view: BackendPool
@@ -249,18 +256,18 @@ class _PoolActions:
     async def prepare(self, plan: Plan[BackendPoolStatus]) -> None:
         generation = self.pool.metadata.generation or 0
         if self.served and self.life.service != generation:
-            await self.yard.kube.apply(pool_service(self.pool, self.yard.settings))
+            await self.context.kube.apply(pool_service(self.pool, self.context.settings))
             self.life.service = generation
 
     async def carry_out(self, plan: Plan[BackendPoolStatus]) -> None:
-        build = partial(backend_pod, pool=self.pool, settings=self.yard.settings)
+        build = partial(backend_pod, pool=self.pool, settings=self.context.settings)
         await self.children.carry_out(self.pool.metadata.namespace, plan, build, self.pods)
 
     async def report_backends(self, backends: Sequence[BackendStatus]) -> None:
-        put = partial(self.yard.plane.client.put_backends, self.view)
+        put = partial(self.context.plane.client.put_backends, self.view)
         answer = await self.life.reports.send(backends, self.view.status.backends, put)
         if answer is not None:
-            self.yard.plane.pools.learn(answer)
+            self.context.plane.pools.learn(answer)
 
     async def show(self, status: BackendPoolStatus) -> None:
         self.wait = await self.write(status)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from rollyard_client import NotFound, RollyardError
 from rollyard_crds import BackendPool, RolloutJob, RolloutJobStatus
 from rollyard_drivers.reconcile import placement, reconcile_pass
-from rollyard_drivers.reconcile.conditions import Claim, updated
+from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 
-from rollyard_operator.context import DRIVER, Yard
+from rollyard_operator.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.control_plane_view import object_uid, thing_key
 from rollyard_operator.controllers.resource import ORIGIN, is_leaving
 from rollyard_operator.kube import labels
@@ -38,17 +38,17 @@ class _Refusal:
     again_at: float
 
 
-class Sync:
+class RestSync:
     """Brings both sides together after each poll; everything it does may be repeated."""
 
-    def __init__(self, yard: Yard) -> None:
-        self._yard = yard
+    def __init__(self, context: OperatorContext) -> None:
+        self._context = context
         self._gate = asyncio.Semaphore(AT_ONCE)
         self._refused: dict[tuple[str, Key], _Refusal] = {}
 
     async def after_poll(self) -> None:
         """What the last poll calls for."""
-        plane = self._yard.plane
+        plane = self._context.plane
         things: list[RolloutJob | BackendPool] = [*plane.pools.all(), *plane.unfinished.all()]
         here = {(thing.kind, thing_key(thing)) for thing in things}
         self._refused = {where: one for where, one in self._refused.items() if where in here}
@@ -59,7 +59,7 @@ class Sync:
     async def sweep(self) -> None:
         """What happened while nobody looked: objects that went, of finished jobs too; pods without owners."""
         with suppress(RollyardError):
-            jobs = await self._yard.plane.client.jobs()
+            jobs = await self._context.plane.client.jobs()
             for job in jobs:
                 if object_uid(job) and self._ours(job):
                     await self._one(job)
@@ -68,17 +68,17 @@ class Sync:
     def _ours(self, thing: RolloutJob | BackendPool) -> bool:
         # What has an object goes with it, whoever runs it.
         ours = bool(object_uid(thing)) or placement.is_for(thing, DRIVER)
-        return ours and self._yard.settings.looks_after(thing.metadata.namespace)
+        return ours and self._context.settings.looks_after(thing.metadata.namespace)
 
     def _nobodys(self, job: RolloutJob) -> bool:
         """A job of REST, in a namespace that this operator does not serve, of which no driver has spoken."""
-        elsewhere = not self._yard.settings.looks_after(job.metadata.namespace)
+        elsewhere = not self._context.settings.looks_after(job.metadata.namespace)
         unspoken = not job.status.conditions and not object_uid(job)
         return elsewhere and unspoken and placement.is_for(job, DRIVER)
 
     async def _tell_unserved(self, thing: RolloutJob | BackendPool) -> None:
         """Where nobody else would: why nothing comes of it."""
-        now, plane = self._yard.now(), self._yard.plane
+        now, plane = self._context.now(), self._context.plane
         elsewhere = not placement.is_for(thing, DRIVER) and placement.is_unspoken(thing, now)
         try:
             # The next look sees what was told, and wakes the loop of its object, where it has one.
@@ -93,16 +93,16 @@ class Sync:
             _log.warning("%s %s: %s", thing.kind, "/".join(thing_key(thing)), error)
 
     def _not_served(self, job: RolloutJob) -> RolloutJobStatus:
-        served = ", ".join(self._yard.settings.namespaces)
+        served = ", ".join(self._context.settings.namespaces)
         text = (
             f"metadata.namespace: this operator does not serve {job.metadata.namespace!r}; it serves {served}"
         )
         return reconcile_pass.refused(
-            job.status, job.metadata.generation or 0, "NamespaceNotServed", text, self._yard.now()
+            job.status, job.metadata.generation or 0, "NamespaceNotServed", text, self._context.now()
         )
 
     def _cache(self, thing: RolloutJob | BackendPool) -> ObjectCache:
-        return self._yard.jobs if isinstance(thing, RolloutJob) else self._yard.pools
+        return self._context.jobs if isinstance(thing, RolloutJob) else self._context.pools
 
     async def _one(self, thing: RolloutJob | BackendPool) -> None:
         key, uid = thing_key(thing), object_uid(thing)
@@ -111,7 +111,7 @@ class Sync:
             return
         if not uid and (there is not None or _to_be_deleted(thing)):
             return  # the object's own loop registers it, or finds that the two differ
-        if uid and there is None and key[0] in self._yard.access.denied:
+        if uid and there is None and key[0] in self._context.access.denied:
             return  # whether its object is gone cannot be seen
         async with self._gate:
             try:
@@ -119,7 +119,7 @@ class Sync:
                     await self._create(thing)
                 elif there is not None and uid_of(there) == uid:
                     if not is_leaving(there):
-                        await self._yard.kube.delete(thing.kind, *key, uid=uid)
+                        await self._context.kube.delete(thing.kind, *key, uid=uid)
                 else:
                     await self._gone(thing, key, uid)
             except (KubeError, RollyardError) as error:
@@ -127,22 +127,22 @@ class Sync:
 
     async def _gone(self, thing: RolloutJob | BackendPool, key: Key, uid: str) -> None:
         """The caches do not have its object: if the cluster has none either, it goes too."""
-        there = await self._yard.kube.get(thing.kind, *key)
+        there = await self._context.kube.get(thing.kind, *key)
         if there is not None:
             self._cache(thing).put(there)
             return
-        client = self._yard.plane.client
+        client = self._context.plane.client
         with suppress(NotFound):
             if isinstance(thing, RolloutJob):
                 # Looked at again: one made anew since has another object.
                 if object_uid(await client.job(*key)) == uid:
                     await client.delete_job(*key)
                     _log.info("RolloutJob %s: its object is gone, so it is deleted", "/".join(key))
-                self._yard.plane.unfinished.forget(key)
+                self._context.plane.unfinished.forget(key)
             else:
                 await client.delete_pool(*key)
                 _log.info("BackendPool %s: its object is gone, so it is deleted", "/".join(key))
-                self._yard.plane.pools.forget(key)
+                self._context.plane.pools.forget(key)
 
     async def _create(self, thing: RolloutJob | BackendPool) -> None:
         """Make the object of a job or a pool that came over REST."""
@@ -152,13 +152,13 @@ class Sync:
             return
         if isinstance(thing, RolloutJob):
             with suppress(NotFound):
-                thing = await self._yard.plane.client.job(*thing_key(thing))  # with its inline tasks
+                thing = await self._context.plane.client.job(*thing_key(thing))  # with its inline tasks
             if object_uid(thing):
                 return
         try:
-            made = await self._yard.kube.create(object_of(thing))
+            made = await self._context.kube.create(object_of(thing))
         except KubeConflict:
-            there = await self._yard.kube.get(thing.kind, *thing_key(thing))
+            there = await self._context.kube.get(thing.kind, *thing_key(thing))
             if there is not None:
                 self._cache(thing).put(there)
             return
@@ -173,25 +173,25 @@ class Sync:
         self._cache(thing).put(made)
 
     async def _tell_refused(self, thing: RolloutJob | BackendPool, error: KubeError) -> None:
-        now, generation = self._yard.now(), thing.metadata.generation or 0
+        now, generation = self._context.now(), thing.metadata.generation or 0
         text = f"no {thing.kind} object can be made of it: {error.message}"
-        client = self._yard.plane.client
+        client = self._context.plane.client
         if isinstance(thing, RolloutJob):
             told = reconcile_pass.refused(thing.status, generation, error.reason, text, now)
             if reconcile_pass.in_words(told.conditions) != reconcile_pass.in_words(thing.status.conditions):
                 await client.put_job_status(thing, told)
             return
         conditions = updated(
-            thing.status.conditions, [Claim("Ready", False, error.reason, text)], generation, now
+            thing.status.conditions, [ConditionUpdate("Ready", False, error.reason, text)], generation, now
         )
         if reconcile_pass.in_words(conditions) != reconcile_pass.in_words(thing.status.conditions):
             await client.put_pool_status(thing, thing.status.model_copy(update={"conditions": conditions}))
 
     async def _sweep_pods(self) -> None:
         """Delete workers and backends whose object went while nobody looked, and was no owner any more."""
-        yard = self._yard
-        owners = {uid_of(obj) for cache in (yard.jobs, yard.pools) for obj in cache}
-        for pod in yard.pods:
+        context = self._context
+        owners = {uid_of(obj) for cache in (context.jobs, context.pools) for obj in cache}
+        for pod in context.pods:
             if labels.label_of(pod, labels.COMPONENT) not in ("stage-worker", "backend") or is_leaving(pod):
                 continue
             job, pool = labels.label_of(pod, labels.JOB_UID), labels.label_of(pod, labels.POOL_UID)
@@ -200,9 +200,9 @@ class Sync:
             kind, name = ("RolloutJob", labels.JOB) if job else ("BackendPool", labels.POOL)
             namespace = key_of(pod)[0]
             with suppress(KubeError):
-                owner = await yard.kube.get(kind, namespace, labels.label_of(pod, name))
+                owner = await context.kube.get(kind, namespace, labels.label_of(pod, name))
                 if owner is None or uid_of(owner) != (job or pool):
-                    await yard.kube.delete("Pod", *key_of(pod), uid=uid_of(pod))
+                    await context.kube.delete("Pod", *key_of(pod), uid=uid_of(pod))
 
 
 def _to_be_deleted(thing: RolloutJob | BackendPool) -> bool:

@@ -14,7 +14,7 @@ WAITING = frozenset({"WorkersStarting", "Suspended", "NotFinished", "Queued", "B
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class EventMessage:
     """One event."""
 
     type: Literal["Normal", "Warning"]
@@ -22,49 +22,49 @@ class Note:
     message: str
 
 
-def _of_true(kind: str, after: Condition) -> Note | None:
+def _of_true(kind: str, after: Condition) -> EventMessage | None:
     """What it tells that a condition became True."""
     text = after.message
     match kind:
         case "Admitted":
-            return Note("Normal", "Admitted", text or "the job is admitted")
+            return EventMessage("Normal", "Admitted", text or "the job is admitted")
         case "Suspended":
-            return Note("Normal", "Suspended", "workers are drained, and nothing starts")
+            return EventMessage("Normal", "Suspended", "workers are drained, and nothing starts")
         case "Running":
-            return Note("Normal", "Running", text)
+            return EventMessage("Normal", "Running", text)
         case "Ready":
-            return Note("Normal", "Ready", text)
+            return EventMessage("Normal", "Ready", text)
         case "Degraded":
-            return Note("Warning", after.reason, text)
+            return EventMessage("Warning", after.reason, text)
         case "Succeeded":
-            return Note("Normal", "Succeeded", text)
+            return EventMessage("Normal", "Succeeded", text)
         case "Failed" if after.reason == "Cancelled":
-            return Note("Normal", "Cancelled", text)
+            return EventMessage("Normal", "Cancelled", text)
         case "Failed":
-            return Note("Warning", after.reason, text)
+            return EventMessage("Warning", after.reason, text)
     return None
 
 
-def _of_false(kind: str, before: Condition | None, after: Condition) -> Note | None:
+def _of_false(kind: str, before: Condition | None, after: Condition) -> EventMessage | None:
     """What it tells that a condition is False now, or is so for another reason."""
     flipped = before is not None and before.status == "True"
     match kind:
         case "Suspended" if flipped and after.reason == "NotSuspended":
-            return Note("Normal", "Resumed", "the job goes on")
+            return EventMessage("Normal", "Resumed", "the job goes on")
         case "Degraded" if flipped and after.reason == "Healthy":
-            return Note("Normal", "Recovered", "everything that should run does")
+            return EventMessage("Normal", "Recovered", "everything that should run does")
         case "Ready" if flipped:
-            return Note("Warning", after.reason, after.message)
+            return EventMessage("Warning", after.reason, after.message)
         case "Admitted" if after.reason == "Queued":
-            return Note("Normal", "Queued", after.message)
+            return EventMessage("Normal", "Queued", after.message)
         case "Admitted" | "Running" if after.reason not in WAITING:
-            return Note("Warning", after.reason, after.message)
+            return EventMessage("Warning", after.reason, after.message)
     return None
 
 
-def notes(before: Sequence[Condition], after: Sequence[Condition]) -> list[Note]:
+def notes(before: Sequence[Condition], after: Sequence[Condition]) -> list[EventMessage]:
     """The events of a change of status. A job's end is told by its outcome alone."""
-    found: list[Note] = []
+    found: list[EventMessage] = []
     over = any(one.type == "Finished" and one.status == "True" for one in after)
     for now in after:
         old = find(before, now.type)

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 
 from rollyard_operator.kube.client import Kube, KubeError
-from rollyard_operator.kube.event_messages import Note
+from rollyard_operator.kube.event_messages import EventMessage
 from rollyard_operator.kube.labels import Object
 
 LANES = 4
@@ -24,7 +24,7 @@ class EventRecorder:
         self._kube = kube
         self._lanes = [_Lane() for _ in range(LANES)]
 
-    def tell(self, obj: Object, note: Note) -> None:
+    def tell(self, obj: Object, note: EventMessage) -> None:
         """One event about an object, soon."""
         self._lanes[hash(obj["metadata"]["uid"]) % LANES].put(obj, note)
 
@@ -37,11 +37,11 @@ class EventRecorder:
 
 class _Lane:
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Object, Note]] = deque()
+        self._waiting: deque[tuple[Object, EventMessage]] = deque()
         self._news = asyncio.Event()
         self._full = False
 
-    def put(self, obj: Object, note: Note) -> None:
+    def put(self, obj: Object, note: EventMessage) -> None:
         if len(self._waiting) >= WAITING_AT_MOST:
             self._waiting.popleft()
             if not self._full:

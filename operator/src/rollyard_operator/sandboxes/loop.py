@@ -42,9 +42,9 @@ from rollyard_operator.sandboxes.planning.plan import (
     DeleteSandbox,
     FailSandbox,
     LaunchSandbox,
-    Limits,
     ObservedSandbox,
     ObservedSandboxes,
+    SandboxLimits,
     SandboxPlan,
     TakeSandbox,
     Trouble,
@@ -55,7 +55,7 @@ from rollyard_operator.sandboxes.planning.reconcile import reconcile_sandboxes
 from rollyard_operator.sandboxes.planning.warm_names import WarmNumbers
 from rollyard_operator.sandboxes.port_probes import Address, PortProbes
 from rollyard_operator.sandboxes.refusals import NOT_ISOLATED, Refusals
-from rollyard_operator.sandboxes.token_bucket import Bucket
+from rollyard_operator.sandboxes.token_bucket import TokenBucket
 from rollyard_operator.settings import OperatorSettings
 
 POLL_SECONDS = 30.0
@@ -117,8 +117,8 @@ class SandboxLoop:
         self._checks = tuple(checks)
         self._now = now
         creation = settings.sandbox_creation
-        self._bucket = Bucket(creation.per_second, creation.burst)
-        self._limits = Limits(
+        self._bucket = TokenBucket(creation.per_second, creation.burst)
+        self._limits = SandboxLimits(
             per_second=creation.per_second,
             unschedulable_seconds=settings.unschedulable_seconds,
             pull_seconds=settings.image_pull_seconds,
@@ -180,7 +180,7 @@ class SandboxLoop:
             except TimeoutError:
                 pass
             self._wake.clear()
-            after = await self.turn()
+            after = await self.run_pass()
 
     def learn(self, listed: ClaimList) -> None:
         """Take what the control plane listed."""
@@ -203,7 +203,7 @@ class SandboxLoop:
         observed = ObservedSandboxes(pods, self._refusals.current(now), self._numbers.see(pods))
         return reconcile_sandboxes(claims, needs, observed, now, limits)
 
-    async def turn(self) -> float | None:
+    async def run_pass(self) -> float | None:
         """Plan, and carry it out. Seconds after which to look again, if nothing happens before."""
         plan = await self._sure(self.plan())
         taking = {take.claim: take for take in plan.take}

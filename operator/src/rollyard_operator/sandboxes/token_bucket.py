@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Bucket:
+class TokenBucket:
     """So many at once, and so many a second in the long run."""
 
     def __init__(self, per_second: float, burst: int) -> None:

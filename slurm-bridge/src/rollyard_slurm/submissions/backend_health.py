@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 import httpx
-from rollyard_drivers.health.backend import Health, watch_backend
+from rollyard_drivers.health.backend import BackendHealth, watch_backend
 from rollyard_drivers.host.home import read_json
 
 from rollyard_slurm.scripts.batch import Site
@@ -46,11 +46,11 @@ class Watches:
         if one.probe is not None and one.url == url:
             return
         if one.url != url:  # Slurm has started it anew, elsewhere
-            one.health = Health(url=url)
+            one.health = BackendHealth(url=url)
         self.pause(one)
         one.url = url
 
-        def report(health: Health) -> None:
+        def report(health: BackendHealth) -> None:
             before, one.health = one.health, health
             if before.ready != health.ready:
                 self._changed(one)
@@ -69,7 +69,7 @@ class Watches:
     def end(self, one: Submission) -> None:
         """It does not run (any more): nothing is known of it."""
         self.pause(one)
-        one.health, one.url = Health(), ""
+        one.health, one.url = BackendHealth(), ""
         self._site.endpoint_file(one.launch).unlink(missing_ok=True)
 
     async def close(self, submissions: Iterable[Submission]) -> None:

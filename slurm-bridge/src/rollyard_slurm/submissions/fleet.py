@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from rollyard_drivers.host.log_file import telling_line
 from rollyard_drivers.reconcile.plan import Launch, ObservedWorkload, Owner, Plan, Stop
-from rollyard_drivers.reconcile.replacements import Replaced
+from rollyard_drivers.reconcile.replacements import Replacements
 
 from rollyard_slurm.calls.command_line import Commands
 from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
@@ -70,7 +70,7 @@ class Fleet:
         self._say = say
         self._records = Records(site.home / "submissions")
         self._all: list[Submission] = self._records.load()
-        self._replaced = Replaced()
+        self._replaced = Replacements()
         self._away = ""
         self._limit = ""
         self._successor_after: dict[str, datetime] = {}

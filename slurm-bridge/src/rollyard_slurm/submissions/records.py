@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter
 from pydantic.alias_generators import to_camel, to_snake
-from rollyard_drivers.health.backend import Health
+from rollyard_drivers.health.backend import BackendHealth
 from rollyard_drivers.host.home import read_json, write_json
 from rollyard_drivers.reconcile.plan import Workload
 
@@ -119,7 +119,7 @@ def _submission(record: _Record) -> Submission:
     if record.url:
         # The backend served when the bridge ended: it counts as serving until its checks say otherwise.
         one.url = record.url
-        one.health = Health(url=record.url, ready=True, warmed_up=True, message="")
+        one.health = BackendHealth(url=record.url, ready=True, warmed_up=True, message="")
     if record.ending is not None:
         one.ending = Ending(record.ending.code, record.ending.message, False)
         one.ended_at = None if record.ending.at is None else record.ending.at.astimezone(UTC)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from rollyard_drivers.health.backend import Health
+from rollyard_drivers.health.backend import BackendHealth
 from rollyard_drivers.reconcile.plan import ObservedWorkload, Workload
 
 from rollyard_slurm.readers import reasons
@@ -56,7 +56,7 @@ class Submission:
     draining_since: datetime | None = None
     retired: bool = False
     """A successor has taken its place."""
-    health: Health = field(default_factory=Health)
+    health: BackendHealth = field(default_factory=BackendHealth)
     url: str = ""
     """Backends: where the probe looks."""
     probe: asyncio.Task[None] | None = None

@@ -315,7 +315,7 @@ class FakeControlPlane:
     def delete_over_rest(self, key: tuple[str, str]) -> None:
         self.all_jobs[key].metadata.annotations[CANCEL_REASON] = "Deleted"
 
-    # The ControlPlane protocol
+    # The ControlPlaneClient protocol
 
     async def _enter(self) -> None:
         await asyncio.sleep(0)

@@ -57,7 +57,7 @@ class Bench:
             self.fleet.find_endpoints()
             await self.fleet.look(self.now)
             if self.fleet.ready:
-                await self.driver.turn(self.now)
+                await self.driver.run_pass(self.now)
                 await self.fleet.act(self.now)
 
     def said_of(self, kind: str = "Running", part: str = "message") -> str:

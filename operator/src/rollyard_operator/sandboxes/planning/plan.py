@@ -97,7 +97,7 @@ class ObservedSandboxes:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     """How fast, and how patient."""
 
     tokens: float = 20.0

@@ -20,9 +20,9 @@ from rollyard_operator.sandboxes.planning.plan import (
     DeleteSandbox,
     FailSandbox,
     LaunchSandbox,
-    Limits,
     ObservedSandbox,
     ObservedSandboxes,
+    SandboxLimits,
     SandboxPlan,
     TakeSandbox,
     Trouble,
@@ -37,7 +37,7 @@ def cold_name(claim: str) -> str:
     return f"sb-{claim}"
 
 
-def patience_left(trouble: Trouble, waited: float, limits: Limits) -> float | None:
+def patience_left(trouble: Trouble, waited: float, limits: SandboxLimits) -> float | None:
     """Seconds until it counts as final, after `waited` seconds; 0 and less: it does; None: never."""
     if trouble.hope == "none":
         return 0.0
@@ -54,7 +54,7 @@ def _lost(claim: WantedSandbox, now: datetime) -> Trouble:
 class _Reconcile:
     """One turn; what it decides is collected as it goes through claims, then warm wants, then the rest."""
 
-    def __init__(self, observed: ObservedSandboxes, now: datetime, limits: Limits) -> None:
+    def __init__(self, observed: ObservedSandboxes, now: datetime, limits: SandboxLimits) -> None:
         self._now = now
         self._limits = limits
         self._refusals = observed.refusals
@@ -263,7 +263,7 @@ def reconcile_sandboxes(
     warm: Iterable[WarmNeed],
     observed: ObservedSandboxes,
     now: datetime,
-    limits: Limits,
+    limits: SandboxLimits,
 ) -> SandboxPlan:
     """What to do about sandboxes now. Claims come first, the oldest first; then the warm ones."""
     return _Reconcile(observed, now, limits).run(claims, warm)

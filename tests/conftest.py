@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -68,6 +69,20 @@ def apptainer_works(missing: Missing) -> None:
         missing("neither apptainer nor singularity is on the PATH")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         missing("/dev/fuse is closed to this user")
+
+
+_ATTACKS = re.compile(r"tests/(adversary/|kubernetes/release/test_(policy_attacks|hostile_tenants)\.py)")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints how long the attacks took, whose time is bounded (CONTRIBUTING.md)."""
+    stats = terminalreporter.stats
+    reports = [each for kind in ("", "passed", "failed", "error") for each in stats.get(kind, ())]
+    phases = [each for each in reports if isinstance(each, pytest.TestReport) and _ATTACKS.match(each.nodeid)]
+    if phases:
+        count = len({each.nodeid for each in phases})
+        seconds = sum(each.duration for each in phases)
+        terminalreporter.write_line(f"attacks: {count} tests took {seconds:.1f} s, all processes together")
 
 
 _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")

@@ -148,9 +148,12 @@ async def serve(settings: Settings) -> AsyncIterator[Served]:
 Serve = Callable[..., Any]
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
-    """Settings with a fresh database of each kind; the sweeper is left to the tests."""
+    """Settings with a fresh database of each kind; the sweeper is left to the tests.
+
+    `make check` asks the embedded database only.
+    """
     db = Databases(request).url(request.param, tmp_path)
     return Settings(
         state_dir=tmp_path,

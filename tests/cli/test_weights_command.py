@@ -140,8 +140,8 @@ def test_what_the_servers_own_metrics_say_is_shown(
             return one
 
         end = time.monotonic() + START_SECONDS
-        # Again and again: what was asked before its metrics were first read is not counted, and the first prompt
-        # that is counted may be one that the cache does not hold yet.
+        # Again and again: what was asked before its metrics were first read is not counted, and the cache may
+        # not hold the first prompt that is.
         while not backend().prefix_cache_hit_rate:
             assert time.monotonic() < end
             reference(address)

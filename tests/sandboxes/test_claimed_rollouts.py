@@ -74,7 +74,7 @@ async def process(*command: str, log: Path) -> AsyncIterator[asyncio.subprocess.
 
 
 async def appears(path: Path, log: Path) -> str:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while not path.exists() or not path.read_text():
             assert "Traceback" not in log.read_text(), log.read_text()[-2000:]
             await asyncio.sleep(0.05)

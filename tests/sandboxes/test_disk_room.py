@@ -19,9 +19,9 @@ from rollyard_testing.slurm.fulldisk import fill
 
 
 @pytest.fixture
-def small(tmp_path: Path, missing: Callable[[str], NoReturn]) -> Iterator[Path]:
+def small(folder: Path, missing: Callable[[str], NoReturn]) -> Iterator[Path]:
     """A file system of 12 MiB."""
-    point = tmp_path / "d"
+    point = folder / "d"
     point.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(point)]
     done = subprocess.run(mount, capture_output=True, text=True, timeout=20)

@@ -117,7 +117,7 @@ def values(tmp_path: Path) -> Any:
     return write
 
 
-def rendered(cluster: Cluster, namespace: str, *words: str, release: str = "context") -> list[dict[str, Any]]:
+def rendered(cluster: Cluster, namespace: str, *words: str, release: str = "yard") -> list[dict[str, Any]]:
     text = cluster.helm("template", release, CHART, "--namespace", namespace, *words)
     return [document for document in yaml.safe_load_all(text) if document]
 
@@ -200,9 +200,7 @@ def test_rights_have_no_wildcard(cluster: Cluster, values: Any, namespaces: list
             assert len(rule["resourceNames"]) == 1
             assert rule["verbs"] == ["delete"], "no verb whose answer holds a Secret"
     subjects = [document["subjects"] for document in documents if document["kind"].endswith("RoleBinding")]
-    assert subjects == [
-        [{"kind": "ServiceAccount", "name": "context-rollyard-operator", "namespace": "home"}]
-    ]
+    assert subjects == [[{"kind": "ServiceAccount", "name": "yard-rollyard-operator", "namespace": "home"}]]
 
 
 def test_only_the_operator_has_a_token(cluster: Cluster) -> None:
@@ -216,11 +214,11 @@ def test_only_the_operator_has_a_token(cluster: Cluster) -> None:
         elif document["kind"] == "ServiceAccount":
             assert document["automountServiceAccountToken"] is False
     assert {name: spec["automountServiceAccountToken"] for name, spec in mounted.items()} == {
-        "context-rollyard-api": False,
-        "context-rollyard-operator": True,
-        "context-rollyard-test": False,
+        "yard-rollyard-api": False,
+        "yard-rollyard-operator": True,
+        "yard-rollyard-test": False,
     }
-    operator = mounted["context-rollyard-operator"]
+    operator = mounted["yard-rollyard-operator"]
     (config,) = [volume for volume in operator["volumes"] if volume["name"] == "config"]
     shown = json.dumps(config)
     assert "driver" in shown
@@ -246,7 +244,7 @@ def test_the_operator_understands_its_settings(cluster: Cluster, values: Any, va
         assert loaded.isolation.external == ["artifacts.example.com:443"]
         assert loaded.isolation.policies == "ignore"
         assert loaded.sandbox_creation.per_second == 0.5
-    tokens = {"tokens-given": "mine", "names": "ry-tokens"}.get(variant, "context-rollyard-tokens")
+    tokens = {"tokens-given": "mine", "names": "ry-tokens"}.get(variant, "yard-rollyard-tokens")
     assert loaded.reserved_secrets[0] == tokens
     assert loaded.reserved_claims
     if variant == "allowed":
@@ -293,13 +291,13 @@ def test_a_changed_setting_restarts_the_operator_and_nothing_else(cluster: Clust
     ids=str,
 )
 def test_wrong_values_are_refused(cluster: Cluster, values: Any, document: dict[str, Any], told: str) -> None:
-    done = cluster.run("helm", "template", "context", CHART, *values(document))
+    done = cluster.run("helm", "template", "yard", CHART, *values(document))
     assert done.returncode != 0
     assert told in done.stderr
 
 
 def test_an_old_cluster_is_refused(cluster: Cluster) -> None:
-    done = cluster.run("helm", "template", "context", CHART, "--kube-version", "1.29.9")
+    done = cluster.run("helm", "template", "yard", CHART, "--kube-version", "1.29.9")
     assert done.returncode != 0
     assert "1.30.0" in done.stderr
 
@@ -347,28 +345,22 @@ def test_tokens_and_certificate_are_made_once(cluster: Cluster, values: Any) -> 
         "images": {"prefix": "registry.local/absent-", "pullPolicy": "Never"},
         "namespaces": [namespace],
     }
-    install = ["upgrade", "--install", "context", CHART, "--namespace", namespace]
+    install = ["upgrade", "--install", "yard", CHART, "--namespace", namespace]
     cluster.helm(*install, *values(given))
     try:
         first = secrets_of(cluster, namespace)
-        assert set(first["context-rollyard-tokens"]) == {
-            "admin",
-            "driver",
-            "metrics",
-            "worker",
-            "tokens.json",
-        }
-        assert set(first["context-rollyard-tls"]) == {"ca.crt", "tls.crt", "tls.key"}
+        assert set(first["yard-rollyard-tokens"]) == {"admin", "driver", "metrics", "worker", "tokens.json"}
+        assert set(first["yard-rollyard-tls"]) == {"ca.crt", "tls.crt", "tls.key"}
         cluster.helm(*install, *values({**given, "operator": {"logLevel": "debug"}}))
         assert secrets_of(cluster, namespace) == first
-        cluster.helm("rollback", "context", "1", "--namespace", namespace)
+        cluster.helm("rollback", "yard", "1", "--namespace", namespace)
         assert secrets_of(cluster, namespace) == first
     finally:
-        cluster.helm("uninstall", "context", "--namespace", namespace, "--wait")
+        cluster.helm("uninstall", "yard", "--namespace", namespace, "--wait")
     kinds = "all,secrets,configmaps,pvc,serviceaccounts,roles,rolebindings,networkpolicies,ingresses"
     # helm waits for the Deployments, whose pods take a moment longer.
     deadline = time.monotonic() + 60
-    while left := [name for name in names_of(cluster, kinds, namespace) if "context" in name]:
+    while left := [name for name in names_of(cluster, kinds, namespace) if "yard" in name]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
     assert cluster.kubectl("get", "crd", "rolloutjobs.rollyard.dev", "-o", "name")
@@ -379,5 +371,5 @@ def names_of(cluster: Cluster, kinds: str, namespace: str) -> list[str]:
 
 
 def secrets_of(cluster: Cluster, namespace: str) -> dict[str, dict[str, str]]:
-    found = cluster.items("secrets", namespace, "app.kubernetes.io/instance=context")
+    found = cluster.items("secrets", namespace, "app.kubernetes.io/instance=yard")
     return {one["metadata"]["name"]: one["data"] for one in found}

@@ -149,7 +149,7 @@ class Installation:
 
 
 @pytest.fixture
-def context(cluster: Any, tmp_path: Path) -> Iterator[Installation]:
+def yard(cluster: Any, tmp_path: Path) -> Iterator[Installation]:
     made = Installation(cluster, tmp_path)
     try:
         made.open()
@@ -158,91 +158,88 @@ def context(cluster: Any, tmp_path: Path) -> Iterator[Installation]:
         made.close()
 
 
-def test_from_kubectl_apply_to_delete(context: Installation) -> None:
-    operator = context.start()
-    context.apply("first")
-    context.kubectl("wait", "--for=condition=Admitted", "rolloutjob/first", "--timeout=120s")
-    assert len(eventually(lambda: len(context.pods("first")) == 3 and context.pods("first"))) == 3
-    made = context.cluster.get("rolloutjob", "first", context.namespace)
+def test_from_kubectl_apply_to_delete(yard: Installation) -> None:
+    operator = yard.start()
+    yard.apply("first")
+    yard.kubectl("wait", "--for=condition=Admitted", "rolloutjob/first", "--timeout=120s")
+    assert len(eventually(lambda: len(yard.pods("first")) == 3 and yard.pods("first"))) == 3
+    made = yard.cluster.get("rolloutjob", "first", yard.namespace)
     assert "finalizers" not in made["metadata"]
     assert set(made["metadata"]["annotations"]) == {"kubectl.kubernetes.io/last-applied-configuration"}
     assert made["status"]["observedGeneration"] == 1
     assert made["status"]["counts"]["total"] == 1
-    (secret,) = context.cluster.items("secrets", context.namespace, "rollyard.dev/job=first")
+    (secret,) = yard.cluster.items("secrets", yard.namespace, "rollyard.dev/job=first")
     assert set(secret["data"]) == {"token"}
 
-    context.kubectl("patch", "rj", "first", "--type=merge", "-p", '{"spec":{"suspend":true}}')
-    context.kubectl("wait", "--for=condition=Suspended", "rolloutjob/first", "--timeout=120s")
-    eventually(lambda: not context.pods("first"))
-    assert context.rest("GET", "/rolloutjobs/first")["spec"]["suspend"]
-    context.rest("PATCH", "/rolloutjobs/first", {"suspend": False})
-    eventually(lambda: len(context.pods("first")) == 3)
-    assert context.cluster.get("rolloutjob", "first", context.namespace)["spec"]["suspend"] is False
+    yard.kubectl("patch", "rj", "first", "--type=merge", "-p", '{"spec":{"suspend":true}}')
+    yard.kubectl("wait", "--for=condition=Suspended", "rolloutjob/first", "--timeout=120s")
+    eventually(lambda: not yard.pods("first"))
+    assert yard.rest("GET", "/rolloutjobs/first")["spec"]["suspend"]
+    yard.rest("PATCH", "/rolloutjobs/first", {"suspend": False})
+    eventually(lambda: len(yard.pods("first")) == 3)
+    assert yard.cluster.get("rolloutjob", "first", yard.namespace)["spec"]["suspend"] is False
 
-    context.rest("POST", "/rolloutjobs/first/cancel", {})
-    context.kubectl("wait", "--for=condition=Finished", "rolloutjob/first", "--timeout=120s")
-    ended = context.cluster.get("rolloutjob", "first", context.namespace)["status"]
+    yard.rest("POST", "/rolloutjobs/first/cancel", {})
+    yard.kubectl("wait", "--for=condition=Finished", "rolloutjob/first", "--timeout=120s")
+    ended = yard.cluster.get("rolloutjob", "first", yard.namespace)["status"]
     assert ended["phase"] == "Cancelled"
-    eventually(lambda: not context.pods("first"))
+    eventually(lambda: not yard.pods("first"))
     # Events are told after the status that they are about, in order.
-    told = eventually(lambda: "Cancelled" in context.told("first") and context.told("first"))
+    told = eventually(lambda: "Cancelled" in yard.told("first") and yard.told("first"))
     assert [told.count(reason) for reason in ("Suspended", "Resumed", "Cancelled")] == [1, 1, 1]
 
-    context.kubectl("delete", "rj", "first")
-    eventually(lambda: context.rest("GET", "/rolloutjobs/first") is None)
+    yard.kubectl("delete", "rj", "first")
+    eventually(lambda: yard.rest("GET", "/rolloutjobs/first") is None)
     operator.send_signal(signal.SIGTERM)
     assert operator.wait(60) == 0
-    assert "Traceback" not in context.log()
+    assert "Traceback" not in yard.log()
 
 
-def test_a_job_of_rest_is_an_object_until_rest_deletes_it(context: Installation) -> None:
-    context.start()
-    context.rest("POST", "/rolloutjobs", context.manifest("byrest"))
-    eventually(lambda: len(context.pods("byrest")) == 3)
-    made = context.cluster.get("rolloutjob", "byrest", context.namespace)
+def test_a_job_of_rest_is_an_object_until_rest_deletes_it(yard: Installation) -> None:
+    yard.start()
+    yard.rest("POST", "/rolloutjobs", yard.manifest("byrest"))
+    eventually(lambda: len(yard.pods("byrest")) == 3)
+    made = yard.cluster.get("rolloutjob", "byrest", yard.namespace)
     assert made["metadata"]["annotations"] == {"rollyard.dev/origin": "rest"}
-    context.rest("DELETE", "/rolloutjobs/byrest")
-    eventually(lambda: not context.cluster.items("rolloutjobs", context.namespace))
-    eventually(lambda: context.rest("GET", "/rolloutjobs/byrest") is None)
-    eventually(lambda: not context.pods("byrest"))
+    yard.rest("DELETE", "/rolloutjobs/byrest")
+    eventually(lambda: not yard.cluster.items("rolloutjobs", yard.namespace))
+    eventually(lambda: yard.rest("GET", "/rolloutjobs/byrest") is None)
+    eventually(lambda: not yard.pods("byrest"))
 
 
-def test_what_happened_while_the_operator_was_dead_is_made_good(context: Installation) -> None:
-    operator = context.start()
-    context.apply("orphaned")
-    context.apply("stays")
+def test_what_happened_while_the_operator_was_dead_is_made_good(yard: Installation) -> None:
+    operator = yard.start()
+    yard.apply("orphaned")
+    yard.apply("stays")
     for name in ("orphaned", "stays"):
-        eventually(lambda name=name: len(context.pods(name)) == 3)
-    before = context.pods("stays")
+        eventually(lambda name=name: len(yard.pods(name)) == 3)
+    before = yard.pods("stays")
     os.kill(operator.pid, signal.SIGKILL)
     operator.wait(10)
-    context.kubectl("delete", "rj", "orphaned", "--cascade=orphan")
-    assert len(context.pods("orphaned")) == 3
-    context.start()
-    eventually(lambda: context.rest("GET", "/rolloutjobs/orphaned") is None)
-    eventually(lambda: not context.pods("orphaned"))
-    assert context.pods("stays") == before
+    yard.kubectl("delete", "rj", "orphaned", "--cascade=orphan")
+    assert len(yard.pods("orphaned")) == 3
+    yard.start()
+    eventually(lambda: yard.rest("GET", "/rolloutjobs/orphaned") is None)
+    eventually(lambda: not yard.pods("orphaned"))
+    assert yard.pods("stays") == before
 
 
-def test_two_operators_make_everything_once(context: Installation) -> None:
-    context.start()
-    context.start()
-    context.apply("twice")
-    pods = eventually(lambda: len(context.pods("twice")) == 3 and context.pods("twice"))
+def test_two_operators_make_everything_once(yard: Installation) -> None:
+    yard.start()
+    yard.start()
+    yard.apply("twice")
+    pods = eventually(lambda: len(yard.pods("twice")) == 3 and yard.pods("twice"))
     # ErrImageNeverPull, of each pod, is the last thing that changes; then nobody has a reason to write.
-    eventually(lambda: _degraded(context, "twice").count("ErrImageNeverPull") == 3)
-    version = context.cluster.get("rolloutjob", "twice", context.namespace)["metadata"]["resourceVersion"]
+    eventually(lambda: _degraded(yard, "twice").count("ErrImageNeverPull") == 3)
+    version = yard.cluster.get("rolloutjob", "twice", yard.namespace)["metadata"]["resourceVersion"]
     time.sleep(3.0)
-    assert (
-        context.cluster.get("rolloutjob", "twice", context.namespace)["metadata"]["resourceVersion"]
-        == version
-    )
-    assert context.pods("twice") == pods
-    assert context.told("twice").count("Admitted") == 1
+    assert yard.cluster.get("rolloutjob", "twice", yard.namespace)["metadata"]["resourceVersion"] == version
+    assert yard.pods("twice") == pods
+    assert yard.told("twice").count("Admitted") == 1
 
 
-def _degraded(context: Installation, name: str) -> str:
+def _degraded(yard: Installation, name: str) -> str:
     """What is wrong with a job."""
-    status = context.cluster.get("rolloutjob", name, context.namespace).get("status") or {}
+    status = yard.cluster.get("rolloutjob", name, yard.namespace).get("status") or {}
     said = [one for one in status.get("conditions", ()) if one["type"] == "Degraded"]
     return said[0]["message"] if said else ""

@@ -139,7 +139,7 @@ async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
     ],
 )
 async def test_a_program_on_the_port_of_a_pod_is_found_out(pod: Pod, features: list[str], guess: str) -> None:
-    """Were all walls broken: who takes the port learns nothing there with which it passes for the server."""
+    """Even without all protections, who takes the port learns nothing with which it passes for the server."""
     async with await pod.acquire() as sandbox:
         handle = sandbox.handle
         await sandbox.client.begin_eval()

@@ -152,7 +152,7 @@ async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def test_who_does_not_know_the_secret_is_found_out(provider: NodeProvider, sandbox: Sandbox) -> None:
-    """Were all walls broken and the socket taken: nobody but the server can answer for it."""
+    """Even without all protections and with the socket taken, nobody but the server can answer for it."""
     path = Path(sandbox.handle.address.removeprefix("unix:"))
     async with await provider.attach(sandbox.handle):
         pass

@@ -22,11 +22,11 @@ def work(server: Any) -> Path:
 
 
 @pytest.fixture
-def beneath(client: ExecClient) -> WorkFolder:
-    return client.beneath()
+def folder(client: ExecClient) -> WorkFolder:
+    return client.work_folder()
 
 
-async def test_a_tree_tells_kinds_and_follows_nothing(work: Path, beneath: WorkFolder) -> None:
+async def test_a_tree_tells_kinds_and_follows_nothing(work: Path, folder: WorkFolder) -> None:
     (work / "a").mkdir()
     (work / "a" / "x").write_bytes(b"12345")
     (work / "a" / "run").write_bytes(b"")
@@ -51,61 +51,59 @@ async def test_a_tree_tells_kinds_and_follows_nothing(work: Path, beneath: WorkF
         b"sock": TreeEntry("other"),
         b"sparse": TreeEntry("file", size=1 << 40),
     }
-    assert await beneath.tree() == expected
-    assert await beneath.tree(b"a") == {k: v for k, v in expected.items() if k.split(b"/")[0] == b"a"}
-    assert await beneath.tree(b"out") == {b"out": expected[b"out"]}
-    assert await beneath.read(strange, max_bytes=9) == b"1"
-    assert await beneath.digests([(strange, 0, 1), (b"a/x", 1, 2), (b"gone", 0, 1)]) == [
+    assert await folder.tree() == expected
+    assert await folder.tree(b"a") == {k: v for k, v in expected.items() if k.split(b"/")[0] == b"a"}
+    assert await folder.tree(b"out") == {b"out": expected[b"out"]}
+    assert await folder.read(strange, max_bytes=9) == b"1"
+    assert await folder.digests([(strange, 0, 1), (b"a/x", 1, 2), (b"gone", 0, 1)]) == [
         hashlib.sha256(b"1").digest(), hashlib.sha256(b"23").digest(), bytes(32),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [b"out/passwd", b"loop/a", b"loop/loop/a"])
-async def test_no_path_leads_through_a_link(work: Path, beneath: WorkFolder, path: bytes) -> None:
+async def test_no_path_leads_through_a_link(work: Path, folder: WorkFolder, path: bytes) -> None:
     (work / "a").write_bytes(b"1")
     (work / "out").symlink_to("/etc")
     (work / "loop").symlink_to(".")
-    for attempt in (beneath.tree(path), beneath.read(path, max_bytes=100)):
+    for attempt in (folder.tree(path), folder.read(path, max_bytes=100)):
         with pytest.raises(FileError) as caught:
             await attempt
         assert caught.value.reason in ("NotADirectory", "SymlinkLoop")
 
 
 @pytest.mark.parametrize("path", [b"../x", b"/etc/passwd", b"a/../../x", b"a//b", b"./a", b""])
-async def test_a_path_stays_below_the_work_folder(beneath: WorkFolder, path: bytes) -> None:
+async def test_a_path_stays_below_the_work_folder(folder: WorkFolder, path: bytes) -> None:
     with pytest.raises(BadRequest, match="path"):
-        await beneath.put(path, b"x", mode=0o644)
+        await folder.put(path, b"x", mode=0o644)
     with pytest.raises(BadRequest, match="path"):
-        await beneath.remove([path])
+        await folder.remove([path])
     with pytest.raises(BadRequest, match="path"):
-        await beneath.make([path])
+        await folder.make([path])
 
 
-async def test_no_file_is_opened_that_is_none(work: Path, beneath: WorkFolder) -> None:
+async def test_no_file_is_opened_that_is_none(work: Path, folder: WorkFolder) -> None:
     os.mkfifo(work / "fifo")
     (work / "link").symlink_to("fifo")
     for path in (b"fifo", b"link"):
         async with asyncio.timeout(10):
             with pytest.raises(FileError) as caught:
-                await beneath.read(path, max_bytes=10)
+                await folder.read(path, max_bytes=10)
         assert caught.value.reason == "NotAFile"
 
 
-async def test_what_is_put_replaces_whatever_is_there(
-    work: Path, beneath: WorkFolder, tmp_path: Path
-) -> None:
+async def test_what_is_put_replaces_whatever_is_there(work: Path, folder: WorkFolder, tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "kept").write_text("kept")
     (work / "folder" / "deep").mkdir(parents=True)
     (work / "link").symlink_to(tmp_path / "kept")
     (work / "way").symlink_to(tmp_path / "inner")
     (work / "flat").write_text("x")
-    await beneath.put(b"folder", b"1", mode=0o755)
-    await beneath.put(b"link", b"2", mode=0o644)
-    await beneath.put(b"way/to/it", b"3", mode=0o644)
-    await beneath.put(b"flat/now/deep", b"4", mode=0o644)
+    await folder.put(b"folder", b"1", mode=0o755)
+    await folder.put(b"link", b"2", mode=0o644)
+    await folder.put(b"way/to/it", b"3", mode=0o644)
+    await folder.put(b"flat/now/deep", b"4", mode=0o644)
     (work / "last").symlink_to("/nowhere")
-    await beneath.make([b"new/empty", b"flat/now", b"last"])
+    await folder.make([b"new/empty", b"flat/now", b"last"])
     assert (work / "folder").read_bytes() == b"1"
     assert os.access(work / "folder", os.X_OK)
     assert (work / "link").read_bytes() == b"2"
@@ -116,31 +114,31 @@ async def test_what_is_put_replaces_whatever_is_there(
     assert not (work / "last").is_symlink()
     assert (tmp_path / "kept").read_text() == "kept"
     assert os.listdir(tmp_path / "inner") == []
-    await beneath.remove([b"flat", b"last", b"gone", b"way/gone", b"link/x"])
+    await folder.remove([b"flat", b"last", b"gone", b"way/gone", b"link/x"])
     assert sorted(os.listdir(work)) == ["folder", "link", "new", "way"]
 
 
-async def test_a_tree_is_bounded(work: Path, beneath: WorkFolder) -> None:
+async def test_a_tree_is_bounded(work: Path, folder: WorkFolder) -> None:
     deep = work
     for _ in range(66):
         deep = deep / "d"
     deep.mkdir(parents=True)
     with pytest.raises(FileError) as caught:
-        await beneath.tree()
+        await folder.tree()
     assert caught.value.reason == "TooManyEntries"
-    assert await beneath.tree(b"d/d/d")
+    assert await folder.tree(b"d/d/d")
     (work / "wide").mkdir()
     for number in range(MAX_ENTRIES + 1):
         os.mkdir(work / "wide" / str(number))
     with pytest.raises(FileError) as caught:
-        await beneath.tree(b"wide")
+        await folder.tree(b"wide")
     assert caught.value.reason == "TooManyEntries"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
-async def test_a_folder_that_may_not_be_read_is_named(work: Path, beneath: WorkFolder) -> None:
+async def test_a_folder_that_may_not_be_read_is_named(work: Path, folder: WorkFolder) -> None:
     (work / "shut").mkdir(mode=0o000)
-    assert await beneath.tree() == {b"shut": TreeEntry("unreadable")}
+    assert await folder.tree() == {b"shut": TreeEntry("unreadable")}
 
 
 @pytest.mark.parametrize(
@@ -172,5 +170,5 @@ def test_a_listing_keeps_to_what_was_asked_for() -> None:
 async def test_an_older_server_is_named(client: ExecClient) -> None:
     older = ExecClient(client._wire)
     with pytest.raises(SandboxError, match="upgrade the sandbox image") as caught:
-        older.beneath()
+        older.work_folder()
     assert caught.value.reason == "ServerTooOld"

@@ -44,7 +44,7 @@ _INFRASTRUCTURE: Final = frozenset(
         "TooManyOpenFiles",
         # The image has no such program. Where Run could remove it, `stages.evaluation` looks for that.
         "ProgramNotFound",
-        # The walls around commands, which the server puts up by itself.
+        # The server makes the protections against its commands by itself.
         "ConfinementFailed",
         "IPythonUnavailable",
         # Mistakes of a handler.

@@ -181,7 +181,7 @@ class EvalSandboxes:
 async def _carry(used: Sandbox, fresh: Sandbox, carry: EvalCarry) -> None:
     # Init's processes may still write to the folder that is compared.
     await fresh.client.kill_all()
-    run, empty = used.client.beneath(), fresh.client.beneath()
+    run, empty = used.client.work_folder(), fresh.client.work_folder()
     try:
         if carry.diff:
             carried = await eval_carry.take_changes(run, empty, carry)

@@ -296,7 +296,7 @@ class ExecClient:
         """
         await self._wire.request({"op": "remove", "path": path})
 
-    def beneath(self) -> WorkFolder:
+    def work_folder(self) -> WorkFolder:
         """The work folder, by operations that follow no symbolic link.
 
         Raises:

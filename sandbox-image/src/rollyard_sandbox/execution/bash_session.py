@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.execution.shell import Report
-    from rollyard_sandbox.isolation.protections import Walls
+    from rollyard_sandbox.isolation.protections import Protections
 
 KILL_GRACE = 0.5  # seconds between killing the foreground and killing the shell
 REAP_GRACE = 2.0  # seconds for a killed shell to end
@@ -33,11 +33,11 @@ class BashSession:
     """
 
     def __init__(
-        self, loop: EventLoop, name: str, cwd: str, environment: dict[str, str], walls: Walls
+        self, loop: EventLoop, name: str, cwd: str, environment: dict[str, str], protections: Protections
     ) -> None:
         self.name = name
         self._loop = loop
-        self._shell = SessionShell(loop, cwd, environment, walls, self)
+        self._shell = SessionShell(loop, cwd, environment, protections, self)
         self._command: Command | None = None
         self._queued: Command | None = None
         self._withdrawn = False  # the running command was interrupted before the shell took it

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.execution.jupyter_wire import Wire
-    from rollyard_sandbox.isolation.protections import Walls
+    from rollyard_sandbox.isolation.protections import Protections
 
 _START_LIMIT = 45.0  # seconds until a new kernel answers
 _INTERRUPT_GRACE = 2.0  # seconds between SIGINT and SIGKILL
@@ -70,7 +70,7 @@ class Cell:
 class Kernel:
     """One kernel process and the thread that speaks to it."""
 
-    def __init__(self, loop: EventLoop, walls: Walls, cwd: str) -> None:
+    def __init__(self, loop: EventLoop, protections: Protections, cwd: str) -> None:
         import subprocess
         from queue import SimpleQueue
         from threading import Thread
@@ -90,7 +90,7 @@ class Kernel:
             json.dump(connection, file)
         own = [sys.executable, "-m", "ipykernel_launcher", "-f", path, "--HistoryManager.enabled=False"]
         image_python = _image_python()
-        with open(f"{self.directory}/log", "wb") as log, walls.across():
+        with open(f"{self.directory}/log", "wb") as log, protections.forking():
             process = subprocess.Popen(
                 [image_python, "-c", _CHOOSE, *own] if image_python else own,
                 cwd=cwd,
@@ -100,7 +100,7 @@ class Kernel:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=lambda: walls.enter(cwd),  # noqa: PLW1509 - no locks, no imports
+                preexec_fn=lambda: protections.enter(cwd),  # noqa: PLW1509 - no locks, no imports
             )  # fmt: skip
         self._process = process
         self.pid = process.pid
@@ -218,9 +218,9 @@ class Kernel:
 class IPython:
     """The sandbox's kernel, started when first used and replaced when it is lost."""
 
-    def __init__(self, loop: EventLoop, walls: Walls, cwd: str) -> None:
+    def __init__(self, loop: EventLoop, protections: Protections, cwd: str) -> None:
         self._loop = loop
-        self._walls = walls
+        self._protections = protections
         self._cwd = cwd
         self._kernel: Kernel | None = None
         self._cell: Cell | None = None
@@ -297,7 +297,7 @@ class IPython:
                 f"{sys.executable} cannot import {', '.join(missing)}; install ipykernel"
             )
         try:
-            return Kernel(self._loop, self._walls, self._cwd)
+            return Kernel(self._loop, self._protections, self._cwd)
         except (OSError, SubprocessError) as error:
             raise IPythonUnavailable(f"the kernel cannot be started: {error}") from error
 

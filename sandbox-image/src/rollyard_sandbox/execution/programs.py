@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollyard_sandbox.execution.event_loop import EventLoop
-    from rollyard_sandbox.isolation.protections import Walls
+    from rollyard_sandbox.isolation.protections import Protections
 
 _REAP_GRACE = 2.0  # seconds for a killed program to end
 _READ = 65536
@@ -41,7 +41,7 @@ class Program:
     def __init__(
         self,
         loop: EventLoop,
-        walls: Walls,
+        protections: Protections,
         argv: list[str],
         environment: dict[str, str],
         cwd: str,
@@ -62,7 +62,7 @@ class Program:
         self._started = monotonic()
         self._input = memoryview(stdin)
         try:
-            with walls.across():
+            with protections.forking():
                 self._process = subprocess.Popen(
                     argv,
                     cwd=cwd,
@@ -72,7 +72,7 @@ class Program:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     bufsize=0,
-                    preexec_fn=lambda: walls.enter(cwd),  # noqa: PLW1509 - no locks, no imports
+                    preexec_fn=lambda: protections.enter(cwd),  # noqa: PLW1509 - no locks, no imports
                 )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise LaunchError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from rollyard_sandbox.execution.event_loop import EventLoop
-    from rollyard_sandbox.isolation.protections import Walls
+    from rollyard_sandbox.isolation.protections import Protections
 
     class Session(Protocol):
         """What a shell needs of its session, which runs at most one command in it."""
@@ -49,12 +49,17 @@ class SessionShell:
     """
 
     def __init__(
-        self, loop: EventLoop, cwd: str, environment: dict[str, str], walls: Walls, session: Session
+        self,
+        loop: EventLoop,
+        cwd: str,
+        environment: dict[str, str],
+        protections: Protections,
+        session: Session,
     ) -> None:
         self._loop = loop
         self._home = cwd
         self._environment = environment
-        self._walls = walls
+        self._protections = protections
         self._session = session
         self._settling: Settling | None = None
         self._farewell: Report | None = None
@@ -80,7 +85,7 @@ class SessionShell:
         """
         if not os.path.isdir(self.cwd):
             self.cwd = self._home
-        shell = Shell.spawn(self.cwd, self._environment, self._walls)
+        shell = Shell.spawn(self.cwd, self._environment, self._protections)
         self.shell = shell
         self.ready = False
         self.signalled = False

@@ -32,7 +32,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ptyprocess import PtyProcess
 
-    from rollyard_sandbox.isolation.protections import Walls
+    from rollyard_sandbox.isolation.protections import Protections
 
 CHANNEL = 11  # bash's descriptor of the channel
 _MEMORY = 12  # bash's descriptor of the memory file
@@ -126,7 +126,7 @@ class Shell:
         self._input = f"/proc/{self.pid}/fd/0"
 
     @classmethod
-    def spawn(cls, cwd: str, environment: dict[str, str], walls: Walls) -> Shell:
+    def spawn(cls, cwd: str, environment: dict[str, str], protections: Protections) -> Shell:
         """Starts bash in `cwd`; it is ready when its first report arrives.
 
         Raises:
@@ -144,14 +144,14 @@ class Shell:
             memory = os.memfd_create("command")
             inherited.append(fcntl.fcntl(memory, fcntl.F_DUPFD_CLOEXEC, 64))
             os.close(memory)
-            with walls.across():
+            with protections.forking():
                 process = PtyProcess.spawn(
                     ["bash", "--norc", "--noprofile", "--noediting", "-i"],
                     # No cwd: where it cannot be entered, ptyprocess would let the child continue as our copy.
                     env=environment,
-                    preexec_fn=lambda: _prepare_child(inherited, walls, cwd),
+                    preexec_fn=lambda: _prepare_child(inherited, protections, cwd),
                     dimensions=_WINDOW,
-                    pass_fds=[*inherited, *walls.descriptors()],
+                    pass_fds=[*inherited, *protections.descriptors()],
                 )
         except (OSError, ValueError) as error:
             for fd in inherited:
@@ -307,7 +307,7 @@ def _set_terminal_modes(fd: int) -> None:
     termios.tcsetattr(fd, termios.TCSANOW, modes)
 
 
-def _prepare_child(inherited: list[int], walls: Walls, cwd: str) -> None:
+def _prepare_child(inherited: list[int], protections: Protections, cwd: str) -> None:
     """In the child: its folder, inheritable descriptors, and the default action for what Python ignores.
 
     The terminal's modes are set here because bash remembers those that it starts with, and restores them
@@ -327,4 +327,4 @@ def _prepare_child(inherited: list[int], walls: Walls, cwd: str) -> None:
     ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    walls.enter(cwd)
+    protections.enter(cwd)

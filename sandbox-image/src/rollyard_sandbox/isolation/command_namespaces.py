@@ -32,8 +32,8 @@ ROOT_KEEPS = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31})
 _SERVER_KEEPS = frozenset({18, 21})  # sys_chroot, sys_admin
 
 
-class Inside:
-    """What commands shall find.
+class NamespaceOptions:
+    """Options of the namespaces of commands.
 
     Args:
         uid: the user and group that they see themselves as; None: they are root of the image, as the server
@@ -52,33 +52,35 @@ class Inside:
         self.eval_bytes = eval_bytes
 
 
-class Border:
-    """The border of one sandbox. The calling process has one thread, and has all rights in its namespaces.
+class CommandNamespaces:
+    """The namespaces of one sandbox's commands.
+
+    The process that makes them has one thread, and all rights in its own namespaces.
 
     Raises:
         OSError: the kernel refuses a part of it.
     """
 
-    def __init__(self, libc: ctypes.CDLL, inside: Inside) -> None:
+    def __init__(self, libc: ctypes.CDLL, options: NamespaceOptions) -> None:
         self._libc = libc
-        self._inside = inside
+        self._options = options
         self._mount = Mount(libc)
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-        self._users = None if inside.uid is None else self._new_users(inside.uid)
+        self._users = None if options.uid is None else self._new_users(options.uid)
         with open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as file:
             file.write("0")
-        limit_rights(libc, _SERVER_KEEPS | (ROOT_KEEPS if inside.uid is None else frozenset()))
+        limit_rights(libc, _SERVER_KEEPS | (ROOT_KEEPS if options.uid is None else frozenset()))
         self._pids = self._mounts = self._first = -1
         self._open()
 
     @contextmanager
-    def across(self) -> Iterator[None]:
-        """What is forked in the meantime is born in the commands' pid namespace; `enter` does the rest.
+    def forking(self) -> Iterator[None]:
+        """A process that is forked in this context begins in the commands' pid namespace; see `enter`.
 
         Raises:
             OSError: no namespaces can be made.
         """
-        if not self.stands():
+        if not self.alive():
             self._close()
             self._open()
         self._join(self._pids, _NEWPID)
@@ -88,7 +90,7 @@ class Border:
             self._join(self._own_pids, _NEWPID)
 
     def enter(self, cwd: str) -> None:
-        """In a child that is about to become a command: it enters the other namespaces, and loses all rights.
+        """Lets a child that is about to become a command enter the other namespaces and lose all rights.
 
         Raises:
             OSError: the kernel refuses a part of it, or `cwd` cannot be entered.
@@ -100,10 +102,10 @@ class Border:
         drop_rights(self._libc, ROOT_KEEPS if self._users is None else frozenset())
 
     def descriptors(self) -> tuple[int, ...]:
-        """What `enter` needs open."""
+        """The descriptors that `enter` needs."""
         return (self._mounts,) if self._users is None else (self._mounts, self._users)
 
-    def stands(self) -> bool:
+    def alive(self) -> bool:
         """Whether the namespaces' first process is alive."""
         if self._first < 0:
             return False
@@ -117,12 +119,12 @@ class Border:
         Raises:
             OSError: the kernel refuses it.
         """
-        self._mount.memory(self._inside.eval_folder, self._inside.eval_bytes, 0o700)
-        return self._inside.eval_folder
+        self._mount.memory(self._options.eval_folder, self._options.eval_bytes, 0o700)
+        return self._options.eval_folder
 
     def remove_place(self) -> None:
-        """Takes it away, with all that is in it."""
-        self._mount.detach(self._inside.eval_folder)
+        """Unmounts that file system, with all that is in it."""
+        self._mount.detach(self._options.eval_folder)
 
     def _join(self, namespace: int, kind: int) -> None:
         call(self._libc, "setns", namespace, kind)
@@ -200,7 +202,7 @@ class Border:
             os.setsid()
             os.chdir("/")
             call(libc, "unshare", _NEWNS)
-            self._mount.new_proc(self._inside.hidden)
+            self._mount.new_proc(self._options.hidden)
             mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY)
             socket.send_fds(server, [_READY], [mounts])
             os.closerange(0, 1 << 16)

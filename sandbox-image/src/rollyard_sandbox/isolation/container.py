@@ -3,7 +3,7 @@
 `confine` gives the server namespaces of its own, below those of the container: a user without any right, a
 process table in which the server is process 1 (nothing inside can end it, or see what keeps the container),
 and memory file systems of fixed sizes where programs write. It leaves the server all rights in these
-namespaces: `border` puts further ones between the server and its commands.
+namespaces: `command_namespaces` puts further ones between the server and its commands.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What stands between the server and the commands that it starts.
+"""Protections of the server against the commands that it starts.
 
-Commands are hostile, and run as the server's own user. Several walls keep them from it, none of which needs
-another: the kernel lets no command read or trace the server (it is not dumpable), the calls that would do so
-are refused to commands before the kernel looks at their arguments (`callfilter`), and where the server may
-make namespaces, commands run in some in which it does not exist (`border`).
+Commands are hostile, and run as the server's own user. Several protections keep them from it, none of which
+needs another: the kernel lets no command read or trace the server (it is not dumpable), the calls that would
+do so are refused to commands before the kernel looks at their arguments (`seccomp`), and where the server may
+make namespaces, commands run in some in which it does not exist (`command_namespaces`).
 """
 
 from __future__ import annotations
@@ -18,62 +18,62 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollyard_sandbox.isolation.command_namespaces import Border, Inside
+    from rollyard_sandbox.isolation.command_namespaces import CommandNamespaces, NamespaceOptions
 
 FAILED = 78  # exit status (EX_CONFIG)
 NOT_CONFINED = "NotConfined"
-"""Begins what is said on standard error then."""
+"""The first word of the message on standard error then."""
 _SET_DUMPABLE = 4  # linux/prctl.h
 
 
-class Walls:
-    """The walls of one server, which begin to stand when this is made.
+class Protections:
+    """The protections of one server, which are in force as soon as this is made.
 
     Args:
         filter_calls: whether commands get the filter of system calls.
-        inside: what commands find beyond a border; None: there is no border.
+        namespaces: the options of the commands' namespaces; None: commands share those of the server.
 
     Raises:
-        OSError: the kernel refuses a wall.
+        OSError: the kernel refuses a protection.
     """
 
-    def __init__(self, *, filter_calls: bool, inside: Inside | None = None) -> None:
+    def __init__(self, *, filter_calls: bool, namespaces: NamespaceOptions | None = None) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        self.border: Border | None = None
-        if inside is not None:
-            from rollyard_sandbox.isolation.command_namespaces import Border
+        self.namespaces: CommandNamespaces | None = None
+        if namespaces is not None:
+            from rollyard_sandbox.isolation.command_namespaces import CommandNamespaces
 
-            self.border = Border(libc, inside)
+            self.namespaces = CommandNamespaces(libc, namespaces)
         # What the server executes from now on is an ordinary process again (prctl(2), PR_SET_DUMPABLE).
         if libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE) failed")
         self._filter = CallFilter(libc) if filter_calls else None
 
     @contextmanager
-    def across(self) -> Iterator[None]:
-        """What is forked in the meantime will be a command; it has to call `enter`.
+    def forking(self) -> Iterator[None]:
+        """A process that is forked in this context will be a command, and has to call `enter`.
 
         Raises:
-            OSError: the border cannot be put up again.
+            OSError: no namespaces can be made.
         """
-        if self.border is None:
+        if self.namespaces is None:
             yield
             return
-        with self.border.across():
+        with self.namespaces.forking():
             yield
 
     def descriptors(self) -> tuple[int, ...]:
-        """What `enter` needs open in the child; programs that are executed do not inherit them."""
-        return () if self.border is None else self.border.descriptors()
+        """The descriptors that `enter` needs in the child; programs that are executed do not inherit them."""
+        return () if self.namespaces is None else self.namespaces.descriptors()
 
     def enter(self, cwd: str) -> None:
-        """In a forked child, just before it becomes a command in the folder `cwd`.
+        """Called in a forked child, just before it becomes a command in the folder `cwd`.
 
         Raises:
-            OSError: the kernel refuses a wall; the command must not run.
+            OSError: the kernel refuses a protection; the command must not run.
         """
         signal_senders.unblock()
-        if self.border is not None:
-            self.border.enter(cwd)
+        if self.namespaces is not None:
+            self.namespaces.enter(cwd)
         if self._filter is not None:
             self._filter.install()

@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollyard_sandbox.isolation.command_namespaces import Border
+    from rollyard_sandbox.isolation.command_namespaces import CommandNamespaces
 
 _NAME_BYTES = 16
 _ROOM = 1 << 20  # bytes that must be free
@@ -73,15 +73,15 @@ class EvalPlaces:
         workdir: the sandbox's work folder, which is tried last.
         own_folders: whether the memory file systems seen here belong to this sandbox alone, so that a full
             one was filled by it.
-        border: mounts places of a fixed size, which no folder of the sandbox can be in the way of; None: it
+        namespaces: mount places of a fixed size, which no folder of the sandbox can prevent; None: it
             cannot be done here.
     """
 
-    def __init__(self, workdir: str, *, own_folders: bool, border: Border | None) -> None:
+    def __init__(self, workdir: str, *, own_folders: bool, namespaces: CommandNamespaces | None) -> None:
         wanted = (os.environ.get("TMPDIR") or "/tmp", "/tmp", "/dev/shm", workdir)
         self._candidates = [Candidate(path) for path in dict.fromkeys(wanted)]
         self._own_folders = own_folders
-        self._border = border
+        self._namespaces = namespaces
         self._mounted = False
         self._current: str | None = None
 
@@ -93,8 +93,8 @@ class EvalPlaces:
             FileError: it is impossible for another reason.
         """
         self.remove()
-        if self._border is not None:
-            place = Place(self._border.mount_place())
+        if self._namespaces is not None:
+            place = Place(self._namespaces.mount_place())
             self._mounted = True
             place.fill()
             return place
@@ -129,9 +129,9 @@ class EvalPlaces:
 
     def remove(self) -> None:
         """Removes the current place, where there is one."""
-        if self._border is not None and self._mounted:
+        if self._namespaces is not None and self._mounted:
             self._mounted = False
-            self._border.remove_place()
+            self._namespaces.remove_place()
         if self._current is not None:
             from shutil import rmtree
 

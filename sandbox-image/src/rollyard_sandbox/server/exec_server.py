@@ -18,7 +18,7 @@ from rollyard_sandbox.errors import Unauthorized
 from rollyard_sandbox.execution import processes
 from rollyard_sandbox.execution.event_loop import EventLoop
 from rollyard_sandbox.isolation import network, peers
-from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED, Walls
+from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED, Protections
 from rollyard_sandbox.server.connection import Connection
 from rollyard_sandbox.server.operations import Operations
 from rollyard_sandbox.server.options import Options
@@ -38,9 +38,9 @@ _ACCEPTS_AT_ONCE = 64
 class Server:
     """Listening sockets, connections, the lease."""
 
-    def __init__(self, options: Options, walls: Walls) -> None:
+    def __init__(self, options: Options, protections: Protections) -> None:
         self._loop = EventLoop()
-        self._walls = walls
+        self._protections = protections
         self._token = options.token
         self._token_sha256 = options.token_sha256
         self._derived_token: str | None = None
@@ -59,7 +59,7 @@ class Server:
             max_sessions=options.max_sessions,
             max_output=options.max_output,
             own_namespace=self._own_namespace,
-            walls=walls,
+            protections=protections,
             secret=options.secret,
             control=self,
         )
@@ -132,10 +132,10 @@ class Server:
         return None if self._lease_end is None else max(0.0, self._lease_end - monotonic())
 
     def kill_all(self) -> int:
-        """Kills every process of the sandbox but this one; how many there were."""
-        # Where there is a border, its first process goes, too, and comes again with the next command.
-        border = self._walls.border
-        first = border is not None and border.stands()
+        """Kills every process of the sandbox but this one; returns how many there were."""
+        # The first process of the commands' namespaces is killed, too; the next command starts another one.
+        namespaces = self._protections.namespaces
+        first = namespaces is not None and namespaces.alive()
         count = processes.kill_everything(self._loop.reap, own_namespace=self._own_namespace)
         return count - first
 
@@ -244,7 +244,7 @@ def serve(options: Options) -> int:
     if os.getpid() != 1:  # process 1 inherits orphans anyway
         processes.become_subreaper()
     try:
-        walls = Walls(filter_calls=options.filter_calls, inside=options.inside)
+        protections = Protections(filter_calls=options.filter_calls, namespaces=options.namespaces)
     except OSError as error:
         print(f"{NOT_CONFINED}: {error}", file=sys.stderr)
         return FAILED
@@ -253,7 +253,7 @@ def serve(options: Options) -> int:
         if problem is not None:
             network.refuse(problem)
             return network.NOT_ISOLATED
-    server = Server(options, walls)
+    server = Server(options, protections)
     try:
         addresses = [server.listen(address) for address in options.listen]
     except (OSError, ValueError) as error:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.execution.ipython import IPython
     from rollyard_sandbox.execution.programs import Program
-    from rollyard_sandbox.isolation.protections import Walls
+    from rollyard_sandbox.isolation.protections import Protections
     from rollyard_sandbox.server.connection import Connection
 
     class Control(Protocol):
@@ -62,13 +62,13 @@ class Operations:
         max_sessions: int,
         max_output: int,
         own_namespace: bool,
-        walls: Walls,
+        protections: Protections,
         secret: bytes | None,
         control: Control,
     ) -> None:
         self._loop = loop
         self._workdir = workdir
-        self._walls = walls
+        self._protections = protections
         self._secret = secret
         self._features: tuple[str, ...] = FEATURES
         self._max_sessions = max_sessions
@@ -77,7 +77,7 @@ class Operations:
         self._sessions: dict[str, BashSession] = {}
         self._programs: set[Program] = set()
         self._ipython: IPython | None = None
-        self._places = EvalPlaces(workdir, own_folders=own_namespace, border=walls.border)
+        self._places = EvalPlaces(workdir, own_folders=own_namespace, namespaces=protections.namespaces)
         self._handlers: dict[str, Callable[[Connection, int, dict[str, Any], bytes], None]] = {
             "hello": self._hello,
             "info": self._info,
@@ -91,7 +91,7 @@ class Operations:
             "write": self._write,
             "list": self._list,
             "remove": self._remove,
-            "beneath": self._beneath,
+            "beneath": self._work_folder,
             "kill_all": self._kill_all,
             "begin_eval": self._begin_eval,
             "renew": self._renew,
@@ -230,7 +230,7 @@ class Operations:
             if len(self._sessions) >= self._max_sessions:
                 raise TooManySessions(f"{self._max_sessions} sessions are open; close one first")
             environment = {**os.environ, **_PAGERS, "PS1": "", "PS2": ""}
-            session = BashSession(self._loop, name, self._workdir, environment, self._walls)
+            session = BashSession(self._loop, name, self._workdir, environment, self._protections)
             self._sessions[name] = session
         return session
 
@@ -301,7 +301,7 @@ class Operations:
             _reply(connection, request, outcome)
 
         program = Program(
-            self._loop, self._walls, argv, environment, os.path.join(self._workdir, cwd), body,
+            self._loop, self._protections, argv, environment, os.path.join(self._workdir, cwd), body,
             _seconds(header, "timeout"), self._limit(header), done,
         )  # fmt: skip
         self._programs.add(program)
@@ -316,7 +316,7 @@ class Operations:
         except UnicodeDecodeError as error:
             raise BadRequest(f"code: not UTF-8: {error}") from None
         if self._ipython is None:
-            self._ipython = IPython(self._loop, self._walls, self._workdir)
+            self._ipython = IPython(self._loop, self._protections, self._workdir)
 
         def done(outcome: Outcome | SandboxError, result: str) -> None:
             # The result travels in the header, whose size is limited; the output has all of it.
@@ -345,8 +345,8 @@ class Operations:
         files.remove(self._path(header))
         connection.answer(request, {})
 
-    def _beneath(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        """The operations of `beneath`: none follows a symbolic link, and all keep to the work folder."""
+    def _work_folder(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
+        """Operations on the work folder (`beneath` on the wire), which follow no symbolic link."""
         from rollyard_sandbox.server import work_folder
 
         action, workdir = header.get("action"), self._workdir

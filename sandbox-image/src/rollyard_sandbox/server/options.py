@@ -6,7 +6,7 @@ from rollyard_sandbox.isolation import network
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from rollyard_sandbox.isolation.command_namespaces import Inside
+    from rollyard_sandbox.isolation.command_namespaces import NamespaceOptions
 
 MAX_SESSIONS = 64
 MAX_OUTPUT = 16 * 1024 * 1024  # bytes
@@ -31,13 +31,13 @@ class Options:
         secret: what the server proves to know when a client asks it; None: it proves nothing.
         allow_loopback: whether connections over TCP may come from this machine itself, that is from the
             sandbox's own commands; where it listens on a loopback address only, they may in any case.
-        inside: what commands find beyond a border between them and the server; None: there is none.
-        filter_calls: whether commands get a filter of system calls (see `callfilter`).
+        namespaces: the namespaces of commands; None: commands share those of the server.
+        filter_calls: whether commands get a filter of system calls (see `isolation.seccomp`).
     """
 
     __slots__ = (
-        "allow_loopback", "filter_calls", "inside", "isolation_checks", "isolation_seconds", "lease",
-        "listen", "max_output", "max_sessions", "own_pid_namespace", "ready_fd", "secret", "token",
+        "allow_loopback", "filter_calls", "isolation_checks", "isolation_seconds", "lease", "listen",
+        "max_output", "max_sessions", "namespaces", "own_pid_namespace", "ready_fd", "secret", "token",
         "token_sha256", "workdir",
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ class Options:
         ready_fd: int | None = None,
         own_pid_namespace: bool = False,
         filter_calls: bool = True,
-        inside: Inside | None = None,
+        namespaces: NamespaceOptions | None = None,
         secret: bytes | None = None,
         allow_loopback: bool = False,
     ) -> None:
@@ -72,6 +72,6 @@ class Options:
         self.ready_fd = ready_fd
         self.own_pid_namespace = own_pid_namespace
         self.filter_calls = filter_calls
-        self.inside = inside
+        self.namespaces = namespaces
         self.secret = secret
         self.allow_loopback = allow_loopback

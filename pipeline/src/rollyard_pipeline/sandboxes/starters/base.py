@@ -82,9 +82,10 @@ class Starter(Protocol):
 
 
 def inside(key: SandboxKey, uid: int | None) -> str:
-    """Python's expression for what commands find beyond the border; `uid` None: they are the image's root."""
+    """Python's expression for the namespaces of commands; `uid` None: they are the image's root."""
     size = min(EVAL_BYTES, key.memory_bytes // 8)
-    return f"Inside(uid={uid!r}, hidden={PROC_HIDDEN!r}, eval_folder={EVAL_FOLDER!r}, eval_bytes={size})"
+    place = f"eval_folder={EVAL_FOLDER!r}, eval_bytes={size}"
+    return f"NamespaceOptions(uid={uid!r}, hidden={PROC_HIDDEN!r}, {place})"
 
 
 def limits_of(key: SandboxKey) -> Limits:
@@ -105,7 +106,7 @@ def server_code(
 
     Where control groups do not bind, resource limits do (getrlimit(2)): RLIMIT_NPROC is
     counted per user namespace since Linux 5.14, so it must be set inside; RLIMIT_DATA is per
-    process. `path` goes at the end of sys.path. `inside`: what commands find beyond the border (see
+    process. `path` goes at the end of sys.path. `inside`: the namespaces of commands (see
     `inside`); None: the server lives among this machine's other processes. `before`: lines that run first.
     """
     shared = inside is None
@@ -127,11 +128,11 @@ def server_code(
     if shared:
         lines.append(f"r.setrlimit(r.RLIMIT_FSIZE, ({key.disk_bytes}, {key.disk_bytes}))")
     lines += [
-        "from rollyard_sandbox.isolation.command_namespaces import Inside",
+        "from rollyard_sandbox.isolation.command_namespaces import NamespaceOptions",
         "from rollyard_sandbox.server.exec_server import serve",
         "from rollyard_sandbox.server.options import Options",
         f"sys.exit(serve(Options(listen=['fd:{LISTEN_FD}'], ready_fd={READY_FD}, workdir={workdir!r}, "
         f"lease={LEASE_SECONDS!r}, own_pid_namespace={not shared}, filter_calls={not shared}, "
-        f"secret=secret, inside={inside})))",
+        f"secret=secret, namespaces={inside})))",
     ]
     return ["-I", "-S", "-c", "\n".join(lines)]

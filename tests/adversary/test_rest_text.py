@@ -23,7 +23,9 @@ from rich.table import Table
 from rich.text import Text
 from rollyard import terminal
 from rollyard_api.access.permissions import SMALL
-from rollyard_api.backends.fetch import Unanswered, fetch
+from rollyard_inference.errors import BackendMismatch
+from rollyard_inference.transports.with_aiohttp import AiohttpTransport
+from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 
 FORGED = "2030-01-01 00:00:00,000 INFO rollyard.api: all is well"
@@ -201,7 +203,8 @@ async def test_bodies_of_small_calls_are_small(yard: Yard) -> None:
         assert (await http.post(path, content=chunks())).status_code == 413
 
 
-async def test_a_packed_answer_of_a_backend_is_not_unpacked() -> None:
+@pytest.mark.parametrize("client", ["httpx", "aiohttp"])
+async def test_a_packed_answer_of_a_backend_is_not_unpacked(client: str) -> None:
     """An author names the servers of a pool; half a megabyte would become half a gigabyte."""
     bomb = gzip.compress(bytes(256 << 20), 9)
     head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(bomb)}\r\n\r\n".encode()
@@ -215,9 +218,10 @@ async def test_a_packed_answer_of_a_backend_is_not_unpacked() -> None:
     url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/metrics"
     tracemalloc.start()
     try:
-        async with httpx.AsyncClient(trust_env=False) as http:
-            with pytest.raises(Unanswered, match="compressed"):
-                await fetch(http, "GET", url, seconds=60, limit=1 << 20)
+        async with httpx.AsyncClient(trust_env=False) as http, AiohttpTransport(5.0) as aiohttp:
+            transport = HttpxTransport(http) if client == "httpx" else aiohttp
+            with pytest.raises(BackendMismatch, match="compressed"):
+                await transport.request("GET", url, seconds=60, limit=1 << 20)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

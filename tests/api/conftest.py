@@ -23,6 +23,7 @@ import pytest
 from rollyard_api.app import build
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
+from rollyard_inference.transports.with_httpx import HttpxTransport
 
 POSTGRES_BIN = max(
     Path("/usr/lib/postgresql").glob("[0-9]*/bin"),
@@ -420,6 +421,12 @@ class Scripted:
                 "/metrics": (200, self.metrics.encode()),
                 "/weight_info": (200, json.dumps({"weight_version": self.label}).encode()),
             }
+            if self.mode == "sglang":
+                info = {"model_path": "/models/tiny", "weight_version": self.label}
+                documents["/model_info"] = (200, json.dumps(info).encode())
+                del documents["/weight_info"]
+            if path in self._calls():  # asked whether the call is here
+                return 400, b""
             found = documents.get(path, (404, b""))
             return (404, b"") if path == "/weight_info" and self.label is None else found
         if self.mode in ("hang", "cut", "endless"):
@@ -428,9 +435,19 @@ class Scripted:
             return int(self.mode), b"no"
         return self._sampled(path)
 
+    def _calls(self) -> tuple[str, ...]:
+        """The calls for tokens that this server has."""
+        if self.mode == "completions-only":
+            return ("/v1/completions",)
+        if self.mode == "sglang":
+            return ("/v1/completions", "/generate")
+        return ("/inference/v1/generate", "/v1/completions")
+
     def _sampled(self, path: str) -> tuple[int, bytes]:
-        generate = {"token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}}
-        plain = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
+        entry = {"token_id": 7, "logprob": -0.5}
+        ended = {"finish_reason": "length", "prompt_token_ids": [1]}
+        generate = {"token_ids": [7], "logprobs": {"content": [entry]}, **ended}
+        plain = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}, **ended}
         if self.mode == "garbage":
             return 200, b"<html>"
         if self.mode == "wrong-model":
@@ -439,15 +456,17 @@ class Scripted:
             return (200, _choices(plain)) if path == "/v1/completions" else (404, b"")
         if self.mode == "sglang":
             without_ids = {"text": "x", "logprobs": None}
-            native = {"text": "x", "meta_info": {"output_token_logprobs": [[-0.5, 7, None]]}}
+            meta: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": 1, "weight_version": self.label}
+            meta |= {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7, None]]}
+            native = {"text": "x", "output_ids": [7], "meta_info": meta}
             known = {"/v1/completions": _choices(without_ids), "/generate": json.dumps(native).encode()}
             return (200, known[path]) if path in known else (404, b"")
         wrong: dict[str, Any] = {
             "no-logprobs": generate | {"logprobs": None},
             "too-few": generate | {"logprobs": {"content": []}},
-            "nan": generate | {"logprobs": {"content": [{"logprob": None}]}},
-            "two-tokens": generate | {"token_ids": [7, 8]},
-            "empty": generate | {"token_ids": []},
+            "nan": generate | {"logprobs": {"content": [entry | {"logprob": None}]}},
+            "two-tokens": generate | {"token_ids": [7, 7], "logprobs": {"content": [entry, entry]}},
+            "empty": generate | {"token_ids": [], "logprobs": {"content": []}},
         }
         return 200, _choices(wrong.get(self.mode, generate))
 
@@ -488,6 +507,12 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
     """The control plane's client towards backends."""
     async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
         yield client
+
+
+@pytest.fixture
+def transport(http: httpx.AsyncClient) -> HttpxTransport:
+    """How the control plane reaches backends; a machine that stands still for seconds fails no test."""
+    return HttpxTransport(http, connect_seconds=30.0)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_api.backends import circuits, warmup
+from rollyard_api.backends import circuits
 from rollyard_api.backends.circuit_breaker import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
@@ -19,6 +19,8 @@ from rollyard_api.backends.circuit_breaker import (
 )
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import backends
+from rollyard_inference.errors import BackendError, BackendUnavailable, ModelNotServed
+from rollyard_inference.health import first_request
 
 EVENTS = st.lists(
     st.sampled_from(["fail", "complete", "probe-ok", "probe-bad", "wait", "restart"]), max_size=60
@@ -76,37 +78,40 @@ def test_the_machine(events: list[str]) -> None:
         ("completions-only", None),
         ("sglang", None),
         ("garbage", "is not JSON"),
-        ("no-logprobs", "no token ids with log-probabilities"),
-        ("too-few", "one log-probability was expected"),
+        ("no-logprobs", "logprobs is missing"),
+        ("too-few", "1 token_ids but 0 logprobs"),
         ("nan", "expected a finite number"),
-        ("two-tokens", "one token was asked for"),
-        ("empty", "one token was asked for"),
+        ("two-tokens", "2 tokens sampled, max_tokens was 1"),
+        ("empty", "no token sampled"),
         ("500", "answered 500"),
         ("429", "answered 429"),
         ("hang", "no answer within"),
         ("cut", "cannot be reached"),
         ("endless", "is longer than"),
-        ("wrong-model", "/v1/completions answered 404: The model `tiny` does not exist"),
+        ("wrong-model", "/inference/v1/generate answered 404: The model `tiny` does not exist"),
     ],
 )
-async def test_the_probe_is_a_real_request(mode: str, says: str | None, scripted: Any, http: Any) -> None:
+async def test_the_probe_is_a_real_request(
+    mode: str, says: str | None, scripted: Any, transport: Any
+) -> None:
     server = await scripted()
     server.mode = mode
-    problem = await warmup.problem(http, server.url, "tiny", 5.0 if mode != "hang" else 0.3)
+    asked = first_request(transport, server.url, "tiny", 5.0 if mode != "hang" else 0.3)
     if says is None:
-        assert problem is None
+        assert await asked == "default"
     else:
-        assert problem is not None
-        assert says in problem
+        with pytest.raises(BackendError) as caught:
+            await asked
+        assert says in str(caught.value)
 
 
-async def test_a_real_engine_answers_the_probe(engine: str, http: Any) -> None:
-    assert await warmup.problem(http, engine, "tiny", 20.0) is None
-    assert await warmup.problem(http, f"{engine}/v1/", "tiny", 20.0) is None, "however the URL is written"
-    wrong = await warmup.problem(http, engine, "other", 20.0)
-    assert wrong is not None
-    assert "other" in wrong
-    assert "cannot be reached" in (await warmup.problem(http, "http://[", "tiny", 1.0) or "")
+async def test_a_real_engine_answers_the_probe(engine: str, transport: Any) -> None:
+    assert await first_request(transport, engine, "tiny", 20.0) == "0"
+    assert await first_request(transport, f"{engine}/v1/", "tiny", 20.0) == "0", "however the URL is written"
+    with pytest.raises(ModelNotServed, match="other"):
+        await first_request(transport, engine, "other", 20.0)
+    with pytest.raises(BackendUnavailable, match="cannot be reached"):
+        await first_request(transport, "http://[", "tiny", 1.0)
 
 
 class Pool:
@@ -183,7 +188,7 @@ async def pooled(served: Any, scripted: Any, make_manifest: Any, worker_of: Any)
     return pool
 
 
-async def test_failures_open_a_circuit_and_a_real_request_closes_it(pooled: Pool, http: Any) -> None:
+async def test_failures_open_a_circuit_and_a_real_request_closes_it(pooled: Pool, transport: Any) -> None:
     database = pooled.served.plane.database
     a, b = pooled.servers
     for n, lease in enumerate(await pooled.on(a, THRESHOLD), 1):
@@ -196,34 +201,34 @@ async def test_failures_open_a_circuit_and_a_real_request_closes_it(pooled: Pool
         a.mode = mode
         asked = a.completions
         await pooled.later(pause - 0.5)
-        await circuits.probe_all(database, http)
+        await circuits.probe_all(database, transport)
         assert a.completions == asked, "the pause is doubled"
         await pooled.later(1.0)
-        await circuits.probe_all(database, http)
+        await circuits.probe_all(database, transport)
         assert a.completions == asked + 1
         assert await pooled.circuits() == ["Open", "Closed"], mode
     a.mode = "ok"
     await pooled.later(LONGEST_PAUSE)
     asked = a.completions
-    await asyncio.gather(*[circuits.probe_all(database, http) for _ in range(4)])
+    await asyncio.gather(*[circuits.probe_all(database, transport) for _ in range(4)])
     assert a.completions == asked + 1, "of several control planes one probes"
     assert await pooled.circuits() == ["Closed", "Closed"]
     assert a.url in {one["backend"]["url"] for one in await pooled.lease(6)}
 
 
-async def test_on_probation_until_a_rollout_completes(pooled: Pool, http: Any) -> None:
+async def test_on_probation_until_a_rollout_completes(pooled: Pool, transport: Any) -> None:
     database, (a, b) = pooled.served.plane.database, pooled.servers
     lease = await pooled.open(a)
     await pooled.later(FIRST_PAUSE)
-    await circuits.probe_all(database, http)
+    await circuits.probe_all(database, transport)
     assert await pooled.circuits() == ["Closed", "Closed"]
     await pooled.route(lease, a.url)
     assert await pooled.circuits() == ["Open", "Closed"], "one answer and one failure: no flapping"
     await pooled.later(FIRST_PAUSE)
-    await circuits.probe_all(database, http)
+    await circuits.probe_all(database, transport)
     assert await pooled.circuits() == ["Open", "Closed"], "and for longer than before"
     await pooled.later(2 * FIRST_PAUSE)
-    await circuits.probe_all(database, http)
+    await circuits.probe_all(database, transport)
     assert await pooled.circuits() == ["Closed", "Closed"]
     mine = await pooled.on(a, THRESHOLD)
     await pooled.worker.complete(pooled.worker.result(mine[0]))
@@ -252,7 +257,7 @@ async def test_garbage_in_rollouts_opens_a_circuit(pooled: Pool) -> None:
     assert await pooled.circuits() == ["Open", "Closed"]
 
 
-async def test_the_only_backend_fails(pooled: Pool, http: Any) -> None:
+async def test_the_only_backend_fails(pooled: Pool, transport: Any) -> None:
     a, _ = pooled.servers
     await pooled.report(a)
     leases = await pooled.lease(THRESHOLD)
@@ -263,41 +268,41 @@ async def test_the_only_backend_fails(pooled: Pool, http: Any) -> None:
     assert await pooled.lease() == []
     waiting = asyncio.create_task(pooled.worker.lease(wait=30, run=1))
     await pooled.later(FIRST_PAUSE)
-    await circuits.probe_all(pooled.served.plane.database, http)
+    await circuits.probe_all(pooled.served.plane.database, transport)
     assert len(await asyncio.wait_for(waiting, 10)) == 1, "a closed circuit wakes who waits"
 
 
 async def test_a_probe_whose_control_plane_died(
-    pooled: Pool, http: Any, monkeypatch: pytest.MonkeyPatch
+    pooled: Pool, transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database, (a, _) = pooled.served.plane.database, pooled.servers
     monkeypatch.setattr(circuits, "PROBE_SECONDS", 0.2)
     await pooled.open(a)
     a.mode = "hang"
     await pooled.later(FIRST_PAUSE)
-    probe = asyncio.create_task(circuits.probe_all(database, http))
+    probe = asyncio.create_task(circuits.probe_all(database, transport))
     async with asyncio.timeout(10):
         while a.completions == 0:  # noqa: ASYNC110 (a server of its own counts)
             await asyncio.sleep(0.01)
     probe.cancel()
     await asyncio.gather(probe, return_exceptions=True)
     assert await pooled.circuits() == ["HalfOpen", "Closed"]
-    await circuits.probe_all(database, http)
+    await circuits.probe_all(database, transport)
     assert await pooled.circuits() == ["HalfOpen", "Closed"]
     await pooled.later(STUCK_SECONDS)
-    await circuits.probe_all(database, http)
+    await circuits.probe_all(database, transport)
     assert await pooled.circuits() == ["Open", "Closed"], "it hangs"
     assert "rollyard_circuits_opened_total" in (await pooled.served.admin.get("/metrics")).text
 
 
-async def test_a_restarted_server_is_probed_at_once(pooled: Pool, http: Any) -> None:
+async def test_a_restarted_server_is_probed_at_once(pooled: Pool, transport: Any) -> None:
     a, b = pooled.servers
     await pooled.open(a)
     body = [{"url": a.url, "ready": False, "message": "it died"}, {"url": b.url, "ready": True}]
     await pooled.served.driver.put("/v1/backendpools/pool/backends", json={"backends": body})
     assert (await pooled.status())[a.url]["message"] == "it died"
-    await circuits.probe_all(pooled.served.plane.database, http)
+    await circuits.probe_all(pooled.served.plane.database, transport)
     assert a.completions == 0
     await pooled.report(a, b)
-    await circuits.probe_all(pooled.served.plane.database, http)
+    await circuits.probe_all(pooled.served.plane.database, transport)
     assert await pooled.circuits() == ["Closed", "Closed"]

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from rollyard_api.backends import fetch, health
+from rollyard_api.backends import health
 from rollyard_api.storage.schema import backends, pools, rollouts
+from rollyard_inference.transports.with_httpx import HttpxTransport
 
 MODEL = "tiny"
 
@@ -147,25 +148,29 @@ class FakeServer:
         if request.url.path == "/weight_info":
             return httpx.Response(200, json={"weight_version": self.label})
         if request.method == "POST":
+            if request.content == b"{}":  # asked whether the call is here
+                return httpx.Response(400)
             self.completions += 1
-            choice = {"token_ids": [7], "logprobs": {"content": [{"logprob": self.logprob}]}}
+            entry = {"token_id": 7, "logprob": self.logprob}
+            choice = {"token_ids": [7], "finish_reason": "length", "logprobs": {"content": [entry]}}
+            choice |= {"prompt_token_ids": [1]}
             return httpx.Response(200, json={"choices": [choice]})
         return httpx.Response(200, json={"data": [{"id": name} for name in self.models]})
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[tuple[FakeServer, httpx.AsyncClient]]:
+async def fake() -> AsyncIterator[tuple[FakeServer, HttpxTransport]]:
     server = FakeServer()
     async with httpx.AsyncClient(transport=httpx.MockTransport(server)) as client:
-        yield server, client
+        yield server, HttpxTransport(client)
 
 
 async def test_health_of_external_servers(served: Any, worker: Any, fake: Any) -> None:
-    server, client = fake
+    server, transport = fake
     external = pool(type="external", external={"urls": ["http://up/v1", "http://down"]})
     assert (await served.admin.post("/v1/backendpools", json=external)).status_code == 201
     assert await worker.lease(run=1) == []
-    await health.check_all(served.plane.database, client)
+    await health.check_all(served.plane.database, transport)
     backends = (await served.admin.get("/v1/backendpools/pool")).json()["status"]["backends"]
     assert [b["ready"] for b in backends] == [True, False]
     assert "cannot be reached" in backends[1]["message"]
@@ -176,7 +181,7 @@ async def test_health_of_external_servers(served: Any, worker: Any, fake: Any) -
     ):
         for name, value in change.items():
             setattr(server, name, value)
-        await health.check_all(served.plane.database, client)
+        await health.check_all(served.plane.database, transport)
         backends = (await served.admin.get("/v1/backendpools/pool")).json()["status"]["backends"]
         assert not backends[0]["ready"]
         assert message in backends[0]["message"]
@@ -395,12 +400,12 @@ async def test_patch(served: Any) -> None:
 
 
 async def test_patch_of_external_urls(
-    served: Any, worker: Any, engine: str, scripted: Any, http: Any
+    served: Any, worker: Any, engine: str, scripted: Any, transport: Any
 ) -> None:
     other = await scripted()
     external = pool(type="external", external={"urls": [engine]})
     await served.admin.post("/v1/backendpools", json=external)
-    await health.check_all(served.plane.database, http)
+    await health.check_all(served.plane.database, transport)
     await _set(served, backends, speed=50.0)
     leases = await worker.lease(run=2)
     assert {lease["backend"]["url"] for lease in leases} == {engine}
@@ -418,7 +423,7 @@ async def test_patch_of_external_urls(
     ]
     scaled = await served.admin.patch("/v1/backendpools/pool", json={"spec": {"replicas": 5}})
     assert "engine.external.urls" in scaled.json()["detail"]
-    await health.check_all(served.plane.database, http)
+    await health.check_all(served.plane.database, transport)
     await put(other.url)
     assert (await _route(served, leases[0]))["backend"]["url"] == other.url
 
@@ -436,30 +441,29 @@ async def test_patch_of_external_urls(
     ],
 )
 async def test_first_check_of_an_external_server(
-    change: dict[str, Any], says: str, scripted: Any, http: Any
+    change: dict[str, Any], says: str, scripted: Any, transport: Any
 ) -> None:
     server = await scripted()
     for name, value in change.items():
         setattr(server, name, value)
-    found = await health.check(http, server.url, MODEL, warm=False)
+    found = await health.check(transport, server.url, MODEL, warm=False)
     assert not found.ready
     assert says in found.message
 
 
 async def test_an_external_servers_label(
-    served: Any, worker: Any, scripted: Any, http: Any, monkeypatch: pytest.MonkeyPatch
+    served: Any, worker: Any, scripted: Any, transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart is noticed by the label, without any check that failed."""
     # A machine that stands still for seconds makes no check of this test fail.
     monkeypatch.setattr(health, "CHECK_TIMEOUT", 30.0)
-    monkeypatch.setattr(fetch, "CONNECT_SECONDS", 30.0)
     server = await scripted()
     await served.admin.post(
         "/v1/backendpools", json=pool(type="external", external={"urls": [server.url, "http://["]})
     )
 
     async def check() -> dict[str, Any]:
-        await health.check_all(served.plane.database, http)
+        await health.check_all(served.plane.database, transport)
         return (await _status(served))[server.url]
 
     first = await check()

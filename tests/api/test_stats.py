@@ -10,28 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_api.backends import stats
-from rollyard_api.backends.stats import HITS, QUERIES, RUNNING, WAITING, WINDOW_SECONDS, Poller, Window
+from rollyard_api.backends.stats import WINDOW_SECONDS, Poller, Window
 from rollyard_api.backends.throughput import MIN_TOKENS, Speeds
-
-VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="a}b \\"c"} 3.0
-vllm:num_requests_running{engine="1",model_name="a}b \\"c"} 2.0
-vllm:num_requests_waiting{engine="0",model_name="tiny"} 7.0
-vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 9.0
-vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 1.5e+03
-vllm:prefix_cache_queries_created{engine="0",model_name="tiny"} 1.7952612544912148e+09
-vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 1200.0 1795261254491
-vllm:external_prefix_cache_hits_total{engine="0",model_name="tiny"} 5.0
-"""
-
-
-def test_parse() -> None:
-    assert stats.parse(VLLM) == {RUNNING: 5.0, WAITING: 7.0, QUERIES: 1500.0, HITS: 1200.0}
-    assert stats.parse(b"vllm:num_requests_running 4\n") == {RUNNING: 4.0}
-    for nothing in (b"", b"<html>", b"vllm:num_requests_running{} NaN\n", b"vllm:num_requests_running x\n"):
-        assert stats.parse(nothing) == {}
-    assert stats.parse(b"vllm:num_requests_waiting{} -1\n") == {}
+from rollyard_inference.transports.with_httpx import HttpxTransport
 
 
 @given(
@@ -98,7 +79,7 @@ async def _status(served: Any) -> dict[str, dict[str, Any]]:
 
 
 async def test_a_real_engines_metrics(
-    served: Any, engine: str, scripted: Any, http: httpx.AsyncClient
+    served: Any, engine: str, scripted: Any, http: httpx.AsyncClient, transport: HttpxTransport
 ) -> None:
     hanging, foreign = await scripted(), await scripted()
     hanging.metrics = "x" * (9 << 20)
@@ -106,14 +87,14 @@ async def test_a_real_engines_metrics(
     await served.admin.post("/v1/backendpools", json=POOL)
     await _report(served, engine, hanging.url, foreign.url, "http://[")
     poller, database = Poller(), served.plane.database
-    await poller.poll(database, http)
+    await poller.poll(database, transport)
     prompt = random.choices(range(100, 1000), k=300)  # other tests use the engine, too
     for _ in range(4):
         body = {"prompt": prompt, "max_tokens": 2, "model": "tiny", "return_token_ids": True}
         answer = await http.post(f"{engine}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         prompt += [*answer.json()["choices"][0]["token_ids"], 7, 8]
-    await poller.poll(database, http)
+    await poller.poll(database, transport)
     status = await _status(served)
     mine = status[engine]
     assert (mine["runningRequests"], mine["waitingRequests"]) == (0, 0)
@@ -141,10 +122,10 @@ async def test_a_real_engines_metrics(
 
     database.write = counted
     for _ in range(3):
-        await poller.poll(database, http)
+        await poller.poll(database, transport)
     assert writes == [], "nothing changed"
     await _report(served, engine, ready=False)
-    await poller.poll(database, http)
+    await poller.poll(database, transport)
     assert "runningRequests" not in (await _status(served))[engine], "old numbers of a server that is gone"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import rollyard_engine
 from rollyard_api.settings import Settings
-from rollyard_api.weights.steps import Limits
+from rollyard_api.weights.limits import UpdateLimits
 
 MODEL = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
 IDS = [(7 * i * i + 3) % 300 for i in range(40)]
@@ -132,7 +132,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
         recheck_seconds=0.2,
         health_seconds=0.2,
         weights_seconds=0.05,
-        weight_limits=Limits(look=0.2),
+        weight_limits=UpdateLimits(look=0.2),
     )
 
 

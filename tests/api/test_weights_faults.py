@@ -13,13 +13,20 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_api.settings import Settings
-from rollyard_api.weights.steps import Limits
-from rollyard_testing.api.scripted import REFERENCE, Scripted
+from rollyard_api.weights.limits import UpdateLimits
+from rollyard_testing.inference.scripted import REFERENCE, SHAPES, Scripted, Step
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def shape(request: pytest.FixtureRequest) -> str:
+    """Whose calls the servers speak."""
+    name: str = request.param
+    return name
 
 
 @pytest.fixture
-def servers() -> Iterator[list[Any]]:
-    made = [Scripted() for _ in range(2)]
+def servers(shape: str) -> Iterator[list[Scripted]]:
+    made = [SHAPES[shape]() for _ in range(2)]
     yield made
     for server in made:
         server.close()
@@ -96,10 +103,10 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
 
 
 def quick(settings: Settings, **limits: float) -> dict[str, Any]:
-    return {"health_seconds": 0.2, "weights_seconds": 0.05, "weight_limits": Limits(look=0.2, **limits)}
+    return {"health_seconds": 0.2, "weights_seconds": 0.05, "weight_limits": UpdateLimits(look=0.2, **limits)}
 
 
-STEPS = ("/pause", "/collective_rpc", "/update_weight_version", "/resume", "/v1/completions")
+STEPS: tuple[Step, ...] = ("pause", "load", "label", "resume", "compare")
 
 
 @pytest.mark.faults
@@ -107,7 +114,7 @@ STEPS = ("/pause", "/collective_rpc", "/update_weight_version", "/resume", "/v1/
 async def test_kill_9_of_the_control_plane_at_each_step(
     tmp_path: Path,
     start_api: Any,
-    servers: list[Any],
+    servers: list[Scripted],
     checkpoint: Path,
     eventually: Callable[..., Any],
 ) -> None:
@@ -136,20 +143,24 @@ async def test_kill_9_of_the_control_plane_at_each_step(
                 for server in servers:
                     server.seen.clear()
                     server.weights = "old"
-                    server.gates[step] = threading.Event()
+                    server.gates[server.paths[step]] = threading.Event()
                 number = (await post(http, checkpoint, f"v{version}")).json()["id"]
 
-                async def reached(step: str = step) -> bool:
-                    return all(step in server.seen for server in servers)
+                async def reached(step: Step = step) -> bool:
+                    return all(server.paths[step] in server.seen for server in servers)
 
                 await eventually(reached, 30)
                 process.kill()
         for server in servers:
-            server.gates.pop(step).set()
+            server.gates.pop(server.paths[step]).set()
 
 
 async def test_nothing_is_sampled_with_what_old_weights_have_computed(
-    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+    settings: Settings,
+    serving: Any,
+    servers: list[Scripted],
+    checkpoint: Path,
+    eventually: Callable[..., Any],
 ) -> None:
     """The prefix cache is emptied after the weights are there and before anything is sampled again."""
     async with serving(settings, **quick(settings)) as served:
@@ -158,22 +169,24 @@ async def test_nothing_is_sampled_with_what_old_weights_have_computed(
             server.seen.clear()
         done = await ended(served.admin, (await post(served.admin, checkpoint)).json()["id"])
         assert (done["state"], done["verified"]) == ("Succeeded", True), done
-    steps = (
-        *("/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"),
-        *("/v1/completions", "/update_weight_version"),
-    )
+    order: tuple[Step, ...] = ("pause", "load", "label", "flush", "resume", "compare", "label")
     for server in servers:
-        assert tuple(path for path in server.seen if path in steps) == steps
+        steps = [server.paths[step] for step in order]
+        assert [path for path in server.seen if path in steps] == steps
 
 
 async def test_a_server_that_fails_now_and_then(
-    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+    settings: Settings,
+    serving: Any,
+    servers: list[Scripted],
+    checkpoint: Path,
+    eventually: Callable[..., Any],
 ) -> None:
     """500 at reload twice, a pause that hangs: tried again until it works."""
     async with serving(settings, **quick(settings, pause=0.5)) as served:
         await made(served.admin, [server.url for server in servers], eventually)
-        servers[0].failing["/collective_rpc"] = 2
-        servers[1].gates["/pause"] = threading.Event()
+        servers[0].failing[servers[0].paths["load"]] = 2
+        servers[1].gates[servers[1].paths["pause"]] = threading.Event()
         number = (await post(served.admin, checkpoint)).json()["id"]
 
         async def hangs() -> bool:
@@ -182,18 +195,22 @@ async def test_a_server_that_fails_now_and_then(
 
         await eventually(hangs, 20)
         assert (await backends_of(served.admin))[1]["weights"] == "Updating"
-        servers[1].gates.pop("/pause").set()
+        servers[1].gates.pop(servers[1].paths["pause"]).set()
         done = await ended(served.admin, number)
         assert (done["state"], done["verified"]) == ("Succeeded", True), done
         assert not any(server.paused for server in servers)
 
 
 async def test_a_server_that_never_loads_waits_for_its_restart(
-    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+    settings: Settings,
+    serving: Any,
+    servers: list[Scripted],
+    checkpoint: Path,
+    eventually: Callable[..., Any],
 ) -> None:
     async with serving(settings, **quick(settings)) as served:
         await made(served.admin, [server.url for server in servers], eventually)
-        servers[0].failing["/collective_rpc"] = 1_000
+        servers[0].failing[servers[0].paths["load"]] = 1_000
         number = (await post(served.admin, checkpoint)).json()["id"]
 
         async def flagged() -> bool:
@@ -211,12 +228,16 @@ async def test_a_server_that_never_loads_waits_for_its_restart(
 
 
 async def test_no_server_loads(
-    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+    settings: Settings,
+    serving: Any,
+    servers: list[Scripted],
+    checkpoint: Path,
+    eventually: Callable[..., Any],
 ) -> None:
     async with serving(settings, **quick(settings)) as served:
         await made(served.admin, [server.url for server in servers], eventually)
         for server in servers:
-            server.failing["/collective_rpc"] = 1_000
+            server.failing[server.paths["load"]] = 1_000
         number = (await post(served.admin, checkpoint)).json()["id"]
         done = await ended(served.admin, number)
         assert done["state"] == "Failed"
@@ -225,7 +246,11 @@ async def test_no_server_loads(
 
 
 async def test_one_server_that_keeps_old_weights_fails_the_update(
-    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+    settings: Settings,
+    serving: Any,
+    servers: list[Scripted],
+    checkpoint: Path,
+    eventually: Callable[..., Any],
 ) -> None:
     async with serving(settings, **quick(settings)) as served:
         await made(served.admin, [server.url for server in servers], eventually)
@@ -252,8 +277,13 @@ async def test_one_server_that_keeps_old_weights_fails_the_update(
         assert done["state"] == "Succeeded"
 
 
+@pytest.mark.parametrize("shape", ["vllm"], indirect=True)
 async def test_bad_folders_name_the_field_and_the_file(
-    settings: Settings, serving: Any, servers: list[Any], checkpoint: Path, eventually: Callable[..., Any]
+    settings: Settings,
+    serving: Any,
+    servers: list[Scripted],
+    checkpoint: Path,
+    eventually: Callable[..., Any],
 ) -> None:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     async with serving(settings, **quick(settings)) as served:
@@ -284,6 +314,7 @@ async def test_bad_folders_name_the_field_and_the_file(
         assert (await served.admin.get("/v1/backendpools/p/weights")).json() == {"items": []}
 
 
+@pytest.mark.parametrize("shape", ["vllm"], indirect=True)
 @pytest.mark.parametrize(
     ("settings", "choice"),
     [("sqlite", "Restart"), ("postgresql", "Restart"), ("sqlite", "Cancel")],
@@ -293,7 +324,7 @@ async def test_stale_rollouts(
     choice: str,
     settings: Settings,
     serving: Any,
-    servers: list[Any],
+    servers: list[Scripted],
     checkpoint: Path,
     make_manifest: Any,
     worker_of: Any,
@@ -337,10 +368,11 @@ async def test_stale_rollouts(
         assert f'rollyard_stale_rollouts_total{{action="{action}"}} 3.0' in metrics
 
 
+@pytest.mark.parametrize("shape", ["vllm"], indirect=True)
 async def test_in_flight_restart_fences_what_is_in_run(
     settings: Settings,
     serving: Any,
-    servers: list[Any],
+    servers: list[Scripted],
     checkpoint: Path,
     make_manifest: Any,
     worker_of: Any,
@@ -368,11 +400,12 @@ async def test_in_flight_restart_fences_what_is_in_run(
         assert {one["backend"]["policy_version"] for one in await worker.lease(run=2)} == {"v1"}
 
 
+@pytest.mark.parametrize("shape", ["vllm"], indirect=True)
 async def test_one_of_two_replicas_makes_an_update(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     serving: Any,
-    servers: list[Any],
+    servers: list[Scripted],
     checkpoint: Path,
     eventually: Callable[..., Any],
 ) -> None:
@@ -387,4 +420,4 @@ async def test_one_of_two_replicas_makes_an_update(
         number = (await post(second.admin, checkpoint)).json()["id"]
         done = await ended(first.admin, number)
         assert (done["state"], done["verified"]) == ("Succeeded", True)
-        assert [server.seen.count("/collective_rpc") for server in servers] == [1, 1], "loaded once each"
+        assert [server.seen.count(server.paths["load"]) for server in servers] == [1, 1], "loaded once each"

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 import httpx
+from rollyard_inference.transports.with_httpx import HttpxTransport
 from sqlalchemy.engine import Connection, make_url
 
 from rollyard_api.access.bearer_tokens import Tokens
@@ -98,10 +99,11 @@ class ControlPlane:
         self.speeds = Speeds()
         self.poller = Poller()
         self.http = httpx.AsyncClient(timeout=health.CHECK_TIMEOUT, trust_env=False)
-        """For calls to backends."""
+        self.transport = HttpxTransport(self.http)
+        """Every call to a backend goes through it."""
         python = settings.verify_python or verification.default_python()
         self.coordinator = Coordinator(
-            database, self.http, verification.Forward(python, self.disk), settings.weight_limits
+            database, self.transport, verification.Forward(python, self.disk), settings.weight_limits
         )
         self.ready = False
 
@@ -214,18 +216,18 @@ class ControlPlane:
         """One round of storing trajectories; a refusal is remembered until a round succeeds."""
         await self.archive.flush()
 
-    async def check_health(self, client: httpx.AsyncClient, *, ready: bool) -> None:
+    async def check_health(self, *, ready: bool) -> None:
         """One round of health checks of those external backends that are ready, or that are not."""
-        await health.check_all(self.database, client, ready=ready)
+        await health.check_all(self.database, self.transport, ready=ready)
 
-    async def probe_circuits(self, client: httpx.AsyncClient) -> None:
+    async def probe_circuits(self) -> None:
         """One probe of each backend whose circuit has been open long enough."""
-        await circuits.probe_all(self.database, client)
+        await circuits.probe_all(self.database, self.transport)
 
-    async def read_stats(self, client: httpx.AsyncClient) -> None:
+    async def read_stats(self) -> None:
         """What backends say in their metrics, and how fast completed rollouts found them."""
         await self.speeds.write(self.database)
-        await self.poller.poll(self.database, client)
+        await self.poller.poll(self.database, self.transport)
 
 
 async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
@@ -280,10 +282,10 @@ async def _opened(settings: Settings, tokens: TokenFile) -> AsyncIterator[Contro
         database.start(plane.after_commit)
         await _open(plane.archive)
         await _resume(plane)
-        async with plane.http as client:
+        async with plane.http:
             background = [
                 asyncio.create_task(_every(seconds, retry, what, work))
-                for seconds, retry, what, work in _background(plane, client)
+                for seconds, retry, what, work in _background(plane)
             ]
             plane.ready = True
             try:
@@ -310,15 +312,13 @@ async def _open(archive: Archive) -> None:
         log.warning("start: %s", error.detail)
 
 
-def _background(
-    plane: ControlPlane, client: httpx.AsyncClient
-) -> list[tuple[float, float, str, Callable[[], Awaitable[None]]]]:
+def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[], Awaitable[None]]]]:
     """Seconds between two rounds, seconds before another try, a name and the work."""
     given = plane.settings
     # A server that is not ready may hold its check up with its first request: the others do not wait.
-    serving = partial(plane.check_health, client, ready=True)
-    starting = partial(plane.check_health, client, ready=False)
-    circuit, stats = partial(plane.probe_circuits, client), partial(plane.read_stats, client)
+    serving = partial(plane.check_health, ready=True)
+    starting = partial(plane.check_health, ready=False)
+    circuit, stats = plane.probe_circuits, plane.read_stats
     return [
         (given.tokens_seconds, given.tokens_seconds, "token file", plane.look_at_tokens),
         (given.sweep_seconds, given.sweep_seconds, "sweep", plane.sweep),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.task_sources import AllowList
-from rollyard_api.weights.steps import Limits
+from rollyard_api.weights.limits import UpdateLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Settings:
     """Between two readings of the backends' own metrics."""
     weights_seconds: float = 0.3
     """Between two looks at which backends have other weights than they should."""
-    weight_limits: Limits = field(default_factory=Limits)
+    weight_limits: UpdateLimits = field(default_factory=UpdateLimits)
     """How long a server may take for each step of a weight update."""
     verify_python: str = ""
     """Python with torch and transformers, for forward passes; default: this one, if it has them."""

@@ -72,31 +72,36 @@ class Capabilities:
 
     @property
     def _renamed(self) -> ServedModel | None:
-        """SGLang's model after an update: SGLang then names it by the folder that it was loaded from."""
-        known = self.weights
-        if known.shape != "sglang" or known.label in (None, FIRST_LABEL) or known.folder is None:
-            return None
-        return (self.models or {}).get(known.folder)
+        return renamed_model(self.models or {}, self.weights)
 
 
-async def probe(transport: Transport, url: str) -> Capabilities:
+def renamed_model(models: Mapping[str, ServedModel], weights: WeightInfo) -> ServedModel | None:
+    """The model of a SGLang server after an update; SGLang names it by the folder it was loaded from."""
+    updated = weights.shape == "sglang" and weights.label not in (None, FIRST_LABEL)
+    return models.get(weights.folder) if updated and weights.folder is not None else None
+
+
+async def probe(transport: Transport, url: str, seconds: float = PROBE_SECONDS) -> Capabilities:
     """Ask a server what it has. No request samples anything, so a paused server answers too.
 
     A call is there if an empty request to it is refused for what it lacks, rather than with 403
     (vLLM without `--enable-scale-out`), 404, 405 or 501.
+
+    Args:
+        seconds: for each of the requests, of which there are at most nine.
 
     Raises:
         BackendUnavailable: no answer, or an error that says nothing about the call.
         BackendMismatch: the server has none of the calls that give token ids.
     """
     url = base_url(url)
-    models = await served_models(transport, url)
-    weights = await weight_info(transport, url)
-    if await _has(transport, url, VllmGenerate.path):
+    models = await served_models(transport, url, seconds)
+    weights = await weight_info(transport, url, seconds)
+    if await _has(transport, url, VllmGenerate.path, seconds):
         call: SamplingCall = VllmGenerate()
-    elif weights.shape == "sglang" and await _has(transport, url, SglangGenerate.path):
+    elif weights.shape == "sglang" and await _has(transport, url, SglangGenerate.path, seconds):
         call = SglangGenerate()
-    elif await _has(transport, url, VllmCompletions.path):
+    elif await _has(transport, url, VllmCompletions.path, seconds):
         call = VllmCompletions()
     else:
         raise BackendMismatch(
@@ -104,7 +109,7 @@ async def probe(transport: Transport, url: str) -> Capabilities:
             f"--enable-scale-out) nor {VllmCompletions.path} nor SGLang's {SglangGenerate.path}"
         )
     try:
-        status, _ = await get(transport, url + "/is_paused")
+        status, _ = await get(transport, url + "/is_paused", seconds)
     except BackendUnavailable:
         # The server's engine may load weights and answer nothing meanwhile; the other calls did answer.
         status = 200
@@ -173,8 +178,8 @@ def label_in(body: object) -> str | None:
     return None if label is None else str(label)
 
 
-async def _has(transport: Transport, url: str, path: str) -> bool:
-    reply = await transport.request("POST", url + path, {}, seconds=PROBE_SECONDS, limit=_MAX_BYTES)
+async def _has(transport: Transport, url: str, path: str, seconds: float) -> bool:
+    reply = await transport.request("POST", url + path, {}, seconds=seconds, limit=_MAX_BYTES)
     if reply.status >= 500 and reply.status != 501:
         raise BackendUnavailable(f"{url}{path} answered {reply.status} to a probe")
     return reply.status not in NO_SUCH_CALL

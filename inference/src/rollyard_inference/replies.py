@@ -66,14 +66,18 @@ def require_ok(call: str, reply: Reply) -> None:
     raise BackendRefused(f"{call} answered {status}: {(_message(reply.content) or said)[:_ERROR_TEXT]}")
 
 
-def require_call(call: str, reply: Reply) -> None:
+def require_call(call: str, reply: Reply, hint: str = "") -> None:
     """Check that the server has the call at all.
+
+    Args:
+        hint: what would give it that call, for the message.
 
     Raises:
         NoSuchCall: 403, 404, 405 or 501.
     """
     if reply.status in NO_SUCH_CALL:
-        raise NoSuchCall(f"{call} answered {reply.status}: the server has no such call")
+        more = f"; {hint}" if hint else ""
+        raise NoSuchCall(f"{call} answered {reply.status}: the server has no such call{more}")
 
 
 def sampled(call: str, reply: Reply) -> object:

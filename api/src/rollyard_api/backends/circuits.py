@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import httpx
 import sqlalchemy as sa
+from rollyard_inference import health
+from rollyard_inference.errors import BackendError
+from rollyard_inference.transports.interface import Transport
 from sqlalchemy.engine import Connection
 
-from rollyard_api.backends import warmup
 from rollyard_api.backends.circuit_breaker import PROBE_SECONDS, Breaker
 from rollyard_api.core.wakeups import QUEUE
 from rollyard_api.storage.database import Database, Transaction
@@ -139,7 +140,16 @@ def _end(tx: Transaction, suspect: Suspect, answered: bool) -> None:
     _change(tx, suspect, suspect.breaker.probed(answered, tx.now))
 
 
-async def probe_all(database: Database, client: httpx.AsyncClient) -> None:
+async def _problem(transport: Transport, suspect: Suspect) -> str | None:
+    """Why the server does not sample; None where it does."""
+    try:
+        await health.first_request(transport, suspect.url, suspect.model, PROBE_SECONDS)
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+async def probe_all(database: Database, transport: Transport) -> None:
     """Probe every open circuit whose pause is over, once."""
     places = asyncio.Semaphore(MAX_AT_ONCE)
 
@@ -149,7 +159,7 @@ async def probe_all(database: Database, client: httpx.AsyncClient) -> None:
             return
         seen = Suspect(suspect.pool_id, suspect.url, suspect.model, probing)
         async with places:
-            problem = await warmup.problem(client, suspect.url, suspect.model, PROBE_SECONDS)
+            problem = await _problem(transport, suspect)
         await database.write(partial(_end, suspect=seen, answered=problem is None), durable=False)
         if problem is None:
             log.info("backend %s answers again: its circuit is closed", suspect.url)

@@ -6,14 +6,14 @@ import asyncio
 from dataclasses import dataclass, replace
 from functools import partial
 
-import httpx
-import orjson
 import sqlalchemy as sa
 from rollyard_crds.weights import UNVERIFIED
+from rollyard_inference import health as inference
+from rollyard_inference.errors import BackendError
+from rollyard_inference.transports.interface import Transport
 from sqlalchemy.engine import Connection
 
-from rollyard_api.backends import pools, warmup
-from rollyard_api.backends.fetch import Unanswered, base_of, fetch
+from rollyard_api.backends import pools
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.schema import backends
 from rollyard_api.storage.schema import pools as pools_table
@@ -23,7 +23,6 @@ CHECK_TIMEOUT = 5.0
 FIRST_REQUEST_SECONDS = 30.0
 """A server's first completion may compile kernels; a later round tries again."""
 MAX_AT_ONCE = 32
-_MAX_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,55 +59,42 @@ def _targets(conn: Connection, ready: bool | None) -> list[Target]:
     ]
 
 
-async def check(client: httpx.AsyncClient, url: str, model: str, *, warm: bool) -> Verdict:
+async def check(transport: Transport, url: str, model: str, *, warm: bool) -> Verdict:
     """Whether the server is healthy, serves the model and samples; and if not, why.
 
     Args:
         warm: it has answered a first request before, and is not asked for another.
     """
-    base = base_of(url)
-    get = partial(fetch, client, "GET", seconds=CHECK_TIMEOUT, limit=_MAX_BYTES)
     try:
-        for path in ("/health", "/v1/models"):
-            status, body = await get(base + path)
-            if status != httpx.codes.OK:
-                return Verdict(False, f"GET {base}{path} answered {status}")
-        served = [item["id"] for item in orjson.loads(body)["data"]]
-    except Unanswered as error:
+        await inference.check_alive(transport, url, CHECK_TIMEOUT)
+        await inference.check_model(transport, url, model, CHECK_TIMEOUT)
+    except BackendError as error:
         return Verdict(False, str(error)[:1000])
-    except (ValueError, KeyError, TypeError):
-        return Verdict(False, f"GET {base}/v1/models answered no list of models")
-    if model not in served:
-        return Verdict(
-            False, f"the server does not serve {model!r}; it serves: {', '.join(map(str, served))}"[:1000]
-        )
     if not warm:
-        problem = await warmup.problem(client, url, model, FIRST_REQUEST_SECONDS)
-        if problem is not None:
-            return Verdict(False, f"its first request failed: {problem}"[:1000])
-    return Verdict(True, "", await _label(client, base))
+        try:
+            await inference.first_request(transport, url, model, FIRST_REQUEST_SECONDS)
+        except BackendError as error:
+            return Verdict(False, f"its first request failed: {error}"[:1000])
+    return Verdict(True, "", await _label(transport, url))
 
 
-async def _label(client: httpx.AsyncClient, base: str) -> str | None:
+async def _label(transport: Transport, url: str) -> str | None:
     try:
-        status, body = await fetch(
-            client, "GET", f"{base}/weight_info", seconds=CHECK_TIMEOUT, limit=_MAX_BYTES
-        )
-        label = orjson.loads(body)["weight_version"] if status == httpx.codes.OK else None
-    except (Unanswered, ValueError, KeyError, TypeError):
+        label = await inference.weight_label(transport, url, CHECK_TIMEOUT)
+    except BackendError:
         return None
     # A label between loading and verification is the update's business.
-    return label[:128] if isinstance(label, str) and not label.startswith(UNVERIFIED) else None
+    return None if label is None or label.startswith(UNVERIFIED) else label[:128]
 
 
-async def check_all(database: Database, client: httpx.AsyncClient, *, ready: bool | None = None) -> None:
+async def check_all(database: Database, transport: Transport, *, ready: bool | None = None) -> None:
     """Check every external backend once, or only those that are ready or are not; changes are written."""
     targets = await database.read(partial(_targets, ready=ready))
     places = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def one(target: Target) -> None:
         async with places:
-            found = await check(client, target.url, target.model, warm=target.seen.ready)
+            found = await check(transport, target.url, target.model, warm=target.seen.ready)
         after = pools.Seen(found.ready, found.message, found.policy_version)
         label = target.seen.policy_version if after.policy_version is None else after.policy_version
         if replace(after, policy_version=label) != target.seen:

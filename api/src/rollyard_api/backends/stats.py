@@ -1,26 +1,27 @@
 """What backends say of themselves: `/metrics` of every one, read every few seconds.
 
-vLLM's names (the embedded engine's are the same). The prefix cache's counters become a hit rate
-over a sliding window; a server that restarts counts from 0 again.
+The prefix cache's counters become a hit rate over a sliding window; a server that restarts counts
+from 0 again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import re
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
-import httpx
 import sqlalchemy as sa
+from rollyard_inference import metrics
+from rollyard_inference.errors import BackendError
+from rollyard_inference.metrics import ServerMetrics
+from rollyard_inference.transports.interface import Transport, base_url
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
-from rollyard_api.backends.fetch import Unanswered, base_of, fetch
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.schema import backends
@@ -33,30 +34,6 @@ MAX_AT_ONCE = 32
 MATERIAL_HIT_RATE = 0.005
 """Smaller changes are not written."""
 _MAX_BYTES = 8 << 20
-
-RUNNING = "vllm:num_requests_running"
-WAITING = "vllm:num_requests_waiting"
-QUERIES = "vllm:prefix_cache_queries_total"
-HITS = "vllm:prefix_cache_hits_total"
-_SAMPLE = re.compile(
-    rf"^({RUNNING}|{WAITING}|{QUERIES}|{HITS})(?:\{{[^\n]*\}})?[ \t]+([^\s]+)".encode(), re.MULTILINE
-)
-
-
-def parse(text: bytes) -> dict[str, float]:
-    """The four metrics in an exposition, each summed over its labels (one for each engine of a server).
-
-    Only these lines are looked at: the whole text of a vLLM server is some 60 KB.
-    """
-    found: defaultdict[str, float] = defaultdict(float)
-    for match in _SAMPLE.finditer(text):
-        try:
-            value = float(match[2])
-        except ValueError:
-            continue
-        if math.isfinite(value) and value >= 0:
-            found[match[1].decode()] += value
-    return dict(found)
 
 
 @dataclass(slots=True)
@@ -83,15 +60,16 @@ class Window:
         return min(1.0, sum(step[2] for step in self._steps) / queries) if queries else None
 
 
-def document(read: dict[str, float], rate: float | None) -> dict[str, Any]:
-    """The fields of BackendStatus that these readings give."""
-    told: dict[str, Any] = {}
-    for name, key in ((RUNNING, "runningRequests"), (WAITING, "waitingRequests")):
-        if name in read:
-            told[key] = int(read[name])
+def document(read: ServerMetrics, rate: float | None) -> dict[str, Any]:
+    """The fields of BackendStatus that a reading and the cache's hit rate give."""
+    fields: dict[str, Any] = {}
+    if read.running is not None:
+        fields["runningRequests"] = int(read.running)
+    if read.waiting is not None:
+        fields["waitingRequests"] = int(read.waiting)
     if rate is not None:
-        told["prefixCacheHitRate"] = round(rate, 4)
-    return told
+        fields["prefixCacheHitRate"] = round(rate, 4)
+    return fields
 
 
 def material(before: dict[str, Any] | None, after: dict[str, Any] | None) -> bool:
@@ -122,7 +100,7 @@ class Poller:
 
     _windows: dict[str, Window] = field(default_factory=dict)
 
-    async def poll(self, database: Database, client: httpx.AsyncClient) -> None:
+    async def poll(self, database: Database, transport: Transport) -> None:
         """One round; what changed is written in one transaction."""
         rows = await database.read(_rows)
         urls = sorted({row.url for row in rows if row.ready})
@@ -131,7 +109,7 @@ class Poller:
 
         async def one(url: str) -> dict[str, Any] | None:
             async with places:
-                return await self._read(client, url)
+                return await self._read(transport, url)
 
         read = dict(zip(urls, await asyncio.gather(*map(one, urls)), strict=True))
         changes = []
@@ -147,17 +125,16 @@ class Poller:
 
             await database.write(op, durable=False)
 
-    async def _read(self, client: httpx.AsyncClient, url: str) -> dict[str, Any] | None:
+    async def _read(self, transport: Transport, url: str) -> dict[str, Any] | None:
+        address = f"{base_url(url)}/metrics"
         try:
-            status, text = await fetch(
-                client, "GET", f"{base_of(url)}/metrics", seconds=READ_SECONDS, limit=_MAX_BYTES
-            )
-        except Unanswered:
+            reply = await transport.request("GET", address, seconds=READ_SECONDS, limit=_MAX_BYTES)
+        except BackendError:
             return None
-        read = parse(text) if status == httpx.codes.OK else {}
-        if not read:
+        read = metrics.parse(reply.content) if reply.status == HTTPStatus.OK else ServerMetrics()
+        if read == ServerMetrics():
             return None
         window = self._windows[url]
-        if QUERIES in read and HITS in read:
-            window.add(time.monotonic(), read[QUERIES], read[HITS])
+        if read.prefix_queries is not None and read.prefix_hits is not None:
+            window.add(time.monotonic(), read.prefix_queries, read.prefix_hits)
         return document(read, window.rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from functools import partial
 from typing import Annotated, Any
 
@@ -10,6 +11,8 @@ from fastapi import APIRouter, Query, Request
 from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.base import Model
 from rollyard_crds.weights import PauseMode, WeightUpdate, WeightUpdateRequest
+from rollyard_inference.errors import BackendError, NoSuchCall
+from rollyard_inference.weights.connect import weight_control
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
@@ -32,7 +35,6 @@ from rollyard_api.storage.rows import BackendRow, PoolRow, read_all
 from rollyard_api.storage.schema import backends
 from rollyard_api.weights import checkpoints, update_records
 from rollyard_api.weights.backend_targets import PAUSED
-from rollyard_api.weights.steps import NoSuchCall, Server, StepFailed
 
 router = APIRouter(prefix="/v1/backendpools", tags=["weights"])
 
@@ -49,29 +51,40 @@ def _pool(conn: Connection, namespace: str, name: str) -> tuple[PoolRow, list[Ba
     return pool, read_all(BackendRow, rows)
 
 
-async def _require(plane: ControlPlane, pool: PoolRow, rows: list[BackendRow], *, keep: bool) -> None:
-    """Rollouts may go on over an update only where servers say which tokens came after it.
+async def _require(
+    plane: ControlPlane, pool: PoolRow, rows: list[BackendRow], mode: PauseMode, *, labels: bool
+) -> None:
+    """Check that the servers can do what is asked of them.
+
+    Args:
+        labels: rollouts continue over the update, so the servers must say which tokens came after it.
 
     Raises:
-        Conflict: names the server that does not.
+        Conflict: names the server that cannot.
     """
 
     async def one(url: str) -> str | None:
-        server = Server(plane.http, url, plane.settings.weight_limits)
         try:
-            await server.label()
-            if keep and not await server.tells_versions_of_tokens(pool.served_model or pool.model):
+            server = await weight_control(plane.transport, url, plane.settings.weight_limits)
+            if mode not in server.pause_modes:
+                return f"mode: {url} has no '{mode}', use {_choice(server.pause_modes)}"
+            if labels:
+                await server.label()
+            if mode == "keep" and not await server.reports_versions_of_tokens(
+                pool.served_model or pool.model
+            ):
                 return (
-                    f"mode: {url} cannot say which tokens came before and after (/inference/v1/generate with "
-                    "weight_versions; vLLM: --enable-scale-out): 'keep' is refused, use 'abort' or 'wait'"
+                    f"mode: {url} cannot say which tokens came before and after (weight_versions in an "
+                    "answer; vLLM: --enable-scale-out): 'keep' is refused, use "
+                    + _choice(server.pause_modes - {"keep"})
                 )
         except NoSuchCall:
             return (
-                f"inFlight: {url} has no /weight_info, so nobody could tell old tokens from new ones: "
-                "use inFlight 'restart' (vLLM: VLLM_SERVER_DEV_MODE=1)"
+                f"inFlight: {url} has no label of its weights (vLLM: /weight_info), so nobody could tell old "
+                "tokens from new ones: use inFlight 'restart' (vLLM: VLLM_SERVER_DEV_MODE=1)"
             )
-        except StepFailed:
-            return None  # it is told of in the update's own steps
+        except BackendError:
+            return None  # the update's own steps report it
         return None
 
     async with asyncio.TaskGroup() as group:
@@ -79,6 +92,10 @@ async def _require(plane: ControlPlane, pool: PoolRow, rows: list[BackendRow], *
     refusals = [problem for task in asked if (problem := task.result())]
     if refusals:
         raise Conflict(refusals[0], errors=refusals, reason="VersionsUnknown")
+
+
+def _choice(modes: Collection[PauseMode]) -> str:
+    return " or ".join(f"'{mode}'" for mode in sorted(modes))
 
 
 @router.post(
@@ -101,8 +118,9 @@ async def update_weights(request: Request, name: str, namespace: Namespace = "de
         engine = loads(pool.spec)["engine"]["type"]
         urls = [row.url for row in rows]
         note = await plane.disk.run(partial(checkpoints.check, asked.source, urls, engine), namespace)
-        if asked.in_flight == "continue" or asked.mode == "keep":
-            await _require(plane, pool, rows, keep=asked.mode == "keep")
+        labels = asked.in_flight == "continue" or asked.mode == "keep"
+        if labels or asked.mode == "wait":
+            await _require(plane, pool, rows, asked.mode, labels=labels)
     row, new = await plane.database.write(
         partial(update_records.add, namespace=namespace, name=name, asked=asked, note=note)
     )
@@ -151,8 +169,8 @@ async def pause(
     """
     plane = plane_of(request)
     pool, rows = await plane.database.read(partial(_pool, namespace=namespace, name=name))
-    if mode == "keep":
-        await _require(plane, pool, rows, keep=True)
+    if mode != "abort":
+        await _require(plane, pool, rows, mode, labels=mode == "keep")
     await plane.database.write(partial(update_records.pause, namespace=namespace, name=name, mode=mode))
     return await _until(
         request, namespace, name, wait, lambda row: not row.ready or row.weights_message == PAUSED

@@ -17,17 +17,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-import httpx
 from rollyard_crds.weights import UNVERIFIED
+from rollyard_inference.errors import BackendError, BackendRefused, NoSuchCall
+from rollyard_inference.transports.interface import Transport
+from rollyard_inference.weights.connect import weight_control
+from rollyard_inference.weights.control import WeightControl
 
-from rollyard_api.backends.fetch import Unanswered
 from rollyard_api.core.problems import ApiError
 from rollyard_api.storage.database import Database
 from rollyard_api.weights import backend_targets, backend_weights, update_records
 from rollyard_api.weights.backend_targets import PAUSED, Action, Target, action
 from rollyard_api.weights.backend_weights import Superseded
+from rollyard_api.weights.limits import UpdateLimits
 from rollyard_api.weights.loader import LoadFailed, Unreachable, WeightLoader
-from rollyard_api.weights.steps import Limits, NoSuchCall, Refused, Server, StepFailed
 from rollyard_api.weights.verification import Forward
 
 log = logging.getLogger("rollyard.api")
@@ -53,9 +55,9 @@ class Coordinator:
     """One per control plane; `round` is called again and again."""
 
     database: Database
-    client: httpx.AsyncClient
+    transport: Transport
     forward: Forward
-    limits: Limits
+    limits: UpdateLimits
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     _tasks: dict[tuple[int, str], asyncio.Task[None]] = field(default_factory=dict)
     _tries: dict[tuple[int, str], _Tries] = field(default_factory=dict)
@@ -63,7 +65,7 @@ class Coordinator:
 
     @property
     def _loader(self) -> WeightLoader:
-        return WeightLoader(self.database, self.client, self.forward, self.name)
+        return WeightLoader(self.database, self.forward, self.name)
 
     async def round(self) -> None:
         """Start what is due; what goes on already is left alone."""
@@ -112,25 +114,13 @@ class Coordinator:
     async def _guard(self, target: Target) -> None:
         """Do what a backend needs; a failure is told in the tables, and tried again later."""
         what = action(target.pool, target.row)
-        server = Server(self.client, target.row.url, self.limits)
         try:
-            if what == "bring":
-                await self._loader.bring(target, server)
-            elif what == "stale":
-                await self._mark(target, weights="Stale", weights_message="behind the pool; it is not ready")
-            elif what == "watch":
-                await self._watch(target, server)
-            elif what in ("pause", "hold"):
-                await self._pause(target, server)
-            elif what == "resume":
-                await self._resume(target, server)
-            else:
-                await self._look(target, server)
+            await self._do(what, target)
         except Superseded:
             return
         except Unreachable:
             self._later(target, LOAD_ATTEMPTS + 2)
-        except (StepFailed, Unanswered) as error:
+        except BackendError as error:
             await self._failed(target, what, error)
         except ApiError as error:
             log.warning("weights of %s: %s", target.row.url, error.detail)
@@ -140,6 +130,22 @@ class Coordinator:
         else:
             if what != "look":
                 self._tries.pop(target.key, None)
+
+    async def _do(self, what: Action, target: Target) -> None:
+        if what == "stale":
+            await self._mark(target, weights="Stale", weights_message="behind the pool; it is not ready")
+            return
+        server = await weight_control(self.transport, target.row.url, self.limits)
+        if what == "bring":
+            await self._loader.bring(target, server)
+        elif what == "watch":
+            await self._watch(target, server)
+        elif what in ("pause", "hold"):
+            await self._pause(target, server)
+        elif what == "resume":
+            await self._resume(target, server)
+        else:
+            await self._look(target, server)
 
     def _later(self, target: Target, more: int = 1, *, load: bool = False) -> _Tries:
         tries = self._tries.get(target.key)
@@ -159,7 +165,7 @@ class Coordinator:
         tries = self._later(target, load=loading)
         log.warning("weights of %s: %s", target.row.url, message)
         await self.database.write(partial(backend_weights.tell, target=target, message=message))
-        if loading and isinstance(error.__cause__, Refused) and target.begun:
+        if loading and isinstance(error.__cause__, BackendRefused) and target.begun:
             await self._loader.refuse(target, f"{target.row.url}: {message}", refused_by=target.row.url)
         elif loading and tries.loads >= LOAD_ATTEMPTS:
             await self.database.write(
@@ -171,7 +177,7 @@ class Coordinator:
 
     # -- pausing and looking -------------------------------------------------------------------------
 
-    async def _pause(self, target: Target, server: Server) -> None:
+    async def _pause(self, target: Target, server: WeightControl) -> None:
         if target.row.weights == "Current":
             await self._mark(target, weights="Updating", weights_message="pausing")
         if not await server.is_paused():
@@ -179,7 +185,7 @@ class Coordinator:
         if target.row.weights_message != PAUSED:
             await self.database.write(partial(backend_weights.paused, target=target))
 
-    async def _resume(self, target: Target, server: Server) -> None:
+    async def _resume(self, target: Target, server: WeightControl) -> None:
         if target.update is not None:
             with suppress(NoSuchCall):
                 label = await server.label()
@@ -196,7 +202,7 @@ class Coordinator:
             await server.resume()
         await self._mark(target, weights="Current", weights_message="")
 
-    async def _look(self, target: Target, server: Server) -> None:
+    async def _look(self, target: Target, server: WeightControl) -> None:
         with suppress(NoSuchCall):
             label = await server.label()
             if label in (target.row.policy_version, target.pool.policy_version):
@@ -205,7 +211,7 @@ class Coordinator:
             values = {"weights": "Stale", "weights_message": message, "policy_index": update_records.BEHIND}
             await self._mark(target, **values)
 
-    async def _watch(self, target: Target, server: Server) -> None:
+    async def _watch(self, target: Target, server: WeightControl) -> None:
         """A server that waits for its restart has had it once its label is not ours any more."""
         if not (await server.label()).startswith(UNVERIFIED):
             await self._mark(target, restart_requested=False)

@@ -8,23 +8,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import httpx
 from rollyard_crds.weights import UNVERIFIED, WeightUpdateRequest
+from rollyard_inference.capabilities import FIRST_LABEL
+from rollyard_inference.errors import BackendError, BackendMismatch, BackendRefused, NoSuchCall, ServerFailed
+from rollyard_inference.weights.control import WeightControl
 
 from rollyard_api.storage.database import Database
 from rollyard_api.weights import backend_weights, update_records, verification
 from rollyard_api.weights.backend_targets import Target
 from rollyard_api.weights.plan import Plan, plan
-from rollyard_api.weights.steps import NoSuchCall, Server, ServerError, StepFailed
-from rollyard_api.weights.verification import Comparison, Forward, Incomparable, Reference, Unverifiable
-
-FIRST_LABEL: Final = "default"
-"""What vLLM calls the weights that it was started with (0.32: `EngineCore._weight_version`)."""
+from rollyard_api.weights.verification import Comparison, Forward, Reference, Unverifiable
 
 
-class LoadFailed(StepFailed):
+class LoadFailed(BackendError):
     """The server answered that it could not load the weights."""
 
 
@@ -37,17 +35,16 @@ class WeightLoader:
     """Of one control plane, which is called `name` in the tables."""
 
     database: Database
-    client: httpx.AsyncClient
     forward: Forward
     name: str
 
-    async def bring(self, target: Target, server: Server) -> None:
+    async def bring(self, target: Target, server: WeightControl) -> None:
         """From any state to the pool's weights, or to a restart that is asked for.
 
         Raises:
             Superseded: somebody else is in charge.
             Unreachable: see there.
-            StepFailed: the server did not do a step; another try may succeed.
+            BackendError: the server did not do a step; another try may succeed.
         """
         update, row = target.update, target.row
         if update is None:
@@ -102,7 +99,7 @@ class WeightLoader:
     async def _steps(
         self,
         target: Target,
-        server: Server,
+        server: WeightControl,
         asked: WeightUpdateRequest,
         todo: Plan,
         reference: Reference | None,
@@ -121,7 +118,7 @@ class WeightLoader:
         try:
             for source in todo.sources:
                 await server.load(source)
-        except ServerError as error:
+        except (ServerFailed, BackendRefused, BackendMismatch) as error:
             raise LoadFailed(str(error)) from error
         version = target.update.policy_version
         label = version if reference is None else UNVERIFIED + version
@@ -134,7 +131,7 @@ class WeightLoader:
         comparison = None
         if reference is not None:
             model = update_records.served_model(target.pool, asked.source) or target.pool.model
-            comparison, why = await self._compare(target, model, reference)
+            comparison, why = await self._compare(server, model, reference)
             if why and (asked.require_verified or target.restored):
                 await self._wrong(target, server, why)
                 return
@@ -154,19 +151,19 @@ class WeightLoader:
         )
 
     async def _compare(
-        self, target: Target, model: str, reference: Reference
+        self, server: WeightControl, model: str, reference: Reference
     ) -> tuple[Comparison | None, str]:
         try:
-            measured = await verification.ask(self.client, target.row.url, model, reference.ids)
-        except Incomparable as error:
+            measured = await server.prompt_logprobs(model, reference.ids)
+        except (NoSuchCall, BackendRefused, BackendMismatch) as error:
             return None, str(error)
         return verification.compare(reference, measured), ""
 
     async def _wrong(
-        self, target: Target, server: Server, message: str, comparison: Comparison | None = None
+        self, target: Target, server: WeightControl, message: str, comparison: Comparison | None = None
     ) -> None:
         """The server has other weights than it should: it samples nothing more with them."""
-        with suppress(StepFailed):
+        with suppress(BackendError):
             await server.pause("abort")
         if not target.begun:
             await self._give_up(target, server, message)
@@ -175,7 +172,7 @@ class WeightLoader:
         await self._note(target, step="Failed", message=message, max_difference=difference)
         await self.refuse(target, f"{target.row.url}: {message}")
 
-    async def _to_first(self, target: Target, server: Server) -> None:
+    async def _to_first(self, target: Target, server: WeightControl) -> None:
         """The weights that the server was started with."""
         row, label = target.row, await _label(server)
         if row.policy_index == update_records.BEHIND or (label or "").startswith(UNVERIFIED):
@@ -191,7 +188,7 @@ class WeightLoader:
         values = {"weights": "Current", "weights_message": "", "policy_index": 0, "restart_requested": False}
         await self._mark(target, **values, **({} if label is None else {"policy_version": label[:128]}))
 
-    async def _reload_first(self, target: Target, server: Server) -> str:
+    async def _reload_first(self, target: Target, server: WeightControl) -> str:
         """Load the folder that the server was started on, and verify it; gives why that fails, if it does."""
         folder = await server.folder()
         if folder is None:
@@ -205,22 +202,22 @@ class WeightLoader:
         try:
             await server.pause("abort")
             await server.reload(folder)
-        except (ServerError, NoSuchCall) as error:
+        except (ServerFailed, BackendRefused, BackendMismatch, NoSuchCall) as error:
             return f"it does not load what it had before: {error}"
         await server.set_label(f"{UNVERIFIED}{FIRST_LABEL}")
         await server.reset_prefix_cache()
         await server.resume()
-        comparison, problem = await self._compare(target, target.pool.model, reference)
+        comparison, problem = await self._compare(server, target.pool.model, reference)
         if comparison is None or not comparison.agrees:
             return f"loaded again, what it had before is wrong too: {problem or comparison}"
         await self.database.write(charge)
         await server.set_label(FIRST_LABEL)
         return ""
 
-    async def _give_up(self, target: Target, server: Server, message: str) -> None:
-        with suppress(StepFailed):
+    async def _give_up(self, target: Target, server: WeightControl, message: str) -> None:
+        with suppress(BackendError):
             await server.pause("abort")
-        with suppress(StepFailed):
+        with suppress(BackendError):
             await server.set_label(f"{UNVERIFIED}refused")
         await self.database.write(partial(backend_weights.restart, target=target, message=message))
 
@@ -241,7 +238,7 @@ class WeightLoader:
         await self.database.write(partial(backend_weights.mark, target=target, values=values))
 
 
-async def _label(server: Server) -> str | None:
+async def _label(server: WeightControl) -> str | None:
     try:
         return await server.label()
     except NoSuchCall:

@@ -18,11 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-import httpx
 import orjson
 from rollyard_crds.weights import LogprobReference
 
-from rollyard_api.backends.fetch import Unanswered, base_of, fetch
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import TimedOut, Unavailable
 from rollyard_api.weights import checkpoints, forward
@@ -33,17 +31,11 @@ PROMPT_TOKENS: Final = 48
 TOLERANCE: Final = 0.1
 """Nats; covers servers that compute in bfloat16."""
 FORWARD_SECONDS: Final = 900.0
-ASK_SECONDS: Final = 60.0
-_MAX_BYTES: Final = 8 << 20
 _CACHED: Final = 8
 
 
 class Unverifiable(Exception):
     """There is nothing to compare with; the message says why."""
-
-
-class Incomparable(Exception):
-    """The server does not tell the log-probabilities of a prompt; the message holds its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,39 +93,6 @@ def compare(reference: Reference, measured: Sequence[float]) -> Comparison:
         if difference > worst:
             worst, place = difference, number
     return Comparison(worst, place, reference.tolerance, reference.source)
-
-
-async def ask(client: httpx.AsyncClient, url: str, model: str, ids: Sequence[int]) -> list[float]:
-    """The server's log-probabilities of ids[1:], by `prompt_logprobs` of `/v1/completions`.
-
-    Raises:
-        Unanswered: it does not answer, or fails.
-        Incomparable: it answers without them.
-    """
-    body = {
-        "model": model,
-        "prompt": list(ids),
-        "max_tokens": 1,
-        "temperature": 1.0,
-        "prompt_logprobs": 0,
-        "stream": False,
-    }
-    address = f"{base_of(url)}/v1/completions"
-    status, answer = await fetch(client, "POST", address, json=body, seconds=ASK_SECONDS, limit=_MAX_BYTES)
-    if status != httpx.codes.OK:
-        said = answer[:300].decode(errors="replace")
-        if status >= 500:
-            raise Unanswered(f"POST {address} answered {status}: {said}")
-        raise Incomparable(f"POST {address} with prompt_logprobs answered {status}: {said}")
-    try:
-        entries = orjson.loads(answer)["choices"][0]["prompt_logprobs"]
-        if len(entries) != len(ids):
-            raise ValueError(f"{len(entries)} entries for {len(ids)} tokens")
-        return [
-            float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries[1:], strict=True)
-        ]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise Incomparable(f"POST {address} gave no prompt_logprobs of the prompt: {error!r}") from error
 
 
 def default_python() -> str:

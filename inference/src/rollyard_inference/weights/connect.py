@@ -1,0 +1,21 @@
+"""Which of the weight calls a server has."""
+
+from __future__ import annotations
+
+from rollyard_inference.capabilities import weight_info
+from rollyard_inference.transports.interface import Transport
+from rollyard_inference.weights.control import WeightCallLimits, WeightControl
+from rollyard_inference.weights.sglang import SglangWeights
+from rollyard_inference.weights.vllm import VllmWeights
+
+
+async def weight_control(transport: Transport, url: str, limits: WeightCallLimits) -> WeightControl:
+    """The weight calls of a server: SGLang's where it answers as SGLang does, else vLLM's.
+
+    Raises:
+        BackendUnavailable: no answer.
+    """
+    known = await weight_info(transport, url, limits.call)
+    if known.shape == "sglang" and known.path is not None:
+        return SglangWeights(transport, url, limits, known.path)
+    return VllmWeights(transport, url, limits)

@@ -1,0 +1,148 @@
+"""SGLang's weight calls, as its HTTP server and its guide "SGLang for RL Systems" (0.5) have them.
+
+They were held against that contract only, never against a running server. What matters here of it:
+- `/pause_generation` has the modes `abort`, `retract` and `in_place`. `retract` puts running requests back
+  into the queue, so that the cache can be flushed and is computed again from their ids: our `keep`. No mode
+  waits for the requests in flight.
+- `/update_weights_from_disk` answers 400 with `success: false` where the folder cannot be loaded, and renames
+  the served model to that folder (see `Capabilities.model`).
+- `/flush_cache` answers 400 while requests run; later versions wait for them for `timeout` seconds.
+- No call says whether the server is paused, and none says what it was started on once weights were loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from rollyard_inference.capabilities import served_models
+from rollyard_inference.errors import BackendMismatch, BackendRefused, NoSuchCall, ServerFailed
+from rollyard_inference.sampling.request import ServedModel
+from rollyard_inference.sampling.sglang import SglangGenerate
+from rollyard_inference.transports.interface import Transport
+from rollyard_inference.weights.control import (
+    COMPARE_SECONDS,
+    PROBE_SECONDS,
+    ControlCalls,
+    WeightCallLimits,
+)
+
+if TYPE_CHECKING:
+    from rollyard_crds.weights import PauseMode, WeightSource
+
+_MODES: Final[dict[PauseMode, str]] = {"abort": "abort", "keep": "retract"}
+_FLUSH_SECONDS: Final = 10.0  # that the server may wait for its last requests to end
+
+
+class SglangWeights(ControlCalls):
+    """One SGLang server's weight calls; see `WeightControl`.
+
+    Args:
+        info_path: where the server says what it is: `/model_info`, or the older `/get_model_info`.
+    """
+
+    pause_modes: Final[frozenset[PauseMode]] = frozenset(_MODES)
+
+    def __init__(self, transport: Transport, url: str, limits: WeightCallLimits, info_path: str) -> None:
+        super().__init__(transport, url, limits)
+        self._info_path = info_path
+
+    async def label(self) -> str:
+        """What the server calls its weights."""
+        found = await self._call("GET", self._info_path)
+        if not isinstance(found, dict):
+            raise BackendMismatch(f"GET {self._base}{self._info_path} gave no JSON object")
+        if not isinstance(found.get("weight_version"), str):
+            raise NoSuchCall(f"GET {self._base}{self._info_path} gave no weight_version: SGLang is too old")
+        version: str = found["weight_version"]
+        return version
+
+    async def set_label(self, version: str) -> None:
+        """Give the weights a label, which the tokens sampled from now on carry."""
+        # SGLang would abort every request in flight unless it is asked not to.
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._call("POST", "/update_weight_version", body)
+
+    async def is_paused(self) -> bool:
+        """False: SGLang does not say it, and pausing it twice does no harm."""
+        return False
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Sample nothing more; `mode` says what happens to requests in flight."""
+        if mode not in _MODES:
+            raise NoSuchCall(
+                f"{self._base}: SGLang has no pause that waits for the requests in flight: "
+                "use mode 'abort' or 'keep'"
+            )
+        await self._call("POST", "/pause_generation", {"mode": _MODES[mode]}, self._limits.pause)
+
+    async def resume(self) -> None:
+        """Sample again."""
+        await self._call("POST", "/continue_generation", {})
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what earlier weights have computed, also for requests that mode `keep` holds."""
+        try:
+            await self._call("POST", f"/flush_cache?timeout={_FLUSH_SECONDS:g}")
+        except BackendRefused as error:
+            raise ServerFailed(f"{error}: its cache is in use") from error
+
+    async def load(self, source: WeightSource) -> None:
+        """Load a checkpoint or an adapter; weights that the trainer has pushed are there already."""
+        if source.checkpoint is not None:
+            await self.reload(source.checkpoint.path)
+        elif source.lora is not None:
+            name = source.lora.name
+            if name in await self._models():
+                await self._load("/unload_lora_adapter", {"lora_name": name})
+            await self._load("/load_lora_adapter", {"lora_name": name, "lora_path": source.lora.path})
+
+    async def reload(self, path: str) -> None:
+        """Load a checkpoint folder into the running model."""
+        # The cache is flushed by a call of its own, after the label was set.
+        await self._load("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
+
+    async def folder(self) -> str | None:
+        """None: after an update, SGLang says the folder of that update."""
+        return None
+
+    async def reports_versions_of_tokens(self, model: str) -> bool:
+        """Whether an answer says which weights sampled which tokens."""
+        params = {"max_new_tokens": 1}
+        body = {"input_ids": [1], "sampling_params": params, "return_logprob": True, "stream": False}
+        try:
+            found = await self._call("POST", SglangGenerate.path, body, PROBE_SECONDS)
+            return bool(found["meta_info"]["weight_versions"])
+        except (NoSuchCall, KeyError, IndexError, TypeError):
+            return False
+
+    async def prompt_logprobs(self, model: str, ids: Sequence[int]) -> list[float]:
+        """Log-probabilities (nats) of `ids[1:]`, by `logprob_start_len` of `/generate`."""
+        body: dict[str, Any] = {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "stream": False,
+        }
+        known = (await self._models()).get(model)
+        if known is not None and known.parent is not None:
+            body["lora_path"] = model
+        found = await self._call("POST", SglangGenerate.path, body, COMPARE_SECONDS, known=True)
+        try:
+            entries = found["meta_info"]["input_token_logprobs"]
+            if [entry[1] for entry in entries] != list(ids):
+                raise ValueError(f"{len(entries)} entries that are not of the prompt's {len(ids)} tokens")
+            return [float(entry[0]) for entry in entries[1:]]
+        except (ValueError, LookupError, TypeError) as error:
+            raise BackendMismatch(
+                f"POST {self._base}/generate gave no input_token_logprobs of the prompt: {error!r}"
+            ) from error
+
+    async def _load(self, path: str, body: dict[str, Any]) -> None:
+        found = await self._call("POST", path, body, self._limits.load)
+        if isinstance(found, dict) and found.get("success") is False:
+            raise BackendRefused(f"POST {self._base}{path} answered success: false: {found.get('message')}")
+
+    async def _models(self) -> dict[str, ServedModel]:
+        return await served_models(self._transport, self._base, self._limits.call) or {}

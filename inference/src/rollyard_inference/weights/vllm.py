@@ -1,0 +1,127 @@
+"""vLLM's weight calls, which the embedded engine has as well (vLLM: only with VLLM_SERVER_DEV_MODE=1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from rollyard_inference.errors import BackendMismatch, NoSuchCall, ServerFailed
+from rollyard_inference.sampling.vllm import VllmGenerate
+from rollyard_inference.transports.interface import Transport
+from rollyard_inference.weights.control import (
+    COMPARE_SECONDS,
+    PROBE_SECONDS,
+    ControlCalls,
+    WeightCallLimits,
+)
+
+if TYPE_CHECKING:
+    from rollyard_crds.weights import PauseMode, WeightSource
+
+
+class VllmWeights(ControlCalls):
+    """One vLLM server's weight calls; see `WeightControl`."""
+
+    pause_modes: Final[frozenset[PauseMode]] = frozenset(("abort", "wait", "keep"))
+
+    def __init__(self, transport: Transport, url: str, limits: WeightCallLimits) -> None:
+        super().__init__(transport, url, limits, "vLLM has it with VLLM_SERVER_DEV_MODE=1")
+
+    async def label(self) -> str:
+        """What the server calls its weights."""
+        found = await self._call("GET", "/weight_info")
+        if not isinstance(found, dict) or not isinstance(found.get("weight_version"), str):
+            raise BackendMismatch(f"GET {self._base}/weight_info gave no weight_version")
+        version: str = found["weight_version"]
+        return version
+
+    async def set_label(self, version: str) -> None:
+        """Give the weights a label, which the tokens sampled from now on carry."""
+        await self._call("POST", "/update_weight_version", {"new_version": version})
+
+    async def is_paused(self) -> bool:
+        """Whether the server says that it samples nothing."""
+        found = await self._call("GET", "/is_paused")
+        return isinstance(found, dict) and found.get("is_paused") is True
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Sample nothing more; `mode` says what happens to requests in flight."""
+        await self._call("POST", f"/pause?mode={mode}", seconds=self._limits.pause)
+
+    async def resume(self) -> None:
+        """Sample again."""
+        await self._call("POST", "/resume")
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what earlier weights have computed, also for requests that mode `keep` holds.
+
+        The server computes those again from their ids. Without that, vLLM forgets nothing while there are
+        any (it answers 200 with `success: false`), and every later request with the same beginning would
+        continue from the old weights' cache.
+        """
+        found = await self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
+        if isinstance(found, dict) and found.get("success") is False:
+            raise ServerFailed(f"POST {self._base}/reset_prefix_cache answered success: false")
+
+    async def load(self, source: WeightSource) -> None:
+        """Load a checkpoint or an adapter; weights that the trainer has pushed are there already."""
+        if source.checkpoint is not None:
+            await self.reload(source.checkpoint.path)
+        elif source.lora is not None:
+            body = {
+                "lora_name": source.lora.name,
+                "lora_path": source.lora.path,
+                "load_inplace": any(card.get("id") == source.lora.name for card in await self._cards()),
+            }
+            await self._call("POST", "/v1/load_lora_adapter", body, self._limits.load)
+
+    async def reload(self, path: str) -> None:
+        """Load a checkpoint folder into the running model."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._call("POST", "/collective_rpc", body, self._limits.load)
+
+    async def folder(self) -> str | None:
+        """The model folder that the server was started on (`root`); None where the server does not say."""
+        for card in await self._cards():
+            root = card.get("root")
+            if card.get("parent") is None and isinstance(root, str) and root:
+                return root
+        return None
+
+    async def reports_versions_of_tokens(self, model: str) -> bool:
+        """Whether an answer says which weights sampled which tokens.
+
+        A paused server answers no request; one that has `/is_paused` is assumed to report them.
+        """
+        if await self.is_paused():
+            return True
+        body = {"model": model, "token_ids": [1], "sampling_params": {"max_tokens": 1}, "stream": False}
+        try:
+            found = await self._call("POST", VllmGenerate.path, body, PROBE_SECONDS)
+            return bool(found["choices"][0]["weight_versions"])
+        except (NoSuchCall, KeyError, IndexError, TypeError):
+            return False
+
+    async def prompt_logprobs(self, model: str, ids: Sequence[int]) -> list[float]:
+        """Log-probabilities (nats) of `ids[1:]`, by `prompt_logprobs` of `/v1/completions`."""
+        asked = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "stream": False}
+        body = {"model": model, "prompt": list(ids), **asked}
+        found = await self._call("POST", "/v1/completions", body, COMPARE_SECONDS, known=True)
+        try:
+            entries = found["choices"][0]["prompt_logprobs"]
+            if len(entries) != len(ids):
+                raise ValueError(f"{len(entries)} entries for {len(ids)} tokens")
+            return [
+                float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries[1:], strict=True)
+            ]
+        except (ValueError, LookupError, TypeError) as error:
+            raise BackendMismatch(
+                f"POST {self._base}/v1/completions gave no prompt_logprobs of the prompt: {error!r}"
+            ) from error
+
+    async def _cards(self) -> list[dict[str, Any]]:
+        found = await self._call("GET", "/v1/models", known=True)
+        cards = found.get("data") if isinstance(found, dict) else None
+        if not isinstance(cards, list) or not all(isinstance(card, dict) for card in cards):
+            raise BackendMismatch(f"GET {self._base}/v1/models gave no list of models")
+        return cards

@@ -1,0 +1,204 @@
+"""A vLLM-shaped and a SGLang-shaped server are probed, asked, updated and compared by the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from rollyard_crds.weights import WeightSource
+from rollyard_inference import metrics
+from rollyard_inference.capabilities import probe
+from rollyard_inference.errors import (
+    BackendError,
+    BackendMismatch,
+    BackendRefused,
+    BackendUnavailable,
+    ModelNotServed,
+    NoSuchCall,
+    ServerFailed,
+)
+from rollyard_inference.health import check_alive, check_model, first_request, weight_label
+from rollyard_inference.transports.interface import Transport
+from rollyard_inference.transports.with_httpx import HttpxTransport
+from rollyard_inference.weights.connect import weight_control
+from rollyard_inference.weights.control import WeightCallLimits, WeightControl
+from rollyard_inference.weights.sglang import SglangWeights
+from rollyard_inference.weights.vllm import VllmWeights
+from rollyard_testing.inference.scripted import LOGPROB, SHAPES, Scripted, SglangShaped, VllmShaped
+
+LIMITS = WeightCallLimits()
+LORA = {"lora": {"name": "tuned", "path": "/adapters/tuned"}}
+
+
+@pytest.fixture
+async def transport() -> AsyncIterator[Transport]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        yield HttpxTransport(client, connect_seconds=30.0)
+
+
+@pytest.fixture(params=sorted(SHAPES))
+def server(request: pytest.FixtureRequest) -> Iterator[Scripted]:
+    made = SHAPES[request.param]()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sglang() -> Iterator[SglangShaped]:
+    made = SglangShaped()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def vllm() -> Iterator[VllmShaped]:
+    made = VllmShaped()
+    yield made
+    made.close()
+
+
+async def controlled(transport: Transport, server: Scripted) -> WeightControl:
+    return await weight_control(transport, server.url + "/v1/", LIMITS)
+
+
+async def test_health(transport: Transport, server: Scripted) -> None:
+    await check_alive(transport, server.url, 20.0)
+    await check_model(transport, server.url, "tiny", 20.0)
+    with pytest.raises(ModelNotServed, match="does not serve 'other'; it serves: tiny"):
+        await check_model(transport, server.url, "other", 20.0)
+    server.failing["/health"] = 1
+    with pytest.raises(ServerFailed, match=r"/health answered 500: .*scripted failure"):
+        await check_alive(transport, server.url, 20.0)
+
+
+async def test_a_first_request_names_the_weights(transport: Transport, server: Scripted) -> None:
+    server.label = "step-4"
+    assert await first_request(transport, server.url, "tiny", 20.0) == "step-4"
+    assert await weight_label(transport, server.url, 20.0) == "step-4"
+    with pytest.raises(ModelNotServed, match="'other'"):
+        await first_request(transport, server.url, "other", 20.0)
+    path = (await probe(transport, server.url)).call.path
+    server.failing[path] = 1
+    with pytest.raises(BackendUnavailable, match="answered 500 to a probe"):
+        await first_request(transport, server.url, "tiny", 20.0)
+
+
+async def test_which_calls_a_server_has(transport: Transport, sglang: SglangShaped, vllm: VllmShaped) -> None:
+    assert (await probe(transport, vllm.url)).call.path == "/inference/v1/generate"
+    assert (await probe(transport, sglang.url)).call.path == "/generate"
+    assert isinstance(await controlled(transport, vllm), VllmWeights)
+    assert isinstance(await controlled(transport, sglang), SglangWeights)
+    for server in (sglang, vllm):
+        server.failing["/weight_info"] = 1
+    assert isinstance(await controlled(transport, sglang), SglangWeights)
+
+
+async def test_metrics(transport: Transport, server: Scripted) -> None:
+    reply = await transport.request("GET", f"{server.url}/metrics", seconds=20.0)
+    assert metrics.parse(reply.content) == metrics.ServerMetrics(3.0, 1.0, 90.0, 45.0)
+
+
+async def test_an_update_step_by_step(transport: Transport, server: Scripted) -> None:
+    control = await controlled(transport, server)
+    assert await control.label() == "default"
+    assert await control.prompt_logprobs("tiny", [1, 2, 3]) == [LOGPROB["old"]] * 2
+    await control.pause("abort")
+    assert server.paused
+    await control.load(WeightSource.model_validate({"checkpoint": {"path": "/checkpoints/7"}}))
+    await control.set_label("step-7")
+    await control.reset_prefix_cache()
+    await control.resume()
+    assert not server.paused
+    assert await control.label() == "step-7"
+    assert await control.prompt_logprobs("tiny", [1, 2, 3]) == [LOGPROB["new"]] * 2
+    assert await control.reports_versions_of_tokens("tiny")
+    before = len(server.bodies)
+    await control.load(WeightSource.model_validate({"pushed": True}))
+    assert len(server.bodies) == before, "what a trainer has pushed is there already"
+    # However the server names it now, it still serves the pool's model.
+    await check_model(transport, server.url, "tiny", 20.0)
+    assert await first_request(transport, server.url, "tiny", 20.0) == "step-7"
+    assert (await probe(transport, server.url)).serves("tiny")
+
+
+async def test_an_adapter_is_replaced_in_place(transport: Transport, server: Scripted) -> None:
+    control = await controlled(transport, server)
+    for _ in range(2):
+        await control.load(WeightSource.model_validate(LORA))
+        assert server.adapters == ["tuned"]
+    assert (await probe(transport, server.url)).model("tuned").parent == server.served
+    await control.prompt_logprobs("tuned", [1, 2])
+    assert server.bodies[-1][1].get("model", server.bodies[-1][1].get("lora_path")) == "tuned"
+
+
+@pytest.mark.parametrize("step", ["pause", "load", "label", "flush", "resume"])
+async def test_a_step_that_fails_may_be_tried_again(
+    transport: Transport, server: Scripted, step: Any
+) -> None:
+    control = await controlled(transport, server)
+    server.failing[server.paths[step]] = 1
+    calls = {
+        "pause": lambda: control.pause("abort"),
+        "load": lambda: control.reload("/checkpoints/7"),
+        "label": lambda: control.set_label("x"),
+        "flush": control.reset_prefix_cache,
+        "resume": control.resume,
+    }
+    with pytest.raises(ServerFailed, match="scripted failure"):
+        await calls[step]()
+    await calls[step]()
+
+
+async def test_modes_of_a_pause(transport: Transport, sglang: SglangShaped, vllm: VllmShaped) -> None:
+    ours = await controlled(transport, sglang)
+    await ours.pause("keep")
+    assert sglang.bodies[-1] == ("/pause_generation", {"mode": "retract"})
+    with pytest.raises(NoSuchCall, match="use mode 'abort' or 'keep'"):
+        await ours.pause("wait")
+    assert ours.pause_modes == {"abort", "keep"}
+    theirs = await controlled(transport, vllm)
+    await theirs.pause("wait")
+    assert await theirs.is_paused()
+    assert await theirs.reports_versions_of_tokens("tiny"), "a paused server answers no request"
+
+
+async def test_sglang_is_asked_to_keep_its_requests(transport: Transport, sglang: SglangShaped) -> None:
+    control = await controlled(transport, sglang)
+    await control.set_label("v1")
+    assert sglang.bodies[-1][1] == {"new_version": "v1", "abort_all_requests": False}
+    await control.reload("/checkpoints/7")
+    assert sglang.bodies[-1][1] == {"model_path": "/checkpoints/7", "flush_cache": False}
+    assert await control.folder() is None, "it names the last update's folder, not the first one"
+
+
+async def test_the_folder_that_vllm_was_started_on(transport: Transport, vllm: VllmShaped) -> None:
+    assert await (await controlled(transport, vllm)).folder() == "/models/tiny"
+
+
+async def test_what_a_server_says_wrong(
+    transport: Transport, server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = await controlled(transport, server)
+    plain = server.answer
+    for status, document, error in (
+        (400, {"success": False, "message": "no such folder"}, BackendRefused),
+        (404, {}, NoSuchCall),
+        (200, {"success": False, "message": "no such folder"}, BackendRefused),
+    ):
+        if status == 200 and isinstance(server, VllmShaped):
+            continue  # vLLM's answer to that call has no such field
+        monkeypatch.setattr(server, "answer", lambda _path, _body, s=status, d=document: (s, d))
+        with pytest.raises(error):
+            await control.reload("/nowhere")
+    monkeypatch.setattr(server, "answer", lambda _path, _body: (200, {"choices": [], "meta_info": {}}))
+    with pytest.raises(BackendMismatch, match="logprobs of the prompt"):
+        await control.prompt_logprobs("tiny", [1, 2, 3])
+    with pytest.raises(BackendError):
+        await control.label()
+    monkeypatch.setattr(
+        server, "answer", lambda path, body: (400, "busy") if "cache" in path else plain(path, body)
+    )
+    with pytest.raises(BackendError, match="busy"):
+        await control.reset_prefix_cache()

@@ -1,1 +1,0 @@
-"""A backend whose answers a test scripts."""

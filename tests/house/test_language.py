@@ -16,7 +16,6 @@ PACKAGES = sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob
 PENDING = frozenset(
     {
         "api/src/rollyard_api",
-        "drivers/src/rollyard_drivers",
         "operator/src/rollyard_operator",
         "pipeline/src/rollyard_pipeline",
         "slurm-bridge/src/rollyard_slurm",

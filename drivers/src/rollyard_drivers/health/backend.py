@@ -1,4 +1,4 @@
-"""Health of one backend that a driver started: warmed up, then watched."""
+"""The health of one backend that a driver started: it is warmed up, then watched."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def _label(http: httpx.AsyncClient, url: str) -> str:
 
 
 class NotReady(Exception):
-    """The server answers, and not as one that can be used."""
+    """The server answers, but not as one that can be used."""
 
 
 def _words(error: Exception, warmed_up: bool) -> str:

@@ -76,7 +76,7 @@ class Child:
         """
         log = LogFile(folders.logs / f"{name}.log")
         command = [*(["--guard"] if guarded else []), program, *arguments]
-        # A pipe of our own: with asyncio's, the process counts as running until the last of its
+        # The pipe is our own: with asyncio's, the process counts as running until the last of its
         # descendants closes it, and an orphan that outlives a killed server never does.
         read, write = os.pipe()
         stream = asyncio.StreamReader()
@@ -117,7 +117,7 @@ class Child:
 
     async def _wait(self, on_exit: Callable[[], None], pipe: asyncio.BaseTransport) -> int:
         code = await self._process.wait()
-        # Before anybody starts a successor: what it left holds memory, a GPU, a port.
+        # This comes before anybody starts a successor: what it left holds memory, a GPU, a port.
         await asyncio.to_thread(kill_session, self._process.pid)
         if self._reader is not None:
             # A descendant in a session of its own may hold the pipe open: last words are waited for briefly.
@@ -136,7 +136,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """The exit status; None while it runs; a negative number is the signal that ended it."""
         return self._process.returncode if self.exited_at is not None else None
 
     @property
@@ -150,26 +150,26 @@ class Child:
         return self._log.telling_line()
 
     def signal(self, number: signal.Signals) -> None:
-        """Signals the process itself; nothing if it has ended."""
+        """Signals the process itself; does nothing if it has ended."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     def kill_group(self) -> None:
-        """SIGKILL to everything in its session's group."""
+        """Sends SIGKILL to everything in its session's group."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def wait(self, timeout: float | None = None) -> bool:
-        """Waits for its end; whether it has ended."""
+        """Waits for its end; returns whether it has ended."""
         if self._waiter is None:
             return True
         done, _ = await asyncio.wait([self._waiter], timeout=timeout)
         return bool(done)
 
     async def stop(self, grace_seconds: float, insist_after: float | None = None) -> None:
-        """SIGTERM, a second one after `insist_after` seconds, SIGKILL after the grace."""
+        """Ends it: SIGTERM, a second one after `insist_after` seconds, and SIGKILL after the grace."""
         self.signal(signal.SIGTERM)
         first = grace_seconds if insist_after is None else min(insist_after, grace_seconds)
         if await self.wait(first):
@@ -183,7 +183,7 @@ class Child:
 
 
 def sweep(pids: Path) -> list[str]:
-    """Kills what an earlier supervisor left behind, by its pid files; the names of what still ran."""
+    """Kills what an earlier supervisor left behind, by its pid files; returns the names of what still ran."""
     found = []
     for file in sorted(pids.glob("*.json")):
         document = read_json(file)

@@ -28,12 +28,12 @@ class ControlPlaneSettings:
     """How a control plane is started."""
 
     host: str
-    """Address that it listens on, and is reached at from this machine; or the path of a Unix socket."""
+    """The address that it listens on, and is reached at from this machine; or the path of a Unix socket."""
     port: int
-    """0: a free one."""
+    """0 stands for a free port."""
     lease_seconds: float
     verify_python: str = ""
-    """A Python with torch and transformers; empty: what ROLLYARD_VERIFY_PYTHON names, if anything."""
+    """A Python with torch and transformers; if empty, what ROLLYARD_VERIFY_PYTHON names, if anything."""
     open_docs: bool = False
     """Whether `/docs` needs no token."""
     allow_tasks_from: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class JoinedControlPlane:
         return token_in(self._tokens, role)
 
     async def start(self) -> None:
-        """Sees that it answers.
+        """Checks that it answers.
 
         Raises:
             StartFailed: it does not.
@@ -87,10 +87,10 @@ class JoinedControlPlane:
             raise StartFailed(f"the control plane at {self.url} is not ready: {error}") from error
 
     async def keep(self, wake: Callable[[], None]) -> None:
-        """Nothing to keep."""
+        """Does nothing: whoever runs the control plane restarts it."""
 
     async def stop(self, grace_seconds: float) -> None:
-        """Others stop it."""
+        """Does nothing: whoever runs the control plane stops it."""
 
 
 def token_in(path: Path, role: str) -> str:
@@ -129,7 +129,7 @@ class ControlPlaneProcess:
 
     @property
     def port(self) -> int:
-        """Where it listens, once started."""
+        """The port that it listens on, once started."""
         return self._port
 
     def token(self, role: str) -> str:

@@ -43,7 +43,7 @@ class Home:
 
     @property
     def run(self) -> Path:
-        """Sandboxes of this machine. Elsewhere where the path would be too long for Unix sockets."""
+        """Sandboxes of this machine; it is elsewhere if the path would be too long for Unix sockets."""
         path = self.root / "run"
         if len(os.fsencode(path)) <= MAX_RUN_PATH:
             return path
@@ -62,12 +62,12 @@ class Home:
 
     @property
     def context_file(self) -> Path:
-        """URL and token, as clients read them."""
+        """The file with URL and token, as clients read them."""
         return self.root / "context.json"
 
     @property
     def supervisor_file(self) -> Path:
-        """Who runs here, for `rollyard down`."""
+        """The file that says who runs here, for `rollyard down`."""
         return self.root / "supervisor.json"
 
     def make(self) -> None:
@@ -128,7 +128,7 @@ class Home:
             write_json(self.supervisor_file, identity.to_json())
 
     def context_files(self) -> tuple[Path, ...]:
-        """Where clients look: in the home, and for the default home in the user's configuration."""
+        """The files that clients read: in the home, and for the default home in the user's configuration."""
         if self.root != default_home().expanduser().resolve() or os.environ.get("ROLLYARD_HOME"):
             return (self.context_file,)
         from rollyard_client.context import context_path
@@ -142,7 +142,7 @@ class Home:
             write_json(path, {"url": url, "token_file": str(self.state / "tokens.json")})
 
     def remove_context(self) -> None:
-        """Nothing runs here any more."""
+        """Removes what clients read: nothing runs here any more."""
         for path in self.context_files():
             path.unlink(missing_ok=True)
 

@@ -51,7 +51,7 @@ def _guard(parent: int, command: list[str]) -> None:
     while True:
         number = signal.sigwait(waited)
         if number == signal.SIGUSR1 and os.getppid() != parent:
-            os.killpg(guard, signal.SIGKILL)  # itself too: nobody is left to tell
+            os.killpg(guard, signal.SIGKILL)  # it ends itself, too: nobody is left who could be informed
         if number in _PASSED_ON:
             os.kill(child, number)
         ended, status = os.waitpid(child, os.WNOHANG)

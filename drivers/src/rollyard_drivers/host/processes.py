@@ -19,7 +19,7 @@ SESSION_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process for good: pid, start time in clock ticks since boot, and the boot."""
+    """A process that cannot be mistaken: its pid, its start time in clock ticks since boot, and the boot."""
 
     pid: int
     start_ticks: int
@@ -72,12 +72,12 @@ def is_alive(identity: ProcessIdentity) -> bool:
 
 
 def is_same_boot(identity: ProcessIdentity) -> bool:
-    """Whether the machine was not started anew since: pids of another boot mean nothing."""
+    """Whether the machine still runs the boot that the identity was taken in: other pids mean nothing."""
     return identity.boot_id == _boot_id()
 
 
 def kill_session(leader: int, since_ticks: int = 0) -> int:
-    """SIGKILL to what is left of a session whose leader has ended; how many processes were found.
+    """Sends SIGKILL to what is left of a session whose leader has ended; returns how many processes it found.
 
     A session's number is not given to another process while members of it live. Bounded: what
     will not die within five seconds (in the kernel, on a driver) is left.
@@ -101,7 +101,7 @@ def kill_session(leader: int, since_ticks: int = 0) -> int:
 
 
 def members(session: int, since_ticks: int = 0) -> list[int]:
-    """Pids of a session's living processes that started at `since_ticks` or later."""
+    """The pids of a session's living processes that started at `since_ticks` or later."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -128,7 +128,7 @@ def send(identity: ProcessIdentity, number: signal.Signals, group: bool = False)
 
 
 def end(identity: ProcessIdentity, grace_seconds: float) -> bool:
-    """SIGTERM, then SIGKILL after the grace; whether it is gone. For processes that are not children."""
+    """Ends a process that is no child: SIGTERM, then SIGKILL after the grace. Returns whether it is gone."""
     send(identity, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
     while is_alive(identity) and time.monotonic() < deadline:

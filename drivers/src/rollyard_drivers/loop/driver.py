@@ -1,7 +1,7 @@
-"""One turn of a driver that has its jobs and pools from the control plane: look, reconcile, act, tell.
+"""The driver of jobs and pools that live in the control plane's store.
 
-Level-based: every turn looks at everything and acts on the difference, so that a turn that
-failed in the middle, or was never made, is made good by the next one.
+The driver is level-based: every pass looks at everything and acts on the difference, so that the next pass
+makes good what an earlier one failed to do or never did.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollyard_drivers.reconcile.plan import (
 
 
 class StoreTrouble(HostError):
-    """A call to the control plane failed just now; the next turn tries again."""
+    """A call to the control plane failed just now; the next pass tries again."""
 
     reason = "StoreTrouble"
 
@@ -54,7 +54,7 @@ class Store(Protocol):
 
 
 class Workloads(Protocol):
-    """What carries plans out, and says what is seen of the workloads that it started."""
+    """What carries plans out, and observes the workloads that it started."""
 
     def owners(self) -> set[Owner]: ...
     def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]: ...
@@ -63,13 +63,14 @@ class Workloads(Protocol):
 
 
 class Driver:
-    """Brings jobs and pools and their workloads together, turn by turn.
+    """Brings jobs and pools and their workloads together, pass by pass.
 
     Args:
         takes: which jobs are this driver's; those of other drivers are left alone.
         serves: which pools are this driver's to start.
-        alone: whether this driver came with the control plane: it says so of what waits for another one.
-        on_trouble: told each time that the control plane's trouble changes.
+        alone: whether this driver came with the control plane; it then reports what waits for a driver
+            that is not there.
+        on_trouble: called each time that the control plane's trouble changes.
     """
 
     def __init__(
@@ -93,14 +94,14 @@ class Driver:
         self._reports: dict[Owner, BackendReports] = {}
 
     async def run_pass(self, now: datetime) -> None:
-        """One turn. What the control plane refuses is told once, and tried again in the next turn."""
+        """Makes one pass. What the control plane refuses is reported once and tried again in the next."""
         with self._tolerant():
             await self._run_pass(now)
 
     @contextlib.contextmanager
     def _tolerant(self) -> Iterator[None]:
         # A control plane that does not answer is being restarted, and an object may vanish
-        # between two calls: the workloads go on, and the next turn looks again.
+        # between two calls: the workloads keep running, and the next pass looks again.
         try:
             yield
         except StoreTrouble as trouble:
@@ -147,7 +148,7 @@ class Driver:
     async def _tell_unserved(
         self, jobs: Sequence[RolloutJob], pools: Sequence[BackendPool], now: datetime
     ) -> None:
-        """Says of what is placed elsewhere that no driver has spoken of it."""
+        """Reports jobs and pools of other drivers that no driver has reported on."""
         for pool in pools:
             if not self._serves(pool) and placement.is_unspoken(pool, now):
                 await self._store.put_pool_status(pool, placement.unserved_pool(pool, now))
@@ -171,7 +172,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class _JobActions:
-    """A job whose only home is the control plane."""
+    """The actions for a job whose only home is the control plane."""
 
     store: Store
     workloads: Workloads
@@ -203,7 +204,7 @@ class _JobActions:
 
 @dataclass(frozen=True, slots=True)
 class _PoolActions:
-    """A pool whose only home is the control plane."""
+    """The actions for a pool whose only home is the control plane."""
 
     store: Store
     workloads: Workloads
@@ -231,7 +232,7 @@ class _PoolActions:
 
 
 async def replace_pool(store: Store, pool: BackendPool) -> None:
-    """The pool as it is asked for now; one of the same name with another spec gives way to it.
+    """Creates a pool; one of the same name with another spec gives way to it.
 
     Raises:
         StoreTrouble: the control plane refused it.
@@ -245,7 +246,7 @@ async def replace_pool(store: Store, pool: BackendPool) -> None:
 
 
 async def unless_stopped(start: Awaitable[None], stop: asyncio.Event) -> bool:
-    """Waits for a start; False if it was told to stop before."""
+    """Waits for a start; returns False if `stop` was set before."""
     starting = asyncio.ensure_future(start)
     stopping = asyncio.create_task(stop.wait())
     try:

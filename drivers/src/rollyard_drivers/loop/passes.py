@@ -59,7 +59,7 @@ class PoolActions(Protocol):
         """Start, drain and stop backends."""
 
     async def report_backends(self, backends: Sequence[BackendStatus]) -> None:
-        """Tell the control plane of the backends, where it does not know them yet."""
+        """Report the backends to the control plane, where it does not know them yet."""
 
     async def show(self, status: BackendPoolStatus) -> None:
         """Write the status to where the driver has the pool from, if that is not the control plane."""
@@ -79,7 +79,7 @@ async def job_pass(
     plan = reconcile_job(job, observed, now, profile)
     actions.planned(plan)
     await actions.prepare(plan)
-    # The status is of what was seen before this pass: neither waits for the other.
+    # The status describes what was seen before this pass, so neither waits for the other.
     done = await asyncio.gather(actions.carry_out(plan), actions.show(plan.status), return_exceptions=True)
     for one in done:
         if isinstance(one, BaseException):
@@ -109,7 +109,7 @@ async def pool_pass(
 
 
 class BackendReports:
-    """Remembers which backends of one pool the control plane was told of last.
+    """Remembers which backends of one pool were last reported to the control plane.
 
     The control plane has its own say about versions and messages, so what it answers is not compared with
     what a driver sees, except for what rollouts are routed by.

@@ -1,4 +1,4 @@
-"""The driver's calls to the control plane; what fails is trouble of this turn, not the end."""
+"""The driver's calls to the control plane. A call that fails is trouble of one pass and ends nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rollyard_drivers.loop.driver import StoreTrouble
 T = TypeVar("T")
 
 WATCH_SECONDS = 30.0
-"""Of one long poll."""
+"""The duration of one long poll."""
 AGAIN_SECONDS = 2.0
-"""After the control plane did not answer: it is being restarted."""
+"""The pause after the control plane did not answer: it is being restarted."""
 
 
 class RestStore:
@@ -34,7 +34,7 @@ class RestStore:
     """
 
     def __init__(self, url: str, token: str, tls: ssl.SSLContext | None = None) -> None:
-        # The next turn is the retry: a turn that waits long would see children's ends late.
+        # The next pass is the retry: a pass that waits long would notice late that children have ended.
         self._client = DriverClient(url, token, timeout=10.0, retry=Retry(attempts=2), tls=tls)
 
     async def _ask(self, call: Awaitable[T]) -> T:

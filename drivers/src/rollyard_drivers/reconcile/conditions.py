@@ -1,4 +1,4 @@
-"""Conditions: updates with a reason, whose transition time moves only when they flip."""
+"""Conditions, and how they are updated: the transition time moves only when the status flips."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def since(conditions: Iterable[Condition], kind: str) -> datetime | None:
 def updated(
     before: list[Condition], updates: Iterable[ConditionUpdate], generation: int | None, now: datetime
 ) -> list[Condition]:
-    """`updates` as conditions, in their order; those of other types stay as they were."""
+    """Returns `updates` as conditions, in their order; those of other types stay as they were."""
     out = []
     named = set()
     for update in updates:

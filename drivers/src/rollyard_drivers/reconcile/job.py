@@ -1,4 +1,4 @@
-"""The reconcile of jobs that every driver shares: what is wanted and what is seen, to what to do.
+"""The reconcile of jobs that every driver shares: from what is wanted and what is seen to what to do.
 
 Pure: no I/O, no clock, nothing of Kubernetes. `now` and everything observed come in; a
 plan comes out. Calling it again after the plan was carried out plans nothing new.
@@ -197,7 +197,7 @@ def _running(
 
 
 def _least(job: RolloutJob, workload: Workload) -> int:
-    """Workers of its stage without which a job does not count as running; further ones come and go."""
+    """How many workers of its stage a job needs to count as running; further ones come and go."""
     replicas: list[int] = [getattr(job.spec.stages, stage).replicas for stage in workload.stages]
     return max(1, *replicas)
 

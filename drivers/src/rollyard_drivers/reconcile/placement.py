@@ -1,4 +1,4 @@
-"""Whose a job or a pool is, where one control plane has several drivers. Pure, as the reconcile itself."""
+"""Which driver a job or a pool belongs to, where one control plane has several drivers. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollyard_drivers.reconcile import reconcile_pass
 from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 
 UNSPOKEN_SECONDS = 10.0
-"""A driver that is there has spoken of what is its own by then."""
+"""A driver that is there reports on its jobs and pools within this time."""
 REASON = "NoDriver"
 _WHO: Final[dict[PlacementName, str]] = {
     "kubernetes": "a control plane that the Helm chart installed has one",
@@ -31,7 +31,7 @@ def is_for(thing: RolloutJob | BackendPool, driver: PlacementName, default: bool
 
 
 def is_unspoken(thing: RolloutJob | BackendPool, now: datetime) -> bool:
-    """Whether no driver has spoken of it for longer than one that is there would need."""
+    """Whether no driver has reported on it for longer than a driver that is there would need."""
     made = thing.metadata.creation_timestamp
     return not thing.status.conditions and (made is None or (now - made).total_seconds() >= UNSPOKEN_SECONDS)
 
@@ -41,9 +41,9 @@ def _text(placement: PlacementName) -> str:
 
 
 def unserved_job(job: RolloutJob, now: datetime) -> RolloutJobStatus:
-    """What the driver that came with the control plane says of a job of another one that is not there.
+    """The status that the control plane's own driver gives a job whose driver is not there.
 
-    The other one's first word replaces it.
+    The first report of that driver replaces it.
     """
     assert job.spec.placement is not None
     return reconcile_pass.refused(
@@ -52,7 +52,7 @@ def unserved_job(job: RolloutJob, now: datetime) -> RolloutJobStatus:
 
 
 def unserved_pool(pool: BackendPool, now: datetime) -> BackendPoolStatus:
-    """The same of a pool."""
+    """The status that the control plane's own driver gives a pool whose driver is not there."""
     assert pool.spec.placement is not None
     claims = (ConditionUpdate("Ready", False, REASON, _text(pool.spec.placement)),)
     conditions = updated(pool.status.conditions, claims, pool.metadata.generation or 0, now)

@@ -1,4 +1,4 @@
-"""What reconcile reads and what it says: workloads, observations and plans.
+"""The data that the reconcile reads and returns: workloads, observations and plans.
 
 All of it is immutable data. A driver (local, Kubernetes, Slurm) fills an `Observed…`
 with what it sees, calls reconcile, carries the plan out and sees again.
@@ -57,7 +57,7 @@ class Workload:
     env: tuple[tuple[str, str], ...] = ()
     """Backends: environment of the engine, sorted by name."""
     gpus: int = 0
-    """Backends: GPUs of each; 0: neither asked for nor restricted."""
+    """Backends: the GPUs of each; with 0 they are neither asked for nor restricted."""
     made_of: str = ""
     """Kubernetes: digest of the pod template and of what else its pod is made from."""
 
@@ -78,14 +78,14 @@ class ObservedWorkload:
     state: WorkloadState
     started_at: datetime
     restarts: int = 0
-    """As the launch that began it said."""
+    """How often it was restarted, as the launch that began it said."""
     last_end: str = ""
     """How its predecessor ended, as the launch that began it said."""
     exit_code: int | None = None
     """Exited: its status; negative is a signal."""
     exited_at: datetime | None = None
     ready: bool = True
-    """Backends: passed health check and warm-up completion."""
+    """Backends: whether it passed the health check and the warm-up completion."""
     unready_since: datetime | None = None
     """Backends: since when the health check fails."""
     url: str = ""
@@ -98,7 +98,7 @@ class ObservedWorkload:
     """Running: what keeps it from doing its work just now, such as its node's full disk, in its own words."""
     blocked: bool = False
     """Exited: nothing was started, because this machine lacks what `message` says. Starting: the cluster
-    cannot start it, goes on trying, and `message` says why not."""
+    cannot start it yet and keeps trying; `message` says why."""
     pending: bool = False
     """Starting: its program has not begun (it waits for a place, or its image is pulled); no limit on the
     time of starting counts yet."""
@@ -176,7 +176,7 @@ class Plan(Generic[StatusT]):
     delete: bool = False
     """Jobs: delete the object; its time to live has passed."""
     requeue_after: float | None = None
-    """Seconds after which time alone changes the plan."""
+    """After this many seconds the plan changes even if nothing else does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Profile:
     """Slurm: every worker has all three stages, since sandboxes live on its node; as many workers as the
     stage that wants most."""
     max_active_jobs: int = 16
-    """More are Pending until one has finished."""
+    """This many jobs run at once; more are Pending until one has finished."""
     backoff_seconds: float = 1.0
     """Delay before the first restart; doubles with each."""
     backoff_cap_seconds: float = 60.0
@@ -197,13 +197,13 @@ class Profile:
     stable_seconds: float = 120.0
     """A workload that ran this long starts over with the shortest delay."""
     blocked_seconds: float = 5.0
-    """Between two looks at whether the machine has what a backend lacked."""
+    """The pause between two checks whether the machine has what a backend lacked."""
     unready_seconds: float = 60.0
     """A backend whose health check fails this long is restarted."""
     drain_seconds: float = 30.0
-    """For stage workers of a suspended job, and for the rollouts of a backend that goes, to finish."""
+    """How long the workers of a suspended job, and the rollouts of a backend that is removed, may finish."""
     stop_seconds: float = 10.0
-    """For everything else to end by itself."""
+    """How long everything else may take to end by itself."""
     made_of: str = ""
     """Kubernetes: digest of what the installation puts into pods, such as images; with another one, stage
     workers and backends are replaced. Empty: pod templates mean nothing to this driver."""

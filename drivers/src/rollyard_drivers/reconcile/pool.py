@@ -1,4 +1,4 @@
-"""The reconcile of backend pools that every driver shares. Pure, as that of jobs."""
+"""The reconcile of backend pools that every driver shares. It is pure, as that of jobs is."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _time_left(seen: ObservedWorkload, pool: BackendPool, now: datetime, profile
 def _backends(
     pool: BackendPool, observed: ObservedPool, names: Iterable[str], drain: Iterable[str]
 ) -> list[BackendStatus]:
-    """What is known of each; what the control plane fills (counts, weights, circuit) is left as it was."""
+    """The status of each backend; what the control plane fills (counts, weights, circuit) stays as it was."""
     if pool.spec.engine.type == "external":
         return list(observed.external)
     names, drain = set(names), set(drain)

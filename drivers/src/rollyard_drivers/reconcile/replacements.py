@@ -1,4 +1,4 @@
-"""What a driver remembers of workloads that it stops in order to start them anew."""
+"""What a driver remembers of workloads that it stops in order to start them again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ REMEMBERED = 1024
 
 
 class Replacements:
-    """Counts of restarts over a stop.
+    """Keeps the counts of restarts over a stop.
 
     One that has ended by itself is still observed when it is launched again; of one that was stopped,
-    because it did not answer, nothing is left by then. In memory only: a driver that is itself restarted
+    because it did not answer, nothing is left at that time. In memory only: a driver that is itself restarted
     in between counts from 0 again.
     """
 
@@ -19,7 +19,7 @@ class Replacements:
         self._launches: dict[str, Launch] = {}
 
     def note(self, stop: Stop) -> None:
-        """A workload is being stopped: for good, or to be launched again as the stop says."""
+        """Notes that a workload is being stopped: for good, or to be launched again as the stop says."""
         self._launches.pop(stop.name, None)
         if stop.again is not None:
             self._launches[stop.name] = stop.again
@@ -35,5 +35,5 @@ class Replacements:
         return Launch(launch.workload, noted.restarts, noted.last_end)
 
     def launched(self, name: str) -> None:
-        """What was noted stands with the new one now."""
+        """Forgets what was noted: it is kept with the new workload now."""
         self._launches.pop(name, None)

@@ -1,4 +1,4 @@
-"""Backends that go: drained first, and never so many at once that a pool serves nobody.
+"""Backends that are removed: they are drained first, and never so many at once that a pool serves nobody.
 
 A pool of several replicas is replaced one backend at a time, in place: a GPU that is taken
 cannot be lent to a successor first. Rollouts that a drained backend still has when its time
@@ -19,7 +19,7 @@ from rollyard_drivers.reconcile.workloads import earliest
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """What of a pool is on its way out."""
+    """The backends of a pool that are being removed."""
 
     drain: frozenset[str]
     """They take no new rollouts, and still have some."""
@@ -89,7 +89,7 @@ def retire(
         and there[workload.name].state == "running"
         and there[workload.name].ready
     ]
-    # Who was begun with is gone on with; a second one waits until its successor serves.
+    # The one that drains already comes first; a second one waits until its successor serves.
     outdated.sort(key=lambda seen: seen.draining_since is None)
     waiting: set[str] = set()
     for place, seen in enumerate(outdated):

@@ -1,4 +1,4 @@
-"""Keeping a set of workloads as it should be: launch, restart with backoff, stop what is too much."""
+"""Keeps a set of workloads as it should be: launch, restart with pauses, stop what is too much."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def restarts_in_a_row(seen: ObservedWorkload, profile: Profile, now: datetime | 
 
 
 def exit_text(observed: ObservedWorkload) -> str:
-    """That it ended and how, as a line for people."""
+    """A line for people that says how it ended."""
     return f"{observed.name} {_how_it_ended(observed)}"
 
 
@@ -96,7 +96,7 @@ def keep(
         elif seen.blocked and seen.spec_hash == workload.spec_hash:
             troubles.append(f"{seen.name} is not started: {seen.message}")
             blocked += 1
-            if seen.state == "starting":  # the cluster goes on trying
+            if seen.state == "starting":  # the cluster keeps trying
                 continue
             left = profile.blocked_seconds - (now - seen.started_at).total_seconds()
             if left > 0:
@@ -121,7 +121,7 @@ def keep(
             if seen.state != "stopping":
                 stop.append(Stop(seen.name, grace_seconds))
         elif seen.state == "stopping":
-            # Wanted again while it ends: it is launched anew once it is gone.
+            # It is wanted again while it ends, and is launched again once it is gone.
             continue
         else:
             if seen.state == "running":

@@ -12,8 +12,8 @@ from rollyard_crds import RolloutJob
 from rollyard_drivers.reconcile.plan import Profile
 from rollyard_drivers.reconcile.reconcile_pass import is_active
 
-from rollyard_operator.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.admission import Admissions
+from rollyard_operator.controllers.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.control_plane_view import (
     POLL_SECONDS,
     ControlPlaneClient,

@@ -1,6 +1,6 @@
-"""What every driver's turn needs around the reconcile: reading jobs and pools, and what is worth telling.
+"""What every driver's pass needs around the reconcile: reading jobs and pools, and what is to be reported.
 
-Pure, as the reconcile itself.
+It is pure, as the reconcile itself is.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Plan, PoolState
 from rollyard_drivers.reconcile.workloads import earliest
 
-from rollyard_operator.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.children import Children
+from rollyard_operator.controllers.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.control_plane_view import POLL_SECONDS, thing_key
 from rollyard_operator.controllers.object_loop import ObjectLoop
 from rollyard_operator.controllers.resource import (

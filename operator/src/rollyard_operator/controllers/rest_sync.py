@@ -15,7 +15,7 @@ from rollyard_crds import BackendPool, RolloutJob, RolloutJobStatus
 from rollyard_drivers.reconcile import placement, reconcile_pass
 from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 
-from rollyard_operator.context import DRIVER, OperatorContext
+from rollyard_operator.controllers.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.control_plane_view import object_uid, thing_key
 from rollyard_operator.controllers.resource import ORIGIN, is_leaving
 from rollyard_operator.kube import labels

@@ -1,4 +1,4 @@
-"""What works on this machine: each check says what it found, and what to do if it is missing."""
+"""Checks of this machine: each says what it found, and what to do if something is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people read on a terminal: text of servers and rollouts is shown, and never obeyed."""
+"""Output on a terminal: text of servers and rollouts is shown, and its control sequences are not obeyed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _VLLM = "'command' and 'resources' belong to 'type: vllm'; remove them"
 
 
 class EngineSpec(Model):
-    """Which engine serves: `embedded` or `vllm` (started by the driver), or `external` (yours)."""
+    """The engine that serves: `embedded` or `vllm` (started by the driver), or `external` (yours)."""
 
     model_config = ConfigDict(
         json_schema_extra=cel(
@@ -160,7 +160,7 @@ class BackendStatus(Model):
 
 
 class BackendPoolStatus(Model):
-    """How a pool stands; written by its driver."""
+    """The status of a pool, which its driver writes."""
 
     conditions: Annotated[list[Condition], Field(max_length=16)] = Field(
         default_factory=list, json_schema_extra=LIST_MAP_BY_TYPE
@@ -197,4 +197,4 @@ class BackendPool(Model):
     spec: BackendPoolSpec
     """What is wanted."""
     status: BackendPoolStatus = Field(default_factory=BackendPoolStatus)
-    """How it stands; written by the driver."""
+    """The status, which the driver writes."""

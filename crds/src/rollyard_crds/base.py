@@ -1,4 +1,4 @@
-"""What both kinds share: metadata, conditions, and the strict camelCase model.
+"""The parts that both kinds share: metadata, conditions, and the strict camelCase model.
 
 Every string and list is bounded, because the API server refuses CEL rules over
 unbounded ones, and because a bound is what turns "out of memory" into "400".
@@ -40,7 +40,7 @@ def _checked_env(env: dict[str, str]) -> dict[str, str]:
 
 
 CheckedEnv = AfterValidator(_checked_env)
-"""What every map of environment variables is checked by; programs and shells get its names as they are."""
+"""The check of every map of environment variables; programs and shells get its names unchanged."""
 PlacementName = Literal["kubernetes", "slurm", "local"]
 """The drivers."""
 

@@ -55,7 +55,7 @@ ClaimState = Literal["Pending", "Bound", "Failed", "Released"]
 
 
 class SandboxShape(Record):
-    """What a sandbox must be started with; claims and warm sandboxes of one shape are exchangeable."""
+    """The settings a sandbox is started with; claims and warm sandboxes of one shape are exchangeable."""
 
     image: str = ""
     """Container image without `docker://`; empty: the installation's default."""

@@ -18,7 +18,7 @@ MAX_BATCH = 64
 
 
 class SandboxHandle(Record):
-    """Where a rollout's sandbox is; Run and Eval leases go only to workers of that `node`."""
+    """The place of a rollout's sandbox; Run and Eval leases go only to workers of that `node`."""
 
     provider: str
     id: str
@@ -73,18 +73,22 @@ class Lease(Record):
     sandbox: SandboxHandle | None = None
     backend: BackendAssignment | None = None
     carry: dict[str, Any] = Field(default_factory=dict)
-    """What the stage before left for this one (a handler's state; JSON, at most 1 MiB)."""
+    """The state that the stage before left for this one (a handler's state; JSON, at most 1 MiB)."""
     trajectory: Trajectory | None = None
     """Eval only: what Run recorded."""
 
 
 class LeaseResponse(Record):
+    """The leases that a worker gets; the list is empty where nothing waits."""
+
     leases: list[Lease]
     draining: bool = False
     """The job has ended: this worker may stop once its leases are done."""
 
 
 class LeaseRef(Record):
+    """One lease: a rollout and the fencing token under which it is held."""
+
     rollout: str
     token: int
 
@@ -102,8 +106,10 @@ class HeartbeatRequest(Record):
 
 
 class HeartbeatResponse(Record):
+    """What a worker has to give up."""
+
     lost: list[LeaseRef]
-    """Not yours any more (expired, or fenced off): stop and clean up."""
+    """Leases that have expired or are fenced off: the worker must stop and clean up."""
     cancelled: list[LeaseRef]
     """Cancelled rollouts: the worker must stop at once and release the sandbox."""
     orphans: list[str]
@@ -148,6 +154,8 @@ class StageResult(Record):
 
 
 class CompleteRequest(Record):
+    """Stages that came to a result."""
+
     worker: Annotated[str, Field(min_length=1, max_length=253)]
     results: Annotated[list[StageResult], Field(min_length=1, max_length=MAX_BATCH)]
 
@@ -161,15 +169,17 @@ class StageFailure(Record):
     reason: Annotated[str, Field(max_length=128)]
     message: Annotated[str, Field(max_length=4096)] = ""
     retryable: bool = True
-    """False: never worth another attempt (a malformed task, an unknown image)."""
+    """It is false where another attempt cannot succeed (a malformed task, an unknown image)."""
     return_to: StageName | None = None
     """`init` where the sandbox was lost or is dirty; default: the same stage."""
     counts: bool = True
-    """False for hand-overs (drain, preemption): does not raise `attempt`."""
+    """It is false for hand-overs (drain, preemption), which do not raise `attempt`."""
     times: StageTimes = Field(default_factory=StageTimes)
 
 
 class FailRequest(Record):
+    """Stages that did not come to a result."""
+
     worker: Annotated[str, Field(min_length=1, max_length=253)]
     failures: Annotated[list[StageFailure], Field(min_length=1, max_length=MAX_BATCH)]
 
@@ -178,13 +188,15 @@ Outcome = Literal["accepted", "repeated", "stale", "cancelled", "unknown"]
 
 
 class OutcomeItem(Record):
-    """`accepted`; `repeated`: the same completion came before, nothing changed; `stale`: fenced off."""
+    """The outcome of one result: `repeated` has come before and changes nothing; `stale` is fenced off."""
 
     rollout: str
     outcome: Outcome
 
 
 class OutcomeResponse(Record):
+    """The outcome of each result or failure that was sent."""
+
     outcomes: list[OutcomeItem]
 
 
@@ -196,7 +208,7 @@ class RouteRequest(Record):
     failed_url: str
     error: Annotated[str, Field(max_length=1024)] = ""
     blame: bool = True
-    """False: the backend did not fail (it is being updated, or drained), so its circuit is left alone.
+    """It is false where the backend did not fail (it is being updated, or drained) and its circuit stays.
     Only the backend that the rollout is assigned to is blamed, and once for each lease."""
 
 
@@ -204,9 +216,11 @@ NoBackend = Literal["", "BackendsFull", "PoolPaused", "WeightsUpdating", "NoBack
 
 
 class RouteResponse(Record):
+    """The backend on which a rollout continues."""
+
     backend: BackendAssignment | None
-    """It is None where no sandbox is available now; ask again after `retry_after` seconds."""
+    """It is None where no backend is available now; ask again after `retry_after` seconds."""
     retry_after: float = 1.0
     reason: NoBackend = ""
-    """Why there is none. Only `NoBackendReady` is a failure: the others pass when room comes, somebody
-    resumes the pool, or the update ends."""
+    """The reason why there is none. Only `NoBackendReady` is a failure: the others pass when there is room,
+    somebody resumes the pool, or the update ends."""

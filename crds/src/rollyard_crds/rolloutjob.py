@@ -46,7 +46,7 @@ _ONE_SOURCE = "give exactly one of 'url', 'inline', 'configMapRef' and 'stream: 
 
 
 class TaskSource(Model):
-    """Where tasks come from: exactly one of a file, an inline list, a ConfigMap, or a stream."""
+    """The source of the tasks: exactly one of a file, an inline list, a ConfigMap, or a stream."""
 
     model_config = ConfigDict(
         json_schema_extra=cel(
@@ -93,7 +93,7 @@ class AgentSpec(Model):
     """How calls are read from the model's text: an entry point of `rollyard.tool_parsers`. `auto`
     chooses by the model's chat template."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the model's chat template reads beside messages and tools, such as `enable_thinking: false`."""
+    """Variables of the model's chat template beside messages and tools, such as `enable_thinking: false`."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 20
     """Assistant turns; a rollout that needs more is evaluated as truncated."""
     max_context_tokens: Annotated[int, Field(ge=16, le=10_000_000)] = 8192
@@ -222,7 +222,7 @@ class EvalStageSpec(StageSpec):
     """`shared`: the sandbox that Run used, with all that it left. `fresh`: a new one that only Init has
     prepared, with what `carry` names. Default: `fresh` where `carry` is given, else what the handler says."""
     carry: EvalCarry | None = None
-    """What comes into a fresh sandbox. Default: no file, only what the policy submitted."""
+    """The files that are carried into a fresh sandbox. Default: none, only what the policy submitted."""
 
     @model_validator(mode="after")
     def _carried_into_a_fresh_one(self) -> EvalStageSpec:
@@ -297,7 +297,7 @@ class RolloutJobSpec(Model):
     max_policy_lag: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     """Weight updates that may come between a rollout's first sampled token and its last; default: any."""
     stale_rollouts: Literal["Restart", "Cancel"] = "Restart"
-    """What happens to a rollout that exceeds `maxPolicyLag`: it starts again, or ends as Cancelled."""
+    """The fate of a rollout that exceeds `maxPolicyLag`: it starts again, or ends as Cancelled."""
     placement: Annotated[PlacementName, Field(json_schema_extra=IMMUTABLE)] | None = None
     """The driver that runs the job, where the control plane has several; default: the one it came with."""
     backoff_limit: Annotated[int, Field(ge=0, le=10_000)] | None = None
@@ -352,7 +352,7 @@ class RolloutCounts(Model):
 
 
 class RolloutJobStatus(Model):
-    """How a job stands; nothing about single rollouts."""
+    """The status of a job, without single rollouts."""
 
     phase: Phase = "Pending"
     """For people; programs read the conditions."""
@@ -386,4 +386,4 @@ class RolloutJob(Model):
     spec: RolloutJobSpec
     """What is wanted."""
     status: RolloutJobStatus = Field(default_factory=RolloutJobStatus)
-    """How it stands; written by the driver and the control plane."""
+    """The status, which the driver and the control plane write."""

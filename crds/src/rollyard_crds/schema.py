@@ -131,6 +131,7 @@ class Column:
     wide: bool = False
 
     def to_json(self) -> JsonSchema:
+        """Returns the column as an entry of `additionalPrinterColumns`."""
         return {
             "name": self.name,
             "type": self.type,

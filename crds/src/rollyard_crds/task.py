@@ -54,7 +54,7 @@ class Message(Model):
 
 
 class TaskSandbox(Model):
-    """What this task adds to the job's sandbox; applied when the sandbox is handed out."""
+    """The additions of this task to the job's sandbox, which are applied when the sandbox is handed out."""
 
     image: Annotated[str, Field(max_length=1024)] | None = None
     """Instead of the job's image."""

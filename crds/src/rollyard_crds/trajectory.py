@@ -92,16 +92,20 @@ class StageTiming(Record):
 
 
 class Timings(Record):
+    """The time that a rollout spent in each stage, and what its Run time was spent on."""
+
     init: StageTiming = Field(default_factory=StageTiming)
     run: StageTiming = Field(default_factory=StageTiming)
     eval: StageTiming = Field(default_factory=StageTiming)
     model_seconds: float = 0.0
     tool_seconds: float = 0.0
     own_seconds: float = 0.0
-    """The rest of the Run stage: our own code."""
+    """The rest of the Run stage, which is spent in Rollyard's own code."""
 
 
 class SamplingRecord(Record):
+    """The parameters with which tokens were sampled."""
+
     temperature: float
     top_p: float
     top_k: int = -1
@@ -111,7 +115,7 @@ class SamplingRecord(Record):
 
 
 class Trajectory(Record):
-    """One rollout, ended. `reward` is null unless an evaluation gave it."""
+    """One rollout that has ended. `reward` is null unless an evaluation gave it."""
 
     id: str
     job: str
@@ -120,10 +124,10 @@ class Trajectory(Record):
     group_id: str
     sample_index: Annotated[int, Field(ge=0)]
     attempt: Annotated[int, Field(ge=0)] = 0
-    """Failures before this result (hand-overs and preemptions do not count)."""
+    """The number of failures before this result (hand-overs and preemptions do not count)."""
     status: TrajectoryStatus = "succeeded"
     reason: str = ""
-    """Why, where status is not succeeded: CamelCase."""
+    """The reason in CamelCase, where the status is not `succeeded`."""
     message: str = ""
     reward: float | None = None
     reward_components: dict[str, float] = Field(default_factory=dict)
@@ -145,4 +149,5 @@ class Trajectory(Record):
 
     @property
     def sampled_tokens(self) -> int:
+        """The number of tokens that the policy sampled, in all segments."""
         return sum(sum(segment.loss_mask) for segment in self.segments)

@@ -33,7 +33,7 @@ class LoraSource(Model):
 
 
 class WeightSource(Model):
-    """Where the new weights are: exactly one of the three."""
+    """The place of the new weights: exactly one of the three."""
 
     checkpoint: CheckpointSource | None = None
     """A checkpoint folder, which the servers load."""
@@ -77,14 +77,14 @@ class WeightUpdateRequest(Model):
     source: WeightSource
     """Where they are."""
     mode: PauseMode = "abort"
-    """What happens to requests in flight: `abort` returns their tokens so far, `wait` lets them end,
+    """The fate of requests in flight: `abort` returns their tokens so far, `wait` lets them end,
     `keep` freezes them and lets them continue with the new weights."""
     in_flight: Literal["continue", "restart"] = "continue"
     """Rollouts in Run continue from their tokens (partial rollout), or start again."""
     reference: LogprobReference | None = None
-    """What to verify against; default: a transformers forward pass where transformers is installed."""
+    """The values to verify against; default: a transformers forward pass where transformers is installed."""
     require_verified: bool = False
-    """True: an update that cannot be verified fails, instead of being marked `verified: false`."""
+    """If true, an update that cannot be verified fails, instead of being marked `verified: false`."""
 
 
 UpdateStep = Literal["Pending", "Pausing", "Loading", "Verifying", "Done", "Failed"]

@@ -162,7 +162,7 @@ def _token_text(value: Any) -> str:
 
 
 def _normalise(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What templates expect: text parts joined by newlines, tool-call arguments as objects; as vLLM does."""
+    """Messages as templates expect them: text parts joined by newlines, tool-call arguments as objects."""
     result = dict(message)
     content = result.get("content")
     if isinstance(content, list):

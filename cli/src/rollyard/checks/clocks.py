@@ -19,7 +19,7 @@ _STATUS_OFFSET = 40 if ctypes.sizeof(ctypes.c_long) == 8 else 20
 
 
 def is_synchronised() -> bool | None:
-    """Whether the kernel says that something keeps its clock right (adjtimex(2)); None: it does not tell."""
+    """Whether something keeps the kernel's clock right (adjtimex(2)); None where that is not known."""
     buffer = ctypes.create_string_buffer(_TIMEX_BYTES)
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)

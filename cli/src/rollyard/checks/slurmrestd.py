@@ -17,7 +17,7 @@ NAME = "slurmrestd"
 
 
 def check_slurmrestd(profile: Path | None, sockets: Iterable[Path] = SOCKETS) -> Finding | None:
-    """Whether it answers, and what it has; None: nothing names one, and none is there."""
+    """Checks whether slurmrestd answers; None where nothing names one and no socket of it exists."""
     from rollyard_slurm.errors import ProfileInvalid
     from rollyard_slurm.profile import RestProfile, load
 

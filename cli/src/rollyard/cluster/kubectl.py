@@ -25,6 +25,7 @@ class KubectlRefused(Exception):
 
     @property
     def forbidden(self) -> bool:
+        """Whether the cluster refused for lack of rights."""
         return "Forbidden" in str(self) or "forbidden" in str(self)
 
 

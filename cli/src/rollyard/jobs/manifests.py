@@ -20,7 +20,7 @@ MAX_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a check found: lines about what is good, and problems."""
+    """The findings of a check: lines about what is good, and problems."""
 
     good: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()

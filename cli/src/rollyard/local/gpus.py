@@ -14,7 +14,7 @@ _LISTED = re.compile(r"^GPU (\d+): ", re.MULTILINE)
 
 
 async def visible_gpus(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """What `CUDA_VISIBLE_DEVICES` names, else what `nvidia-smi -L` lists; none without either."""
+    """The GPUs that `CUDA_VISIBLE_DEVICES` names, else those that `nvidia-smi -L` lists."""
     named = env.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return tuple(part.strip() for part in named.split(",") if part.strip() not in ("", "-1"))

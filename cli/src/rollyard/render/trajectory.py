@@ -32,6 +32,7 @@ class LogprobStats:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> LogprobStats:
+        """Computes the statistics of some log-probabilities; all are zero where there are none."""
         if not values:
             return cls(0, 0.0, 0.0)
         return cls(len(values), sum(values) / len(values), min(values))

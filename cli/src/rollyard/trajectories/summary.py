@@ -23,10 +23,12 @@ class StageSummary:
 
     @property
     def mean_worked(self) -> float:
+        """Seconds of work of one rollout, on average."""
         return self.worked_seconds / self.rollouts if self.rollouts else 0.0
 
     @property
     def mean_queued(self) -> float:
+        """Seconds in the queue of one rollout, on average."""
         return self.queued_seconds / self.rollouts if self.rollouts else 0.0
 
 
@@ -49,10 +51,11 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
+        """Sampled tokens of all rollouts for each second of wall time."""
         return self.tokens_sampled / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """For summary.json; numbers rounded to what they are worth."""
+        """Returns the document of summary.json, whose numbers are rounded to meaningful digits."""
         document = asdict(self)
         document["wall_seconds"] = round(self.wall_seconds, 3)
         document["tokens_per_second"] = round(self.tokens_per_second, 1)

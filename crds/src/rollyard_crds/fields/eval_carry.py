@@ -1,4 +1,4 @@
-"""What Eval takes over from Run's sandbox into a fresh one."""
+"""The files that Eval takes over from Run's sandbox into a fresh one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _checked(path: str) -> str:
 
 
 class EvalCarry(Model):
-    """What comes into Eval's fresh sandbox from the one that Run used: named files, or all changes."""
+    """The files that Eval's fresh sandbox gets from the one that Run used: named files, or all changes."""
 
     model_config = ConfigDict(
         json_schema_extra=cel(
@@ -59,7 +59,7 @@ class EvalCarry(Model):
     ] = Field(default_factory=list)
     """Files and folders, relative to the work folder or below `/work/`; a missing one is left out."""
     diff: bool = False
-    """True: all that Run changed in the work folder, compared with a sandbox fresh from Init."""
+    """If true, everything that Run changed in the work folder, compared with a sandbox fresh from Init."""
     max_bytes: Annotated[int, Field(ge=1, le=MAX_CARRY_BYTES)] = 16 << 20
     """The limit of all carried files together, in bytes. A policy that leaves more is scored with 0."""
 

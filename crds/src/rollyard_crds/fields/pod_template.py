@@ -30,7 +30,7 @@ class PodResources(Model):
 
 
 class Placement(Model):
-    """Where a pod may run, and whose it is; as in Kubernetes' PodSpec."""
+    """The nodes where a pod may run and the account it runs as, as in Kubernetes' PodSpec."""
 
     labels: Annotated[dict[LabelKey, LabelValue], Field(max_length=32)] = Field(default_factory=dict)
     """Further labels of the pods."""

@@ -1,1 +1,1 @@
-"""What every package uses against hostile input and curious neighbours: text for logs, folders, tokens."""
+"""Protection against hostile input and curious neighbours: text for logs, private folders, tokens."""

@@ -1,4 +1,4 @@
-"""Which sequence computes when: continuous scheduling of many sequences over one model.
+"""The order in which sequences compute: continuous scheduling of many sequences over one model.
 
 Not thread-safe and without I/O: ``rollyard_engine.generation.thread`` runs it.
 """

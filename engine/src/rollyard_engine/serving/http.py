@@ -1,4 +1,4 @@
-"""What the routes share: reading bodies, writing JSON and streams, and noticing that a client has gone."""
+"""Helpers of the routes: they read bodies, write JSON and streams, and notice that a client has gone."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Outcome:
-    """How a command ended; the fields are those of `results.ExecResult`."""
+    """How a command ended; the fields are those of `client.results.ExecResult`."""
 
     __slots__ = (
         "cwd", "exit_code", "killed", "output", "seconds", "shell_restarted", "timed_out", "truncated_bytes",

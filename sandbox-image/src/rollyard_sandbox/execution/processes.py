@@ -113,7 +113,7 @@ def session_members(leader: int) -> list[Process]:
 
 
 def forked_by(shell: int) -> tuple[dict[int, int], dict[int, int]]:
-    """What runs below a shell, pid: process group.
+    """Finds the processes below a shell, as a map from pid to process group.
 
     Returns:
         The copies of the shell that have not become a program yet, and the programs that it started itself.

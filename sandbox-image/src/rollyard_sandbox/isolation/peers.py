@@ -1,4 +1,4 @@
-"""Who may connect: not the sandbox's own commands, where they could reach the server over the network."""
+"""Peers that may connect: the sandbox's own commands may not, where they could reach the server by TCP."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _LOOK_SECONDS = 2.0  # to add up what the sandbox's own files take on a full dis
 
 
 class Place:
-    """What an evaluation gets; the fields are those of `results.EvalPlace`."""
+    """The folders of an evaluation; the fields are those of `client.results.EvalPlace`."""
 
     __slots__ = ("folder", "home", "reward_file", "tmp")
 
@@ -111,7 +111,7 @@ class EvalPlaces:
         raise file_error(first, candidate.path)
 
     def sabotage(self) -> list[str]:
-        """What shows that programs of the sandbox have filled or locked folders; of each folder, in words.
+        """The evidence that programs of the sandbox have filled or locked folders: a text for each folder.
 
         A place may be made all the same, in another folder. What a test writes where it always wrote would
         fail, or would leave in its place what the policy put there.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 def bridge_home(given: Path | None) -> Home:
+    """The home that `--home` names, or the default one."""
     from rollyard_drivers.host.home import Home, default_home
     from rollyard_slurm.options import COMMAND
 

@@ -20,6 +20,7 @@ _END = "Ctrl-C ends bridge and Slurm jobs."
 
 
 def dry_run(options: BridgeOptions, files: tuple[Path, ...]) -> None:
+    """Prints the batch scripts of the manifests in `files`, or of a sample job; nothing is started."""
     import asyncio
 
     from rollyard_slurm.preview import sample_job, scripts
@@ -36,6 +37,7 @@ def _how(options: BridgeOptions) -> str:
 
 
 def run_here(options: BridgeOptions) -> None:
+    """Runs the bridge in this process until a signal ends it."""
     import asyncio
 
     from rollyard_drivers.loop.rest_store import RestStore
@@ -84,6 +86,12 @@ def arguments_again(ctx: click.Context) -> list[str]:
 
 
 def detach(ctx: click.Context, options: BridgeOptions) -> None:
+    """Starts the same command in the background, and waits until the bridge is ready.
+
+    Raises:
+        HomeInUse: a bridge runs on this home already.
+        StartFailed: the bridge ended, or was not ready within DETACH_SECONDS.
+    """
     from rollyard_drivers.host.home import read_json
 
     from rollyard import detached

@@ -13,11 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rollyard_slurm.calls.command_line import Commands, environment
-from rollyard_slurm.calls.rest import slurm
+from rollyard_slurm.calls.command_line import environment
+from rollyard_slurm.calls.protocol import SlurmCalls
+from rollyard_slurm.calls.rest import slurm_calls
 from rollyard_slurm.errors import SubmitRefused
 from rollyard_slurm.profile import RestProfile
-from rollyard_slurm.scripts.batch import Batch
+from rollyard_slurm.scripts.batch import BatchScript
 
 SECONDS = 240.0
 SHOWN = (
@@ -36,7 +37,7 @@ async def until(what: Callable[[], Any]) -> Any:
     return found
 
 
-def batch(home: Path, name: str, *more: tuple[str, str | None]) -> Batch:
+def batch(home: Path, name: str, *more: tuple[str, str | None]) -> BatchScript:
     """A script that notes what it hears, and whose child would end by any signal, and the script with it."""
     options = (
         ("job-name", "rollyard-x"), ("comment", "rollyard,instance=ab"), ("output", f"{home}/{name}-%j.log"),
@@ -51,10 +52,10 @@ def batch(home: Path, name: str, *more: tuple[str, str | None]) -> Batch:
         'kill -0 "$child" || exit 9',
         'echo "heard $heard"; kill "$child"; exit 5',
     )
-    return Batch(options, (), before, after)
+    return BatchScript(options, (), before, after)
 
 
-async def contract(commands: Commands, home: Path) -> dict[str, Any]:
+async def contract(commands: SlurmCalls, home: Path) -> dict[str, Any]:
     told: dict[str, Any] = {}
     asked = (("time", "7"), ("cpus-per-task", "2"), ("mem", "150M"), ("gres", "gpu:1"), ("exclude", "cn4"))
     job = await commands.submit(batch(home, "a", ("no-requeue", None), *asked))
@@ -115,7 +116,7 @@ async def _says(path: Path, words: str) -> bool:
 def main() -> None:
     how, home = sys.argv[1], Path(sys.argv[2])
     rest = None if how == "commands" else RestProfile(url=how)
-    print(json.dumps(asyncio.run(contract(slurm(rest, 20.0, environment(os.environ), home), home))))
+    print(json.dumps(asyncio.run(contract(slurm_calls(rest, 20.0, environment(os.environ), home), home))))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from rollyard_slurm.addresses import controller, is_loopback
-from rollyard_slurm.calls.command_line import CommandLine, environment
-from rollyard_slurm.errors import SlurmAway, SlurmError, SubmitRefused
-from rollyard_slurm.scheduling.poll_interval import BUSY_SECONDS, IDLE_SECONDS, Pace
-from rollyard_slurm.scripts.batch import Batch
+from rollyard_slurm.calls.command_line import SlurmCommands, environment
+from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
+from rollyard_slurm.scheduling.poll_interval import BUSY_SECONDS, IDLE_SECONDS, PollInterval
+from rollyard_slurm.scripts.batch import BatchScript
 from rollyard_testing.slurm_bridge.programs import Programs
 
-EMPTY = Batch((), (), (), ())
+EMPTY = BatchScript((), (), (), ())
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ async def test_a_refusal_says_why(programs: Programs) -> None:
 
 async def test_a_controller_away_is_no_refusal(programs: Programs) -> None:
     programs.write("sbatch", 'echo "sbatch: error: Unable to contact slurm controller (x)" >&2; exit 1')
-    with pytest.raises(SlurmAway) as trouble:
+    with pytest.raises(SlurmUnavailable) as trouble:
         await programs.commands().submit(EMPTY)
     assert not trouble.value.unsure
 
@@ -52,7 +52,7 @@ async def test_a_command_that_hangs_is_ended_with_its_children(
         # A child that holds the pipes open, as a site's wrapper may leave one.
         programs.write(name, f"trap '' TERM\nsleep 300 &\necho $! >{tmp_path}/child\nwait; wait")
     commands, began = programs.commands(timeout=0.5), time.monotonic()
-    with pytest.raises(SlurmAway, match=r"did not answer within 0\.5 s") as trouble:
+    with pytest.raises(SlurmUnavailable, match=r"did not answer within 0\.5 s") as trouble:
         await (commands.submit(EMPTY) if call == "submit" else commands.queue())
     assert trouble.value.unsure
     assert time.monotonic() - began < 10
@@ -64,17 +64,17 @@ async def test_a_command_that_hangs_is_ended_with_its_children(
 
 
 async def test_no_slurm_here(tmp_path: Path) -> None:
-    commands = CommandLine(5.0, environment(os.environ), str(tmp_path))
+    commands = SlurmCommands(5.0, environment(os.environ), str(tmp_path))
     with pytest.raises(SlurmError, match="no program 'squeue' on PATH: is this a Slurm login node"):
         await commands.queue()
 
 
 async def test_a_failing_squeue_is_no_empty_queue(programs: Programs) -> None:
     programs.write("squeue", 'echo "slurm_load_jobs error: Unexpected message received" >&2; exit 1')
-    with pytest.raises(SlurmAway, match="Unexpected message received"):
+    with pytest.raises(SlurmUnavailable, match="Unexpected message received"):
         await programs.commands().queue()
     programs.write("squeue", "echo hello")
-    with pytest.raises(SlurmAway, match="squeue printed 'hello'"):
+    with pytest.raises(SlurmUnavailable, match="squeue printed 'hello'"):
         await programs.commands().queue()
 
 
@@ -93,12 +93,12 @@ async def test_accounts_that_are_disabled_are_asked_once(programs: Programs) -> 
     programs.write("sacct", 'echo "Slurm accounting storage is disabled" >&2; exit 1')
     commands = programs.commands()
     assert [await commands.details(7), await commands.details(8)] == [None, None]
-    assert commands.load.runs == {"scontrol": 2, "sacct": 1}
+    assert commands.counts.runs == {"scontrol": 2, "sacct": 1}
 
 
 async def test_an_unknown_failure_of_scontrol_ends_no_job(programs: Programs) -> None:
     programs.write("scontrol", 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1')
-    with pytest.raises(SlurmAway):
+    with pytest.raises(SlurmUnavailable):
         await programs.commands().details(7)
 
 
@@ -143,22 +143,22 @@ def test_loopback() -> None:
     assert not is_loopback("fe80::1%eth0")
 
 
-def looks(pace: Pace, seconds: float, changed: bool, idle: bool = False, away: bool = False) -> int:
+def looks(pace: PollInterval, seconds: float, changed: bool, idle: bool = False, away: bool = False) -> int:
     """Looks within so many seconds, half a second a turn."""
     count, now = 0, pace.next
     end = now + seconds
     while now < end:
         if pace.due(now, changed):
             count += 1
-            pace.looked(now, changed, idle, away)
+            pace.polled(now, changed, idle, away)
         now += 0.5
     return count
 
 
 def test_slurm_is_asked_seldom_while_nothing_happens() -> None:
-    assert looks(Pace(), 60.0, changed=True) <= 61
-    quiet = Pace()
+    assert looks(PollInterval(), 60.0, changed=True) <= 61
+    quiet = PollInterval()
     looks(quiet, 60.0, changed=False)
     assert looks(quiet, 600.0, changed=False) <= 600 / BUSY_SECONDS + 1
     assert looks(quiet, 600.0, changed=False, idle=True) <= 600 / IDLE_SECONDS + 5
-    assert looks(Pace(), 600.0, changed=True, away=True) <= 600.0, "never more than once a second"
+    assert looks(PollInterval(), 600.0, changed=True, away=True) <= 600.0, "never more than once a second"

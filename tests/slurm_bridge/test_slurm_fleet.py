@@ -12,8 +12,8 @@ import pytest
 from rollyard_drivers.health.backend import BackendHealth
 from rollyard_drivers.reconcile.plan import Launch, Stop
 from rollyard_slurm.scheduling.avoided_nodes import AVOID_SECONDS
-from rollyard_slurm.scripts.batch import Site
-from rollyard_slurm.submissions.fleet import UNSURE_SECONDS
+from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.submitting import UNSURE_SECONDS
 from rollyard_testing.slurm_bridge.bench import Bench, job
 
 
@@ -291,7 +291,7 @@ async def test_a_job_that_slurm_forgot_is_started_again(bench: Bench) -> None:
     await bench.turns()
     del bench.slurm.queued[101]
     await bench.turns(1)
-    assert "Slurm does not know any more how it ended" in bench.said_of("Degraded")
+    assert "Slurm no longer knows how it ended" in bench.said_of("Degraded")
     await bench.turns(5)
     assert list(bench.slurm.queued) == [102]
 

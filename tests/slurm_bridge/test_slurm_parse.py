@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rollyard_slurm.profile import JobProfile
 from rollyard_slurm.readers import command_output, reasons
-from rollyard_slurm.readers.command_output import JobDetails, QueuedJob
+from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 from rollyard_slurm.scheduling.time_limits import ahead_seconds, ending, wants_successor
 
 SHOWN = """\
@@ -44,7 +44,7 @@ def shown(state: str, code: str = "0:0", used: str = "00:10:00", limit: str = "0
     ],
 )
 def test_durations(text: str, seconds: float | None) -> None:
-    assert command_output.seconds(text) == seconds
+    assert command_output.duration_seconds(text) == seconds
 
 
 def test_a_queue_with_strange_lines() -> None:
@@ -64,7 +64,7 @@ def test_a_queue_with_strange_lines() -> None:
 
 @pytest.mark.parametrize("text", ["slurm_load_jobs error: x", "7|RUNNING", "x|RUNNING|None|cn1|1|2|3|n|c"])
 def test_a_queue_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(command_output.Unreadable, match="squeue printed"):
+    with pytest.raises(Unreadable, match="squeue printed"):
         command_output.queue(text)
 
 
@@ -73,7 +73,7 @@ def test_details() -> None:
     assert (seen.id, seen.state, seen.exit_status, seen.exit_signal) == (12, "FAILED", 3, 0)
     assert (seen.used, seen.limit, seen.live) == (600.0, 3600.0, False)
     assert shown("PENDING").live
-    with pytest.raises(command_output.Unreadable):
+    with pytest.raises(Unreadable):
         command_output.details("slurm_load_jobs error")
 
 
@@ -93,7 +93,7 @@ def test_the_job_that_sbatch_names(text: str, job: int) -> None:
 
 
 def test_an_answer_without_a_job() -> None:
-    with pytest.raises(command_output.Unreadable):
+    with pytest.raises(Unreadable):
         command_output.submitted("hello\n")
 
 
@@ -146,7 +146,7 @@ def test_which_reasons_need_somebody(reason: str, blocked: bool) -> None:
 )  # fmt: skip
 def test_what_refusals_mean(stderr: str, limit: bool, away: bool) -> None:
     assert reasons.is_limit(stderr) == limit
-    assert reasons.is_away(stderr) == away
+    assert reasons.is_unavailable(stderr) == away
 
 
 def test_only_some_failures_leave_a_doubt() -> None:
@@ -231,6 +231,6 @@ def test_recorded_ends_are_judged(name: str, code: int | None, expected: bool) -
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.refused")), ids=lambda path: path.stem)
 def test_recorded_refusals_are_told_apart(path: Path) -> None:
     text = path.read_text()
-    assert reasons.is_away(text) == path.stem.startswith("away")
+    assert reasons.is_unavailable(text) == path.stem.startswith("away")
     assert not reasons.is_limit(text)
     assert reasons.shorter(text)

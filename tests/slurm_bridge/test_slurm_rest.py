@@ -17,18 +17,18 @@ import pytest
 from rollyard_slurm.bridge import rest_of
 from rollyard_slurm.calls.command_line import environment
 from rollyard_slurm.calls.rest import RestCalls
-from rollyard_slurm.errors import ProfileInvalid, SlurmAway, SlurmError, SubmitRefused
+from rollyard_slurm.errors import ProfileInvalid, SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.options import BridgeOptions
 from rollyard_slurm.preview import sample_job, scripts
 from rollyard_slurm.profile import RestProfile, SiteProfile, load
 from rollyard_slurm.readers import job_json
-from rollyard_slurm.readers.command_output import JobDetails, Unreadable
+from rollyard_slurm.readers.jobs import JobDetails, Unreadable
 from rollyard_slurm.scripts import job_fields
-from rollyard_slurm.scripts.batch import Batch
+from rollyard_slurm.scripts.batch import BatchScript
 from rollyard_testing.slurm_bridge.fakerestd import Restd
 
 DATA = Path(__file__).parent / "data"
-BATCH = Batch(
+BATCH = BatchScript(
     (
         ("job-name", "rollyard-x"),
         ("comment", "rollyard,instance=ab"),
@@ -140,7 +140,7 @@ def test_a_suspended_job_uses_none_of_its_time() -> None:
 
 
 def test_fields_of_v38_are_sbatch_s_words() -> None:
-    options = [*BATCH.options, *job_fields.further(BATCH.further)]
+    options = [*BATCH.options, *job_fields.sbatch_options(BATCH.further)]
     assert job_fields.fields(options, {"A": "b c"}, 38) == {
         "name": "rollyard-x", "comment": "rollyard,instance=ab", "no_requeue": True, "nodes": "1",
         "tasks": "1",
@@ -152,7 +152,7 @@ def test_fields_of_v38_are_sbatch_s_words() -> None:
 
 
 def test_fields_of_later_versions_have_types() -> None:
-    options = [*BATCH.options, *job_fields.further(BATCH.further)]
+    options = [*BATCH.options, *job_fields.sbatch_options(BATCH.further)]
     made = job_fields.fields(options, {"A": "b c"}, 42)
     assert made == {
         "name": "rollyard-x", "comment": "rollyard,instance=ab", "requeue": False, "tasks": 1,
@@ -179,7 +179,7 @@ def test_fields_of_later_versions_have_types() -> None:
             "rest: {url: 'unix:/s'}\nworkers: {sbatch: [--switches=1]}",
             r"workers\.sbatch: --switches cannot be",
         ),
-        ("rest: {url: 'unix:/s'}\nsbatch: [-Lx]", "-Lx cannot be said to slurmrestd"),
+        ("rest: {url: 'unix:/s'}\nsbatch: [-Lx]", "-Lx cannot be passed to slurmrestd"),
         ("rest: {url: 'unix:/s'}\nsbatch: [--licenses]", "--licenses takes a value"),
     ],
 )
@@ -235,8 +235,8 @@ async def test_calls(socket: Path, tmp_path: Path, version: int, flags: bool) ->
             assert (tmp_path / "signals" / str(running)).read_text() == "USR1\n"
         await slurm.cancel([running, 999])
         assert restd.calls[-1][:2] == ("DELETE", f"/slurm/v0.0.{version}/job/999")
-        assert str(slurm.load).startswith("Slurm was asked ")
-        assert slurm.load.runs["submit"] == slurm.load.runs["openapi"] == 1
+        assert str(slurm.counts).startswith("Slurm was asked ")
+        assert slurm.counts.runs["submit"] == slurm.counts.runs["openapi"] == 1
 
 
 async def test_files_of_jobs_that_ended_are_removed_and_time_is_told_once(
@@ -287,12 +287,12 @@ async def test_a_server_that_breaks(
         slurm = calls(socket, tmp_path, timeout=0.5 if broken == "hang" else 20.0)
         await slurm.queue()
         restd.broken = broken
-        with pytest.raises(SlurmAway, match=words) as trouble:
+        with pytest.raises(SlurmUnavailable, match=words) as trouble:
             await slurm.submit(BATCH)
         assert trouble.value.unsure == unsure
-        with pytest.raises(SlurmAway):
+        with pytest.raises(SlurmUnavailable):
             await slurm.queue()
-        with pytest.raises(SlurmAway):
+        with pytest.raises(SlurmUnavailable):
             await slurm.details(7)
         restd.broken = ""
         assert await slurm.submit(BATCH) == 42
@@ -304,13 +304,13 @@ async def test_a_server_that_goes_and_comes_back_as_another(socket: Path, tmp_pa
         slurm.server.check()
         await slurm.queue()
     socket.unlink(missing_ok=True)
-    with pytest.raises(SlurmAway, match="cannot be reached") as trouble:
+    with pytest.raises(SlurmUnavailable, match="cannot be reached") as trouble:
         await slurm.submit(BATCH)
     assert not trouble.value.unsure
     with pytest.raises(SlurmError, match=r"rest\.url: there is no socket .*does slurmrestd run here"):
         slurm.server.check()
     async with Restd(socket, version=42, flags=True):
-        with pytest.raises(SlurmAway):
+        with pytest.raises(SlurmUnavailable):
             await slurm.queue()  # the old version's paths are gone
         assert await slurm.queue() == []
 
@@ -352,7 +352,7 @@ async def test_a_token_that_expires_and_is_renewed(
     async with Restd(socket, token=new) as restd:
         slurm = calls(socket, tmp_path, token_file=str(file))
         with pytest.raises(
-            SlurmAway, match=r"does not take the token in .*jwt, which has expired"
+            SlurmUnavailable, match=r"does not take the token in .*jwt, which has expired"
         ) as trouble:
             await slurm.queue()
         assert not trouble.value.unsure
@@ -360,12 +360,12 @@ async def test_a_token_that_expires_and_is_renewed(
         assert await slurm.queue() == []
         assert await slurm.submit(BATCH) == 42
         file.write_text(jwt(700))
-        with pytest.raises(SlurmAway, match="it may have expired"):
+        with pytest.raises(SlurmUnavailable, match="it may have expired"):
             await slurm.queue()
         said = caplog.text + str(trouble.value) + json.dumps(restd.calls)
         assert old not in said
         assert new not in said
-        with pytest.raises(SlurmAway, match="a call without a token"):
+        with pytest.raises(SlurmUnavailable, match="a call without a token"):
             await calls(socket, tmp_path).queue()
 
 
@@ -384,7 +384,7 @@ async def test_a_token_s_file_is_the_user_s_alone(socket: Path, tmp_path: Path) 
                 file.chmod(mode)
             with pytest.raises(SlurmError, match=f"rest.tokenFile: .*{words}"):
                 slurm.server.check()
-            with pytest.raises(SlurmAway, match=r"rest\.tokenFile"):
+            with pytest.raises(SlurmUnavailable, match=r"rest\.tokenFile"):
                 await slurm.queue()
 
 
@@ -421,7 +421,7 @@ def test_the_last_bridge_s_slurmrestd_is_remembered() -> None:
 
 async def hears(socket: Path, home: Path, job: int, words: str, limit: str | None) -> int:
     """A script as v0.0.38 gets it, run here: its exit status when its file says this."""
-    batch = Batch(
+    batch = BatchScript(
         (("signal", "B:USR1@59"), *((("time", limit),) if limit is not None else ())),
         (),
         ("trap 'exit 3' USR1", "trap 'exit 4' USR2"),
@@ -443,7 +443,7 @@ async def hears(socket: Path, home: Path, job: int, words: str, limit: str | Non
             while not (home / "signals" / str(job)).exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             if words:
-                slurm._tell(job, words)
+                slurm._write(job, words)
             return await child.wait()
     finally:
         with contextlib.suppress(ProcessLookupError):

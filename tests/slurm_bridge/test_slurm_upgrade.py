@@ -17,8 +17,8 @@ from rollyard_slurm.bridge import Bridge
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.options import BridgeOptions, reconcile_profile
 from rollyard_slurm.profile import SiteProfile, load
-from rollyard_slurm.readers import job_identity
-from rollyard_slurm.scripts.batch import Site
+from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.records import Records
 from rollyard_slurm.submissions.submission import Submission
 from rollyard_testing.slurm_bridge.bench import Bench
@@ -37,7 +37,7 @@ async def test_a_profile_of_an_earlier_version_may_ask_for_salloc(tmp_path: Path
     said: list[str] = []
     options = BridgeOptions(tmp_path / "h", listen="192.0.2.1", profile=load(path))
     bridge = Bridge(
-        options, lambda url, token, tls: pytest.fail("it starts"), say=said.append, commands=FakeSlurm()
+        options, lambda url, token, tls: pytest.fail("it starts"), say=said.append, calls=FakeSlurm()
     )
     with pytest.raises(SlurmError, match=r"192\.0\.2\.1: is no address of this host"):
         await bridge.run()
@@ -65,7 +65,7 @@ def test_the_comment_of_a_job_is_as_it_was(earlier: list[Submission]) -> None:
         "uid=12345678-aaaa,workload=qs-worker-0,hash=be9103a4bce0a3db,restarts=2"
     )
     (workload,) = {one.workload for one in earlier if one.launch == "aaaaaaaaaaaa"}
-    assert job_identity.identity(workload, "abcd1234", "aaaaaaaaaaaa", 2).comment == comment
+    assert JobIdentity.of(workload, "abcd1234", "aaaaaaaaaaaa", 2).comment == comment
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ async def test_a_worker_that_salloc_began_is_found_again_and_cancelled_in_time(t
         (bench.site.home / "submissions" / "aaaaaaaaaaaa.json").write_text(json.dumps(record))
         bench.slurm.last = 100
         bench.begin()
-        who = job_identity.identity(bench.fleet.jobs[0].workload, "abcd1234", "aaaaaaaaaaaa", 2)
+        who = JobIdentity.of(bench.fleet.jobs[0].workload, "abcd1234", "aaaaaaaaaaaa", 2)
         assert bench.slurm.take(f"#SBATCH --comment={who.comment}\n") == 101
         bench.slurm.run(101)
         await bench.turns(60)

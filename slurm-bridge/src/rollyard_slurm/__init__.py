@@ -1,1 +1,1 @@
-"""The Slurm driver: stage workers and backends as sbatch jobs, and the daemon that keeps them."""
+"""The Slurm driver: stage workers and backends as Slurm jobs, and the daemon that keeps them."""

@@ -1,4 +1,4 @@
-"""The cluster around the bridge: which Slurm it is, and the address by which its nodes reach this host."""
+"""Addresses in the cluster: the controller, and the address of this host by which the nodes reach it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rollyard_slurm.node import source_address
 
 _CONTROLLER = re.compile(r"^(?:SlurmctldHost\[0\]|ControlAddr|ControlMachine)\s*=\s*(\S+)", re.MULTILINE)
 SLURMCTLD_PORT = 6817
+"""The controller's usual port; only the route to it matters, and nothing is sent."""
 
 
 def _ask(arguments: Sequence[str], timeout: float, env: Mapping[str, str]) -> str:
@@ -37,7 +38,7 @@ def _ask(arguments: Sequence[str], timeout: float, env: Mapping[str, str]) -> st
 
 
 def controller(config: str) -> str:
-    """Address of the controller in `scontrol show config`; empty if it names none."""
+    """Returns the controller's address in the output of `scontrol show config`; empty where it names none."""
     match = _CONTROLLER.search(config)
     if match is None:
         return ""
@@ -46,7 +47,7 @@ def controller(config: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Returns whether only this machine reaches an address."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -54,7 +55,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(timeout: float, env: Mapping[str, str]) -> str:
-    """The address of this host in the cluster's network: from which it reaches controller and nodes.
+    """Returns the address of this host in the cluster's network, by which it reaches controller and nodes.
 
     Raises:
         SlurmError: Slurm does not answer, or no address is found.
@@ -62,18 +63,19 @@ def own_address(timeout: float, env: Mapping[str, str]) -> str:
     hosts = [controller(_ask(["scontrol", "show", "config"], timeout, env))]
     found = toward(hosts)
     if not found or is_loopback(found):
-        # The controller runs here: a node decides.
+        # The controller runs on this host, so that the way to a node decides.
         nodes = _ask(["sinfo", "--noheader", "--format=%o"], timeout, env).split()
         found = toward(nodes[:1]) or found
     if not found:
         raise SlurmError(
-            "the address by which the nodes reach this host cannot be told; give it with --listen ADDRESS"
+            "the address by which the nodes reach this host cannot be determined; give it with "
+            "--listen ADDRESS"
         )
     return found
 
 
 def toward(hosts: Sequence[str]) -> str:
-    """This host's address on the way to the first of them that there is a way to; empty: to none."""
+    """Returns this host's address on the route to the first reachable host; empty where none is reachable."""
     for host in hosts:
         try:
             if host:
@@ -84,10 +86,10 @@ def toward(hosts: Sequence[str]) -> str:
 
 
 def checked_address(text: str) -> str:
-    """An address that this host can listen on.
+    """Returns an address after checking that this host can listen on it.
 
     Raises:
-        SlurmError: it is none of this host's.
+        SlurmError: It is not an address of this host.
     """
     try:
         found = socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM)[0]

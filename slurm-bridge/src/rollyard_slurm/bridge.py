@@ -1,8 +1,8 @@
 """The bridge: a control plane, and the reconcile loop with Slurm as its driver.
 
-Its state is the home folder: the control plane's database, one file for each sbatch job, and
-the identity of the home, which every job carries in its comment. A bridge that was killed
-finds all of it again.
+The state of a bridge is its home folder: the database of the control plane, one file for each Slurm job, and
+the identity of the home, which every job carries in its comment. A bridge that was killed finds all of it
+again when it is started.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from rollyard_drivers.reconcile.plan import Owner
 
 from rollyard_slurm import logs
 from rollyard_slurm.addresses import checked_address, own_address
-from rollyard_slurm.calls.command_line import Commands, environment
-from rollyard_slurm.calls.rest import RestCalls, slurm
-from rollyard_slurm.errors import SlurmAway, SlurmError
+from rollyard_slurm.calls.command_line import environment
+from rollyard_slurm.calls.protocol import SlurmCalls
+from rollyard_slurm.calls.rest import RestCalls, slurm_calls
+from rollyard_slurm.errors import SlurmError, SlurmUnavailable
 from rollyard_slurm.node import base_url
 from rollyard_slurm.options import (
     CA_NAME,
@@ -51,33 +52,36 @@ from rollyard_slurm.options import (
 )
 from rollyard_slurm.private_files import write_private
 from rollyard_slurm.profile import RestProfile
-from rollyard_slurm.scheduling.poll_interval import Pace
-from rollyard_slurm.scripts.batch import Site
-from rollyard_slurm.submissions.fleet import Fleet
+from rollyard_slurm.scheduling.poll_interval import PollInterval
+from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.workloads import SlurmWorkloads
 
 TURN_SECONDS = 0.5
 WORKER_GRACE_SECONDS = 20.0
 BACKEND_GRACE_SECONDS = 5.0
 END_SECONDS = 60.0
-"""For Slurm to end what was cancelled."""
+"""The time that Slurm has to end the jobs that were cancelled."""
 PLANE_GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the bridge tells when it runs."""
+    """What the bridge reports once it runs."""
 
     url: str
     home: Home
     found: int
-    """Slurm jobs of an earlier run that go on."""
+    """The number of Slurm jobs of an earlier run that continue."""
 
 
 class Bridge:
-    """Runs one home until it is told to stop.
+    """Runs one home until it is stopped.
 
     Args:
-        commands: Slurm; default: its commands, or slurmrestd where the profile names one.
+        make_store: Makes the client of the control plane from its URL, a token and the authorities to trust.
+        on_ready: Is called once the bridge runs.
+        say: Is called with lines for the user of the bridge.
+        calls: The calls to Slurm; default: its commands, or slurmrestd where the profile names one.
     """
 
     def __init__(
@@ -86,31 +90,31 @@ class Bridge:
         make_store: Callable[[str, str, ssl.SSLContext | None], Store],
         on_ready: Callable[[Ready], None] = lambda ready: None,
         say: Callable[[str], None] = lambda line: None,
-        commands: Commands | None = None,
+        calls: SlurmCalls | None = None,
     ) -> None:
         self._options = options
         self._make_store = make_store
         self._on_ready = on_ready
         self._say = say
         self._env = environment(os.environ, options.profile.pass_env)
-        self._commands = commands or slurm(options.profile.rest, options.timeout, self._env, options.home)
+        self._calls = calls or slurm_calls(options.profile.rest, options.timeout, self._env, options.home)
         self._home = Home(options.home, COMMAND)
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._keep_jobs = False
 
     def stop(self, keep_jobs: bool) -> None:
-        """Ends `run`. With `keep_jobs` the Slurm jobs go on, for the next bridge on this home."""
+        """Ends `run`; with `keep_jobs`, the Slurm jobs continue until the next bridge finds them."""
         self._keep_jobs = keep_jobs
         self._stop.set()
 
     async def run(self) -> None:
-        """Holds the home, starts the control plane, reconciles until stopped.
+        """Locks the home, starts the control plane, and reconciles until it is stopped.
 
         Raises:
-            HomeInUse: another bridge runs on this home.
-            StartFailed: the control plane does not become ready.
-            SlurmError: this host's address in the cluster cannot be told.
+            HomeInUse: Another bridge runs on this home.
+            StartFailed: The control plane does not become ready.
+            SlurmError: The address of this host in the cluster cannot be determined.
         """
         with self._home.locked():
             sweep(self._home.pids)
@@ -125,10 +129,12 @@ class Bridge:
                 self._home.supervisor_file.unlink(missing_ok=True)
 
     def _trusted(self) -> ssl.SSLContext | None:
-        """Whom `https:` is to be trusted for; the workers get a copy, since nodes may not see what was given.
+        """Returns the authorities to trust for `https:`, and copies their file for the workers.
+
+        The nodes may not see the file that was given.
 
         Raises:
-            StartFailed: the file cannot be read, holds no certificate, or cannot be copied.
+            StartFailed: The file cannot be read, holds no certificate, or cannot be copied.
         """
         given = self._options.ca_file
         if given is None:
@@ -146,45 +152,45 @@ class Bridge:
         instance = str(known.get("instance") or secrets.token_hex(4))
         if options.profile.asks_for_salloc:
             self._say("`start: salloc` has no effect any more: every job is submitted by sbatch")
-        if isinstance(self._commands, RestCalls):
-            self._commands.server.check()
+        if isinstance(self._calls, RestCalls):
+            self._calls.server.check()
             try:
-                await self._commands.server.api()
-            except SlurmAway as trouble:
+                await self._calls.server.api()
+            except SlurmUnavailable as trouble:
                 self._say(f"Slurm does not answer: {trouble}")
         plane, advertised = await self._plane(http, int(known.get("port") or 0))
-        fleet: Fleet | None = None
+        workloads: SlurmWorkloads | None = None
         store: Store | None = None
         try:
             if not await unless_stopped(plane.start(), self._stop):
                 return
             url = plane.url if not advertised else base_url(advertised, plane.port)
-            told: dict[str, Any] = {
+            known_next: dict[str, Any] = {
                 "instance": instance,
                 "url": url,
                 "port": plane.port,
                 "host": socket.gethostname(),
             }
             if options.join:
-                told["serves"] = served(options.namespaces)
+                known_next["serves"] = served(options.namespaces)
             if options.profile.rest is not None:
-                told["rest"] = options.profile.rest.model_dump(exclude_none=True)
-            write_json(self._home.root / "bridge.json", told)
+                known_next["rest"] = options.profile.rest.model_dump(exclude_none=True)
+            write_json(self._home.root / "bridge.json", known_next)
             site = self._site(instance, url)
             token_of, wake = self._token_of(plane), self._wake.set
-            fleet = Fleet(site, self._commands, http, token_of, wake, self._say)
+            workloads = SlurmWorkloads(site, self._calls, http, token_of, wake, self._say)
             token = plane.token("driver" if options.join else "admin")
             store = self._make_store(plane.url, token, trusted)
             for pool in options.pools:
                 await replace_pool(store, pool)
             if not options.join:
                 self._home.write_context(plane.url)
-            write_json(self._home.root / "bridge.json", {**told, "pid": os.getpid()})
-            self._on_ready(Ready(plane.url, self._home, len(fleet.jobs)))
+            write_json(self._home.root / "bridge.json", {**known_next, "pid": os.getpid()})
+            self._on_ready(Ready(plane.url, self._home, len(workloads.jobs)))
             profile = reconcile_profile(site, options.max_jobs)
             driver = Driver(
                 store,
-                fleet,
+                workloads,
                 profile,
                 lambda trouble: self._say(f"trouble: {trouble}"),
                 takes=options.serves,
@@ -193,27 +199,27 @@ class Bridge:
             )
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
-                turning = group.create_task(self._loop(driver, fleet), name="reconcile")
+                turning = group.create_task(self._loop(driver, workloads), name="reconcile")
                 watching = group.create_task(store.watch(self._wake.set), name="new jobs")
                 await self._stop.wait()
                 watching.cancel()
                 turning.cancel()
                 await asyncio.wait([turning])
                 if not self._keep_jobs:
-                    await self._end(fleet)
+                    await self._end(workloads)
                 keeping.cancel()
-            load = getattr(self._commands, "load", None)
-            if load is not None:
-                self._say(str(load))
+            counts = getattr(self._calls, "counts", None)
+            if counts is not None:
+                self._say(str(counts))
         finally:
-            if fleet is not None:
-                await fleet.close()
+            if workloads is not None:
+                await workloads.close()
             await plane.stop(PLANE_GRACE_SECONDS)
             if store is not None:
                 await store.close()
 
     async def _plane(self, http: httpx.AsyncClient, port: int) -> tuple[HostedControlPlane, str]:
-        """The control plane, and the host that nodes are told if it is not the one of its URL."""
+        """Returns the control plane, and the host by which nodes reach it; empty: that of its URL."""
         options = self._options
         if options.join:
             if options.tokens is None:
@@ -231,11 +237,11 @@ class Bridge:
             ), ""
         if options.listen:
             listen = checked_address(options.listen)
-        elif isinstance(self._commands, RestCalls):
-            listen = await self._commands.address()
+        elif isinstance(self._calls, RestCalls):
+            listen = await self._calls.address()
         else:
             listen = await asyncio.to_thread(own_address, options.timeout, self._env)
-        # Workers that run were told the port: it stays the home's.
+        # Running workers know the port of the last run, so that the home keeps it.
         settings = ControlPlaneSettings(listen, options.port or port, options.lease_seconds)
         return ControlPlaneProcess(self._home, settings, http), options.advertise or listen
 
@@ -259,26 +265,27 @@ class Bridge:
     def _token_of(self, plane: HostedControlPlane) -> Callable[[Owner], str]:
         return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name, owner.uid)
 
-    async def _loop(self, driver: Driver, fleet: Fleet) -> None:
-        pace, clock, pruned = Pace(), asyncio.get_running_loop().time, float("-inf")
+    async def _loop(self, driver: Driver, workloads: SlurmWorkloads) -> None:
+        interval, clock, pruned = PollInterval(), asyncio.get_running_loop().time, float("-inf")
         trouble = ""
         while True:
             self._wake.clear()
             now = datetime.now(UTC)
             try:
-                fleet.find_endpoints()
-                if pace.due(clock(), fleet.changed):
-                    fleet.changed = False
-                    await fleet.look(now)
-                    pace.looked(clock(), fleet.changed, idle=not fleet.jobs, away=bool(fleet.away))
-                if fleet.ready:
+                workloads.find_endpoints()
+                if interval.due(clock(), workloads.changed):
+                    workloads.clear_changed()
+                    await workloads.poll(now)
+                    interval.polled(clock(), workloads.changed, not workloads.jobs, bool(workloads.trouble))
+                if workloads.ready:
                     await driver.run_pass(now)
-                    await fleet.act(now)
+                    await workloads.act(now)
                 if clock() - pruned > logs.EVERY_SECONDS:
                     pruned = clock()
-                    await asyncio.to_thread(logs.prune, self._home.logs, fleet.logs())
+                    await asyncio.to_thread(logs.prune, self._home.logs, workloads.logs())
             except OSError as error:
-                # A full disk, a quota, a file server that is away: what runs goes on.
+                # The disk is full, a quota is reached, or the file server does not answer: what runs
+                # continues.
                 if str(error) != trouble:
                     trouble = str(error)
                     self._say(f"trouble: {error.filename or 'the home'}: {error.strerror or error}")
@@ -288,63 +295,63 @@ class Bridge:
                 async with asyncio.timeout(TURN_SECONDS):
                     await self._wake.wait()
 
-    async def _end(self, fleet: Fleet) -> None:
-        """Ends every job of this home, workers first: they hand over what they hold."""
+    async def _end(self, workloads: SlurmWorkloads) -> None:
+        """Ends every job of this home, and the workers first, so that they hand over what they hold."""
         for kind, grace in (("stage-worker", WORKER_GRACE_SECONDS), ("backend", BACKEND_GRACE_SECONDS)):
-            left = await end_jobs(fleet, kind, grace)
+            left = await end_jobs(workloads, kind, grace)
             if left:
                 numbers = ", ".join(str(one) for one in left)
                 self._say(f"Slurm has not ended these jobs yet: {numbers}; `scancel` was sent")
 
 
-async def end_jobs(fleet: Fleet, kind: str, grace: float) -> list[int]:
-    """Drains and cancels every job of a kind; the numbers of those that Slurm has not ended in time."""
+async def end_jobs(workloads: SlurmWorkloads, kind: str, grace: float) -> list[int]:
+    """Drains and cancels every job of a kind; returns those that Slurm has not ended in time."""
     clock = asyncio.get_running_loop().time
-    fleet.stop_kind(kind, grace, datetime.now(UTC))
+    workloads.stop_kind(kind, grace, datetime.now(UTC))
     deadline, delay = clock() + grace + END_SECONDS, 0.2
-    while fleet.left(kind) and clock() < deadline:
+    while workloads.left(kind) and clock() < deadline:
         now = datetime.now(UTC)
-        await fleet.look(now)
-        if fleet.left(kind):
-            await fleet.act(now)
+        await workloads.poll(now)
+        if workloads.left(kind):
+            await workloads.act(now)
             await asyncio.sleep(delay)
             delay = min(2.0, delay * 1.5)
-    return [one.job for one in fleet.left(kind) if one.job is not None]
+    return [one.job for one in workloads.left(kind) if one.job is not None]
 
 
 def rest_of(known: dict[str, Any]) -> RestProfile | None:
-    """The slurmrestd that the last bridge of a home used, by its `bridge.json`."""
+    """Returns the slurmrestd that the last bridge of a home used, according to its `bridge.json`."""
     return RestProfile.model_validate(known["rest"]) if "rest" in known else None
 
 
 async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None]) -> int:
-    """Ends the Slurm jobs of a home on which no bridge runs; how many there were.
+    """Ends the Slurm jobs of a home on which no bridge runs, and returns how many there were.
 
     Raises:
-        SlurmError: Slurm does not answer, or some of them do not end.
+        SlurmError: Slurm does not answer, or some jobs do not end.
     """
     known = read_json(home.root / "bridge.json") or {}
     if "instance" not in known:
         return 0
-    commands = slurm(
+    calls = slurm_calls(
         rest_of(known), options.timeout, environment(os.environ, options.profile.pass_env), home.root
     )
     site = Site(home.root, str(known["instance"]), str(known["url"]), options.profile)
     async with httpx.AsyncClient(trust_env=False) as http:
-        fleet = Fleet(site, commands, http, lambda owner: "", lambda: None, say)
-        await fleet.look(datetime.now(UTC))
-        if fleet.away:
-            raise SlurmError(f"Slurm does not answer: {fleet.away}")
-        count = len(fleet.jobs)
-        left = [*await end_jobs(fleet, "stage-worker", 0.0), *await end_jobs(fleet, "backend", 0.0)]
-        await fleet.close()
+        workloads = SlurmWorkloads(site, calls, http, lambda owner: "", lambda: None, say)
+        await workloads.poll(datetime.now(UTC))
+        if workloads.trouble:
+            raise SlurmError(f"Slurm does not answer: {workloads.trouble}")
+        count = len(workloads.jobs)
+        left = [*await end_jobs(workloads, "stage-worker", 0.0), *await end_jobs(workloads, "backend", 0.0)]
+        await workloads.close()
     if left:
         raise SlurmError(f"Slurm has not ended these jobs yet: {', '.join(map(str, left))}")
     return count
 
 
 def install_signals(bridge: Bridge) -> None:
-    """SIGINT (Ctrl-C, `down`) ends bridge and jobs; SIGTERM and a closed terminal leave the jobs."""
+    """Lets SIGINT (Ctrl-C, `down`) end bridge and jobs, and SIGTERM and SIGHUP the bridge alone."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, bridge.stop, False)
     loop.add_signal_handler(signal.SIGTERM, bridge.stop, True)

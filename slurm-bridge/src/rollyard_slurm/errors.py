@@ -1,4 +1,4 @@
-"""What can go wrong between the bridge and Slurm."""
+"""The exceptions of the bridge, each with a stable reason."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from rollyard_drivers.host.errors import HostError
 
 
 class ProfileInvalid(HostError):
-    """A profile file cannot be used; the message names file and field."""
+    """A profile cannot be used; the message names the file and the field."""
 
     reason = "ProfileInvalid"
 
 
 class SlurmError(HostError):
-    """A Slurm command did not do what it was asked for."""
+    """A call to Slurm failed."""
 
     reason = "SlurmError"
 
 
-class SlurmAway(SlurmError):
-    """The controller does not answer, or a command took too long. What was known stays valid.
+class SlurmUnavailable(SlurmError):
+    """The controller does not answer, or a call took too long; what was known before stays valid.
 
     Args:
-        unsure: the command may have had its effect all the same.
+        unsure: The call may nevertheless have had its effect.
     """
 
     reason = "SlurmAway"
@@ -41,8 +41,9 @@ class SubmitRefused(SlurmError):
     """sbatch, or slurmrestd, refused a job.
 
     Args:
-        limit: a limit of the site (jobs of a user, of an account): there will be room again.
-        by: who said so.
+        limit: The job was refused for a limit of the site, such as the jobs of a user: it may be accepted
+            later.
+        by: The program that refused it.
     """
 
     reason = "SubmitRefused"

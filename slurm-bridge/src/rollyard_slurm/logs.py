@@ -1,4 +1,4 @@
-"""The logs of Slurm jobs in a home: the newest are kept."""
+"""The logs of Slurm jobs in a home, of which the newest are kept."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from collections.abc import Collection
 from pathlib import Path
 
 KEPT = 500
+"""The number of logs that are kept."""
 EVERY_SECONDS = 600.0
+"""The time between two removals of old logs."""
 
 
 def prune(folder: Path, living: Collection[Path], kept: int = KEPT) -> int:
-    """Removes all but the newest logs; those of jobs that run stay. How many went.
+    """Removes all but the newest logs, and returns how many it removed.
+
+    Args:
+        living: The logs of jobs that run; they are never removed.
 
     Raises:
-        OSError: the folder cannot be read.
+        OSError: The folder cannot be read.
     """
     found = []
     for path in folder.glob("*-*.log"):

@@ -1,8 +1,8 @@
-"""`python -m rollyard_slurm.node`: starts a backend on a node, and tells where it answers.
+"""`python -m rollyard_slurm.node` starts a backend on a node and announces where it answers.
 
-The address is the one by which this node reaches the control plane: there the workers, and the
-bridge's health checks, come from. The port is a free one; whoever loses the race for it ends, and
-is started again with another.
+The address is the one by which this node reaches the control plane, because workers and the bridge's health
+checks reach the node from there. The port is a free one. A backend that loses the race for its port ends,
+and is started again with another one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rollyard_slurm.scripts.placeholders import HOST, PORT
 
 
 def source_address(host: str, port: int) -> str:
-    """The address of this machine that packets to `host` leave from; nothing is sent.
+    """Returns the address of this machine from which packets to `host` leave; nothing is sent.
 
     Raises:
-        OSError: there is no such host, or no way to it.
+        OSError: There is no such host, or no route to it.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -32,7 +32,7 @@ def source_address(host: str, port: int) -> str:
 
 
 def free_port(host: str) -> int:
-    """A port that nothing listens on now."""
+    """Returns a port on which nothing listens now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as probe:
         port: int = probe.getsockname()[1]
@@ -40,7 +40,7 @@ def free_port(host: str) -> int:
 
 
 def command_for(command: list[str], host: str, port: int) -> tuple[list[str], int]:
-    """The command with host and port put in, and the port that it will listen on."""
+    """Returns the command with host and port filled in, and the port on which it will listen."""
     filled = [word.replace(HOST, host).replace(PORT, str(port)) for word in command]
     chosen = port
     for place, word in enumerate(filled):
@@ -52,20 +52,22 @@ def command_for(command: list[str], host: str, port: int) -> tuple[list[str], in
 
 
 def base_url(host: str, port: int) -> str:
-    """Where it answers."""
+    """Returns the URL of a server."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the endpoint file and becomes the command; 2 where that cannot be."""
+    """Writes the endpoint file and becomes the command; returns an exit status where it cannot."""
     parser = argparse.ArgumentParser(prog="python -m rollyard_slurm.node", description=__doc__)
-    parser.add_argument("--endpoint", type=Path, required=True, help="file that tells where it answers")
+    parser.add_argument(
+        "--endpoint", type=Path, required=True, help="file that says where the backend answers"
+    )
     parser.add_argument("--toward", required=True, help="the control plane's URL")
     parser.add_argument("command", nargs="+")
     given = parser.parse_args(argv)
     toward = urlsplit(given.toward)
     try:
-        # A control plane on a Unix socket: everything is on this node.
+        # With a control plane on a Unix socket, everything is on this node.
         local = toward.scheme == "http+unix"
         host = "127.0.0.1" if local else source_address(toward.hostname or "", toward.port or 80)
         command, port = command_for(given.command, host, free_port(host))

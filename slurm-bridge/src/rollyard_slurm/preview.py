@@ -1,4 +1,4 @@
-"""`--dry-run`: the batch scripts that jobs and pools would become, and the fields for slurmrestd."""
+"""Previews for `--dry-run`: the batch scripts of jobs and pools, and the fields for slurmrestd."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from rollyard_drivers.reconcile.job import job_workloads
 from rollyard_drivers.reconcile.pool import pool_workloads
 
 from rollyard_slurm.calls.command_line import environment
-from rollyard_slurm.calls.rest import RestCalls, slurm
-from rollyard_slurm.errors import SlurmAway
+from rollyard_slurm.calls.rest import RestCalls, slurm_calls
+from rollyard_slurm.errors import SlurmUnavailable
 from rollyard_slurm.node import base_url
 from rollyard_slurm.options import CA_NAME, SOCKET_NAME, UNIX, BridgeOptions, reconcile_profile
-from rollyard_slurm.readers.job_identity import identity
-from rollyard_slurm.scripts.batch import Batch, Site, batch_script
+from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.scripts.batch import BatchScript, batch_script
+from rollyard_slurm.scripts.site import Site
 
 
 def sample_job() -> RolloutJob:
-    """A job as plain as can be, for the script of its worker."""
+    """Returns a minimal job, for the script of its worker."""
     spec = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}}
     return RolloutJob.model_validate({"metadata": {"name": "sample"}, "spec": spec})
 
@@ -34,8 +35,9 @@ def _url(options: BridgeOptions) -> str:
     return base_url(options.advertise or options.listen or "BRIDGE-ADDRESS", options.port or 8765)
 
 
-def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[Batch]:
-    """What each worker and backend becomes. What is not known yet, such as a port, is a sample."""
+def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[BatchScript]:
+    """Returns the batch script of each worker and backend; what is not known yet, such as a port, is a
+    sample."""
     site = Site(
         home=options.home,
         instance="00000000",
@@ -52,35 +54,36 @@ def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) 
             job_workloads(thing, profile) if isinstance(thing, RolloutJob) else pool_workloads(thing, profile)
         )
         made += [
-            batch_script(one, site, identity(one, site.instance, "000000000000", 0)) for one in workloads
+            batch_script(one, site, JobIdentity.of(one, site.instance, "000000000000", 0))
+            for one in workloads
         ]
     return made
 
 
 async def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[str]:
-    """The text of each script; with slurmrestd, which is asked for its version, the fields beside it.
+    """Returns the text of each script, and with slurmrestd, which is asked for its version, also the fields.
 
     Raises:
-        SlurmError: slurmrestd does not have the version that is wanted.
+        SlurmError: slurmrestd does not have the wanted version.
     """
     made = batches(options, things)
-    commands = slurm(
+    calls = slurm_calls(
         options.profile.rest, options.timeout, environment(os.environ, options.profile.pass_env), options.home
     )
-    if not isinstance(commands, RestCalls):
+    if not isinstance(calls, RestCalls):
         return [one.text() for one in made]
-    told = []
+    texts = []
     for one in made:
         try:
-            body = await commands.fields(one)
-            version = (await commands.server.api()).version
-        except SlurmAway as trouble:
-            told.append(f"{one.text()}\n# fields for slurmrestd: not known: {trouble}\n")
+            body = await calls.fields(one)
+            version = (await calls.server.api()).version
+        except SlurmUnavailable as trouble:
+            texts.append(f"{one.text()}\n# fields for slurmrestd: not known: {trouble}\n")
             continue
-        # What the job inherits is the user's own affair, and this may be shown around.
+        # The environment may hold private values, and users may show the preview to others.
         job = {name: value for name, value in body["job"].items() if name != "environment"}
         text = json.dumps(job, indent=2)
-        told.append(
+        texts.append(
             f"{body['script']}\n# fields for slurmrestd (v0.0.{version}), beside an environment:\n{text}\n"
         )
-    return told
+    return texts

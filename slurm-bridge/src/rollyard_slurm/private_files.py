@@ -1,4 +1,4 @@
-"""Files on storage that the nodes share and only the user reads, such as the token of one job's workers."""
+"""Private files on storage that the nodes share, such as the token of one job's workers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes it whole or not at all, mode 0600 in a folder of mode 0700; nothing if it stands there.
+    """Writes a file whole or not at all, with mode 0600 in a folder of mode 0700.
+
+    Nothing is written where the file holds the text already.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:

@@ -1,4 +1,4 @@
-"""The profile of a site: what every sbatch script of ours asks for, and does first."""
+"""The profile of a site: what every batch script asks Slurm for, and what it does first."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rollyard_crds.base import Model
 from rollyard_crds.reading.manifest import describe
 
 from rollyard_slurm.errors import ProfileInvalid
-from rollyard_slurm.readers.command_output import seconds
+from rollyard_slurm.readers.command_output import duration_seconds
 from rollyard_slurm.scripts import job_fields
 
 SIGNAL_SECONDS = 90
-"""Before the time limit; a drain, a hand-over and the end of the sandboxes fit in."""
+"""The default for `signalSeconds`, into which a drain, a hand-over and the end of the sandboxes fit."""
 Word = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\s]+$")]
 Line = Annotated[str, Field(max_length=4096, pattern=r"^[^\n]*$")]
 Words = Annotated[list[Word], Field(max_length=64)]
@@ -29,56 +29,56 @@ _OURS = (
 
 
 class JobProfile(Model):
-    """What one kind of job asks Slurm for. What is left out is the site's own default."""
+    """What one kind of job asks Slurm for; the site's own defaults apply to what is left out."""
 
     partition: Word | None = None
-    """One or several, with commas between: Slurm takes the one that starts first."""
+    """One partition, or several separated by commas, of which Slurm takes the one that starts first."""
     account: Word | None = None
     """The account that is charged."""
     qos: Word | None = None
-    """Quality of service."""
+    """The quality of service."""
     reservation: Word | None = None
-    """Reservation to run in."""
+    """The reservation to run in."""
     wckey: Word | None = None
-    """Workload characterization key, for the site's accounts."""
+    """The workload characterization key, for the site's accounts."""
     constraint: Line | None = None
-    """Node features, as sbatch takes them."""
+    """The features of nodes, as sbatch takes them."""
     exclude: Word | None = None
-    """Nodes to stay away from."""
+    """The nodes to exclude."""
     time_limit: str | None = None
     """`MINUTES`, `HOURS:MINUTES:SECONDS` or `DAYS-HOURS:MINUTES:SECONDS`; default: the partition's."""
     cpus: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """CPUs of the job."""
+    """The CPUs of the job."""
     memory: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
-    """Memory of the job, as `8G`; 0: the node's whole memory. Sandboxes share the workers'. Default: 2G,
-    and the site's own for vLLM."""
+    """The memory of the job, such as `8G`; 0: the node's whole memory. Sandboxes share that of the workers.
+    The default is 2G, and the site's own for vLLM."""
     gres: Line | None = None
-    """Generic resources; `{gpus}` stands for the number that a backend asks for."""
+    """The generic resources; `{gpus}` stands for the number that a backend asks for."""
     exclusive: bool | None = None
-    """Nodes of its own."""
+    """Whether the job has its nodes for itself."""
     requeue: bool | None = None
-    """Whether Slurm itself may start a job anew after its node failed or it was preempted; default: true."""
+    """Whether Slurm itself may restart a job after its node failed or it was preempted; default: true."""
     start: Literal["sbatch", "salloc"] | None = None
     """It has no effect: every job is submitted by sbatch. Profiles of earlier versions may hold it."""
     sbatch: Words = Field(default_factory=list)
-    """Further options of sbatch, as `--licenses=matlab:1`."""
+    """Further options of sbatch, such as `--licenses=matlab:1`."""
     prolog: Annotated[list[Line], Field(max_length=64)] = Field(default_factory=list)
-    """Shell lines before our program, such as `module load apptainer`."""
+    """Shell lines before the program, such as `module load apptainer`."""
     env: Annotated[dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Line], Field(max_length=128)] = (
         Field(default_factory=dict)
     )
-    """Environment of the job; common and special ones are joined."""
+    """The environment of the job; that of all jobs and that of its kind are joined."""
     python: Word | None = None
-    """Python with Rollyard on the nodes; default: the bridge's own."""
+    """The Python with Rollyard on the nodes; default: the bridge's own."""
     signal_seconds: Annotated[int, Field(ge=5, le=3600)] | None = None
-    """So long before its time limit a job begins to wind up; Slurm may be 60 s early. Default: 90."""
+    """A job begins to drain this long before its time limit; Slurm may be 60 s early. Default: 90."""
     ahead_seconds: Annotated[int, Field(ge=10, le=86_400)] | None = None
-    """A successor is submitted so long before the time limit; default: 600, at most half of the limit."""
+    """A successor is submitted this long before the time limit; default: 600, at most half of the limit."""
 
     @field_validator("time_limit")
     @classmethod
     def _readable(cls, value: str | None) -> str | None:
-        if value is not None and not seconds(value):
+        if value is not None and not duration_seconds(value):
             raise ValueError("must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
         return value
 
@@ -95,26 +95,26 @@ class JobProfile(Model):
 
 
 class WorkersProfile(JobProfile):
-    """Stage workers."""
+    """What stage workers ask for."""
 
     run_dir: Annotated[str, Field(pattern=r"^/[^\s]*$", max_length=40)] = "/tmp"
-    """Node-local folder for the sandboxes' files and sockets; short, since sockets' paths are limited."""
+    """The node-local folder for sandboxes' files and sockets; short, because sockets' paths are limited."""
     drain_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
-    """Rollouts that a worker holds when it winds up may go on so long before they are handed over."""
+    """A draining worker hands over the rollouts that it still holds after this time."""
     max_sandboxes: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Rollouts on a node that have a sandbox; default: a worker's places of Run and Eval and twice those of
-    Init, so that the next ones are ready early."""
+    """The rollouts on a node that have a sandbox; default: a worker's places of Run and Eval and twice those
+    of Init, so that the next ones are ready early."""
 
 
 class BackendsProfile(JobProfile):
-    """Inference backends."""
+    """What inference backends ask for."""
 
     image: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """vLLM: SIF, folder or `docker://` image that it runs in; default: the program on the node."""
+    """The SIF, folder or `docker://` image in which vLLM runs; default: the program on the node."""
     apptainer: Words = Field(default_factory=lambda: ["apptainer"])
-    """Program (and options before `exec`) for `image`."""
+    """The program for `image`, and its options before `exec`."""
     exec_options: Words = Field(default_factory=list)
-    """Options of `exec`, such as `--bind=/models`; `--nv` is added where GPUs are asked for."""
+    """The options of `exec`, such as `--bind=/models`; `--nv` is added where GPUs are asked for."""
 
 
 class RestProfile(Model):
@@ -123,11 +123,11 @@ class RestProfile(Model):
     url: Annotated[str, Field(min_length=1, max_length=1024)]
     """`unix:/PATH`, `http://HOST:PORT` or `https://HOST:PORT`."""
     token_file: Annotated[str, Field(pattern=r"^/", max_length=4096)] | None = None
-    """File with a token (JWT) that the user alone can read; none: a Unix socket that knows who asks."""
+    """A file with a token (JWT) that only the user can read; not needed for a socket that knows its users."""
     version: Annotated[str, Field(pattern=r"^v0\.0\.\d+$")] | None = None
-    """Version of its API; default: the newest that is known here, of those that it says it has."""
+    """The version of its API; default: the newest known one of those that it has."""
     user: Word | None = None
-    """Whose the token is; default: who runs the bridge."""
+    """The user of the token; default: the user of the bridge."""
 
     @field_validator("url")
     @classmethod
@@ -142,7 +142,7 @@ class RestProfile(Model):
 
     @property
     def socket(self) -> Path | None:
-        """The Unix socket; None: it is reached by TCP."""
+        """The Unix socket; None: slurmrestd is reached by TCP."""
         return Path(self.url.removeprefix("unix:")) if self.url.startswith("unix:") else None
 
 
@@ -155,7 +155,7 @@ class SiteProfile(JobProfile):
     workers: WorkersProfile = Field(default_factory=WorkersProfile)
     backends: BackendsProfile = Field(default_factory=BackendsProfile)
     pass_env: Words = Field(default_factory=list)
-    """Names of variables that Slurm's commands and the jobs inherit of the bridge's environment."""
+    """The variables that Slurm's commands and the jobs inherit from the bridge's environment."""
 
     @model_validator(mode="after")
     def _drains_in_time(self) -> SiteProfile:
@@ -168,7 +168,7 @@ class SiteProfile(JobProfile):
         return self
 
     @model_validator(mode="after")
-    def _sayable(self) -> SiteProfile:
+    def _has_fields(self) -> SiteProfile:
         if self.rest is not None:
             for where, options in (
                 ("sbatch", self.sbatch),
@@ -176,7 +176,7 @@ class SiteProfile(JobProfile):
                 ("backends.sbatch", self.backends.sbatch),
             ):
                 try:
-                    job_fields.further(options)
+                    job_fields.sbatch_options(options)
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from error
         return self
@@ -187,7 +187,7 @@ class SiteProfile(JobProfile):
         return "salloc" in (self.start, self.workers.start, self.backends.start)
 
     def of(self, kind: str) -> JobProfile:
-        """The profile of one kind of job: its own fields before the common ones."""
+        """Returns the profile of one kind of job, whose own fields precede the common ones."""
         own = self.backends if kind == "backend" else self.workers
         joined: dict[str, Any] = {}
         for name in JobProfile.model_fields:
@@ -202,10 +202,10 @@ class SiteProfile(JobProfile):
 
 
 def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProfile:
-    """The profile in a YAML file, with what the command line says on top.
+    """Reads the profile in a YAML file; options of the command line override its fields.
 
     Raises:
-        ProfileInvalid: it cannot be read, or a field is wrong.
+        ProfileInvalid: The file cannot be read, or a field is wrong.
     """
     document: Any = {}
     if path is not None:
@@ -225,7 +225,7 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProf
         if made.rest is not None and "rest" in chosen:
             chosen["rest"] = {**made.rest.model_dump(exclude_none=True), **chosen["rest"]}
         if chosen:
-            # What was said on the command line counts for every kind of job.
+            # Options of the command line count for every kind of job.
             cleared = {name: None for name in chosen if name in JobProfile.model_fields}
             made = made.model_copy(
                 update={

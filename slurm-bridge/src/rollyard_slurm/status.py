@@ -1,4 +1,4 @@
-"""`rollyard slurm-bridge status`: the bridge of a home and its Slurm jobs, as lines for people."""
+"""The lines of `rollyard slurm-bridge status`: the bridge of a home and its Slurm jobs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from rollyard_drivers.host.home import Home, read_json
 
 from rollyard_slurm.bridge import rest_of
 from rollyard_slurm.calls.command_line import environment
-from rollyard_slurm.calls.rest import slurm
+from rollyard_slurm.calls.rest import slurm_calls
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.options import DEFAULT_TIMEOUT
-from rollyard_slurm.readers import job_identity
+from rollyard_slurm.readers.job_identity import JobIdentity
 
 
 async def overview(home: Home) -> list[str]:
-    """What runs. A Slurm that does not answer is said in a line."""
+    """Returns lines about what runs; where Slurm does not answer, a line says so."""
     known, running = read_json(home.root / "bridge.json"), home.supervisor()
     if known is None:
         return [f"no bridge has run on {home.root}"]
@@ -23,14 +23,14 @@ async def overview(home: Home) -> list[str]:
     lines = [f"bridge   {where} (home {home.root}, instance {known['instance']})"]
     if "serves" in known:
         lines.append(f"serves   {known['serves']}")
-    commands = slurm(rest_of(known), DEFAULT_TIMEOUT, environment(os.environ), home.root, keeps=False)
+    calls = slurm_calls(rest_of(known), DEFAULT_TIMEOUT, environment(os.environ), home.root, keeps=False)
     try:
-        listed = await commands.queue()
+        listed = await calls.queue()
     except SlurmError as error:
         return [*lines, f"jobs     not known: {error}"]
     rows = [("JOB", "STATE", "TIME LEFT", "NODE OR REASON", "FOR", "WORKLOAD")]
     for job in listed:
-        who = job_identity.parse(job.comment)
+        who = JobIdentity.parse(job.comment)
         if who is None or who.instance != known["instance"]:
             continue
         left = "-" if job.left is None else f"{job.left / 60:.0f} min"

@@ -34,11 +34,11 @@ def check_slurmrestd(profile: Path | None, sockets: Iterable[Path] = SOCKETS) ->
 
 
 def _asked(wanted: RestProfile, needed: bool) -> Finding:
-    from rollyard_slurm.calls.call_counts import Load
-    from rollyard_slurm.calls.slurmrestd import Server
+    from rollyard_slurm.calls.call_counts import CallCounts
+    from rollyard_slurm.calls.slurmrestd import SlurmrestdClient
     from rollyard_slurm.errors import SlurmError
 
-    server = Server(wanted, TIMEOUT_SECONDS, Load())
+    server = SlurmrestdClient(wanted, TIMEOUT_SECONDS, CallCounts())
     try:
         server.check()
         api = asyncio.run(server.api())

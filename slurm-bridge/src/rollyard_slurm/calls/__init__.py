@@ -1,1 +1,1 @@
-"""Calls to Slurm: by its own commands, or by slurmrestd."""
+"""Calls to Slurm, by its own commands or by slurmrestd."""

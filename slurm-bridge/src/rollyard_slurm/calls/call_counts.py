@@ -1,4 +1,4 @@
-"""How often Slurm was asked."""
+"""Counts of the calls to Slurm, which show the load that a bridge puts on the controller."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Load:
-    """How often each command, or call, was run, and how long all took."""
+class CallCounts:
+    """How often each command or call was made, and how long all of them took together."""
 
     runs: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     since: float = field(default_factory=time.monotonic)
+
+    def count(self, name: str) -> None:
+        """Counts one call."""
+        self.runs[name] = self.runs.get(name, 0) + 1
 
     def __str__(self) -> str:
         count, minutes = sum(self.runs.values()), max(1.0, time.monotonic() - self.since) / 60.0

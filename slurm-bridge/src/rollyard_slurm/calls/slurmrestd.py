@@ -1,4 +1,4 @@
-"""slurmrestd over HTTP: where it is, which API it has, and as whom it is asked."""
+"""A client of slurmrestd: its address, its version of the API, and the credentials of the user."""
 
 from __future__ import annotations
 
@@ -18,75 +18,76 @@ from typing import Any
 
 import httpx
 
-from rollyard_slurm.calls.call_counts import Load
-from rollyard_slurm.errors import SlurmAway, SlurmError
+from rollyard_slurm.calls.call_counts import CallCounts
+from rollyard_slurm.errors import SlurmError, SlurmUnavailable
 from rollyard_slurm.profile import RestProfile
 from rollyard_slurm.readers import job_json, reasons
 
 OLDEST, NEWEST = 38, 46
-"""v0.0.38 (Slurm 22.05) to v0.0.46 (26.05): of those that a server has the newest is used."""
+"""v0.0.38 (Slurm 22.05) to v0.0.46 (26.05): the newest of those that a server has is used."""
 MAX_BYTES = 256 * 2**20
-"""Of an answer: the list of jobs has everybody's, some kilobytes each."""
+"""The largest answer: the list of jobs has every user's, with some kilobytes each."""
 CLOCK_SECONDS = 600.0
-"""So long the difference of the clocks is taken to be the same."""
+"""The time for which a measured difference of the clocks is used."""
 _VERSIONS = re.compile(r"^/slurm/(v0\.0\.(\d+))/job/submit$")
 _AUTH = re.compile(r"authenticat|credential|not authorized|unauthorized", re.IGNORECASE)
 _TOKEN = re.compile(r"[\w.~+/=-]{1,16384}", re.ASCII)
 _COMMUNICATION = range(1800, 1807)
-"""Slurm's error numbers of a controller that does not answer."""
+"""Slurm's error numbers for a controller that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What the server has."""
+    """The API of the server."""
 
     version: int
-    """38: v0.0.38."""
+    """The last part of the version: 38 is v0.0.38."""
     signals_batch: bool
-    """It can signal a batch script alone."""
+    """Whether it can signal a batch script alone."""
     ahead: float
-    """Seconds that the controller's clock is ahead of this host's."""
+    """Seconds by which the controller's clock is ahead of this host's."""
     measured: float
+    """The monotonic time at which `ahead` was measured."""
 
     def now(self) -> float:
-        """Seconds since the epoch on the controller's clock."""
+        """Returns the seconds since the epoch on the controller's clock."""
         return time.time() + self.ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back."""
+    """The answer to one call."""
 
     status: int
     document: Any
-    """Of its JSON; None: it is none."""
+    """The decoded JSON; None: the answer is not JSON."""
     numbers: list[int]
     """Slurm's error numbers."""
     words: str
-    """Slurm's complaint; empty: there is none."""
+    """Slurm's error message; empty: there is none."""
 
 
-class Server:
-    """One slurmrestd.
+class SlurmrestdClient:
+    """A client of one slurmrestd.
 
     Args:
-        timeout: seconds for one call.
-        load: counts the calls.
+        timeout: Seconds for one call.
+        counts: Counts the calls.
     """
 
-    def __init__(self, wanted: RestProfile, timeout: float, load: Load) -> None:
+    def __init__(self, wanted: RestProfile, timeout: float, counts: CallCounts) -> None:
         self.url = wanted.url
         self._wanted = wanted
         self._timeout = timeout
-        self._load = load
+        self._counts = counts
         self._api: Api | None = None
         self._tls: ssl.SSLContext | None = None
 
     def check(self) -> None:
-        """What can be told without asking it.
+        """Checks what can be checked without a call.
 
         Raises:
-            SlurmError: there is no such socket, or the token's file cannot be used.
+            SlurmError: There is no such socket, or the file with the token cannot be used.
         """
         path = self._wanted.socket
         if path is not None:
@@ -97,29 +98,29 @@ class Server:
                 raise SlurmError(
                     f"rest.url: there is no socket {path} ({error.strerror}): does slurmrestd run here?"
                 ) from error
-        self._identity()
+        self._credentials()
 
     async def api(self) -> Api:
-        """What the server has; asked once, and again after it did not know a call.
+        """Returns the API of the server; the server is asked once, and again after it did not know a call.
 
         Raises:
-            SlurmAway: it does not answer.
-            SlurmError: it does not have the version that is wanted, or none that is known.
+            SlurmUnavailable: The server does not answer.
+            SlurmError: The server does not have the wanted version, or has none that is known.
         """
         if self._api is None:
             answer = await self._call("GET", "/openapi/v3", {}, None, "openapi")
             if answer.status != 200 or not isinstance(answer.document, dict):
-                raise self._away(answer, "openapi")
+                raise self._unavailable(answer, "openapi")
             version, signals = _chosen(answer.document, self._wanted.version, self.url)
             self._api = Api(version, signals, 0.0, float("-inf"))
         if time.monotonic() > self._api.measured + CLOCK_SECONDS:
             path = f"/slurm/v0.0.{self._api.version}/diag"
             answer = await self._call("GET", path, {}, None, "diag")
             if answer.status != 200 or answer.words:
-                raise self._away(answer, "diag")
-            told = job_json.number((answer.document or {}).get("statistics", {}).get("req_time"))
-            ahead = 0.0 if told is None else told - time.time()
-            # The controller says whole seconds.
+                raise self._unavailable(answer, "diag")
+            controller_time = job_json.number((answer.document or {}).get("statistics", {}).get("req_time"))
+            ahead = 0.0 if controller_time is None else controller_time - time.time()
+            # The controller answers in whole seconds.
             ahead = 0.0 if abs(ahead) < 2.0 else ahead
             self._api = Api(self._api.version, self._api.signals_batch, ahead, time.monotonic())
         return self._api
@@ -132,30 +133,35 @@ class Server:
         query: Mapping[str, str] | None = None,
         body: Any = None,
     ) -> Answer:
-        """One call below `/slurm/VERSION`; `name` is what it is counted as.
+        """Makes one call below `/slurm/VERSION`.
+
+        Args:
+            name: The name under which the call is counted.
 
         Raises:
-            SlurmAway: no answer, or one that says that the controller does not answer, or that the token
-                is not taken.
+            SlurmUnavailable: There is no answer, the controller does not answer, or the token is not
+                accepted.
         """
         version = (await self.api()).version
         answer = await self._call(method, f"/slurm/v0.0.{version}{path}", query or {}, body, name)
-        if answer.document is None or answer.status in (401, 403) or self._means_away(answer):
-            raise self._away(answer, name)
+        if answer.document is None or answer.status in (401, 403) or self._says_unavailable(answer):
+            raise self._unavailable(answer, name)
         return answer
 
-    def _means_away(self, answer: Answer) -> bool:
+    def _says_unavailable(self, answer: Answer) -> bool:
         communication = any(number in _COMMUNICATION for number in answer.numbers)
-        return communication or reasons.is_away(answer.words) or _AUTH.search(answer.words) is not None
+        return communication or reasons.is_unavailable(answer.words) or _AUTH.search(answer.words) is not None
 
-    def _away(self, answer: Answer, name: str) -> SlurmAway:
+    def _unavailable(self, answer: Answer, name: str) -> SlurmUnavailable:
         if answer.status == 404 and answer.document is None:
-            self._api = None  # another Slurm than before, perhaps: its versions are asked for again
+            self._api = None  # perhaps Slurm was upgraded: its versions are asked for again
         if answer.status in (401, 403) or _AUTH.search(answer.words):
-            return SlurmAway(f"slurmrestd does not take {self._who()}: {answer.words or answer.status}")
+            return SlurmUnavailable(
+                f"slurmrestd does not take {self._who()}: {answer.words or answer.status}"
+            )
         words = answer.words or f"HTTP status {answer.status}"
         unsure = answer.status == 504 or reasons.is_unsure(words)
-        return SlurmAway(f"slurmrestd ({name}): {words}", unsure)
+        return SlurmUnavailable(f"slurmrestd ({name}): {words}", unsure)
 
     def _who(self) -> str:
         file = self._wanted.token_file
@@ -170,8 +176,8 @@ class Server:
             return f"the token in {file}, which has expired ({when} UTC)"
         return f"the token in {file}; it may have expired"
 
-    def _identity(self) -> dict[str, str]:
-        """The headers that say who asks. The file is read for each call: tokens are renewed."""
+    def _credentials(self) -> dict[str, str]:
+        """Returns the headers with the credentials; the token is read for each call: it may be renewed."""
         if self._wanted.token_file is None:
             return {}
         user = self._wanted.user or pwd.getpwuid(os.getuid()).pw_name
@@ -179,23 +185,25 @@ class Server:
 
     async def _call(self, method: str, path: str, query: Mapping[str, str], body: Any, name: str) -> Answer:
         try:
-            headers = self._identity()
+            headers = self._credentials()
         except SlurmError as error:
-            raise SlurmAway(str(error)) from None
+            raise SlurmUnavailable(str(error)) from None
         began = time.monotonic()
-        self._load.runs[name] = self._load.runs.get(name, 0) + 1
+        self._counts.count(name)
         try:
             async with asyncio.timeout(self._timeout):
                 status, content = await self._exchange(method, path, query, body, headers)
         except TimeoutError:
-            raise SlurmAway(f"slurmrestd did not answer within {self._timeout:g} s", unsure=True) from None
+            raise SlurmUnavailable(
+                f"slurmrestd did not answer within {self._timeout:g} s", unsure=True
+            ) from None
         except (httpx.ConnectError, httpx.UnsupportedProtocol) as error:
-            raise SlurmAway(f"slurmrestd at {self.url} cannot be reached: {error}") from None
+            raise SlurmUnavailable(f"slurmrestd at {self.url} cannot be reached: {error}") from None
         except httpx.HTTPError as error:
             words = str(error) or type(error).__name__
-            raise SlurmAway(f"slurmrestd broke off: {words}", unsure=True) from None
+            raise SlurmUnavailable(f"slurmrestd broke off: {words}", unsure=True) from None
         finally:
-            self._load.seconds += time.monotonic() - began
+            self._counts.seconds += time.monotonic() - began
         return await _read(status, content)
 
     async def _exchange(
@@ -204,10 +212,11 @@ class Server:
         socket = self._wanted.socket
         if self._tls is None:
             secure = self.url.startswith("https:")
-            # Reading the certificates takes a while: once, and only where they are used.
+            # The certificates are read once, and only where they are used, because reading them takes a
+            # while.
             self._tls = httpx.create_ssl_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # A connection for each call: one that is kept may be gone when it is used again, and then nobody
-        # knows whether a job was submitted.
+        # Each call has a connection of its own: a kept connection may be gone when it is used again, and then
+        # it is unknown whether a job was submitted.
         carrier = httpx.AsyncHTTPTransport(
             verify=self._tls, uds=None if socket is None else str(socket), trust_env=False
         )
@@ -224,14 +233,14 @@ class Server:
             async for chunk in response.aiter_bytes():
                 size += len(chunk)
                 if size > MAX_BYTES:
-                    raise SlurmAway(f"slurmrestd answers with more than {MAX_BYTES >> 20} MiB")
+                    raise SlurmUnavailable(f"slurmrestd answers with more than {MAX_BYTES >> 20} MiB")
                 chunks.append(chunk)
             return response.status_code, b"".join(chunks)
 
 
 async def _read(status: int, content: bytes) -> Answer:
     try:
-        # A long list of jobs would hold up everything else.
+        # Decoding a long list of jobs here would hold up everything else.
         long = len(content) > 2**20
         document = await asyncio.to_thread(json.loads, content) if long else json.loads(content)
     except ValueError:
@@ -241,10 +250,10 @@ async def _read(status: int, content: bytes) -> Answer:
 
 
 def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[int, bool]:
-    """The version to use, and whether it can signal a batch script alone.
+    """Returns the version to use, and whether it can signal a batch script alone.
 
     Raises:
-        SlurmError: there is none.
+        SlurmError: There is no version that can be used.
     """
     paths = document.get("paths")
     paths = paths if isinstance(paths, dict) else {}
@@ -268,10 +277,10 @@ def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[
 
 
 def _token(path: Path) -> str:
-    """The token in a file, plain or as `scontrol token` prints it.
+    """Returns the token in a file, which holds it plainly or as `scontrol token` prints it.
 
     Raises:
-        SlurmError: it cannot be read, others can read it, or it holds none. The token is never named.
+        SlurmError: The file cannot be read, others can read it, or it holds no token.
     """
     try:
         with path.open("rb") as file:
@@ -288,7 +297,7 @@ def _token(path: Path) -> str:
 
 
 def _expiry(token: str) -> float | None:
-    """When a token ends, in seconds since the epoch; None: it does not say."""
+    """Returns when a token expires, in seconds since the epoch; None where the token does not say it."""
     parts = token.split(".")
     if len(parts) != 3:
         return None

@@ -1,1 +1,2 @@
-"""Pure readers of Slurm's answers: commands' output, slurmrestd's JSON, reasons and our jobs' comments."""
+"""Readers of Slurm's answers: commands' output, slurmrestd's JSON, reasons and comments; all of them are
+pure."""

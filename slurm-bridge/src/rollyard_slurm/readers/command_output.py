@@ -1,85 +1,28 @@
-"""What Slurm's commands print, as data. Pure.
+"""Readers of what Slurm's commands print. This module is pure.
 
-The text formats are read, not `--json`: they are the same from Slurm 20.11 on, where the JSON of
-each release has its own shape (and raw wait statuses as exit codes, and for `sacct` SUCCESS for
-jobs that failed). Durations are used, never absolute times: nodes' clocks may differ.
+The text formats are read, and not `--json`: they are the same from Slurm 20.11 on, while the JSON differs
+between releases (it gives exit codes as raw wait statuses and, for `sacct`, SUCCESS for jobs that failed).
+Durations are used instead of absolute times, because the clocks of nodes may differ.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 
 QUEUE_FORMAT = "%A|%T|%r|%N|%M|%L|%l|%j|%k"
-"""Job, state, reason, nodes, time used, time left, time limit, name, comment: of `squeue -o`."""
-LIVE_STATES = frozenset(
-    {
-        "PENDING",
-        "CONFIGURING",
-        "RUNNING",
-        "COMPLETING",
-        "SUSPENDED",
-        "RESIZING",
-        "SIGNALING",
-        "STAGE_OUT",
-        "STOPPED",
-        "REQUEUED",
-        "REQUEUE_FED",
-        "REQUEUE_HOLD",
-        "RESV_DEL_HOLD",
-        "SPECIAL_EXIT",
-    }
-)
+"""Format for `squeue -o`: job, state, reason, nodes, time used, time left, time limit, name and comment."""
 _DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})(?:\.\d+)?")
 _FIELD = r"(?:^|\s){}=(\S+)"
 
 
-class Unreadable(ValueError):
-    """A line that no Slurm of a known kind prints."""
+def duration_seconds(text: str) -> float | None:
+    """Returns the seconds of a duration such as `1-12:00:00` or `30:00`.
 
-
-@dataclass(frozen=True, slots=True)
-class QueuedJob:
-    """One line of squeue."""
-
-    id: int
-    state: str
-    """`PENDING`, `RUNNING`, `COMPLETING`, …"""
-    reason: str
-    """Why it is pending; `None` where there is none."""
-    nodes: str
-    used: float
-    """Seconds that it has run."""
-    left: float | None
-    """Seconds of its time limit that are left; None: unlimited, or not known."""
-    limit: float | None
-    """Its time limit in seconds."""
-    name: str
-    comment: str
-
-
-@dataclass(frozen=True, slots=True)
-class JobDetails:
-    """What `scontrol show job`, or sacct, says of one job."""
-
-    id: int
-    state: str
-    reason: str
-    exit_status: int
-    """What its script exited with."""
-    exit_signal: int
-    """The signal that ended it; 0: none."""
-    used: float
-    limit: float | None
-
-    @property
-    def live(self) -> bool:
-        """Whether it has not ended."""
-        return self.state in LIVE_STATES
-
-
-def seconds(text: str) -> float | None:
-    """Seconds of `[DAYS-]HOURS:MINUTES:SECONDS` or `MINUTES:SECONDS`; None for UNLIMITED and the like."""
+    Returns:
+        None for UNLIMITED and for other text that is not a duration.
+    """
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         return None
@@ -96,10 +39,10 @@ def seconds(text: str) -> float | None:
 
 
 def queue(text: str) -> list[QueuedJob]:
-    """The jobs that `squeue --noheader -o QUEUE_FORMAT` lists.
+    """Reads the jobs that `squeue --noheader -o QUEUE_FORMAT` lists.
 
     Raises:
-        Unreadable: a line has too few fields.
+        Unreadable: A line has too few fields.
     """
     jobs = []
     for line in text.splitlines():
@@ -115,9 +58,9 @@ def queue(text: str) -> list[QueuedJob]:
                 state=state.rstrip("+"),
                 reason=reason,
                 nodes=nodes,
-                used=seconds(used) or 0.0,
-                left=seconds(left),
-                limit=seconds(limit),
+                used=duration_seconds(used) or 0.0,
+                left=duration_seconds(left),
+                limit=duration_seconds(limit),
                 name=name,
                 comment="" if comment == "(null)" else comment,
             )
@@ -136,10 +79,10 @@ def _exit(text: str) -> tuple[int, int]:
 
 
 def details(text: str) -> JobDetails:
-    """One job of `scontrol show job`.
+    """Reads the job that `scontrol show job` prints.
 
     Raises:
-        Unreadable: there is no job in it.
+        Unreadable: The text describes no job.
     """
     job, state = _field(text, "JobId"), _field(text, "JobState")
     if not job.isdigit() or not state:
@@ -151,8 +94,8 @@ def details(text: str) -> JobDetails:
         reason=_field(text, "Reason"),
         exit_status=status,
         exit_signal=number,
-        used=seconds(_field(text, "RunTime")) or 0.0,
-        limit=seconds(_field(text, "TimeLimit")),
+        used=duration_seconds(_field(text, "RunTime")) or 0.0,
+        limit=duration_seconds(_field(text, "TimeLimit")),
     )
 
 
@@ -160,14 +103,14 @@ ACCOUNTING_FORMAT = "JobIDRaw,State,ExitCode,ElapsedRaw,Timelimit"
 
 
 def accounted(text: str) -> dict[int, JobDetails]:
-    """Jobs of `sacct -X -n -P -o ACCOUNTING_FORMAT`. `CANCELLED by 1000` is CANCELLED."""
+    """Reads the jobs that `sacct -X -n -P -o ACCOUNTING_FORMAT` lists."""
     found = {}
     for line in text.splitlines():
         parts = line.split("|")
         if len(parts) < 5 or not parts[0].isdigit():
             continue
         status, number = _exit(parts[2])
-        state, _, by = parts[1].partition(" ")
+        state, _, by = parts[1].partition(" ")  # such as `CANCELLED by 1000`
         found[int(parts[0])] = JobDetails(
             id=int(parts[0]),
             state=state.rstrip("+"),
@@ -175,7 +118,7 @@ def accounted(text: str) -> dict[int, JobDetails]:
             exit_status=status,
             exit_signal=number,
             used=float(parts[3]) if parts[3].isdigit() else 0.0,
-            limit=seconds(parts[4]),
+            limit=duration_seconds(parts[4]),
         )
     return found
 
@@ -184,10 +127,12 @@ _SUBMITTED = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
 
 
 def submitted(text: str) -> int:
-    """The job of `sbatch --parsable`; a site's filter may print lines of its own before.
+    """Reads the number of the job that `sbatch --parsable` submitted.
+
+    A site's filter may print lines of its own before it.
 
     Raises:
-        Unreadable: no line is a job's number.
+        Unreadable: No line is the number of a job.
     """
     found = _SUBMITTED.findall(text)
     if not found:

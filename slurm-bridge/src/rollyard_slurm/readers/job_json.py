@@ -1,28 +1,28 @@
-"""Jobs as slurmrestd tells of them, as data. Pure.
+"""Readers of the jobs in slurmrestd's JSON. This module is pure.
 
-Two shapes: v0.0.38 (Slurm 22.05) gives plain numbers, a state as one word and exit codes as raw wait
-statuses; later versions `{"set": …, "infinite": …, "number": …}`, states as lists of a state and flags,
-and from v0.0.40 on exit codes taken apart. Both are read wherever they stand. Times are absolute here,
-and are compared with the controller's own clock alone.
+There are two shapes. v0.0.38 (Slurm 22.05) gives plain numbers, one word as the state, and exit codes as raw
+wait statuses. Later versions give numbers as `{"set": …, "infinite": …, "number": …}` and states as lists
+of a state and its flags; v0.0.40 and later take exit codes apart. Either shape is read wherever it stands.
+Times are absolute here, and are compared with the controller's own clock only.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from rollyard_slurm.readers.command_output import JobDetails, QueuedJob, Unreadable
+from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 
 _NO_VALUE = 0xFFFFFFFC
-"""Slurm's markers of "not set" and "infinite" (32 bits), and what lies above them."""
+"""This number and those above it are Slurm's markers for "not set" and "infinite" (32 bits)."""
 _FIRST = (
     "COMPLETING", "STAGE_OUT", "CONFIGURING", "RESIZING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD",
     "SPECIAL_EXIT", "STOPPED", "REVOKED", "RESV_DEL_HOLD", "SIGNALING",
 )  # fmt: skip
-"""Flags that squeue shows in place of the state, as it chooses among several."""
+"""The flags that squeue shows in place of the state, in its order of preference."""
 
 
 def number(value: Any) -> int | None:
-    """A number of either shape; None: not set, or infinite."""
+    """Reads a number of either shape; returns None where it is not set or is infinite."""
     if isinstance(value, dict):
         if not value.get("set") or value.get("infinite"):
             return None
@@ -33,14 +33,14 @@ def number(value: Any) -> int | None:
 
 
 def state(value: Any) -> str:
-    """A job's state as squeue says it."""
+    """Returns the state of a job in the word that squeue uses for it."""
     words = [str(word) for word in (value if isinstance(value, list) else [value])]
     flags = [word for word in _FIRST if word in words]
     return (flags or words or [""])[0]
 
 
 def exit_of(value: Any) -> tuple[int, int]:
-    """Exit status and signal."""
+    """Reads an exit code of either shape as an exit status and a signal."""
     if isinstance(value, dict) and ("return_code" in value or "signal" in value):
         signal = value.get("signal")
         if isinstance(signal, dict):
@@ -61,10 +61,10 @@ def _limit(job: dict[str, Any]) -> float | None:
 
 
 def _used(job: dict[str, Any], word: str, now: float, live: bool) -> float:
-    """Seconds that it has run, as squeue counts them.
+    """Returns the seconds for which a job has run, as squeue counts them.
 
     Args:
-        now: seconds since the epoch, on the controller's clock.
+        now: Seconds since the epoch on the controller's clock.
     """
     start, end = number(job.get("start_time")) or 0, number(job.get("end_time")) or 0
     before, resumed = number(job.get("pre_sus_time")) or 0, number(job.get("suspend_time")) or 0
@@ -72,7 +72,7 @@ def _used(job: dict[str, Any], word: str, now: float, live: bool) -> float:
         return 0.0
     if word == "SUSPENDED":
         return float(before)
-    # Of a live job the end is the one that its time limit gives.
+    # While a job lives, its end time is the one that its time limit gives.
     until = min(now, end) if word == "COMPLETING" and end else now if live else end
     return max(0.0, float(before + until - resumed if resumed else until - start))
 
@@ -96,10 +96,10 @@ def _id(job: dict[str, Any]) -> int:
 
 
 def queue(document: Any, uid: int, now: float) -> list[QueuedJob]:
-    """One user's jobs that have not ended, of the answer to `GET /jobs`, which has everybody's.
+    """Reads the living jobs of one user from the answer to `GET /jobs`, which lists every user's.
 
     Raises:
-        Unreadable: it is no list of jobs.
+        Unreadable: The answer is not a list of jobs.
     """
     found = []
     for job in _jobs(document):
@@ -127,17 +127,17 @@ def queue(document: Any, uid: int, now: float) -> list[QueuedJob]:
 
 
 def details(document: Any, wanted: int, now: float) -> JobDetails | None:
-    """One job of the answer to `GET /job/NUMBER`; None: it is not in it.
+    """Reads one job from the answer to `GET /job/NUMBER`; returns None where the answer does not hold it.
 
     Raises:
-        Unreadable: it is no list of jobs.
+        Unreadable: The answer is not a list of jobs.
     """
     for job in _jobs(document):
         if _id(job) != wanted:
             continue
         word = state(job.get("job_state"))
         if not word:
-            raise Unreadable("slurmrestd tells of a job without a state")
+            raise Unreadable("slurmrestd describes a job without a state")
         status, signal = exit_of(job.get("exit_code"))
         made = JobDetails(wanted, word, _reason(job), status, signal, 0.0, _limit(job))
         used = _used(job, word, now, made.live)
@@ -146,13 +146,13 @@ def details(document: Any, wanted: int, now: float) -> JobDetails | None:
 
 
 def addresses(document: Any) -> list[str]:
-    """Where the nodes of the answer to `GET /nodes` are reached."""
+    """Reads the addresses of the nodes from the answer to `GET /nodes`."""
     nodes = document.get("nodes") if isinstance(document, dict) else None
     return [_text(one, "address") for one in nodes or () if isinstance(one, dict) and _text(one, "address")]
 
 
 def submitted(document: Any) -> int | None:
-    """The job in the answer to `POST /job/submit`; None: there is none."""
+    """Reads the job's number from the answer to `POST /job/submit`; returns None where there is none."""
     if not isinstance(document, dict):
         return None
     inner = document.get("result")
@@ -164,7 +164,7 @@ def submitted(document: Any) -> int | None:
 
 
 def troubles(document: Any) -> tuple[list[int], str]:
-    """Slurm's error numbers in an answer, and its words in one line; empty: there are none."""
+    """Returns Slurm's error numbers in an answer, and its messages as one line."""
     listed = document.get("errors") if isinstance(document, dict) else None
     numbers: list[int] = []
     words: list[str] = []

@@ -1,10 +1,10 @@
-"""Why a job waits or was refused: whether time helps, or somebody has to change something. Pure."""
+"""Why a job is pending or was refused, and whether waiting helps. This module is pure."""
 
 from __future__ import annotations
 
 import re
 
-from rollyard_slurm.readers.command_output import QueuedJob
+from rollyard_slurm.readers.jobs import QueuedJob
 
 _BLOCKED = re.compile(
     r"PartitionConfig|PartitionDown|PartitionInactive|PartitionNodeLimit|PartitionTimeLimit|BadConstraints"
@@ -33,7 +33,7 @@ _LIMIT = re.compile(
     r"|temporarily unable to accept job|max_array_tasks|job count limit|too many jobs",
     re.IGNORECASE,
 )
-_AWAY = re.compile(
+_UNAVAILABLE = re.compile(
     r"unable to contact slurm controller|socket timed out|connection refused|zero bytes were transmitted"
     r"|communications? connection failure|slurmctld.*(?:not responding|standby)|in standby mode"
     r"|unable to connect|connect failure|transport endpoint|resource temporarily unavailable"
@@ -44,37 +44,37 @@ _UNSURE = re.compile(r"socket timed out|zero bytes were transmitted|receive", re
 
 
 def is_blocked(job: QueuedJob) -> bool:
-    """Whether a pending job waits for somebody to change something, and not for its turn."""
+    """Returns whether a pending job cannot start until somebody changes something."""
     return _BLOCKED.search(job.reason) is not None
 
 
 def waits(job: QueuedJob) -> str:
-    """Why a pending job waits, as a line for people."""
+    """Returns a line for people that says why a job is pending."""
     reason = job.reason.strip("()")
     return f"Slurm job {job.id} is pending: {_SAID.get(reason, reason or 'no reason given')}"
 
 
 def is_limit(message: str) -> bool:
-    """Whether sbatch refused because of a site's limit on the number of jobs.
+    """Returns whether sbatch refused a job because of a site's limit on the number of jobs.
 
-    `Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)` says both
-    at once: it is waited out, and the message tells what it may be.
+    `Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)` may also stand for
+    a request that is too large. It counts as a limit, and users see the message while the bridge retries.
     """
     return _LIMIT.search(message) is not None
 
 
-def is_away(message: str) -> bool:
-    """Whether a command failed because the controller, or munge, does not answer."""
-    return _AWAY.search(message) is not None
+def is_unavailable(message: str) -> bool:
+    """Returns whether a command failed because the controller, or munge, does not answer."""
+    return _UNAVAILABLE.search(message) is not None
 
 
 def is_unsure(message: str) -> bool:
-    """Whether a command that failed may have had its effect all the same."""
+    """Returns whether a command that failed may nevertheless have had its effect."""
     return _UNSURE.search(message) is not None
 
 
 def shorter(stderr: str) -> str:
-    """What a Slurm command complained of: without its own name, in one line."""
+    """Returns the error message of a Slurm command as one line, without the name of the command."""
     lines = [re.sub(r"^\w+: (?:error: )?", "", line.strip()) for line in stderr.splitlines()]
     words = list(dict.fromkeys(line for line in lines if line))
     return "; ".join(words)[:500]

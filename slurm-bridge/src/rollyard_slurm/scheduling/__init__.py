@@ -1,1 +1,1 @@
-"""Pure decisions about time and place: time limits and successors, the poll interval, nodes to avoid."""
+"""Decisions about time limits and successors, poll intervals, and nodes to avoid; all of them are pure."""

@@ -1,37 +1,38 @@
-"""How often Slurm is asked: soon after a change, seldom while nothing happens. Pure."""
+"""How often Slurm is asked: soon after a change, and seldom while nothing happens. This module is pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 SOON_SECONDS = 1.0
+"""The shortest interval."""
 BUSY_SECONDS = 10.0
-"""Longest while there are jobs."""
+"""The longest interval while there are jobs."""
 IDLE_SECONDS = 60.0
-"""Longest while there are none."""
+"""The longest interval while there are no jobs."""
 
 
 @dataclass(slots=True)
-class Pace:
-    """When to look next: the pause doubles with each look that finds nothing new."""
+class PollInterval:
+    """When to poll next: the interval doubles with each poll that finds nothing new."""
 
     next: float = 0.0
     pause: float = SOON_SECONDS
     last: float = float("-inf")
 
     def due(self, now: float, changed: bool) -> bool:
-        """Whether to look now; a change is looked at soon, never more often than once a second."""
+        """Returns whether to poll now; a change is looked at soon, but at most once a second."""
         return now >= self.next or (changed and now >= self.last + SOON_SECONDS)
 
-    def looked(self, now: float, changed: bool, idle: bool, away: bool) -> None:
-        """A look has been made.
+    def polled(self, now: float, changed: bool, idle: bool, unavailable: bool) -> None:
+        """Notes that Slurm was polled.
 
         Args:
-            changed: it found something new.
-            idle: there are no jobs.
-            away: Slurm did not answer: it is asked less and less often, ten seconds apart at most.
+            changed: The poll found something new.
+            idle: There are no jobs.
+            unavailable: Slurm did not answer: it is asked less and less often, at least every ten seconds.
         """
-        longest = IDLE_SECONDS if idle and not away else BUSY_SECONDS
-        self.pause = SOON_SECONDS if changed and not away else min(longest, self.pause * 2)
+        longest = IDLE_SECONDS if idle and not unavailable else BUSY_SECONDS
+        self.pause = SOON_SECONDS if changed and not unavailable else min(longest, self.pause * 2)
         self.last = now
         self.next = now + self.pause

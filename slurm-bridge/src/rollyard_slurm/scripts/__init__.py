@@ -1,1 +1,1 @@
-"""Pure makers of batch scripts, and of the fields that slurmrestd takes beside them."""
+"""Batch scripts, and the fields that slurmrestd takes beside them; all modules are pure."""

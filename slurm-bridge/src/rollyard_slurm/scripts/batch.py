@@ -1,11 +1,9 @@
-"""The batch script of a workload. Pure: all that it depends on comes in."""
+"""The batch script of a workload. This module is pure: everything that a script depends on is an argument."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from rollyard_client.environment import CA_FILE
 from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
@@ -13,91 +11,43 @@ from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
 from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments
 from rollyard_drivers.reconcile.plan import Workload
 
-from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile, SiteProfile
-from rollyard_slurm.readers.job_identity import Identity
+from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile
+from rollyard_slurm.readers.job_identity import JobIdentity
 from rollyard_slurm.scripts.placeholders import HOST, PORT
 from rollyard_slurm.scripts.run_folder import RUN_FOLDER
 from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive, Export, Line, Part, render
+from rollyard_slurm.scripts.site import Site
 
 TITLE = "rollyard-"
 NODE_UNUSABLE = 73
-"""Exit status of a worker whose node lacks what sandboxes need, as the stage worker's own."""
+"""The exit status of a worker whose node lacks what sandboxes need; the stage worker uses the same."""
 DEFAULT_MEMORY = "2G"
-"""Of stage workers and embedded engines: many sites' own default, per CPU, is too little for sandboxes."""
+"""The memory of stage workers and embedded engines: the default of many sites, per CPU, is too little for
+them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """What the scripts of one bridge have in common."""
-
-    home: Path
-    """On storage that the nodes share."""
-    instance: str
-    url: str
-    """The control plane as the nodes reach it."""
-    profile: SiteProfile
-    sandbox: str = "apptainer"
-    sandbox_options: tuple[str, ...] = ()
-    """Further arguments of the workers, such as `--default-image`."""
-    python: str = field(default_factory=lambda: sys.executable)
-    ca_file: Path | None = None
-    """Whom the workers are to trust for `https:`."""
-
-    @property
-    def logs(self) -> Path:
-        return self.home / "logs"
-
-    @property
-    def endpoints(self) -> Path:
-        """One file for each backend: where it answers."""
-        return self.home / "endpoints"
-
-    @property
-    def tokens(self) -> Path:
-        """One file for each job of ours: the token of its workers."""
-        return self.home / "tokens"
-
-    def token_file(self, workload: Workload) -> Path:
-        """The token of the workers of one RolloutJob."""
-        owner = workload.owner
-        return self.tokens / f"{owner.namespace}.{owner.name}.{owner.uid[:8] or 'none'}"
-
-    def endpoint_file(self, launch: str) -> Path:
-        """Where the backend of one submission says that it answers."""
-        return self.endpoints / f"{launch}.json"
-
-    @property
-    def troubles(self) -> Path:
-        """One file for each worker that runs and takes no Init work: why not."""
-        return self.home / "troubles"
-
-    def trouble_file(self, workload: Workload, job: int | str) -> Path:
-        """What keeps a worker from starting sandboxes; none while nothing is wrong."""
-        return self.troubles / f"{workload.name}-{job}"
-
-    def log(self, workload: Workload, job: int) -> Path:
-        """What the job printed."""
-        return self.logs / f"{workload.name}-{job}.log"
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
+class BatchScript:
     """A batch script, and what it asks Slurm for."""
 
     options: tuple[tuple[str, str | None], ...]
-    """Long names of sbatch's options, without dashes, and their plain values; None: it has none."""
+    """The long names of sbatch's options, without dashes, and their plain values; None: the option takes no
+    value."""
     further: tuple[str, ...]
-    """Options of the profile's `sbatch`, as they stand there."""
+    """The options in the profile's `sbatch`, as they stand there."""
     before: tuple[str, ...]
-    """Lines until its traps stand."""
+    """The lines up to the traps."""
     after: tuple[str, ...]
-    """Lines from the program's start on."""
+    """The lines from the start of the program on."""
 
     def text(self, between: Sequence[str] = ()) -> str:
-        """As sbatch takes it, and as an administrator sees it.
+        """Returns the script as sbatch takes it and as an administrator sees it.
+
+        Args:
+            between: Further lines between the traps and the start of the program.
 
         Raises:
-            ScriptInvalid: an option has a value that no line can hold.
+            ScriptInvalid: An option has a value that no line can hold.
         """
         asked = render(Directive(name, value) for name, value in self.options)
         directives = [*asked, *(f"#SBATCH {option}" for option in self.further)]
@@ -105,7 +55,7 @@ class Batch:
 
 
 def _options(
-    workload: Workload, site: Site, identity: Identity, wanted: JobProfile, avoided: Sequence[str]
+    workload: Workload, site: Site, identity: JobIdentity, wanted: JobProfile, avoided: Sequence[str]
 ) -> list[tuple[str, str | None]]:
     seconds = wanted.signal_seconds or SIGNAL_SECONDS
     options: list[tuple[str, str | None]] = [
@@ -140,7 +90,7 @@ def _options(
 
 
 def _memory(workload: Workload, wanted: JobProfile) -> str | None:
-    """What the profile says, else enough for our own programs; a GPU's share is the site's to say."""
+    """Returns the profile's memory, else enough for our own programs; vLLM gets the default of the site."""
     said = any(option.partition("=")[0].startswith("--mem") for option in wanted.sbatch)
     if wanted.memory is not None or said or wanted.exclusive or workload.engine == "vllm":
         return wanted.memory
@@ -153,14 +103,16 @@ def _gres(workload: Workload, wanted: JobProfile) -> str | None:
     return f"gpu:{workload.gpus}" if workload.gpus else None
 
 
-def batch_script(workload: Workload, site: Site, identity: Identity, avoided: Sequence[str] = ()) -> Batch:
-    """What Slurm gets: options, what an administrator sees, and what runs on the node.
+def batch_script(
+    workload: Workload, site: Site, identity: JobIdentity, avoided: Sequence[str] = ()
+) -> BatchScript:
+    """Returns the batch script of a workload.
 
     Args:
-        avoided: nodes that could not be used lately.
+        avoided: The nodes that workers recently could not use.
 
     Raises:
-        ScriptInvalid: a name or a value can be no part of a script; for options `Batch.text` raises it.
+        ScriptInvalid: A name or a value cannot be a part of a script. `BatchScript.text` checks the options.
     """
     wanted = site.profile.of(workload.kind)
     owner = workload.owner
@@ -176,7 +128,7 @@ def batch_script(workload: Workload, site: Site, identity: Identity, avoided: Se
         *_TRAPS,
     ]
     options = tuple(_options(workload, site, identity, wanted, avoided))
-    return Batch(options, tuple(wanted.sbatch), tuple(render(lines)), _WATCH)
+    return BatchScript(options, tuple(wanted.sbatch), tuple(render(lines)), _WATCH)
 
 
 def _what(workload: Workload) -> str:
@@ -191,9 +143,10 @@ def _engine_env(workload: Workload) -> dict[str, str]:
 
 
 def _begin(env: Mapping[str, str]) -> list[Line]:
-    """The function that becomes the program.
+    """Returns the function that becomes the program.
 
-    What a pool's author wants of the environment is set in it alone, so that it is no variable of the script.
+    The environment that a pool's author wants is set in this function only, so that the script itself does
+    not see it.
     """
     return [
         Code("begin() {"),
@@ -214,11 +167,11 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
     top = site.profile.workers.run_dir
     return [
         Code('node="${SLURMD_NODENAME:-$(hostname -s)}"'),
-        # A name and no path, whatever this variable holds.
+        # The result is a name and never a path, whatever the variable holds.
         Code(
             'node="n${node//[^A-Za-z0-9._-]/_}"; node="${node#n}"; case "$node" in .|..|"") node=node ;; esac'
         ),
-        # Links of the site on the way are followed here, once; whatever is one later is refused.
+        # Links of the site on the way are followed here, once; links that appear later are refused.
         Assign("top", (top,)),
         Code(
             'base="$(cd -P -- "$top" && pwd -P)" && [ -n "$base" ] ||'
@@ -227,8 +180,8 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
         Assign("base", (Code('"${base%/}/ry-$UID-"'), site.instance)),
         Code('run="$base/$node"'),
         *RUN_FOLDER,
-        # Two jobs on one node reach each other's sandboxes only if they see the same folder: sites may give
-        # each job a /tmp of its own. So the folder, and not the host, has the name.
+        # Two jobs on one node reach each other's sandboxes only if they see the same folder, and sites may
+        # give each job its own /tmp. Therefore the name belongs to the folder, and not to the host.
         Code(
             '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$" &&'
             ' ln "$run/.name.$$" "$run/name" 2>/dev/null; rm -f "$run/.name.$$"; }'
@@ -237,7 +190,7 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
             '[ -s "$run/name" ] && node=$(cat "$run/name") ||'
             ' { echo "error: $run cannot be written: is the disk of $node full?" >&2; exit 73; }'
         ),
-        # Slurm's own restart of a job begins a worker of another name: the old one may live on.
+        # When Slurm itself restarts a job, the worker has another name, because the old one may still live.
         Assign(
             "name", (workload.name, Code('"-$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}"'))
         ),
@@ -252,7 +205,7 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
     ]
 
 
-def _backend(workload: Workload, site: Site, identity: Identity) -> list[Line]:
+def _backend(workload: Workload, site: Site, identity: JobIdentity) -> list[Line]:
     wanted = site.profile.of("backend")
     python = wanted.python or site.python
     image = site.profile.backends.image
@@ -280,7 +233,7 @@ def _backend(workload: Workload, site: Site, identity: Identity) -> list[Line]:
 _TRAPS: tuple[Line, ...] = tuple(
     Code(line)
     for line in (
-        "# USR1 (the time limit is near, or the bridge asks): wind up. TERM, USR2: at once.",
+        "# USR1 (the time limit is near, or the bridge asks for it) drains; TERM and USR2 end at once.",
         "child= asked=",
         'drain() { [ -n "$asked" ] || { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }; }',
         'hurry() { asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }',

@@ -1,7 +1,7 @@
-"""What a batch script asks for, as the JSON fields that slurmrestd takes beside it. Pure.
+"""The options of a batch script as the JSON fields that slurmrestd takes beside it. This module is pure.
 
-slurmrestd reads no `#SBATCH` line: a script that names its options only there gets none of them.
-v0.0.38 takes sbatch's own words under names of its own; from v0.0.39 on fields have types.
+slurmrestd reads no `#SBATCH` lines: options that stand only there have no effect. v0.0.38 takes the values of
+sbatch's options under other names; from v0.0.39 on, the fields have types.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rollyard_slurm.readers.command_output import seconds
+from rollyard_slurm.readers.command_output import duration_seconds
 
 TYPED = 39
-"""From this version on fields have types, and a warning can be asked for the batch script alone."""
+"""From this version on, fields have types, and a warning signal can be sent to the batch script alone."""
 _WORDS = {
     "job-name": "name",
     "comment": "comment",
@@ -33,7 +33,7 @@ _WORDS = {
     "mail-user": "mail_user",
     "mcs-label": "mcs_label",
 }
-"""The same in every version."""
+"""Fields that are the same in every version."""
 _OLD = {
     "open-mode": "open_mode",
     "nodes": "nodes",
@@ -58,8 +58,8 @@ _MIB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024 * 1024}
 KNOWN = frozenset({*_WORDS, *_OLD, *_FLAGS, "signal"})
 
 
-def further(options: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Options of a profile's `sbatch`, by their long names.
+def sbatch_options(options: Iterable[str]) -> list[tuple[str, str | None]]:
+    """Returns the options of a profile's `sbatch` as pairs of a long name and a value.
 
     Raises:
         ValueError: slurmrestd has no field for one of them.
@@ -69,23 +69,23 @@ def further(options: Iterable[str]) -> list[tuple[str, str | None]]:
         name, equals, value = option.partition("=")
         if not name.startswith("--") or name[2:] not in KNOWN:
             raise ValueError(
-                f"{name} cannot be said to slurmrestd; what can: "
+                f"{name} cannot be passed to slurmrestd; these options can: "
                 + ", ".join(f"--{one}" for one in sorted(KNOWN - {"signal"}))
             )
         if bool(equals) == (name[2:] in _FLAGS):
             raise ValueError(f"{name} takes {'no value' if equals else 'a value: ' + name + '=…'}")
-        # As in a line of a script, quotes are not part of it.
+        # As in a line of a script, quotes are not part of the value.
         found.append((name[2:], "".join(shlex.split(value)) if equals else None))
     return found
 
 
 def fields(options: Iterable[tuple[str, str | None]], env: Mapping[str, str], version: int) -> dict[str, Any]:
-    """The `job` of a submission.
+    """Returns the field `job` of a submission.
 
     Args:
-        options: long names of sbatch's options and their values.
-        env: environment of the job; slurmrestd hands on none of its own.
-        version: 38 is v0.0.38.
+        options: The long names of sbatch's options, and their values.
+        env: The environment of the job; slurmrestd passes nothing of its own.
+        version: The last part of the version: 38 is v0.0.38.
     """
     made: dict[str, Any] = {}
     for name, value in options:
@@ -102,7 +102,7 @@ def fields(options: Iterable[tuple[str, str | None]], env: Mapping[str, str], ve
 
 def _old(name: str, value: str | None) -> dict[str, Any]:
     if name == "signal":
-        return {}  # "B:" is refused by it, and without that the batch script is the one that is not told
+        return {}  # it refuses "B:", and without that the batch script does not get the signal
     if name == "exclusive":
         return {"exclusive": "exclusive"}
     if name in _FLAGS:
@@ -114,8 +114,8 @@ def _typed(name: str, value: str, version: int) -> dict[str, Any]:
     if name == "signal":
         who, _, rest = value.rpartition(":")
         word, _, early = rest.partition("@")
-        told = {"kill_warning_signal": word, "kill_warning_delay": _number(int(early or 60))}
-        return {**told, **({"kill_warning_flags": ["BATCH_JOB"]} if who == "B" else {})}
+        warning = {"kill_warning_signal": word, "kill_warning_delay": _number(int(early or 60))}
+        return {**warning, **({"kill_warning_flags": ["BATCH_JOB"]} if who == "B" else {})}
     if name in ("requeue", "no-requeue"):
         return {"requeue": name == "requeue"}
     if name == "exclusive":
@@ -132,7 +132,7 @@ def _typed(name: str, value: str, version: int) -> dict[str, Any]:
     if name == "mail-type":
         return {"mail_type": value.split(",")}
     if name == "time":
-        limit = seconds(value)
+        limit = duration_seconds(value)
         return {"time_limit": _number(math.ceil((limit or 0.0) / 60.0))}
     if name in ("mem", "mem-per-cpu"):
         return {_OLD[name]: _number(_mebibytes(value))}
@@ -163,5 +163,5 @@ def _mebibytes(value: str) -> int:
 
 
 def _split(value: str) -> list[str]:
-    """Names of nodes between commas that stand in no brackets."""
+    """Returns the names of nodes that are separated by commas outside of brackets."""
     return re.findall(r"(?:[^,\[]|\[[^\]]*\])+", value)

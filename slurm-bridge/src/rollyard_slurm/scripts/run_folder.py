@@ -1,4 +1,4 @@
-"""Bash that makes a node's run folder, which no other user of the node can reach or replace.
+"""Bash that makes the run folder of a node, which no other user of the node can reach or replace.
 
 `rollyard_crds.security.private_folder` does the same in Python, for the worker itself. The script, which
 removes the folder after a worker that was killed, must know before it starts one. This module is pure.

@@ -1,9 +1,9 @@
-"""Lines of bash that are made of data: the one place where text from elsewhere becomes part of a script.
+"""Lines of bash that are made from data: the only place where text from elsewhere becomes part of a script.
 
 Names of pools, jobs and nodes, model folders, arguments, variables and paths come from job authors, from
 site profiles and from Slurm. `render` quotes each of them, and refuses what no quoting makes harmless, so
-that bash takes every one as a single word, whatever it holds. What is code, and not data, says so by its
-type. This module is pure.
+that bash takes every one as a single word, whatever it holds. Code has a type of its own, by which it differs
+from data. This module is pure.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z")
 
 
 class Code(str):
-    """Bash that this program's own source holds, or that the site's profile gives as shell lines."""
+    """Bash from the source of this program, or from the shell lines of the site's profile."""
 
     __slots__ = ()
 
 
 Part: TypeAlias = str | Code
-"""Data, which is quoted, or code, which stands as it is."""
+"""Data, which is quoted, or code, which is left as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """A variable of the script itself: the parts without anything between them."""
+    """A variable of the script itself, whose value is the parts joined without separators."""
 
     name: str
     parts: tuple[Part, ...]
@@ -56,7 +56,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array of the script itself: each string is one element; code may give several."""
+    """An array of the script itself; each string is one element, and code may give several."""
 
     name: str
     words: tuple[Part, ...]
@@ -64,7 +64,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """A `#SBATCH` line: a long option's name without dashes, and its value if it takes one."""
+    """A `#SBATCH` line with a long option: its name without dashes, and its value if it takes one."""
 
     name: str
     value: str | None
@@ -74,10 +74,10 @@ Line: TypeAlias = Code | Comment | Export | Assign | Array | Directive
 
 
 def render(lines: Iterable[Line]) -> list[str]:
-    """The lines as bash and sbatch read them.
+    """Returns the lines as bash and sbatch read them.
 
     Raises:
-        ScriptInvalid: a variable's name is no identifier, a value holds a null character, or the value of an
+        ScriptInvalid: A variable's name is no identifier, a value holds a null character, or the value of an
             option holds a line end or another control character.
     """
     return [_line(line) for line in lines]

@@ -1,1 +1,2 @@
-"""Submissions: the Slurm jobs of one home, their records on disk, and the driver that keeps them."""
+"""The submissions of one home: its Slurm jobs, their records on disk, and what submits, polls and stops
+them."""

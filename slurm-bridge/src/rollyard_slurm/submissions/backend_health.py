@@ -1,4 +1,4 @@
-"""Health of backends on the nodes: watched from where the bridge runs, once they said where they answer."""
+"""Health checks of the backends on the nodes; they begin once a backend has announced where it answers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import httpx
 from rollyard_drivers.health.backend import BackendHealth, watch_backend
 from rollyard_drivers.host.home import read_json
 
-from rollyard_slurm.scripts.batch import Site
-from rollyard_slurm.submissions.submission import PENDING_STATES, Submission
+from rollyard_slurm.readers.jobs import PENDING_STATES
+from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.submission import Submission
 
 
-class Watches:
+class BackendHealthChecks:
     """The health checks of one bridge.
 
     Args:
-        changed: told of a backend that became ready, or is not any more.
+        changed: Is called with a backend that became ready, or is not ready any longer.
     """
 
     def __init__(self, site: Site, http: httpx.AsyncClient, changed: Callable[[Submission], None]) -> None:
@@ -26,10 +27,10 @@ class Watches:
         self._changed = changed
 
     def find(self, one: Submission) -> bool:
-        """Begins to watch a backend that has said where it answers.
+        """Begins to check a backend that has announced where it answers.
 
         Returns:
-            Whether it has begun, and squeue has not said so yet: a reason to ask.
+            Whether the backend has started and squeue has not shown it yet, so that polling is worth while.
         """
         path = self._site.endpoint_file(one.launch)
         if one.seen is None or one.seen.state in PENDING_STATES:
@@ -39,13 +40,13 @@ class Watches:
         document = read_json(path) or {}
         url = document.get("url")
         if isinstance(url, str) and document.get("job") == str(one.job):
-            self._watch(one, url)
+            self._check(one, url)
         return False
 
-    def _watch(self, one: Submission, url: str) -> None:
+    def _check(self, one: Submission, url: str) -> None:
         if one.probe is not None and one.url == url:
             return
-        if one.url != url:  # Slurm has started it anew, elsewhere
+        if one.url != url:  # Slurm has started it again on another node
             one.health = BackendHealth(url=url)
         self.pause(one)
         one.url = url
@@ -61,13 +62,13 @@ class Watches:
         )
 
     def pause(self, one: Submission) -> None:
-        """Looks no more; what is known stays."""
+        """Ends the check of a backend; its last known health stays."""
         if one.probe is not None:
             one.probe.cancel()
             one.probe = None
 
     def end(self, one: Submission) -> None:
-        """It does not run (any more): nothing is known of it."""
+        """Ends the check of a backend that does not run, and forgets its health."""
         self.pause(one)
         one.health, one.url = BackendHealth(), ""
         self._site.endpoint_file(one.launch).unlink(missing_ok=True)

@@ -6,19 +6,20 @@ from rollyard_slurm.submissions.submission import Submission
 
 
 class Group:
-    """The submissions of one workload, oldest first: at most one of them goes by the workload's name."""
+    """The submissions of one workload, oldest first; at most one of them has the workload's name."""
 
     def __init__(self, members: list[Submission]) -> None:
         self.members = members
 
     @property
     def front(self) -> Submission:
-        """The newest that serves; without one, the oldest that will; else what is ending, or has ended."""
+        """The newest that serves, else the oldest that will serve, else one that is ending or has ended."""
         staying = [one for one in self.members if one.living and not one.stopping and not one.retired]
         serving = [one for one in staying if one.serving]
         if serving:
             return serving[-1]
-        # One that runs (a backend that is not healthy just now) before one that only waits.
+        # A submission that runs, such as a backend that is unhealthy at the moment, precedes one that only
+        # waits.
         running = [one for one in staying if one.running]
         if running or staying:
             return (running or staying)[0]
@@ -28,12 +29,12 @@ class Group:
 
     @property
     def successors(self) -> list[Submission]:
-        """Living ones that were submitted after the front."""
+        """The living submissions that were made after the front."""
         place = self.members.index(self.front)
         return [one for one in self.members[place + 1 :] if one.living]
 
     @property
     def predecessors(self) -> list[Submission]:
-        """Living ones whose place the front has taken."""
+        """The living submissions whose place the front has taken."""
         place = self.members.index(self.front)
         return [one for one in self.members[:place] if one.living]

@@ -1,4 +1,4 @@
-"""Submissions: one sbatch job each, wanted by a workload, and kept in a file over restarts."""
+"""A submission: one Slurm job of a workload, which outlives restarts of the bridge."""
 
 from __future__ import annotations
 
@@ -11,78 +11,82 @@ from rollyard_drivers.health.backend import BackendHealth
 from rollyard_drivers.reconcile.plan import ObservedWorkload, Workload
 
 from rollyard_slurm.readers import reasons
-from rollyard_slurm.readers.command_output import QueuedJob
+from rollyard_slurm.readers.jobs import PENDING_STATES, SUSPENDED_STATES, QueuedJob
 from rollyard_slurm.scheduling.time_limits import Ending
-
-PENDING_STATES = frozenset(
-    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
-)
-SUSPENDED_STATES = frozenset({"SUSPENDED", "STOPPED"})
 
 
 @dataclass(slots=True)
 class Submission:
-    """One try to have a workload run by Slurm."""
+    """One attempt to have Slurm run a workload."""
 
     launch: str
-    """Its own for good: in the job's comment, and in the names of its files."""
+    """The unique name of the submission, which stands in the job's comment and in the names of its files."""
     workload: Workload
     restarts: int
     submitted_at: datetime
     last_end: str = ""
-    """How the one before ended, as the launch said."""
+    """How the submission before it ended, as the launch said."""
     avoided: tuple[str, ...] = ()
-    """Nodes that it asked Slurm to leave out, because workers could not use them."""
+    """The nodes that Slurm was asked to leave out, because workers could not use them."""
     job: int | None = None
-    """None: refused, or sbatch has not said."""
+    """The number of the job; None: it was refused, or sbatch has not answered."""
     unsure_until: datetime | None = None
-    """sbatch did not answer: if no job of this launch is seen by then, there is none."""
+    """sbatch did not answer: if no job of this launch has been seen at this time, there is none."""
     refused: str = ""
     """Why there is no job."""
     blocked: bool = False
-    """Refused, and not for a limit or an outage: somebody has to change something."""
+    """It was refused, and neither for a limit nor for an outage: somebody has to change something."""
     retry_at: datetime | None = None
     seen: QueuedJob | None = None
-    """As squeue listed it last."""
+    """The job as squeue last listed it."""
     started_at: datetime | None = None
-    """Since when it runs."""
+    """The time since which it runs."""
     ending: Ending | None = None
     ended_at: datetime | None = None
     stop_by: datetime | None = None
-    """It is being stopped: then at the latest it is cancelled."""
+    """It is being stopped, and is cancelled at this time at the latest."""
     drained: bool = False
+    """It has received the signal to drain."""
     insisted: bool = False
+    """It has received the signal to hand over at once."""
     cancelled_at: datetime | None = None
     draining_since: datetime | None = None
     retired: bool = False
     """A successor has taken its place."""
     health: BackendHealth = field(default_factory=BackendHealth)
     url: str = ""
-    """Backends: where the probe looks."""
+    """The URL that the health check of a backend asks."""
     probe: asyncio.Task[None] | None = None
     trouble: str = ""
-    """Workers: why it runs and takes no Init work, in its own words."""
+    """Why a running worker takes no Init work, in its own words."""
 
     @property
     def living(self) -> bool:
-        """It has a job that has not ended, or may have one, or is tried again."""
+        """Whether it has a job that has not ended, may have one, or will be tried again."""
         return self.ending is None and not self.blocked
 
     @property
     def stopping(self) -> bool:
+        """Whether it is being stopped."""
         return self.stop_by is not None and self.ending is None
 
     @property
+    def waits(self) -> bool:
+        """Whether its job has not started."""
+        return self.seen is None or self.seen.state not in ("RUNNING", "COMPLETING")
+
+    @property
     def running(self) -> bool:
+        """Whether its job runs."""
         return self.ending is None and self.seen is not None and self.seen.state == "RUNNING"
 
     @property
     def serving(self) -> bool:
-        """Running, and of use: its predecessor may go."""
+        """Whether it runs and is of use, so that its predecessor may end."""
         return self.running and (self.workload.kind == "stage-worker" or self.health.ready)
 
     def observed(self, name: str) -> ObservedWorkload:
-        """As reconcile sees it."""
+        """Returns the submission as reconcile sees it, under a name."""
         ending, seen, health = self.ending, self.seen, self.health
         backend = self.workload.kind == "backend"
         state, message, pending, blocked = self._state()
@@ -107,7 +111,7 @@ class Submission:
         )
 
     def _state(self) -> tuple[Any, str, bool, bool]:
-        """State, message, pending, blocked."""
+        """Returns the state and its message, and whether the submission is pending and blocked."""
         seen = self.seen
         if self.ending is not None:
             return "exited", self.ending.message, False, False
@@ -118,7 +122,12 @@ class Submission:
         if self.refused:
             return "starting", self.refused, True, False
         if self.job is None:
-            return "starting", "sbatch did not answer; whether it took the job will be seen", True, False
+            return (
+                "starting",
+                "sbatch did not answer; the queue will show whether it took the job",
+                True,
+                False,
+            )
         if seen is None:
             return "starting", f"Slurm job {self.job} was submitted", True, False
         if seen.state in PENDING_STATES:
@@ -133,7 +142,7 @@ class Submission:
 
 
 def fresh(launch: str, workload: Workload, restarts: int, now: datetime, last_end: str = "") -> Submission:
-    """A submission that is about to be made."""
+    """Returns a submission that is about to be made."""
     return Submission(
         launch=launch, workload=workload, restarts=restarts, submitted_at=now, last_end=last_end
     )

@@ -11,8 +11,8 @@ from rollyard_crds import RolloutJob
 from rollyard_drivers.loop.driver import Driver
 from rollyard_slurm.options import reconcile_profile
 from rollyard_slurm.profile import SiteProfile
-from rollyard_slurm.scripts.batch import Site
-from rollyard_slurm.submissions.fleet import Fleet
+from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.workloads import SlurmWorkloads
 
 from rollyard_testing.slurm_bridge.fakeslurm import FakeSlurm, FakeStore
 
@@ -48,14 +48,14 @@ class Bench:
     def begin(self) -> None:
         """A bridge starts on the home, as after a kill."""
         token, wake, say = lambda owner: "secret", lambda: None, self.said.append
-        self.fleet = Fleet(self.site, self.slurm, self._http, token, wake, say)
+        self.fleet = SlurmWorkloads(self.site, self.slurm, self._http, token, wake, say)
         self.driver = Driver(self.store, self.fleet, reconcile_profile(self.site))
 
     async def turns(self, count: int = 3, seconds: float = 1.0) -> None:
         for _ in range(count):
             self.now += timedelta(seconds=seconds)
             self.fleet.find_endpoints()
-            await self.fleet.look(self.now)
+            await self.fleet.poll(self.now)
             if self.fleet.ready:
                 await self.driver.run_pass(self.now)
                 await self.fleet.act(self.now)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
-from rollyard_slurm.errors import SlurmAway, SubmitRefused
-from rollyard_slurm.readers import job_identity
-from rollyard_slurm.readers.command_output import JobDetails, QueuedJob
-from rollyard_slurm.scripts.batch import Batch
+from rollyard_slurm.errors import SlurmUnavailable, SubmitRefused
+from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
+from rollyard_slurm.scripts.batch import BatchScript
 
 LIMIT = 3600.0
 
@@ -34,17 +34,17 @@ class FakeSlurm:
     submissions: int = 0
     last: int = 100
 
-    async def submit(self, script: Batch) -> int:
+    async def submit(self, script: BatchScript) -> int:
         self.submissions += 1
         if self.away:
-            raise SlurmAway(self.away)
+            raise SlurmUnavailable(self.away)
         if self.refuse:
             raise SubmitRefused(self.refuse, self.limit)
         if self.unsure == "lost":
-            raise SlurmAway("sbatch did not answer within 20 s", unsure=True)
+            raise SlurmUnavailable("sbatch did not answer within 20 s", unsure=True)
         job = self.take(script.text())
         if self.unsure == "taken":
-            raise SlurmAway("sbatch did not answer within 20 s", unsure=True)
+            raise SlurmUnavailable("sbatch did not answer within 20 s", unsure=True)
         return job
 
     def take(self, script: str) -> int:
@@ -52,7 +52,7 @@ class FakeSlurm:
         self.last += 1
         comment = re.search(r"^#SBATCH --comment=(\S+)$", script, re.MULTILINE)
         assert comment is not None
-        name = job_identity.parse(comment[1])
+        name = JobIdentity.parse(comment[1])
         assert name is not None
         self.scripts[self.last] = script
         self.queued[self.last] = QueuedJob(
@@ -62,12 +62,12 @@ class FakeSlurm:
 
     async def queue(self) -> list[QueuedJob]:
         if self.away:
-            raise SlurmAway(self.away)
+            raise SlurmUnavailable(self.away)
         return list(self.queued.values())
 
     async def details(self, job: int) -> JobDetails | None:
         if self.away:
-            raise SlurmAway(self.away)
+            raise SlurmUnavailable(self.away)
         return self.ended.get(job)
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:

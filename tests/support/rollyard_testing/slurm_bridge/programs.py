@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rollyard_slurm.calls.command_line import CommandLine, environment
+from rollyard_slurm.calls.command_line import SlurmCommands, environment
 
 
 class Programs:
@@ -20,5 +20,5 @@ class Programs:
         path.write_text(f"#!/bin/bash\n{body}\n")
         path.chmod(0o755)
 
-    def commands(self, timeout: float = 20.0) -> CommandLine:
-        return CommandLine(timeout, environment(os.environ), str(self.folder))
+    def commands(self, timeout: float = 20.0) -> SlurmCommands:
+        return SlurmCommands(timeout, environment(os.environ), str(self.folder))

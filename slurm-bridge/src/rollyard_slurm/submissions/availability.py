@@ -1,0 +1,41 @@
+"""Whether Slurm answers; while it does not, everything counts as it was last seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class SlurmAvailability:
+    """Whether Slurm answers.
+
+    Args:
+        say: Is called with a line for the user of the bridge at each change.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._trouble = ""
+        self._answered_once = False
+
+    @property
+    def trouble(self) -> str:
+        """Why Slurm does not answer; empty: it does."""
+        return self._trouble
+
+    @property
+    def answered_once(self) -> bool:
+        """Whether Slurm has answered since the bridge started: nothing is submitted before."""
+        return self._answered_once
+
+    def lost(self, trouble: str) -> None:
+        """Notes that Slurm does not answer."""
+        if trouble != self._trouble:
+            self._say(f"Slurm does not answer, everything counts as last seen: {trouble}")
+        self._trouble = trouble
+
+    def answered(self) -> None:
+        """Notes that Slurm answers."""
+        if self._trouble:
+            self._say(f"Slurm answers again (it did not: {self._trouble})")
+        self._trouble = ""
+        self._answered_once = True

@@ -1,0 +1,110 @@
+"""The submissions of one home, in memory and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import httpx
+from rollyard_drivers.reconcile.plan import Owner
+
+from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.backend_health import BackendHealthChecks
+from rollyard_slurm.submissions.group import Group
+from rollyard_slurm.submissions.records import Records
+from rollyard_slurm.submissions.submission import Submission
+
+
+class HomeSubmissions:
+    """The submissions of one home; it begins with those that an earlier bridge has left.
+
+    Args:
+        wake: Is called when a backend became ready, or is not ready any longer.
+    """
+
+    def __init__(self, site: Site, http: httpx.AsyncClient, wake: Callable[[], None]) -> None:
+        self._site = site
+        self._wake = wake
+        self._records = Records(site.home / "submissions")
+        self._all: list[Submission] = self._records.load()
+        self.health_checks = BackendHealthChecks(site, http, self._health_changed)
+        self.changed = True
+        """Something was done, or seen, after which Slurm should be polled soon."""
+
+    def __iter__(self) -> Iterator[Submission]:
+        """Iterates over the submissions there are now, oldest first; they may be forgotten meanwhile."""
+        return iter(list(self._all))
+
+    def add(self, one: Submission) -> None:
+        """Adds a submission, which has no record yet."""
+        self._all.append(one)
+
+    def save(self, one: Submission) -> None:
+        """Writes the record of a submission.
+
+        Raises:
+            OSError: The home cannot be written.
+        """
+        self._records.save(one)
+
+    def remove_record(self, one: Submission) -> None:
+        """Removes the record of a submission of which no job has come."""
+        self._records.forget(one)
+
+    def forget(self, one: Submission) -> None:
+        """Removes a submission and its files."""
+        self.health_checks.end(one)
+        if one.job is not None:
+            self._site.trouble_file(one.workload, one.job).unlink(missing_ok=True)
+        if one in self._all:
+            self._all.remove(one)
+        self._records.forget(one)
+        if all(other.workload.owner != one.workload.owner for other in self._all):
+            self._site.token_file(one.workload).unlink(missing_ok=True)
+
+    @property
+    def owners(self) -> set[Owner]:
+        """The jobs and pools whose workloads there are."""
+        return {one.workload.owner for one in self._all}
+
+    def groups(self) -> dict[str, Group]:
+        """Returns the submissions by the names of their workloads."""
+        groups: dict[str, list[Submission]] = {}
+        for one in self._all:
+            groups.setdefault(one.workload.name, []).append(one)
+        return {name: Group(members) for name, members in groups.items()}
+
+    def named(self) -> dict[str, Submission]:
+        """Returns the submissions by the names under which reconcile knows them.
+
+        The front of a group has the name of the workload; its predecessors have names with their jobs'
+        numbers.
+        """
+        named = {}
+        for name, group in self.groups().items():
+            front = group.front
+            named[name] = front
+            named |= {f"{name}-j{one.job}": one for one in group.predecessors if one is not front}
+        return named
+
+    def retire_predecessors(self) -> None:
+        """Retires each submission whose successor serves."""
+        for group in self.groups().values():
+            front = group.front
+            for one in group.predecessors:
+                if front.serving and not one.retired:
+                    one.retired = True
+                    self.save(one)
+
+    def _health_changed(self, one: Submission) -> None:
+        self.retire_predecessors()
+        self.save(one)
+        self._wake()
+
+    async def close(self) -> None:
+        """Ends the health checks; the jobs continue to run."""
+        await self.health_checks.close(self._all)
+
+
+def jobs_of(submissions: Iterable[Submission]) -> list[int]:
+    """Returns the numbers of the Slurm jobs of submissions."""
+    return [one.job for one in submissions if one.job is not None]

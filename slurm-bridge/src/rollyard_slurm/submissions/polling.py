@@ -1,0 +1,167 @@
+"""What Slurm's queue says of the submissions of a home.
+
+A job that squeue does not list any longer is asked about by itself. While Slurm does not answer, everything
+counts as it was last seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from rollyard_drivers.host.log_file import telling_line
+
+from rollyard_slurm.calls.protocol import SlurmCalls
+from rollyard_slurm.errors import SlurmError
+from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.jobs import QueuedJob
+from rollyard_slurm.scheduling import time_limits
+from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
+from rollyard_slurm.scripts.batch import NODE_UNUSABLE
+from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.availability import SlurmAvailability
+from rollyard_slurm.submissions.home_submissions import HomeSubmissions
+from rollyard_slurm.submissions.submission import Submission
+
+ENDS_AT_ONCE = 16
+"""The jobs that left the queue and are asked about in one poll."""
+
+
+class QueuePoller:
+    """Brings the submissions of a home up to date with Slurm's queue.
+
+    Args:
+        avoided: The nodes on which workers could not work are added to it.
+        successor_failed: Is called with the name of a workload whose successor ended before it took over.
+        say: Is called with lines for the user of the bridge.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        calls: SlurmCalls,
+        submissions: HomeSubmissions,
+        availability: SlurmAvailability,
+        avoided: AvoidedNodes,
+        successor_failed: Callable[[str, datetime], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._site = site
+        self._calls = calls
+        self._submissions = submissions
+        self._availability = availability
+        self._avoided = avoided
+        self._successor_failed = successor_failed
+        self._say = say
+        self._signature: frozenset[tuple[object, ...]] = frozenset()
+        self._strangers: set[int] = set()
+
+    async def poll(self, now: datetime) -> None:
+        """Asks Slurm about everything; where it does not answer, everything stays as it was."""
+        try:
+            listed = await self._calls.queue()
+            self._match(listed, now)
+            await self._ends({job.id for job in listed}, now)
+            await self._cancel_strangers(listed)
+        except SlurmError as trouble:
+            self._availability.lost(str(trouble))
+            return
+        self._availability.answered()
+        signature = frozenset((job.id, job.state, job.reason) for job in listed)
+        if signature != self._signature:
+            self._submissions.changed = True
+        self._signature = signature
+        self._avoided.expire(now)
+        self._read_troubles()
+        self._submissions.retire_predecessors()
+
+    def _match(self, listed: list[QueuedJob], now: datetime) -> None:
+        by_id = {job.id: job for job in listed}
+        by_launch = {}
+        for job in listed:
+            identity = self._identity(job)
+            if identity is not None:
+                by_launch[identity.launch] = job
+        for one in self._submissions:
+            if not one.living or one.refused:
+                continue
+            seen = by_launch.get(one.launch) if one.job is None else by_id.get(one.job)
+            if seen is None:
+                if one.job is None and (one.unsure_until is None or now >= one.unsure_until):
+                    self._submissions.forget(one)  # sbatch did not submit it
+                continue
+            self._see(one, seen, now)
+
+    def _identity(self, job: QueuedJob) -> JobIdentity | None:
+        """Returns the identity of a job of this home, and None for every other job."""
+        identity = JobIdentity.parse(job.comment)
+        return identity if identity is not None and identity.instance == self._site.instance else None
+
+    def _see(self, one: Submission, seen: QueuedJob, now: datetime) -> None:
+        before, one.seen = one.seen, seen
+        if one.job is not None and before is not None and before.state == seen.state:
+            return
+        one.job, one.unsure_until = seen.id, None
+        running = seen.state == "RUNNING"
+        one.started_at = (one.started_at or now - timedelta(seconds=seen.used)) if running else None
+        if not running and before is not None and before.state == "RUNNING":
+            self._submissions.health_checks.end(one)
+        self._submissions.save(one)
+
+    async def _ends(self, listed: set[int], now: datetime) -> None:
+        """Finds out what became of jobs that squeue does not list any longer."""
+        gone = [
+            one for one in self._submissions if one.living and one.job is not None and one.job not in listed
+        ]
+        for one in gone[:ENDS_AT_ONCE]:
+            assert one.job is not None
+            known = await self._calls.details(one.job)
+            if known is not None and known.live:
+                continue  # it was requeued, or squeue lists it again in a moment
+            wanted = self._site.profile.of(one.workload.kind)
+            end = time_limits.FORGOTTEN if known is None else time_limits.ending(known, wanted)
+            message = end.message
+            if not message and end.code:
+                message = telling_line(self._site.log(one.workload, one.job))
+            if end.code == NODE_UNUSABLE and one.seen is not None:
+                self._avoided.add(one.seen.nodes, now)
+            self._end(one, time_limits.Ending(end.code, message, end.expected), now)
+
+    def _end(self, one: Submission, end: time_limits.Ending, now: datetime) -> None:
+        self._submissions.health_checks.end(one)
+        self._submissions.changed = True
+        is_front = one is self._submissions.groups()[one.workload.name].front
+        one.ending, one.ended_at = end, now
+        if is_front and not end.expected and one.stop_by is None and not one.retired:
+            self._submissions.save(one)
+            return
+        # Another submission has its place, or the next plan launches the workload again at once.
+        if not is_front and not end.expected and not one.retired:
+            self._successor_failed(one.workload.name, now)
+        self._submissions.forget(one)
+
+    async def _cancel_strangers(self, listed: list[QueuedJob]) -> None:
+        """Cancels jobs of this home that have no record: sbatch submitted them without an answer."""
+        mine = {one.job for one in self._submissions if one.job is not None}
+        strangers = [
+            job.id
+            for job in listed
+            if self._identity(job) is not None
+            and job.id not in mine
+            and job.state != "COMPLETING"
+            and job.id not in self._strangers
+        ]
+        if strangers:
+            self._say(f"cancelled Slurm jobs of this home that nothing wants: {strangers}")
+            await self._calls.cancel(strangers)
+            self._strangers.update(strangers)
+
+    def _read_troubles(self) -> None:
+        """Reads what running workers report about their nodes."""
+        for one in self._submissions:
+            if one.workload.kind == "stage-worker" and one.job is not None:
+                file = self._site.trouble_file(one.workload, one.job)
+                try:
+                    one.trouble = file.read_text()[:500] if one.running else ""
+                except FileNotFoundError:
+                    one.trouble = ""

@@ -1,0 +1,176 @@
+"""Submits workloads to Slurm: those of plans, those that were refused before, and successors."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from rollyard_drivers.reconcile.plan import Launch, Owner, Stop
+from rollyard_drivers.reconcile.replacements import Replacements
+
+from rollyard_slurm.calls.protocol import SlurmCalls
+from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
+from rollyard_slurm.private_files import write_private
+from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.scheduling import time_limits
+from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
+from rollyard_slurm.scripts.batch import batch_script
+from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.availability import SlurmAvailability
+from rollyard_slurm.submissions.group import Group
+from rollyard_slurm.submissions.home_submissions import HomeSubmissions
+from rollyard_slurm.submissions.submission import Submission, fresh
+
+UNSURE_SECONDS = 90.0
+"""Within this time a job shows itself that sbatch may have submitted before it was cut off."""
+RETRY_SECONDS = 15.0
+"""The time between two tries after a limit of the site refused a job."""
+SUCCESSOR_AGAIN_SECONDS = 60.0
+"""The time between the failure of a successor and the next one."""
+SUBMITTED_AT_ONCE = 32
+"""The jobs that are submitted in one turn; the next turns submit the others."""
+
+
+class Submitter:
+    """Submits workloads, and never the same one twice.
+
+    Args:
+        worker_token: Returns the token of the workers of a RolloutJob.
+        say: Is called with lines for the user of the bridge.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        calls: SlurmCalls,
+        submissions: HomeSubmissions,
+        availability: SlurmAvailability,
+        avoided: AvoidedNodes,
+        worker_token: Callable[[Owner], str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._site = site
+        self._calls = calls
+        self._submissions = submissions
+        self._availability = availability
+        self._avoided = avoided
+        self._worker_token = worker_token
+        self._say = say
+        self._replaced = Replacements()
+        self._successor_after: dict[str, datetime] = {}
+        self._limit = ""
+        self._submitted = 0
+
+    def begin_turn(self) -> None:
+        """Begins to count the jobs of a turn, and forgets which limit was met in the last one."""
+        self._limit, self._submitted = "", 0
+
+    def note_stop(self, stop: Stop) -> None:
+        """Notes that a workload is being stopped, perhaps in order to be launched again."""
+        self._replaced.note(stop)
+
+    def successor_failed(self, name: str, now: datetime) -> None:
+        """Notes that a successor of a workload ended before it took over."""
+        self._successor_after[name] = now + timedelta(seconds=SUCCESSOR_AGAIN_SECONDS)
+
+    async def launch(self, launch: Launch, now: datetime) -> None:
+        """Submits a workload that a plan launches.
+
+        Nothing is done where the workload has come to be since the plan was made, or where enough jobs were
+        submitted in this turn: the next plan launches it again.
+        """
+        name = launch.workload.name
+        earlier = [one for one in self._submissions if one.workload.name == name]
+        if any(one.living and not one.retired for one in earlier) or self._submitted >= SUBMITTED_AT_ONCE:
+            return
+        for old in earlier:
+            if not old.living:
+                self._submissions.forget(old)
+        await self._submit(self._replaced.counted(launch), now)
+        self._replaced.launched(name)
+
+    async def retry(self, now: datetime) -> None:
+        """Submits what was refused, where its time has come."""
+        for one in self._submissions:
+            if one.refused and not one.blocked and one.retry_at is not None and now >= one.retry_at:
+                await self._try(one, now)
+
+    async def submit_successors(self, now: datetime) -> None:
+        """Submits successors of the jobs whose time limits are near."""
+        for name, group in self._submissions.groups().items():
+            if self._wants_successor(name, group, now):
+                front = group.front
+                self._say(f"{name}: the time limit of Slurm job {front.job} is near; its successor queues")
+                await self._submit(Launch(front.workload, front.restarts, front.last_end), now)
+
+    def _wants_successor(self, name: str, group: Group, now: datetime) -> bool:
+        front = group.front
+        if not front.running or front.stopping or group.successors or front.seen is None:
+            return False
+        after = self._successor_after.get(name)
+        if after is not None and now < after:
+            return False
+        return time_limits.wants_successor(front.seen, self._site.profile.of(front.workload.kind))
+
+    async def _submit(self, launch: Launch, now: datetime) -> None:
+        one = fresh(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
+        self._submissions.add(one)
+        await self._try(one, now)
+
+    async def _try(self, one: Submission, now: datetime) -> None:
+        """Submits one workload, if Slurm answers and no limit of the site was met in this turn."""
+        self._submissions.changed = True
+        trouble = self._availability.trouble or self._limit
+        if trouble or not self._availability.answered_once:
+            one.refused = f"not submitted yet: {trouble}"
+            one.retry_at = now + timedelta(seconds=RETRY_SECONDS if self._limit else 0.0)
+            return
+        self._submitted += 1
+        one.refused, one.retry_at, one.submitted_at = "", None, now
+        one.unsure_until = now + timedelta(seconds=UNSURE_SECONDS)
+        try:
+            await self._call_sbatch(one)
+        except SubmitRefused as refusal:
+            self._submissions.remove_record(one)
+            one.unsure_until = None
+            self._refused(one, refusal, now)
+            return
+        except SlurmUnavailable as error:
+            self._availability.lost(str(error))
+            if not error.unsure:
+                self._submissions.remove_record(one)
+                one.unsure_until, one.refused, one.retry_at = None, f"not submitted yet: {error}", now
+            return
+        except SlurmError as error:
+            self._submissions.remove_record(one)
+            one.unsure_until, one.refused, one.blocked = None, str(error), True
+            return
+        except OSError as error:
+            one.unsure_until, one.blocked = None, True
+            one.refused = f"the home cannot be written: {error.filename}: {error.strerror}"
+            return
+        one.unsure_until = None
+        self._submissions.save(one)
+
+    async def _call_sbatch(self, one: Submission) -> None:
+        workload = one.workload
+        identity = JobIdentity.of(workload, self._site.instance, one.launch, one.restarts)
+        if workload.kind == "stage-worker":
+            write_private(self._site.token_file(workload), self._worker_token(workload.owner))
+            one.avoided = self._avoided.nodes
+        # The record is written before sbatch runs: whatever happens to this process, the job is found again.
+        self._submissions.save(one)
+        one.job = await self._calls.submit(batch_script(workload, self._site, identity, one.avoided))
+
+    def _refused(self, one: Submission, refusal: SubmitRefused, now: datetime) -> None:
+        one.refused = f"{refusal.by}: {refusal}"
+        if refusal.limit:
+            self._limit = one.refused
+            one.retry_at = now + timedelta(seconds=RETRY_SECONDS)
+        elif one.avoided:
+            # It may be that no other node will do: the job is submitted without `--exclude` at once.
+            self._avoided.clear()
+            one.retry_at = now
+        else:
+            one.blocked = True

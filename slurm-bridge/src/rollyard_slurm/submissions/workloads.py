@@ -1,0 +1,155 @@
+"""The workloads of one home as Slurm jobs: carries out plans, and reports what is seen of the jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rollyard_drivers.reconcile.plan import ObservedWorkload, Owner, Plan, Stop
+
+from rollyard_slurm.calls.protocol import SlurmCalls
+from rollyard_slurm.errors import SlurmError
+from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
+from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.availability import SlurmAvailability
+from rollyard_slurm.submissions.home_submissions import HomeSubmissions
+from rollyard_slurm.submissions.polling import QueuePoller
+from rollyard_slurm.submissions.stopping import Stopper
+from rollyard_slurm.submissions.submission import Submission
+from rollyard_slurm.submissions.submitting import Submitter
+
+
+class SlurmWorkloads:
+    """The workloads of one home, each of them one or several submissions.
+
+    Args:
+        calls: The calls to Slurm.
+        worker_token: Returns the token of the workers of a RolloutJob.
+        wake: Is called when something happened that a turn should look at.
+        say: Is called with a line for the user of the bridge, once for each change.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        calls: SlurmCalls,
+        http: httpx.AsyncClient,
+        worker_token: Callable[[Owner], str],
+        wake: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._site = site
+        avoided = AvoidedNodes()
+        self._submissions = HomeSubmissions(site, http, wake)
+        self._availability = SlurmAvailability(say)
+        self._submitter = Submitter(
+            site, calls, self._submissions, self._availability, avoided, worker_token, say
+        )
+        self._stopper = Stopper(calls, self._submissions)
+        self._poller = QueuePoller(
+            site, calls, self._submissions, self._availability, avoided, self._submitter.successor_failed, say
+        )
+
+    # What is seen
+
+    @property
+    def trouble(self) -> str:
+        """Why Slurm does not answer; empty: it does."""
+        return self._availability.trouble
+
+    @property
+    def ready(self) -> bool:
+        """Whether plans may be made: Slurm has answered, or there is nothing to ask it about."""
+        return self._availability.answered_once or all(one.refused for one in self._submissions)
+
+    @property
+    def jobs(self) -> list[Submission]:
+        """Every submission that has, or may have, a job that has not ended."""
+        return [one for one in self._submissions if one.living]
+
+    @property
+    def changed(self) -> bool:
+        """Whether something was done, or seen, after which Slurm should be polled soon."""
+        return self._submissions.changed
+
+    def clear_changed(self) -> None:
+        """Notes that Slurm is being polled for what has changed."""
+        self._submissions.changed = False
+
+    def owners(self) -> set[Owner]:
+        """Returns the jobs and pools whose workloads there are."""
+        return self._submissions.owners
+
+    def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
+        """Returns what is seen of an owner's workloads; replaced jobs have names of their own."""
+        return tuple(
+            one.observed(name)
+            for name, one in self._submissions.named().items()
+            if one.workload.owner == owner
+        )
+
+    async def poll(self, now: datetime) -> None:
+        """Asks Slurm about everything; where it does not answer, everything stays as it was."""
+        await self._poller.poll(now)
+
+    def find_endpoints(self) -> None:
+        """Begins to check the health of backends that have announced where they answer."""
+        for one in self._submissions:
+            wanted = one.workload.kind == "backend" and one.living and not one.stopping
+            if wanted and self._submissions.health_checks.find(one):
+                self._submissions.changed = True
+
+    # What is done
+
+    async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
+        """Starts and stops what the plan of one owner names; the next turns continue the stopping."""
+        for stop in plan.stop:
+            self.stop(stop)
+        now = datetime.now(UTC)
+        for name, one in self._submissions.named().items():
+            if one.workload.owner == owner:
+                since = (one.draining_since or now) if name in plan.drain else None
+                if since != one.draining_since:
+                    one.draining_since = since
+                    self._submissions.save(one)
+        for launch in plan.launch:
+            await self._submitter.launch(launch, now)
+
+    def stop(self, stop: Stop) -> None:
+        """Begins to stop a workload within its grace, and forgets one that has ended."""
+        if stop.name in self._submissions.named():
+            self._submitter.note_stop(stop)
+            self._stopper.stop(stop)
+
+    async def act(self, now: datetime) -> None:
+        """Does what is due at this time: signals and cancellations, further tries, and successors."""
+        self._submitter.begin_turn()
+        try:
+            await self._stopper.proceed(now)
+        except SlurmError as trouble:
+            self._availability.lost(str(trouble))
+        if self._availability.trouble:
+            return
+        await self._submitter.retry(now)
+        await self._submitter.submit_successors(now)
+
+    def logs(self) -> set[Path]:
+        """Returns the logs of jobs that have not ended."""
+        return {self._site.log(one.workload, one.job) for one in self.jobs if one.job is not None}
+
+    # The end
+
+    def stop_kind(self, kind: str, grace_seconds: float, now: datetime) -> None:
+        """Begins to stop every workload of a kind."""
+        self._stopper.stop_kind(kind, grace_seconds, now)
+
+    def left(self, kind: str) -> list[Submission]:
+        """Returns those of a kind that have not ended."""
+        return [one for one in self.jobs if one.workload.kind == kind]
+
+    async def close(self) -> None:
+        """Ends the health checks; the jobs continue to run."""
+        await self._submissions.close()

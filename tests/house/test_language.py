@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/src/*/__init__.py"))
-PENDING = frozenset(
+PENDING: frozenset[str] = frozenset(
     {
         "api/src/rollyard_api",
         "operator/src/rollyard_operator",

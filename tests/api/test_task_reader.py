@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_api.core.problems import ApiError, Invalid
 from rollyard_api.jobs import source_readers
-from rollyard_api.jobs.task_reader import Limits, SourcesBusy, TaskReader
+from rollyard_api.jobs.task_reader import SourcesBusy, TaskFileLimits, TaskReader
 from rollyard_api.jobs.task_sources import AllowList, PrefixError, TasksNotAllowed, blob_of
 
 TASK = json.dumps({"id": "a", "prompt": "1 + 1?"}).encode() + b"\n"
@@ -29,7 +29,7 @@ async def no_uploads(_namespace: str, _sha256: str) -> AsyncGenerator[bytes, Non
 
 
 def reader_of(*prefixes: str, networks: tuple[str, ...] = (), **limits: Any) -> TaskReader:
-    return TaskReader(AllowList.of(prefixes, networks), Limits(**limits), no_uploads)
+    return TaskReader(AllowList.of(prefixes, networks), TaskFileLimits(**limits), no_uploads)
 
 
 @pytest.mark.parametrize(

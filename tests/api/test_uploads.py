@@ -76,7 +76,7 @@ async def test_a_job_over_an_upload(served: Any, make_manifest: Any) -> None:
 
 
 async def test_what_is_refused_leaves_nothing(serving: Any, settings: Any, make_manifest: Any) -> None:
-    limits = blobs.Limits(blob_bytes=1 << 20, namespace_bytes=3 << 19, namespace_count=2)
+    limits = blobs.BlobLimits(blob_bytes=1 << 20, namespace_bytes=3 << 19, namespace_count=2)
     async with serving(settings, blob_limits=limits) as served:
         wrong = await upload(served, b"x" * 300_000, digest="0" * 64)
         assert (wrong.status_code, wrong.json()["reason"]) == (422, "BlobHashMismatch")

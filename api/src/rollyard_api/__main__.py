@@ -32,7 +32,7 @@ SHUTDOWN_SECONDS = 2
 
 
 class Server(uvicorn.Server):
-    """uvicorn, told to end long polls on a signal, to exit 0 then, and to say where it listens."""
+    """uvicorn, which ends long polls on a signal, exits with 0 then, and says where it listens."""
 
     def __init__(self, config: uvicorn.Config, port_file: Path | None, port: int) -> None:
         super().__init__(config)
@@ -153,25 +153,25 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--max-task-bytes",
         type=int,
-        default=task_reader.Limits().file_bytes,
+        default=task_reader.TaskFileLimits().file_bytes,
         help="of one task file, unpacked (default: %(default)s)",
     )
     made.add_argument(
         "--max-blob-bytes",
         type=int,
-        default=blobs.Limits().blob_bytes,
+        default=blobs.BlobLimits().blob_bytes,
         help="of one upload (default: %(default)s)",
     )
     made.add_argument(
         "--max-namespace-blob-bytes",
         type=int,
-        default=blobs.Limits().namespace_bytes,
+        default=blobs.BlobLimits().namespace_bytes,
         help="of all uploads of a namespace (default: %(default)s)",
     )
     made.add_argument(
         "--max-namespace-blobs",
         type=int,
-        default=blobs.Limits().namespace_count,
+        default=blobs.BlobLimits().namespace_count,
         help="uploads of a namespace (default: %(default)s)",
     )
     made.add_argument(
@@ -292,8 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{name: getattr(given, name) for name, _, _ in BOUNDS},
         allow_tasks_from=tuple(given.allow_tasks_from),
         allow_tasks_networks=tuple(given.allow_tasks_network),
-        task_limits=task_reader.Limits(file_bytes=given.max_task_bytes),
-        blob_limits=blobs.Limits(
+        task_limits=task_reader.TaskFileLimits(file_bytes=given.max_task_bytes),
+        blob_limits=blobs.BlobLimits(
             blob_bytes=given.max_blob_bytes,
             namespace_bytes=given.max_namespace_blob_bytes,
             namespace_count=given.max_namespace_blobs,
@@ -332,7 +332,11 @@ def serve(
     log_level: str,
     tls: tuple[Path, Path] | None = None,
 ) -> int:
-    """Serve on a listening socket until told to stop; the exit status. `tls`: certificate and key."""
+    """Serve on a listening socket until a signal comes, and return the exit status.
+
+    Args:
+        tls: the files of the certificate and of its key.
+    """
 
     def started(plane: ControlPlane) -> None:
         server.plane = plane
@@ -358,7 +362,7 @@ def serve(
     # would wait that long for each return while requests are being parsed.
     sys.setswitchinterval(0.0005)
     server = Server(config, port_file, _port(sock))
-    # uvicorn exits by itself when the start fails; why is told below.
+    # uvicorn exits by itself when the start fails; the reason is logged below.
     with sock, contextlib.suppress(SystemExit):
         server.run(sockets=[sock])
     if server.started:

@@ -45,8 +45,8 @@ class Settings:
     store_seconds: float = 15.0
     """How long a request waits for the trajectory store; writing a part may take three times as long."""
     page_bytes: int = 16 << 20
-    """Of one page of results or of a list, and of one answer with leases; a single larger item has a page
-    to itself."""
+    """The largest page of results or of a list, and the largest answer with leases; a single larger item
+    has a page to itself."""
     max_polls: int = 4096
     """Long polls of trainers and drivers at the same time; more are answered 429."""
     max_polls_per_namespace: int = 1024
@@ -81,9 +81,9 @@ class Settings:
     """URL prefixes that `spec.tasks.url` of a job may begin with, beside uploads; see `AllowList`."""
     allow_tasks_networks: tuple[str, ...] = ()
     """Networks in which hosts of these prefixes may be, beside public addresses."""
-    task_limits: task_reader.Limits = field(default_factory=task_reader.Limits)
+    task_limits: task_reader.TaskFileLimits = field(default_factory=task_reader.TaskFileLimits)
     """How much may be read in the name of jobs."""
-    blob_limits: blobs.Limits = field(default_factory=blobs.Limits)
+    blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
     """How much may be uploaded."""
     sqlite_max_pages: int = 0
     """Bound of the SQLite file in pages of 4 KiB; 0: the disk is the bound."""

@@ -17,6 +17,7 @@ from typing import Final, Literal, get_args
 
 from rollyard_crds.security.job_token import JobIdentity, job_of
 
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import Unauthorized
 
 Role = Literal["admin", "worker", "driver", "metrics"]
@@ -29,7 +30,7 @@ MAX_VALID: Final = 16
 FILE_NAME = "tokens.json"
 
 
-class TokenFileError(Exception):
+class TokenFileError(ControlPlaneError):
     """The token file cannot be used."""
 
     reason = "TokenFileInvalid"
@@ -37,7 +38,7 @@ class TokenFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose token a request bears."""
+    """The holder of the token that a request bears."""
 
     role: Role
     job: JobIdentity | None = None

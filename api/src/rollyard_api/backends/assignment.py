@@ -285,7 +285,7 @@ def reroute(
     token: whoever holds a lease opens no circuit by naming another server, or by saying it again.
 
     The limit of a backend holds for rollouts that move, too: where every other is full, and the
-    failed one takes none, the rollout is told to ask again; places that become free are kept for
+    failed one takes none, the rollout has to ask again; places that become free are kept for
     such rollouts, none goes to the queue before them (Router.reserved).
     """
     found = tx.conn.execute(

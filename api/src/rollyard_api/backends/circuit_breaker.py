@@ -19,7 +19,7 @@ FIRST_PAUSE = 2.0
 """Seconds before the first probe; doubled up to LONGEST_PAUSE."""
 LONGEST_PAUSE = 60.0
 PROBE_SECONDS = 10.0
-"""Within which a probe must be answered."""
+"""A probe must be answered within this time."""
 STUCK_SECONDS = 3 * PROBE_SECONDS
 """A probe without a verdict for this long died with its control plane: another may probe."""
 _MOST = THRESHOLD + 16
@@ -56,7 +56,7 @@ class Breaker:
         return Breaker("Open", failures, now)
 
     def completed(self) -> Breaker:
-        """A rollout's Run was completed there: failures are counted anew."""
+        """A rollout's Run was completed there: failures are counted from zero again."""
         return replace(self, failures=0) if self.circuit == "Closed" else self
 
     def probing(self, now: float) -> Breaker:

@@ -138,14 +138,14 @@ def _found(tx: Transaction, pool: PoolRow, row: BackendRow, seen: Seen) -> dict[
     if row.weights == "Updating" or (label is not None and label.startswith(UNVERIFIED)):
         return values  # labels are the update's business now
     # Drivers know a label from a server's start. The control plane reads those of external servers
-    # itself: another one than before means that the server was started anew.
+    # itself: another one than before means that the server was restarted.
     told = pool.policy_index == 0 or pool.external or began
     if label is not None and told and label != row.policy_version:
         values["policy_version"] = label
         if row.weights == "Current":
             values |= _of_label(pool, label)
     elif label is None and began and row.weights == "Current":
-        values |= _of_label(pool, "")  # whether it was started anew, nobody can say
+        values |= _of_label(pool, "")  # nobody can say whether it was restarted
     return values
 
 

@@ -10,7 +10,7 @@ CLEARLY = 1.5
 SPREAD = 1.3
 """Rollouts differ in length, and the longest one that a slow backend was given ends last."""
 _SATURATED = 0.25
-"""Of the limit: from this load on, more rollouts are taken to share the same throughput."""
+"""A share of the limit: from this load on, more rollouts are taken to share the same throughput."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Pace:
     load: float
     """Active rollouts on the backend while that was measured."""
     seconds: float
-    """Of one rollout in Run."""
+    """The mean time of one rollout in Run."""
 
 
 @dataclass(frozen=True, slots=True)

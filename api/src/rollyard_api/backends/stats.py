@@ -27,9 +27,9 @@ from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.schema import backends
 
 WINDOW_SECONDS = 300.0
-"""Of the prefix cache's hit rate."""
+"""The prefix cache's hit rate is taken over so many seconds."""
 READ_SECONDS = 2.0
-"""Within which a server must give its metrics."""
+"""A server must give its metrics within this time."""
 MAX_AT_ONCE = 32
 MATERIAL_HIT_RATE = 0.005
 """Smaller changes are not written."""
@@ -44,7 +44,7 @@ class Window:
     _last: tuple[float, float] | None = None
 
     def add(self, now: float, queries: float, hits: float) -> None:
-        """Take a reading; less than before means that the server began anew."""
+        """Take a reading; less than before means that the server was restarted."""
         if self._last is not None:
             before = self._last if queries >= self._last[0] and hits >= self._last[1] else (0.0, 0.0)
             if queries > before[0]:

@@ -20,9 +20,9 @@ from rollyard_api.storage.schema import backends
 MIN_TOKENS = 16
 """Fewer tokens of one rollout say more of the round trip than of the speed."""
 MAX_LOADS = 10_000
-"""Backends whose load is kept; one that is forgotten is counted anew at the next lease."""
+"""Backends whose load is kept; one that is forgotten is counted again at the next lease."""
 WEIGHT = 0.1
-"""Of one rollout in the moving average; k rollouts together weigh 1 - 0.9^k."""
+"""The weight of one rollout in the moving average; k rollouts together weigh 1 - 0.9^k."""
 
 
 def _averaged(name: str) -> sa.Case[float]:

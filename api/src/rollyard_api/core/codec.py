@@ -20,7 +20,10 @@ _PLAIN_BYTES = 512
 """Below this, compression costs more than it saves."""
 
 MAX_DEPTH = 128
-"""Of lists and objects in a body. What is stored gets some more around it; JSON is written to depth 254."""
+"""The deepest nesting of lists and objects in a body.
+
+What is stored gets some more around it; JSON is written to depth 254.
+"""
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _PLAIN = _SCALARS | {dict, list}
 

@@ -20,7 +20,7 @@ _LETTERS: Final[dict[Kind, str]] = {"trajectories": "t", "groups": "g", "rollout
 _VERSION = "v1"
 MAX_LENGTH = 256
 _MAX_DIGITS = 18
-"""Of a position; it fits a 64-bit integer."""
+"""The largest number of digits of a position; it fits a 64-bit integer."""
 
 
 def text(kind: Kind, uid: str, position: int | str) -> str:

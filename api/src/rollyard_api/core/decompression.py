@@ -8,22 +8,30 @@ import zlib
 from collections.abc import Iterator
 from typing import Final, Protocol
 
+from rollyard_api.core.errors import ControlPlaneError
+
 PIECE_BYTES: Final = 1 << 20
 """Unpacked at once."""
 _XZ_MEMORY: Final = 64 << 20
 """Bytes that an xz stream may ask for; the presets up to -6 need less to be unpacked."""
 
 
-class TooLong(Exception):
+class TooLong(ControlPlaneError):
     """The text is longer than it may be."""
 
+    reason = "TextTooLong"
 
-class LineTooLong(Exception):
+
+class LineTooLong(ControlPlaneError):
     """A line is longer than it may be."""
 
+    reason = "LineTooLong"
 
-class Damaged(Exception):
+
+class Damaged(ControlPlaneError):
     """The compressed data is broken or cut short."""
+
+    reason = "DataDamaged"
 
 
 class _Unpacker(Protocol):

@@ -10,12 +10,14 @@ from typing import Any, ClassVar
 import orjson
 from starlette.responses import Response
 
+from rollyard_api.core.errors import ControlPlaneError
+
 TYPE_BASE = "https://rollyard.dev/problems/"
 MEDIA_TYPE = "application/problem+json"
 
 
-class ApiError(Exception):
-    """Root of the package's exceptions: an HTTP status, a stable `reason` and what would be right."""
+class ApiError(ControlPlaneError):
+    """The root of what requests are answered with: an HTTP status, a reason and what would be right."""
 
     status: ClassVar[int] = 500
     reason: str = "InternalError"

@@ -28,13 +28,13 @@ _REMOVED_AT_ONCE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BlobLimits:
     """How much may be uploaded."""
 
     blob_bytes: int = 1 << 30
-    """Of one upload."""
+    """The largest size of one upload."""
     namespace_bytes: int = 4 << 30
-    """Of all uploads of a namespace, unfinished ones too."""
+    """The largest size of all uploads of a namespace together, unfinished ones included."""
     namespace_count: int = 1000
     """Uploads of a namespace, unfinished ones too."""
     kept_seconds: float = 3600.0
@@ -99,7 +99,7 @@ def piece(conn: Connection, blob_id: int, no: int) -> bytes | None:
     return None if packed is None else zlib.decompress(packed)
 
 
-def begin(tx: Transaction, namespace: str, sha256: str, limits: Limits) -> int:
+def begin(tx: Transaction, namespace: str, sha256: str, limits: BlobLimits) -> int:
     """Begin an upload, which nobody sees yet; its id.
 
     Raises:
@@ -119,7 +119,7 @@ def begin(tx: Transaction, namespace: str, sha256: str, limits: Limits) -> int:
     return made
 
 
-def _refuse_full(tx: Transaction, namespace: str, limits: Limits, *, adding: int) -> None:
+def _refuse_full(tx: Transaction, namespace: str, limits: BlobLimits, *, adding: int) -> None:
     count, size = tx.conn.execute(
         sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(blobs.c.size), 0)).where(
             blobs.c.namespace == namespace
@@ -135,7 +135,7 @@ def _refuse_full(tx: Transaction, namespace: str, limits: Limits, *, adding: int
 
 
 def add(
-    tx: Transaction, blob_id: int, namespace: str, no: int, packed: bytes, size: int, limits: Limits
+    tx: Transaction, blob_id: int, namespace: str, no: int, packed: bytes, size: int, limits: BlobLimits
 ) -> None:
     """Add the next piece.
 

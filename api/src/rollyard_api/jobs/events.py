@@ -12,12 +12,13 @@ from typing import Any
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import dumps
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.storage.rows import JobRow
 
 MAX_JOBS = 1024
 """Jobs whose past events are kept; the one that was silent longest is forgotten first."""
 MAX_PAST_BYTES = 256 << 20
-"""Of all jobs' past events together."""
+"""The most memory that all jobs' past events take together."""
 EVENT_BYTES = 256
 """About what an event takes beside its data."""
 
@@ -31,7 +32,7 @@ class Event:
     data: bytes
 
 
-class SlowConsumer(Exception):
+class SlowConsumer(ControlPlaneError):
     """The subscriber fell behind by a whole buffer and was dropped; it may resume by Last-Event-ID."""
 
     reason = "SlowConsumer"
@@ -65,7 +66,10 @@ class EventHub:
         self._streams: dict[int, _Stream] = {}
         self._bytes = 0
         self._first = 1
-        """Of the next job: above every number of a job that was forgotten, so that no id is given twice."""
+        """The number of the next job's first event.
+
+        It is above every number of a job that was forgotten, so that no id is given twice.
+        """
         self.process = secrets.token_hex(4)
 
     def _stream(self, job_id: int) -> _Stream:

@@ -168,7 +168,7 @@ def worker_spec(conn: Connection, namespace: str, name: str, uid: str | None) ->
     """What a stage worker needs of a job: its spec, inline tasks left out (each lease carries its task).
 
     Raises:
-        NotFound: no such job, or it was made anew under another uid.
+        NotFound: no such job, or another job of this name has replaced it.
     """
     job = find(conn, namespace, name)
     if uid is not None and uid != job.uid:

@@ -42,7 +42,7 @@ class NewJob:
     digest: str
     tasks: Sequence[TaskRow]
     object_uid: str | None = None
-    """Of the Kubernetes object that it is registered for."""
+    """The uid of the Kubernetes object that the job is registered for."""
 
 
 def prepare(job: RolloutJob, tasks: Sequence[TaskRow]) -> NewJob:

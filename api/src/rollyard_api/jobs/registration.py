@@ -1,7 +1,7 @@
 """Jobs and pools whose spec has its home elsewhere, as objects of Kubernetes: their driver registers them.
 
 Registering is level-based: the driver says what the object is, as often as it likes, and the
-control plane makes, changes or keeps its own. An object that was deleted and made anew has another
+control plane makes, changes or keeps its own. An object that was deleted and created again has another
 uid; what was registered for the old one then makes way.
 """
 
@@ -150,7 +150,7 @@ def _changes(tx: Transaction, row: JobRow, new: NewJob) -> dict[str, Any]:
             values |= {"suspended": new.spec.suspend, "started_at": started}
         values["deadline_at"] = jobs.deadline_at(started, new.spec.active_deadline_seconds)
     if "ttlSecondsAfterFinished" in differing:
-        values["delete_at"] = None  # the sweep counts it anew
+        values["delete_at"] = None  # the sweep counts it again
     return values
 
 
@@ -191,7 +191,7 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
 def delete_job(tx: Transaction, namespace: str, name: str) -> int:
     """Cancel a job; it is removed at once only if it is registered for no object.
 
-    The driver of an object would register it again: it is told by the cancel reason, deletes the
+    The driver of an object would register it again: it learns of the cancel by its reason, deletes the
     object, and then removes the job by `cancellation.delete_job`.
 
     Returns:

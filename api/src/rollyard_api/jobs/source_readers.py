@@ -17,6 +17,7 @@ from urllib.parse import urljoin
 import fsspec
 import httpcore
 
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.jobs.task_sources import Address, AllowList, Source
 
 T = TypeVar("T")
@@ -30,8 +31,10 @@ _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _OK: Final = 200
 
 
-class Unreadable(Exception):
+class Unreadable(ControlPlaneError):
     """An allowed source cannot be read. The message shows nothing of what the other side answered."""
+
+    reason = "SourceUnreadable"
 
 
 class _File(Protocol):

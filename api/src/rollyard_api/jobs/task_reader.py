@@ -22,11 +22,11 @@ RETRY_SECONDS: Final = "1"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TaskFileLimits:
     """How much may be read in the name of jobs."""
 
     file_bytes: int = 256 << 20
-    """Of one task file, unpacked."""
+    """The largest size of one task file, unpacked."""
     seconds: float = 60.0
     """For the whole of one file."""
     per_namespace: int = 2
@@ -92,7 +92,7 @@ class TaskReader:
     until it answers; uploads are read beside it.
     """
 
-    def __init__(self, allowed: AllowList, limits: Limits, uploads: Pieces) -> None:
+    def __init__(self, allowed: AllowList, limits: TaskFileLimits, uploads: Pieces) -> None:
         self._allowed = allowed
         self._limits = limits
         self._uploads = uploads

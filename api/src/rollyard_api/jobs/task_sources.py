@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import unquote, urlsplit
 
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import Invalid
 
 FIELD: Final = "spec.tasks.url"
@@ -42,8 +43,10 @@ class TasksNotAllowed(Invalid):
     reason = "TasksNotAllowed"
 
 
-class PrefixError(ValueError):
+class PrefixError(ControlPlaneError, ValueError):
     """An entry of the installer's list cannot be used; the message names it and says what would be right."""
+
+    reason = "PrefixInvalid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Location:
     authority: str
     """Host and port, or bucket; empty for files."""
     path: str
-    """Of files: decoded. Begins with a slash."""
+    """The path, which begins with a slash; that of a file is decoded."""
     query: str = ""
 
     @property
@@ -93,8 +96,10 @@ def blob_of(url: str) -> str | None:
     return found.group(1)
 
 
-class Malformed(ValueError):
+class MalformedUrl(ControlPlaneError, ValueError):
     """A URL that is not well-formed, or that has several readings."""
+
+    reason = "UrlMalformed"
 
 
 _PORTS: Final = {"http": 80, "https": 443}
@@ -104,34 +109,34 @@ def parse(url: str) -> Location:
     """Take a URL apart; a path that begins with a slash is a file's.
 
     Raises:
-        Malformed: its parts could be read in more than one way, or it holds credentials.
+        MalformedUrl: its parts could be read in more than one way, or it holds credentials.
     """
     if not url.isprintable() or "\\" in url or url != url.strip():
-        raise Malformed("control characters, backslashes and spaces at an end are not allowed")
+        raise MalformedUrl("control characters, backslashes and spaces at an end are not allowed")
     if "::" in url:
-        raise Malformed("chained URLs are not allowed")
+        raise MalformedUrl("chained URLs are not allowed")
     scheme, separator, rest = url.partition("://")
     if not separator:
         if url.startswith("/"):
             return Location("file", "", _steps(url))
-        raise Malformed("it is no URL with '://'")
+        raise MalformedUrl("it is no URL with '://'")
     scheme = scheme.lower()
     if scheme == "file":
         if not rest.startswith(("/", "localhost/")):
-            raise Malformed("a file has an absolute path and no host: file:///path")
+            raise MalformedUrl("a file has an absolute path and no host: file:///path")
         return Location(scheme, "", _steps(unquote(rest.removeprefix("localhost"))))
     if scheme in _PORTS:
         return _web(scheme, url)
     bucket, _, key = rest.partition("/")
     if not re.fullmatch(r"[A-Za-z0-9._@-]+", bucket) or any(letter in key for letter in "?#*[]"):
-        raise Malformed("a bucket's URL is scheme://bucket/key, without any of ?#*[]")
+        raise MalformedUrl("a bucket's URL is scheme://bucket/key, without any of ?#*[]")
     return Location(scheme, bucket, _steps(f"/{key}"))
 
 
 def _steps(path: str) -> str:
     """A path without `.`, `..` and empty steps, which servers and file systems resolve in various ways."""
     if "\0" in path or any(step in (".", "..") for step in path.split("/")) or "//" in path:
-        raise Malformed("a path must not hold '.', '..' or empty steps")
+        raise MalformedUrl("a path must not hold '.', '..' or empty steps")
     return path
 
 
@@ -140,26 +145,26 @@ def _web(scheme: str, url: str) -> Location:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or _PORTS[scheme]
     except ValueError as error:
-        raise Malformed("its host or port is malformed") from error
+        raise MalformedUrl("its host or port is malformed") from error
     if "@" in parts.netloc:
-        raise Malformed("credentials in a URL are not allowed")
+        raise MalformedUrl("credentials in a URL are not allowed")
     if parts.fragment or "#" in url:
-        raise Malformed("fragments are not allowed")
+        raise MalformedUrl("fragments are not allowed")
     if ":" in host:
         try:
             host = f"[{ipaddress.IPv6Address(host).compressed}]"
         except ValueError as error:
-            raise Malformed("its host is no IPv6 address") from error
+            raise MalformedUrl("its host is no IPv6 address") from error
         if "%" in host:
-            raise Malformed("zones of IPv6 addresses are not allowed")
+            raise MalformedUrl("zones of IPv6 addresses are not allowed")
     elif _HOST.fullmatch(host.removesuffix(".")) is None:
-        raise Malformed("its host must be a DNS name in ASCII or an address")
+        raise MalformedUrl("its host must be a DNS name in ASCII or an address")
     path = parts.path or "/"
     if not url.isascii():
-        raise Malformed("letters beyond ASCII must be percent-encoded")
+        raise MalformedUrl("letters beyond ASCII must be percent-encoded")
     # Percent-encoded slashes and dots mean different steps to different servers.
     if any(code in path.lower() for code in ("%2e", "%2f", "%5c", "%00", ";")):
-        raise Malformed("encoded dots, slashes and backslashes, and ';', are not allowed in a path")
+        raise MalformedUrl("encoded dots, slashes and backslashes, and ';', are not allowed in a path")
     return Location(scheme, f"{host.removesuffix('.')}:{port}", _steps(path), parts.query)
 
 
@@ -171,7 +176,7 @@ def _prefix(text: str) -> Location:
     """
     try:
         found = parse(text)
-    except Malformed as error:
+    except MalformedUrl as error:
         raise PrefixError(f"{text!r}: {error}") from error
     if found.kind == "bucket" and found.scheme not in BUCKETS:
         raise PrefixError(f"{text!r}: the scheme must be one of {_LISTED}")
@@ -220,7 +225,7 @@ class AllowList:
         """
         try:
             location = parse(url)
-        except Malformed as error:
+        except MalformedUrl as error:
             raise self.refusal(url, str(error)) from error
         for entry in self.prefixes:
             prefix = Location(entry.scheme, entry.authority, entry.path.replace(NAMESPACE, namespace))

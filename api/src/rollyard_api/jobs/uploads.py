@@ -12,7 +12,7 @@ from typing import Final
 
 from rollyard_api.core.problems import ApiError, Invalid, NotFound, QueueFull
 from rollyard_api.jobs import blobs
-from rollyard_api.jobs.blobs import PIECE_BYTES, BlobTooLarge, Limits
+from rollyard_api.jobs.blobs import PIECE_BYTES, BlobLimits, BlobTooLarge
 from rollyard_api.storage.database import Database
 
 AT_ONCE: Final = 4
@@ -35,7 +35,7 @@ class UploadTooSlow(ApiError):
 class Uploads:
     """The uploads of all namespaces."""
 
-    def __init__(self, database: Database, limits: Limits) -> None:
+    def __init__(self, database: Database, limits: BlobLimits) -> None:
         self._database = database
         self._limits = limits
         self._running: Counter[str] = Counter()

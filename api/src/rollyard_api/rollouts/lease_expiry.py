@@ -21,7 +21,7 @@ from rollyard_api.storage.schema import rollouts
 EXPIRY_BATCH = 500
 """Expired leases taken back in one transaction."""
 MAX_EVAL_EXPIRIES = 1
-"""Expired Eval leases after which the sandbox is no longer trusted and Init starts anew."""
+"""Expired Eval leases after which the sandbox is no longer trusted and the rollout goes back to Init."""
 
 _NAMED = sa.select(rollouts.c.id, rollouts.c.token, rollouts.c.state).where(
     rollouts.c.id.in_(bindparam("b_ids", expanding=True))
@@ -111,7 +111,7 @@ class Unclaimed:
     first_listed: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def orphans(self, node: str, unnamed: Sequence[str], oldest_init: float | None, now: float) -> list[str]:
-        """Of the sandboxes that no unfinished rollout names: those that no running Init can own."""
+        """Return those of the sandboxes without an unfinished rollout that no running Init can own."""
         before = self.first_listed.get(node, {})
         listed = {sandbox: before.get(sandbox, now) for sandbox in unnamed}
         found = [s for s, first in listed.items() if oldest_init is None or first < oldest_init]
@@ -137,7 +137,7 @@ def claims(tx: Transaction, node: str, sandboxes: Sequence[str]) -> tuple[list[s
 def expire(tx: Transaction, max_expiries: int) -> int:
     """Take back leases that ran out; returns how many (at most EXPIRY_BATCH, call again if so many).
 
-    Init and Run begin anew at Init (the sandbox is dirty or gone); Eval is tried once more in
+    Init and Run begin again at Init (the sandbox is dirty or gone); Eval is tried once more in
     the same sandbox, then at Init.
     """
     rows = read_all(ExpiredRollout, tx.conn.execute(_EXPIRED, {"b_now": tx.now}))

@@ -1,4 +1,4 @@
-"""Nodes whose sandboxes are gone: rollouts that wait for them begin anew at Init.
+"""Nodes whose sandboxes are gone: rollouts that wait for them go back to Init.
 
 A rollout with a sandbox of a node is leased by workers of that node only. Where the last of them
 has ended, nobody would ever lease it: a batch job reached its time limit, a machine was lost. A
@@ -25,7 +25,7 @@ from rollyard_api.storage.rows import HeldRollout, read_all
 from rollyard_api.storage.schema import nodes, rollouts
 
 HEARD_SECONDS = 5.0
-"""A node's row is written anew no more often than that."""
+"""A node's row is written again no more often than that."""
 BATCH = 500
 _WAITING = (RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL)
 _UNFINISHED = UNFINISHED

@@ -75,7 +75,7 @@ def keep(tx: Transaction, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def drop(tx: Transaction, ids: Sequence[str]) -> None:
-    """Forget carries and trajectories of rollouts that begin anew."""
+    """Forget carries and trajectories of rollouts that go back to Init."""
     if ids:
         tx.conn.execute(_DROP_PAYLOADS, [{"b_id": rollout} for rollout in ids])
 
@@ -100,7 +100,7 @@ def advance(row: HeldRollout, now: float, state: RolloutState, **changes: Any) -
 
 
 _BACKENDS_FAULT = ("BackendMismatch",)
-"""Reasons of Run failures that count for a circuit; unreachable backends are told by `route` calls."""
+"""Reasons of Run failures that count for a circuit; `route` calls report unreachable backends."""
 STAGE_NAMES: tuple[StageName, ...] = ("init", "run", "eval")
 
 
@@ -294,7 +294,7 @@ def _take_failure(batch: _Batch, row: HeldRollout, item: dict[str, Any], limits:
 
 
 def requeue(tx: Transaction, changes: Sequence[dict[str, Any]]) -> None:
-    """Write what `requeued` gave for rollouts that begin anew at Init."""
+    """Write what `requeued` gave for rollouts that go back to Init."""
     tx.conn.execute(_ADVANCE, changes)
     drop(tx, [change["b_id"] for change in changes])
     tx.wake(QUEUE)

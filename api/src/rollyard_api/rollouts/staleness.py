@@ -1,4 +1,4 @@
-"""Rollouts that are too old for the pool's weights: fenced off and begun anew, or cancelled.
+"""Rollouts that are too old for the pool's weights: they go back to Init, or are cancelled.
 
 A rollout's age is the number of weight updates since it entered Run (`rollouts.policy_index`);
 its job's `maxPolicyLag` bounds it.
@@ -80,7 +80,7 @@ def enforce(tx: Transaction, namespace: str, pool: str) -> int:
 
 
 def take_back(tx: Transaction, rows: Sequence[AgedRollout]) -> int:
-    """Begin these rollouts anew, or cancel them, as their jobs say."""
+    """Take these rollouts back to Init, or cancel them, as their jobs say."""
     cancelled = [row for row in rows if loads(row.limits).get("stale_rollouts") == "Cancel"]
     gone = {row.id for row in cancelled}
     restart(tx, [row for row in rows if row.id not in gone], REASON)
@@ -139,7 +139,7 @@ def complete(tx: Transaction, results: Sequence[dict[str, Any]]) -> list[dict[st
 
 
 def fence(tx: Transaction, namespace: str, pool: str, url: str) -> int:
-    """Begin anew whatever is in Run on this backend; returns how many rollouts."""
+    """Take whatever is in Run on this backend back to Init, and return how many rollouts that were."""
     query = (
         sa.select(*_AT)
         .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)

@@ -31,7 +31,7 @@ def plane_of(request: Request) -> ControlPlane:
 
 
 def role_of(request: Request) -> Role:
-    """Whose token the request bears."""
+    """The holder of the token that the request bears."""
     caller: Caller = request.state.caller
     return caller.role
 

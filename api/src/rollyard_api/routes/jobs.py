@@ -148,7 +148,7 @@ async def submit(request: Request) -> Response:
     if missing:
         raise Invalid(missing[0], reason="NotInstalled", errors=missing)
     meta = job.metadata
-    # A repeat is answered before its tasks are read: their file may be gone by then.
+    # A repeat is answered before its tasks are read: their file may be gone meanwhile.
     bare = jobs.prepare(job, [])
     if await plane.database.read(partial(jobs.same, new=bare)):
         made = False
@@ -174,8 +174,8 @@ class Registration(BaseModel):
 async def register(request: Request, name: str) -> Response:
     """A driver's job: 201 made, 200 there already and brought up to date, 409 another one, 422 refused.
 
-    The annotation `rollyard.dev/object-uid` tells a job made anew, which replaces the old one, from a
-    changed one. Inline tasks are left out of the answer (`spec.tasks` says `stream` then).
+    By the annotation `rollyard.dev/object-uid` a new job of the same name, which replaces the old one,
+    differs from a changed one. Inline tasks are left out of the answer (`spec.tasks` says `stream` then).
     """
     plane = plane_of(request)
     asked = validated(Registration, await body_of(request))

@@ -54,8 +54,8 @@ async def create(request: Request) -> Response:
 async def register(request: Request, name: str) -> Response:
     """A driver's pool: 201 made, 200 there already and brought up to date, 409 another one, 422 refused.
 
-    The annotation `rollyard.dev/object-uid` tells a pool made anew, which replaces the old one, from a
-    changed one.
+    By the annotation `rollyard.dev/object-uid` a new pool of the same name, which replaces the old one,
+    differs from a changed one.
     """
     plane = plane_of(request)
     pool: BackendPool = registered(await body_of(request), "BackendPool", request, name)

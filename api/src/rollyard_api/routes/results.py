@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
 from fastapi import APIRouter, Header, Query, Request
 from rollyard_crds.rolloutjob import StageName
@@ -23,7 +24,7 @@ from rollyard_api.jobs import job_views, jobs
 from rollyard_api.jobs.events import Event, SlowConsumer
 from rollyard_api.routes.common import Namespace, Plane, Wait, answer, plane_of
 from rollyard_api.service import ControlPlane
-from rollyard_api.storage.rows import EndedGroup, JobRow, RolloutSize
+from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.trajectories import delivery, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery
@@ -36,24 +37,104 @@ COUNTS_SECONDS = 1.0
 Cursor = Annotated[str, Query()]
 
 
-def _pages(kind: cursors.Kind, job: JobRow, after: int, finished: bool) -> dict[str, str]:
-    return {
-        "Rollyard-Cursor": cursors.text(kind, job.uid, after),
-        "Rollyard-Finished": "true" if finished else "false",
-    }
+class _Found(Protocol):
+    """Results of a job that have ended, as `records` and `grouping` find them."""
+
+    @property
+    def after(self) -> int: ...
+    @property
+    def ended(self) -> int: ...
+    @property
+    def empty(self) -> bool: ...
+    @property
+    def sizes(self) -> list[RolloutSize]: ...
 
 
-def _still(conn: Connection, job: JobRow) -> JobRow:
-    """The job's row as it is now.
+E = TypeVar("E", bound=_Found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Page(Generic[E]):
+    """What one long poll of a job's results has found, with a place held for the answer."""
+
+    plane: ControlPlane
+    kind: cursors.Kind
+    job: JobRow
+    after: int
+    """The cursor's place, from which on results were asked for."""
+    found: E
+    finished: bool
+    """Whether nothing will follow what was found."""
+    held: AsyncExitStack
+
+    async def lines(self, rows: Sequence[EndedRollout]) -> list[bytes]:
+        """Return the records of these rows, as many as a page holds."""
+        job = self.job
+        return await self.plane.archive.lines(
+            rows, job.namespace, job.name, job.uid, self.plane.settings.page_bytes
+        )
+
+    async def answer(self, lines: list[bytes], form: str, reached: int | None) -> Response:
+        """Return the answer with these documents; `reached` is the last one's place, None for all found."""
+        data = await self.plane.archive.builds.run(partial(delivery.encode, lines, form), self.job.namespace)
+        return self.deliver(data, form, reached)
+
+    def deliver(self, data: bytes | AsyncIterator[bytes], form: str, reached: int | None) -> Response:
+        """Return the answer with this body; it keeps the held place until it is sent."""
+        place = self.found.after if reached is None else reached
+        headers = {
+            "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, place),
+            "Rollyard-Finished": "true" if self.finished and reached is None else "false",
+        }
+        return Delivery(data, form, headers, self.held.pop_all())
+
+
+@asynccontextmanager
+async def _page(
+    request: Request,
+    kind: cursors.Kind,
+    namespace: str,
+    name: str,
+    cursor: str,
+    wait: float,
+    *,
+    end: Callable[[JobRow], int],
+    look: Callable[[Connection, int, int], E],
+) -> AsyncIterator[_Page[E]]:
+    """Wait for results of a job after a cursor, and hold a place for the answer with them.
+
+    Args:
+        end: gives the place of the newest result of the job, beyond which no cursor may lie.
+        look: reads results, given the job's number and the cursor's place.
 
     Raises:
-        NotFound: it was deleted.
-        Gone: it was deleted, and another job has its name.
+        NotFound: there is no such job, or it was deleted meanwhile.
+        Gone: the cursor belongs to another job of this name, or the job was replaced meanwhile.
+        TooManyWaits: no further long poll, or no further page, may stand open.
     """
-    now = jobs.find(conn, job.namespace, job.name)
-    if now.uid != job.uid:
-        raise cursors.gone(job.name)
-    return now
+    plane = plane_of(request)
+    job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
+    after = cursors.number(cursor, kind, uid=job.uid, job=name, end=end(job))
+
+    def query(conn: Connection) -> tuple[E, bool]:
+        now = jobs.find(conn, namespace, name)
+        if now.uid != job.uid:
+            raise cursors.gone(name)
+        found = look(conn, job.id, after)
+        return found, now.finished_at is not None and found.after >= found.ended
+
+    async with AsyncExitStack() as held:
+        found, finished = await plane.poll(
+            namespace,
+            job_topic(job.id),
+            partial(plane.database.read, query),
+            lambda got: not got[0].empty or got[1],
+            wait,
+            request.is_disconnected,
+        )
+        # The records themselves are in memory only while a place for the answer is held.
+        await held.enter_async_context(plane.pages_of(found.sizes).held(namespace))
+        yield _Page(plane, kind, job, after, found, finished, held)
 
 
 @router.get("/{name}/trajectories")
@@ -69,44 +150,32 @@ async def trajectories(
     """Ended rollouts after a cursor, as they come; NDJSON, Parquet or msgpack by Accept.
 
     A page may hold fewer than `limit`: it is bounded in bytes too.
-    Header `Rollyard-Cursor`: where to go on. `Rollyard-Finished`: true when nothing will follow it.
+    Header `Rollyard-Cursor`: where the next page begins. `Rollyard-Finished`: true when nothing will follow.
     """
     plane = plane_of(request)
-    job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
-    after = cursors.number(cursor, "trajectories", uid=job.uid, job=name, end=job.ended)
     wanted = [state for state in ENDED if status in (None, state.status)]
     most = plane.settings.page_bytes
 
-    def query(conn: Connection) -> tuple[records.Ended, bool]:
-        now = _still(conn, job)
-        found = records.ended_after(conn, job.id, after, limit, wanted, most)
-        return found, now.finished_at is not None and found.after >= found.ended
+    def look(conn: Connection, job_id: int, after: int) -> records.Ended:
+        return records.ended_after(conn, job_id, after, limit, wanted, most)
 
-    async with AsyncExitStack() as held:
-        found, finished = await plane.poll(
-            namespace,
-            job_topic(job.id),
-            partial(plane.database.read, query),
-            lambda got: bool(got[0].found) or got[1],
-            wait,
-            request.is_disconnected,
-        )
-        # The records themselves are in memory only while a place for the answer is held.
-        await held.enter_async_context(plane.pages_of(found.found).held(namespace))
+    async with _page(
+        request, "trajectories", namespace, name, cursor, wait, end=lambda job: job.ended, look=look
+    ) as page:
         lines: list[bytes] = []
-        reached = found.after
-        if found.found:
-            last = found.found[-1].end_seq
-            read = partial(records.rows_of, job_id=job.id, cursor=after, wanted=wanted, last=last)
+        reached = None
+        short = page.found.sizes
+        if short:
+            read = partial(
+                records.rows_of, job_id=page.job.id, cursor=page.after, wanted=wanted, last=short[-1].end_seq
+            )
             rows = await plane.database.read(read)
-            if len(rows) < len(found.found):
+            if len(rows) < len(short):
                 raise cursors.gone(name)
-            lines = await plane.archive.lines(rows, namespace, name, job.uid, most)
+            lines = await page.lines(rows)
             if len(lines) < len(rows):
-                reached, finished = rows[len(lines) - 1].end_seq, False
-        form = delivery.media_type(request.headers.get("accept", ""))
-        data = await plane.archive.builds.run(partial(delivery.encode, lines, form), namespace)
-        return Delivery(data, form, _pages("trajectories", job, reached, finished), held.pop_all())
+                reached = rows[len(lines) - 1].end_seq
+        return await page.answer(lines, delivery.media_type(request.headers.get("accept", "")), reached)
 
 
 @router.get("/{name}/groups")
@@ -130,53 +199,34 @@ async def groups(
     if form == PARQUET:
         raise Invalid("groups come as NDJSON or msgpack; Parquet is for /trajectories")
     plane = plane_of(request)
-    job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
-    after = cursors.number(cursor, "groups", uid=job.uid, job=name, end=job.groups_ended)
     most = plane.settings.page_bytes
 
-    def query(conn: Connection) -> tuple[grouping.Ended, bool]:
-        now = _still(conn, job)
-        found = grouping.ended_after(
-            conn, job.id, after, limit, informative=informative, dropped=dropped, max_bytes=most
+    def look(conn: Connection, job_id: int, after: int) -> grouping.Ended:
+        return grouping.ended_after(
+            conn, job_id, after, limit, informative=informative, dropped=dropped, max_bytes=most
         )
-        return found, now.finished_at is not None and found.after >= found.ended
 
-    async with AsyncExitStack() as held:
-        found, finished = await plane.poll(
-            namespace,
-            job_topic(job.id),
-            partial(plane.database.read, query),
-            lambda got: bool(got[0].groups) or got[1],
-            wait,
-            request.is_disconnected,
-        )
-        short = [row for _, members in found.groups for row in members]
-        await held.enter_async_context(plane.pages_of(short).held(namespace))
+    async with _page(
+        request, "groups", namespace, name, cursor, wait, end=lambda job: job.groups_ended, look=look
+    ) as page:
+        found, short = page.found.groups, page.found.sizes
         lines: list[bytes] = []
-        if not found.large:
-            read = partial(grouping.rows_of, job_id=job.id, of=[group for group, _ in found.groups])
+        if not page.found.large:
+            read = partial(grouping.rows_of, job_id=page.job.id, of=[group for group, _ in found])
             rows = await plane.database.read(read)
             if any(row.id not in rows for row in short):
                 raise cursors.gone(name)
-            ordered = [rows[row.id] for row in short]
-            records_of = await plane.archive.lines(ordered, namespace, name, job.uid, most)
-            lines = _whole_groups(found.groups, records_of)
-        reached = found.after
-        if 0 < len(lines) < len(found.groups):
-            reached, finished = found.groups[len(lines) - 1][0].seq, False
-        elif not lines and len(found.groups) > 1:
-            reached, finished = found.groups[0][0].seq, False
-        headers = _pages("groups", job, reached, finished)
-        if found.groups and not lines:
-            if form == MSGPACK:
-                raise TooLarge(
-                    f"group {found.groups[0][0].task_id!r} has more than {most} bytes: it comes as "
-                    f"{NDJSON} only",
-                    reason="GroupTooLarge",
-                )
-            return Delivery(_large_group(plane, job, *found.groups[0]), form, headers, held.pop_all())
-        data = await plane.archive.builds.run(partial(delivery.encode, lines, form), namespace)
-        return Delivery(data, form, headers, held.pop_all())
+            lines = _whole_groups(found, await page.lines([rows[row.id] for row in short]))
+        reached = found[max(len(lines), 1) - 1][0].seq if len(lines) < len(found) and len(found) > 1 else None
+        if lines or not found:
+            return await page.answer(lines, form, reached)
+        group, members = found[0]
+        if form == MSGPACK:
+            raise TooLarge(
+                f"group {group.task_id!r} has more than {most} bytes: it comes as {NDJSON} only",
+                reason="GroupTooLarge",
+            )
+        return page.deliver(_large_group(page, group, members), form, reached)
 
 
 def _group_head(group: EndedGroup) -> bytes:
@@ -193,7 +243,7 @@ def _group_head(group: EndedGroup) -> bytes:
 
 
 def _whole_groups(found: list[tuple[EndedGroup, list[RolloutSize]]], lines: list[bytes]) -> list[bytes]:
-    """The groups all of whose members' records are at hand, as JSON."""
+    """Return the groups all of whose members' records are at hand, as JSON."""
     whole, at = [], 0
     for group, members in found:
         if at + len(members) > len(lines):
@@ -204,22 +254,23 @@ def _whole_groups(found: list[tuple[EndedGroup, list[RolloutSize]]], lines: list
 
 
 async def _large_group(
-    plane: ControlPlane, job: JobRow, group: EndedGroup, members: list[RolloutSize]
+    page: _Page[grouping.Ended], group: EndedGroup, members: list[RolloutSize]
 ) -> AsyncIterator[bytes]:
-    """A group that has more bytes than a page, read and sent piece by piece.
+    """Read and send a group that has more bytes than a page, piece by piece.
 
     Where it cannot be sent to its end, the connection is cut, so that nobody takes the part for the whole.
     """
-    most = plane.settings.page_bytes
+    plane, job = page.plane, page.job
     yield _group_head(group)
     sent = 0
     while sent < len(members):
         after = members[sent - 1].sample if sent else -1
+        most = plane.settings.page_bytes
         read = partial(grouping.some_members, job_id=job.id, group=group, after=after, max_bytes=most)
         rows = await plane.database.read(read)
         if not rows:
             raise cursors.gone(job.name)
-        for line in await plane.archive.lines(rows, job.namespace, job.name, job.uid, most):
+        for line in await page.lines(rows):
             yield (b"," if sent else b"") + line
             sent += 1
     yield b"]}\n"

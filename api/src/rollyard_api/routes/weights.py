@@ -165,7 +165,8 @@ async def pause(
 ) -> Response:
     """Let no rollout enter Run and the servers sample nothing, until `resume`.
 
-    200 once every server is paused, 202 where that takes longer than `wait` seconds: it goes on then.
+    200 once every server is paused, 202 where that takes longer than `wait` seconds; it
+    continues after the answer.
     """
     plane = plane_of(request)
     pool, rows = await plane.database.read(partial(_pool, namespace=namespace, name=name))
@@ -181,7 +182,7 @@ async def pause(
 async def resume(
     request: Request, name: str, namespace: Namespace = "default", wait: PauseWait = 30.0
 ) -> Response:
-    """Undo `pause`: 200 once every server goes on, 202 where that takes longer than `wait` seconds."""
+    """Undo `pause`: 200 once every server samples again, 202 where that takes longer than `wait` seconds."""
     plane = plane_of(request)
     await plane.database.write(partial(update_records.resume, namespace=namespace, name=name))
     return await _until(

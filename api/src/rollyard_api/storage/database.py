@@ -3,7 +3,7 @@
 Changes are functions `op(tx) -> result`. The writer thread takes all that wait, runs them
 in one transaction and answers each only after the commit, so that one fsync serves many
 requests. If any of them fails, the transaction is rolled back and each is run again alone:
-ops touch nothing but the connection, and say through `tx` what is to be told after commit.
+ops touch nothing but the connection, and say through `tx` what is to be announced after the commit.
 
 SQLite runs in WAL. What was promised to somebody (a job, tasks, a result) is committed with
 synchronous=FULL: on the disk before it is answered, even through a power cut; group commit
@@ -41,17 +41,17 @@ MAX_GROUP = 64
 MAX_WAITING = 10_000
 """Ops that wait for the writer, and as many queries for a reader; more is answered 503."""
 MAX_RETRIES = 8
-"""Of one op, on deadlock or serialization failure."""
+"""How often one op is tried again after a deadlock or a serialization failure."""
 READERS = 2
 
 
 Measured = tuple[str, int, float, float]
-"""Of one completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
+"""What one completed Run has measured: backend, sampled tokens, seconds of model time, seconds of Run."""
 
 
 @dataclass(slots=True)
 class Transaction:
-    """One op's view: the connection, the time, and what others are told once it is committed."""
+    """One op's view: the connection, the time, and what others learn once it is committed."""
 
     conn: Connection
     now: float
@@ -204,7 +204,7 @@ class Database:
         """Run `op` in the writer; returns once its changes are committed.
 
         Args:
-            op: what to do; may be run more than once, each time on a transaction that begins anew.
+            op: what to do; may be run more than once, each time in a new transaction.
             durable: whether the commit must survive a power cut, not only a killed process.
 
         Raises:

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rollyard_api.core.errors import ControlPlaneError
+
 FILE_NAME = "lock"
 
 
-class StateFolderInUse(Exception):
+class StateFolderInUse(ControlPlaneError):
     """Another process serves this state folder."""
 
     reason = "StateFolderInUse"

@@ -75,7 +75,7 @@ jobs = sa.Table(
     sa.Column("groups", sa.Integer, nullable=False),
     sa.Column("groups_ended", sa.Integer, nullable=False),
     sa.Column("parts", sa.Integer, nullable=False),
-    # Of the Kubernetes object that the job was last registered for; null where it has none.
+    # The uid of the Kubernetes object that the job was last registered for; null where it has none.
     sa.Column("object_uid", sa.String(128)),
     # The sandboxes to keep warm beside workers on Kubernetes: {"shape", "count"} as JSON; null for none.
     sa.Column("warm", sa.LargeBinary),
@@ -124,7 +124,7 @@ rollouts = sa.Table(
     sa.Column("failures_eval", sa.SmallInteger, nullable=False),
     sa.Column("expiries", sa.SmallInteger, nullable=False),
     sa.Column("eval_expiries", sa.SmallInteger, nullable=False),
-    # Tokens whose outcome was accepted, "c3" completed, "f2" failed: what a repeat is told from;
+    # Tokens whose outcome was accepted, "c3" completed, "f2" failed: by which a repeat is recognised;
     # "m3": moved to another backend while held under that token, "b3:HASH": has blamed that backend under it.
     sa.Column("settled", sa.Text, nullable=False),
     sa.Column("timings", sa.Text, nullable=False),

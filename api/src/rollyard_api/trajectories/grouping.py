@@ -26,6 +26,16 @@ class Ended:
     large: bool
     """The first group has more than a page's bytes: it is alone, and is to be read in parts."""
 
+    @property
+    def empty(self) -> bool:
+        """Whether there are none."""
+        return not self.groups
+
+    @property
+    def sizes(self) -> list[RolloutSize]:
+        """All trajectories of the groups, in their order."""
+        return [row for _, members in self.groups for row in members]
+
 
 def ended_after(
     conn: Connection,
@@ -71,7 +81,7 @@ def rows_of(conn: Connection, job_id: int, of: Sequence[EndedGroup]) -> dict[str
 
 
 def _members(job_id: int, of: Sequence[EndedGroup]) -> tuple[sa.ColumnElement[bool], ...]:
-    """Of delivered groups, the members that have a reward: an infrastructure failure is not one."""
+    """Select the members of delivered groups that have a reward: an infrastructure failure is not one."""
     delivered = [group.no for group in of if group.delivered]
     return (
         rollouts.c.job_id == job_id,

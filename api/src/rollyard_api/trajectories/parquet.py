@@ -39,7 +39,7 @@ SCHEMA = pa.schema(
         ("truncated", pa.bool_()),
         ("truncated_reason", pa.string()),
         ("template_breaks", pa.int32()),
-        # Of no fixed shape: JSON text.
+        # Columns without a fixed shape hold JSON text.
         ("reward_components", pa.string()),
         ("messages", pa.string()),
         ("turns", pa.string()),

@@ -168,11 +168,16 @@ def fitting(sizes: Iterable[int], max_bytes: int) -> int:
 class Ended:
     """Some ended rollouts of a job, oldest first."""
 
-    found: list[RolloutSize]
+    sizes: list[RolloutSize]
     after: int
     """Up to which place in the order of ends they reach, those of another status included."""
     ended: int
     """How many rollouts of the job have ended."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are none."""
+        return not self.sizes
 
 
 def _chosen(job_id: int, cursor: int, wanted: Sequence[RolloutState]) -> tuple[sa.ColumnElement[bool], ...]:

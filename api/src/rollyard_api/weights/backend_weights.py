@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.wakeups import QUEUE
 from rollyard_api.rollouts import staleness
 from rollyard_api.storage.database import Transaction
@@ -16,15 +17,17 @@ from rollyard_api.weights.backend_targets import PAUSED, Target
 from rollyard_api.weights.verification import Comparison
 
 OWNER_SECONDS: Final = 15.0
-"""Of several control planes on one database, the one that makes an update says so for that long."""
+"""One of several control planes on a database carries out an update, and says so for that long."""
 
 
-class Superseded(Exception):
+class Superseded(ControlPlaneError):
     """Another update, or another control plane, is in charge now."""
+
+    reason = "Superseded"
 
 
 def renew(tx: Transaction, name: str, ids: set[int]) -> None:
-    """`name` goes on with these updates, where they are its own."""
+    """Say that `name` still carries out these updates, where they are its own."""
     tx.conn.execute(
         sa.update(weight_updates)
         .where(weight_updates.c.id.in_(sorted(ids)), weight_updates.c.owner == name)
@@ -52,9 +55,11 @@ def take_charge(tx: Transaction, name: str, target: Target) -> WeightUpdateRow:
 
 
 def take_charge_of_first(tx: Transaction, name: str, target: Target) -> None:
-    """The same where the weights of the server's start are wanted: the last update's row tells whose it is.
+    """Do the same where the weights of the server's start are wanted.
 
-    Rollouts that the backend may have served with refused weights begin anew.
+    The last update's row says who carries it out.
+
+    Rollouts that the backend may have served with refused weights go back to Init.
 
     Raises:
         Superseded: others are wanted by now, or somebody else sees to it.

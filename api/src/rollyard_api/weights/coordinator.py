@@ -1,7 +1,7 @@
 """Brings every backend to its pool's weights, and pauses and resumes servers as their pools say.
 
 Level-based: what is to be done follows from the tables alone, so that a control plane that was
-killed at any step is succeeded by one that goes on. A backend whose weights are `Updating` may
+killed at any step is succeeded by one that continues. A backend whose weights are `Updating` may
 have been paused by us; it stays so until it has been resumed. A server's label says the pool's
 version only once its weights were loaded and, where there is something to compare with, verified.
 """
@@ -68,7 +68,7 @@ class Coordinator:
         return WeightLoader(self.database, self.forward, self.name)
 
     async def round(self) -> None:
-        """Start what is due; what goes on already is left alone."""
+        """Start what is due; what runs already is left alone."""
         self._tasks = {key: task for key, task in self._tasks.items() if not task.done()}
         targets = await self.database.read(backend_targets.read)
         known = {target.key for target in targets}
@@ -92,7 +92,7 @@ class Coordinator:
                 self._tasks[target.key] = asyncio.create_task(self._guard(target))
 
     async def close(self) -> None:
-        """Stop where it stands: the next start goes on from there."""
+        """Stop where it stands: the next start continues from there."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -112,7 +112,7 @@ class Coordinator:
         return tries is None or tries.of != target.wanted or now >= tries.again_at
 
     async def _guard(self, target: Target) -> None:
-        """Do what a backend needs; a failure is told in the tables, and tried again later."""
+        """Do what a backend needs; a failure is noted in the tables, and the step is tried again later."""
         what = action(target.pool, target.row)
         try:
             await self._do(what, target)
@@ -190,7 +190,7 @@ class Coordinator:
             with suppress(NoSuchCall):
                 label = await server.label()
                 if label != target.row.policy_version:
-                    message = f"it calls its weights {label!r}: it was started anew"
+                    message = f"it calls its weights {label!r}: it was restarted"
                     values = {
                         "weights": "Stale",
                         "weights_message": message,
@@ -207,7 +207,7 @@ class Coordinator:
             label = await server.label()
             if label in (target.row.policy_version, target.pool.policy_version):
                 return
-            message = f"it calls its weights {label!r}: it was started anew"
+            message = f"it calls its weights {label!r}: it was restarted"
             values = {"weights": "Stale", "weights_message": message, "policy_index": update_records.BEHIND}
             await self._mark(target, **values)
 

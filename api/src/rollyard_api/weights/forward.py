@@ -13,7 +13,7 @@ from importlib import import_module
 
 
 def logprobs(folder: str, ids: list[int]) -> list[float]:
-    """Of each id after the first, given those before it."""
+    """The log-probability of each id after the first, given those before it."""
     torch, transformers = import_module("torch"), import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True

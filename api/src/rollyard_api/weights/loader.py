@@ -15,6 +15,7 @@ from rollyard_inference.capabilities import FIRST_LABEL
 from rollyard_inference.errors import BackendError, BackendMismatch, BackendRefused, NoSuchCall, ServerFailed
 from rollyard_inference.weights.control import WeightControl
 
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.storage.database import Database
 from rollyard_api.weights import backend_weights, update_records, verification
 from rollyard_api.weights.backend_targets import Target
@@ -26,13 +27,15 @@ class LoadFailed(BackendError):
     """The server answered that it could not load the weights."""
 
 
-class Unreachable(Exception):
+class Unreachable(ControlPlaneError):
     """The backend cannot be brought there for now; the backend's message says why."""
+
+    reason = "BackendUnreachable"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLoader:
-    """Of one control plane, which is called `name` in the tables."""
+    """Brings backends to their weights for one control plane, which the tables call `name`."""
 
     database: Database
     forward: Forward
@@ -53,7 +56,7 @@ class WeightLoader:
         asked = update_records.request_of(update)
         unverified = row.weights == "Failed" and not target.restored
         if unverified and (await _label(server) or "").startswith(UNVERIFIED):
-            await self._give_up(target, server, "it was not started anew")
+            await self._give_up(target, server, "it was not restarted")
             return
         label = await _label(server) if row.weights in ("Current", "Stale") or unverified else None
         if label == update.policy_version and not target.begun and row.weights == "Stale":
@@ -246,7 +249,7 @@ async def _label(server: WeightControl) -> str | None:
 
 
 async def _unless_missing(call: Coroutine[Any, Any, None], lenient: bool) -> None:
-    """Servers without these calls can be updated where no rollout goes on over the update."""
+    """Servers without these calls can be updated where no rollout continues over the update."""
     try:
         await call
     except NoSuchCall:

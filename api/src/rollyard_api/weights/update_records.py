@@ -138,7 +138,7 @@ def standing(conn: Connection, pool: PoolRow, asked: WeightUpdateRequest) -> Wei
     """The update that gave the pool the version asked for, from the same source; None if none did.
 
     Raises:
-        Conflict: the version names other weights already: tokens under it could not be told apart.
+        Conflict: the version names other weights already: nobody could distinguish tokens under it.
     """
     rows = conn.execute(
         sa.select(weight_updates)
@@ -220,7 +220,7 @@ def add(
 def _again(
     tx: Transaction, pool: PoolRow, row: WeightUpdateRow, asked: WeightUpdateRequest
 ) -> WeightUpdateRow:
-    """The same once more: nothing to do, unless pushed weights were lost by servers that began anew."""
+    """The same once more: nothing to do, unless servers that were restarted have lost pushed weights."""
     lost = tx.conn.scalars(
         sa.select(backends.c.url).where(
             backends.c.pool_id == pool.id, backends.c.weights.in_(["Stale", "Failed"])

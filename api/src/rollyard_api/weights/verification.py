@@ -22,6 +22,7 @@ import orjson
 from rollyard_crds.weights import LogprobReference
 
 from rollyard_api.core.bulkhead import Bulkhead
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.problems import TimedOut, Unavailable
 from rollyard_api.weights import checkpoints, forward
 
@@ -34,8 +35,10 @@ FORWARD_SECONDS: Final = 900.0
 _CACHED: Final = 8
 
 
-class Unverifiable(Exception):
+class Unverifiable(ControlPlaneError):
     """There is nothing to compare with; the message says why."""
+
+    reason = "Unverifiable"
 
 
 @dataclass(frozen=True, slots=True)

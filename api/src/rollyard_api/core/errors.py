@@ -1,0 +1,9 @@
+"""The root of the package's exceptions."""
+
+from __future__ import annotations
+
+
+class ControlPlaneError(Exception):
+    """The root of all exceptions of `rollyard_api`; `reason` is stable, the message is for people."""
+
+    reason: str = "InternalError"

@@ -27,12 +27,12 @@ class RolloutState(IntEnum):
     @classmethod
     def queued(cls, stage: StageName) -> RolloutState:
         """Return the state of a rollout that waits for `stage`."""
-        return cls(2 * STAGES.index(stage))
+        return _QUEUED[stage]
 
     @classmethod
     def leased(cls, stage: StageName) -> RolloutState:
         """Return the state of a rollout that a worker of `stage` holds."""
-        return cls(2 * STAGES.index(stage) + 1)
+        return _LEASED[stage]
 
     @classmethod
     def matching(cls, stage: StageName | None = None, status: str | None = None) -> list[RolloutState]:
@@ -42,7 +42,7 @@ class RolloutState(IntEnum):
     @property
     def has_ended(self) -> bool:
         """Whether the rollout has its result."""
-        return self >= RolloutState.SUCCEEDED
+        return self >= _FIRST_ENDED
 
     @property
     def is_leased(self) -> bool:
@@ -52,15 +52,21 @@ class RolloutState(IntEnum):
     @property
     def stage(self) -> StageName | None:
         """The stage that the rollout waits for or is in; None once it has ended."""
-        return None if self.has_ended else STAGES[self // 2]
+        return _STAGES[self]
 
     @property
     def status(self) -> str:
         """`queued`, `leased`, `succeeded`, `failed` or `cancelled`."""
-        if self.has_ended:
-            return self.name.lower()
-        return "leased" if self.is_leased else "queued"
+        return _STATUSES[self]
 
+
+# Looked up for every lease and every report, where computing them each time would be felt.
+BY_NUMBER: tuple[RolloutState, ...] = tuple(RolloutState)
+_FIRST_ENDED = int(RolloutState.SUCCEEDED)
+_QUEUED = {stage: BY_NUMBER[2 * place] for place, stage in enumerate(STAGES)}
+_LEASED = {stage: BY_NUMBER[2 * place + 1] for place, stage in enumerate(STAGES)}
+_STAGES: tuple[StageName | None, ...] = (*(stage for stage in STAGES for _ in range(2)), None, None, None)
+_STATUSES = ("queued", "leased") * len(STAGES) + ("succeeded", "failed", "cancelled")
 
 ENDED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if state.has_ended)
 UNFINISHED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if not state.has_ended)

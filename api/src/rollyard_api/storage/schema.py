@@ -11,7 +11,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
 
-from rollyard_api.core.states import RolloutState
+from rollyard_api.core.states import BY_NUMBER, RolloutState
 
 metadata = sa.MetaData(
     naming_convention={
@@ -33,7 +33,7 @@ class _State(sa.TypeDecorator[RolloutState]):
         return None if value is None else int(value)
 
     def process_result_value(self, value: int | None, dialect: Dialect) -> RolloutState | None:
-        return None if value is None else RolloutState(value)
+        return None if value is None else BY_NUMBER[value]
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:

@@ -120,7 +120,7 @@ class Coordinator:
             return
         except Unreachable:
             self._later(target, LOAD_ATTEMPTS + 2)
-        except BackendError as error:
+        except (BackendError, LoadFailed) as error:
             await self._failed(target, what, error)
         except ApiError as error:
             log.warning("weights of %s: %s", target.row.url, error.detail)

@@ -23,8 +23,10 @@ from rollyard_api.weights.plan import Plan, plan
 from rollyard_api.weights.verification import Comparison, Forward, Reference, Unverifiable
 
 
-class LoadFailed(BackendError):
+class LoadFailed(ControlPlaneError):
     """The server answered that it could not load the weights."""
+
+    reason = "LoadFailed"
 
 
 class Unreachable(ControlPlaneError):
@@ -47,7 +49,8 @@ class WeightLoader:
         Raises:
             Superseded: somebody else is in charge.
             Unreachable: see there.
-            BackendError: the server did not do a step; another try may succeed.
+            LoadFailed: the server could not load the weights.
+            BackendError: the server did not do another step; another try may succeed.
         """
         update, row = target.update, target.row
         if update is None:

@@ -57,11 +57,15 @@ def main() -> None:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path != "/v1/completions" or not body:  # asked whether the call is here
+                self._answer(400 if self.path == "/v1/completions" else 404, {})
+                return
             if body["model"] != asked.served_model_name:
                 self._answer(404, {"error": {"message": f"The model `{body['model']}` does not exist."}})
                 return
             logprobs = None if script.get("no_logprobs") else {"token_logprobs": [-1.5]}
-            self._answer(200, {"choices": [{"token_ids": [7], "logprobs": logprobs}]})
+            choice = {"token_ids": [7], "logprobs": logprobs, "finish_reason": "length"}
+            self._answer(200, {"choices": [choice | {"prompt_token_ids": body["prompt"]}]})
 
         def log_message(self, format: str, *args: object) -> None:
             """Quiet."""

@@ -187,7 +187,7 @@ async def test_a_server_without_log_probabilities_is_not_ready(
     make: Callable[..., Driver], tmp_path: Path
 ) -> None:
     driver = make(args=[script(tmp_path, no_logprobs=True)])
-    await driver.until(lambda: "log-probabilities" in driver.condition("Ready").message)
+    await driver.until(lambda: "/v1/completions: logprobs is missing" in driver.condition("Ready").message)
     assert driver.condition("Ready").status == "False"
     other = make(args=["--served-model-name=else"])
     other.pool.metadata.name, other.pool.metadata.uid = "q", "v"

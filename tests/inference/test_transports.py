@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from rollyard_inference.errors import BackendMismatch, BackendUnavailable
+from rollyard_inference.errors import BackendMismatch, BackendUnavailable, NotListening
 from rollyard_inference.transports.interface import Transport, base_url
 from rollyard_inference.transports.with_aiohttp import AiohttpTransport
 from rollyard_inference.transports.with_httpx import HttpxTransport
@@ -95,9 +95,10 @@ async def test_what_cannot_be_reached(
     async with serving(HEAD % 500, b"abc") as url:
         with pytest.raises(BackendUnavailable, match="cannot be reached"):
             await transport.request("GET", url, seconds=seconds)
-    for nowhere in (f"http://127.0.0.1:{unused_tcp_port}", "http://["):
-        with pytest.raises(BackendUnavailable, match="cannot be reached"):
-            await transport.request("GET", nowhere, seconds=seconds)
+    with pytest.raises(NotListening, match="cannot be reached"):
+        await transport.request("GET", f"http://127.0.0.1:{unused_tcp_port}", seconds=seconds)
+    with pytest.raises(BackendUnavailable, match="cannot be reached"):
+        await transport.request("GET", "http://[", seconds=seconds)
 
 
 def test_a_base_url_however_it_is_written() -> None:

@@ -12,9 +12,8 @@ import httpx
 import pytest
 from rollyard_crds import BackendPool
 from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_testing.inference.in_memory import completion
 from rollyard_testing.slurm_bridge.bench import Bench
-
-ANSWER = {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-0.5]}}]}
 
 
 class Servers:
@@ -28,7 +27,7 @@ class Servers:
             raise httpx.ConnectError("refused", request=request)
         if request.url.path == "/weight_info":
             return httpx.Response(404)
-        return httpx.Response(200, json=ANSWER if request.method == "POST" else {})
+        return completion(request, logprob=-0.5) if request.method == "POST" else httpx.Response(200, json={})
 
 
 @pytest.fixture

@@ -31,6 +31,10 @@ class BackendUnavailable(BackendError):
         """Seconds to wait, where the server says how many."""
 
 
+class NotListening(BackendUnavailable):
+    """No connection to the server can be made: nothing listens at its address, or nothing can reach it."""
+
+
 class ServerFailed(BackendUnavailable):
     """The server answered that it failed: 5xx, 408, 409, 425 or 429."""
 

@@ -64,7 +64,11 @@ async def first_request(transport: Transport, url: str, model: str, seconds: flo
     address = base_url(url) + can.call.path
     body = can.call.body(can.model(model), _PROMPT, _FIRST)
     reply = await transport.request("POST", address, body, seconds=seconds, limit=_MAX_BYTES)
-    answer = can.call.parse(sampled(f"POST {address}", reply), _PROMPT, _FIRST)
+    said = sampled(f"POST {address}", reply)
+    try:
+        answer = can.call.parse(said, _PROMPT, _FIRST)
+    except BackendMismatch as error:
+        raise BackendMismatch(f"POST {address}: {error}") from error
     if len(answer.token_ids) != 1:
         raise BackendMismatch(f"POST {address}: one token was asked for, there are {len(answer.token_ids)}")
     label = answer.versions[-1] if answer.versions else answer.label

@@ -43,7 +43,8 @@ class Transport(Protocol):
             limit: bytes that the answer may have.
 
         Raises:
-            BackendUnavailable: no connection, a broken one, or no answer in time.
+            NotListening: no connection can be made.
+            BackendUnavailable: the connection broke, or there was no answer in time.
             BackendMismatch: the answer is longer than `limit`, or compressed.
         """
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from rollyard_inference.errors import BackendUnavailable
+from rollyard_inference.errors import BackendUnavailable, NotListening
 from rollyard_inference.transports.interface import MAX_ANSWER_BYTES, PLAIN, Reply, check_plain, too_long
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class AiohttpTransport:
                 content = await _read(answer, url, limit)
                 named = {name.lower(): value for name, value in answer.headers.items()}
                 return Reply(answer.status, named, content)
+        except aiohttp.ClientConnectorError as error:
+            raise NotListening(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             # aiohttp's own timeout, while it connects, is a ClientError as well.
             if seconds is not None and type(error) is TimeoutError:

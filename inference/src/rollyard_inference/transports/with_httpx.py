@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from rollyard_inference.errors import BackendUnavailable
+from rollyard_inference.errors import BackendUnavailable, NotListening
 from rollyard_inference.transports.interface import MAX_ANSWER_BYTES, PLAIN, Reply, check_plain, too_long
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class HttpxTransport:
                 return Reply(answer.status_code, headers, bytes(content))
         except TimeoutError as error:
             raise BackendUnavailable(f"{method} {url}: no answer within {seconds:g} s") from error
+        except httpx.ConnectError as error:
+            raise NotListening(f"{url} cannot be reached: {str(error) or type(error).__name__}") from error
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ValueError) as error:
             raise BackendUnavailable(
                 f"{url} cannot be reached: {str(error) or type(error).__name__}"

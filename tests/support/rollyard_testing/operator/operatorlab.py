@@ -16,6 +16,7 @@ from rollyard_operator.kube import backoff
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.settings import OperatorSettings
 
+from rollyard_testing.inference.in_memory import completion
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, stamp
 
 NAMESPACE = "team"
@@ -78,10 +79,9 @@ class Lab:
     def _backend(self, request: httpx.Request) -> httpx.Response:
         if request.url.host in self.sick:
             return httpx.Response(503)
-        if request.url.path != "/v1/completions":
+        if request.method == "GET":
             return httpx.Response(200, json={"weight_version": "base"})
-        choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
-        return httpx.Response(200, json={"choices": [choice]})
+        return completion(request, logprob=-0.5)
 
     def status(self, name: str = "math", of: str = "RolloutJob") -> Object:
         status: Object = self.kube.objects[(of, NAMESPACE, name)].get("status") or {}

@@ -142,7 +142,7 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
         goal="Turn a bad score into a new try: no room on the disk, in /tmp and in shared memory.",
         steps=(
             "echo wrong > solution; for f in /work /tmp /dev/shm; do cat /dev/zero > $f/full; done",
-            "i=0; while mkdir /work/d$i; do i=$((i+1)); [ $i -lt 3000 ] || break; done; echo filled",
+            "mkdir /work/d{0..2999} 2> /dev/null; echo filled",
         ),
         test_script=MEETS_HIDDEN,
         shows=("No space left", "filled"),

@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/src/*/__init__.py"))
 PENDING: frozenset[str] = frozenset(
     {
-        "operator/src/rollyard_operator",
         "pipeline/src/rollyard_pipeline",
     }
 )

@@ -152,7 +152,7 @@ def test_an_api_server_whose_answers_cannot_be_relied_on(release: Release, tmp_p
                     break
             assert operator.is_alive(), operator.log()
             # kopf tells how a watch of its failed; nothing else is to be surprised.
-            assert "a turn failed" not in operator.log(), operator.log()
+            assert "a pass failed" not in operator.log(), operator.log()
             assert set(proxy.injected) == KINDS, proxy.injected
     finally:
         release.scale_operator(1)

@@ -61,7 +61,7 @@ async def serve(settings: OperatorSettings, liveness: str) -> None:
     kube = await KubeClient.connect()
     watcher = KubeWatch(kube)
     url, token = settings.control_plane_url, _token(settings.token_file)
-    # A turn that fails is tried again soon, so that the client itself need not be patient.
+    # A pass that fails is tried again soon, so that the client itself need not be patient.
     client = DriverClient(url, token, timeout=15.0, retry=Retry(attempts=3))
     try:
         settings = settings.model_copy(update={"api_server_version": await kube.version()})

@@ -35,9 +35,9 @@ from rollyard_operator.kube.reflector import Reflector, Watcher
 from rollyard_operator.settings import OperatorSettings
 
 PASSES_AT_ONCE = 64
-"""A turn mostly waits for the API server: fewer would let others wait behind it while that one is slow."""
+"""A pass mostly waits for the API server: fewer would let others wait behind it while that one is slow."""
 WORKERS_SECONDS = 0.2
-"""Within which a job is looked at after news of its workers: each brings several, and they come together."""
+"""A job is looked at this long after news of its workers: each brings several, and they come together."""
 SWEEP_SECONDS = 120.0
 """The time between two comparisons of all jobs of the control plane, finished ones too, with the cluster."""
 TOKEN_SECONDS = 10.0
@@ -157,7 +157,7 @@ class Operator:
         finally:
             del self._loops[where]
         if self._cache(where[0]).get(where[1]) is not None:
-            self._wake(where, start=True)  # made anew in the last moment
+            self._wake(where, start=True)  # it was made again in the last moment
 
     # Running
 

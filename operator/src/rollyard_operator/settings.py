@@ -1,4 +1,4 @@
-"""What an installation of the operator is told: a YAML file, camelCase, every field checked."""
+"""The settings of an operator: a YAML file in camelCase, of which every field is checked."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SandboxCreation(Model):
 
 
 class ContainerDefaults(Model):
-    """Of containers whose template says nothing."""
+    """What containers get whose template says nothing."""
 
     resources: PodResources = Field(default_factory=PodResources)
     """Requests and limits; a template that names a resource wins over the one named here."""
@@ -104,7 +104,7 @@ def _engine_resources() -> ContainerDefaults:
 
 
 class OperatorSettings(Model):
-    """All that an operator is told by its installation."""
+    """The settings of an operator."""
 
     instance: Name
     """Name of this installation; on every child as label `rollyard.dev/instance`."""
@@ -133,7 +133,7 @@ class OperatorSettings(Model):
     images: Images
     """Container images."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    """Of the images above; a job's own images are pulled IfNotPresent, or never where this says Never."""
+    """When the images above are pulled; a job's own are pulled IfNotPresent, or never if this says Never."""
     image_pull_secrets: Annotated[list[LocalReference], Field(max_length=16)] = Field(default_factory=list)
     """Secrets with registry credentials, in every namespace with children."""
     image_volume: Literal["auto", "always", "never"] = "auto"

@@ -23,7 +23,7 @@ from rollyard_operator.pods.status import observed_workload
 
 LEFTOVER_SECONDS = 2.0
 REMEMBERED = 4096
-"""Deleted pods whose end the watch has not told yet."""
+"""This many deleted pods, whose end the watch has not reported yet, are remembered."""
 
 
 class Children:
@@ -77,10 +77,10 @@ class Children:
         Args:
             build: makes the pod of a workload.
             pods: those of the owner that the plan was made from. It says nothing of one that has come
-                since then, which another operator may have made: that one is left to the next turn.
+                since then, which another operator may have made: that one is left to the next pass.
 
         Raises:
-            KubeError: the API server does not answer; the next turn tries again. A pod that it
+            KubeError: the API server does not answer; the next pass tries again. A pod that it
                 refuses is not an error but observed as blocked.
         """
         seen = {key_of(pod)[1]: pod for pod in pods}
@@ -126,7 +126,7 @@ class Children:
         if there is not None:
             known = seen is not None and uid_of(seen) == uid_of(there)
             if not known and there in self.pods(workload.owner.uid, workload.kind):
-                return  # it came after the plan, and may run already: what came has also woken the next turn
+                return  # it came after the plan and may run already; it has also caused the next pass
             await self._delete(there, 0)
         notes = pod["metadata"].setdefault("annotations", {})
         notes[labels.RESTARTS] = str(launch.restarts)
@@ -143,7 +143,7 @@ class Children:
             self._refuse(launch, error.message)
 
     async def _adopt(self, key: Key, launch: Launch) -> None:
-        """The name is taken: by what an earlier turn made, or by what is on its way out."""
+        """Takes what has the name already: a pod of an earlier pass, or one that is being deleted."""
         there = await self._kube.get("Pod", *key)
         if there is None:
             return

@@ -59,11 +59,11 @@ def object_uid(thing: RolloutJob | BackendPool) -> str:
 
 
 class ResourceViews(Generic[ThingT]):
-    """The newest view of each job, or pool. A look begun before something newer was learnt says nothing.
+    """The newest view of each job, or pool. A look begun before something newer was learnt is ignored.
 
     Args:
         changed: called with the key of one that changed, appeared or went.
-        others: what of a view is not told by the operator itself.
+        others: the fields of a view that others than the operator set.
     """
 
     def __init__(self, changed: Callable[[Key], None], others: Callable[[ThingT], object]) -> None:
@@ -174,7 +174,7 @@ class ControlPlaneView:
         return True
 
     async def watch_ends(self, seconds: float) -> None:
-        """Waits so long; jobs that end meanwhile are told at once.
+        """Waits that long; jobs that end in the meantime are noticed at once.
 
         What has come or changed waits for the next look: all jobs are too many to list for each.
         """

@@ -43,7 +43,7 @@ COMPONENT = "stage-worker"
 REFUSED_SECONDS = 15.0
 """Until a job that was refused is tried again: a ConfigMap, or room in the queue, may have come."""
 COUNTS_SECONDS = 2.0
-"""Counts, and words such as how many workers run, are told alone this often at most."""
+"""If nothing but counts and messages have changed, the status is written this often at most."""
 
 
 class Refused(Exception):
@@ -72,7 +72,7 @@ class _Life:
 
 
 class JobLoop(ObjectLoop):
-    """The turns of one RolloutJob."""
+    """The passes over one RolloutJob."""
 
     def __init__(self, key: Key, gate: asyncio.Semaphore, context: OperatorContext) -> None:
         super().__init__(key, gate)
@@ -340,7 +340,7 @@ class _JobActions:
             await self.context.plane.client.cancel(self.job)
 
     async def report(self, status: RolloutJobStatus) -> None:
-        if self.wait is None:  # the control plane is not told what the object does not say yet
+        if self.wait is None:  # what the object does not say yet is not reported either
             await self.send(status)
 
 
@@ -357,7 +357,7 @@ def with_counts(status: RolloutJobStatus, known: RolloutJobStatus) -> RolloutJob
 
 
 def _facts(status: RolloutJobStatus) -> tuple[object, ...]:
-    """What of a status is told at once when it changes."""
+    """The fields of a status that are written at once when they change."""
     conditions = [(one.type, one.status, one.reason, one.observed_generation) for one in status.conditions]
     return (status.phase, status.observed_generation, conditions)
 

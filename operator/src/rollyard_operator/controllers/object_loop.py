@@ -21,7 +21,7 @@ class ObjectLoop(ABC):
     """Turns for one object, one after the other, until it is `done`.
 
     Args:
-        gate: bounds how many turns of all loops run at once.
+        gate: bounds how many passes of all loops run at once.
     """
 
     def __init__(self, key: Key, gate: asyncio.Semaphore) -> None:
@@ -34,7 +34,7 @@ class ObjectLoop(ABC):
         self._trouble = ""
 
     def wake(self, within: float = 0.0) -> None:
-        """Have a turn at once, or within so many seconds, together with what else comes until then."""
+        """Makes a pass at once, or within that many seconds, together with what else comes until then."""
         if not within:
             self._wake.set()
         elif self._soon is None:
@@ -58,7 +58,7 @@ class ObjectLoop(ABC):
                 pass
 
     def _begin(self) -> None:
-        """A turn sees all that it was woken for so far."""
+        """Begins a pass, which sees all that it was woken for so far."""
         self._wake.clear()
         if self._soon is not None:
             self._soon.cancel()
@@ -80,7 +80,7 @@ class ObjectLoop(ABC):
         except Exception:
             # A fault of ours on one object must not stop the others, nor go unseen.
             self._failures += 1
-            _log.exception("%s: a turn failed", where)
+            _log.exception("%s: a pass failed", where)
         else:
             self._failures, self._trouble = 0, ""
             return delay

@@ -62,7 +62,7 @@ class _Life:
 
 
 class PoolLoop(ObjectLoop):
-    """The turns of one BackendPool."""
+    """The passes over one BackendPool."""
 
     def __init__(self, key: Key, gate: asyncio.Semaphore, context: OperatorContext) -> None:
         super().__init__(key, gate)

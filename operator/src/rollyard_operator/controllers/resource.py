@@ -105,7 +105,7 @@ def registration(thing: ThingT) -> ThingT:
 
 
 def mirrored(obj: Object, view: RolloutJob | BackendPool, before: StatusT) -> StatusT:
-    """The status that another driver has told the control plane, in the generations of the object.
+    """The status that another driver has reported to the control plane, in the generations of the object.
 
     Args:
         view: the control plane's view, of which the object's spec is known to be the source.
@@ -133,7 +133,7 @@ async def write_status(
     before: StatusT,
     after: StatusT,
 ) -> None:
-    """Write a status, and have the transitions told as events.
+    """Writes a status, and has the transitions published as events.
 
     Raises:
         KubeConflict: `obj` is not the newest any more, so that it may be another one: look again.

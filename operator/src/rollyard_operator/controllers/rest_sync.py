@@ -1,6 +1,6 @@
-"""Between the control plane and the cluster's objects.
+"""Keeps the control plane and the cluster's objects in step.
 
-What was POSTed to REST becomes an object; what was deleted on one side goes on the other.
+What was POSTed to REST becomes an object; what was deleted on one side is deleted on the other.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RestSync:
         now, plane = self._context.now(), self._context.plane
         elsewhere = not placement.is_for(thing, DRIVER) and placement.is_unspoken(thing, now)
         try:
-            # The next look sees what was told, and wakes the loop of its object, where it has one.
+            # The next look sees what was reported, and wakes the loop of the object, if there is one.
             if isinstance(thing, BackendPool):
                 if elsewhere:
                     await plane.client.put_pool_status(thing, placement.unserved_pool(thing, now))
@@ -134,7 +134,7 @@ class RestSync:
         client = self._context.plane.client
         with suppress(NotFound):
             if isinstance(thing, RolloutJob):
-                # Looked at again: one made anew since has another object.
+                # It is looked at again: a job that was made since then has another object.
                 if object_uid(await client.job(*key)) == uid:
                     await client.delete_job(*key)
                     _log.info("RolloutJob %s: its object is gone, so it is deleted", "/".join(key))

@@ -73,7 +73,7 @@ class WorkerToken:
         try:
             await self._kube.create(secret_object(job, secret, self._settings))
         except KubeConflict:
-            return  # an earlier turn made it
+            return  # an earlier pass made it
 
     def _worker_token(self) -> str:
         path = self._settings.worker_token_file

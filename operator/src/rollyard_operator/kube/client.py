@@ -281,7 +281,7 @@ class KubeClient:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def access(self) -> Access:
-        """What this client uses; a token that is replaced from time to time is read anew."""
+        """What this client uses; a token that is replaced from time to time is read again."""
         own = self._configuration
         header = await own.get_api_key_with_prefix("BearerToken") or ""
         scheme, _, token = header.rpartition(" ")
@@ -349,7 +349,7 @@ class KubeClient:
     async def snapshot(
         self, kind: str, namespace: str | None, selector: str = ""
     ) -> tuple[list[Object], str]:
-        """As `list`, with the resource version that the list is of: a watch goes on from there."""
+        """As `list`, with the resource version that the list is of: a watch continues from there."""
         for attempt in range(ATTEMPTS):
             try:
                 return await self._pages(kind, namespace, selector)

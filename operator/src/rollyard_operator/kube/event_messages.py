@@ -1,4 +1,4 @@
-"""Which changes of conditions are told as Kubernetes events: one for each transition."""
+"""The Kubernetes events of changed conditions: one for each transition."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _of_false(kind: str, before: Condition | None, after: Condition) -> EventMes
 
 
 def notes(before: Sequence[Condition], after: Sequence[Condition]) -> list[EventMessage]:
-    """The events of a change of status. A job's end is told by its outcome alone."""
+    """The events of a change of status. A job's end is published as its outcome alone."""
     found: list[EventMessage] = []
     over = any(one.type == "Finished" and one.status == "True" for one in after)
     for now in after:
@@ -71,7 +71,7 @@ def notes(before: Sequence[Condition], after: Sequence[Condition]) -> list[Event
         if old is not None and (old.status, old.reason) == (now.status, now.reason):
             continue
         if now.status == "True":
-            # Degraded for another reason while it stays so is one trouble, told already.
+            # Degraded for another reason while it stays so is one trouble, published already.
             note = None if old is not None and old.status == "True" else _of_true(now.type, now)
         else:
             note = None if over else _of_false(now.type, old, now)

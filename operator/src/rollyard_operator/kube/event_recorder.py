@@ -1,4 +1,4 @@
-"""Kubernetes events, told beside the work: a turn does not wait for them."""
+"""Kubernetes events, published beside the work: a pass does not wait for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class EventRecorder:
-    """Keeps events until they are told. Those left when the operator ends are lost: nothing hangs on them."""
+    """Keeps events until they are published. What is left at the operator's end is lost, harmlessly."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube

@@ -34,7 +34,7 @@ TOKEN_HASH = "rollyard.dev/token-sha256"
 
 MANAGER = "rollyard-operator"
 JOB_SECRET_PREFIX = "rollyard-job-"
-"""Of the Secrets with the tokens of jobs, one for each job."""
+"""The names of the Secrets with the tokens of jobs, one for each job, begin so."""
 
 
 def own_labels(instance: str, component: Component) -> dict[str, str]:

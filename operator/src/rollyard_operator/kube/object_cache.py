@@ -1,4 +1,4 @@
-"""Objects as a watch tells them: the newest of each, and who is told of a change."""
+"""Objects as a watch reports them: the newest of each, and who is called when one changes."""
 
 from __future__ import annotations
 

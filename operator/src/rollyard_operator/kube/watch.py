@@ -40,7 +40,7 @@ class WatchEvent:
     type: str
     """`ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`."""
     object: Object
-    """Of a bookmark, no more than the resource version."""
+    """The object; a bookmark has no more than the resource version."""
 
 
 class WatchError(KubeError):

@@ -14,7 +14,7 @@ from rollyard_operator.settings import OperatorSettings
 APP_USER = 10001
 """User and group id of stage workers and backends."""
 RESERVED_PREFIX = "rollyard-"
-"""Of the names of our own volumes."""
+"""The names of our own volumes begin so."""
 
 
 class TemplateError(ValueError):

@@ -249,7 +249,7 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
         name=meta["name"],
         spec_hash=labels.annotation_of(pod, labels.SPEC_HASH),
         state=state,
-        # Of a container that could not be started the kubelet says that it began in 1970.
+        # The kubelet says that a container which could not be started began in 1970.
         started_at=created if begun is None else max(begun, created),
         restarts=_count(labels.annotation_of(pod, labels.RESTARTS)),
         last_end=labels.annotation_of(pod, labels.LAST_END),

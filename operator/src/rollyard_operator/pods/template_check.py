@@ -85,7 +85,7 @@ class _Check:
         self._home = namespace == settings.release_namespace
 
     def template(self, template: PodTemplate, field: str, worker: bool) -> Iterator[str]:
-        """Of a stage worker's pod, or of a backend's."""
+        """Checks the template of a stage worker's pod, or of a backend's."""
         yield from self.placement(template, field)
         foreign = worker and template.image not in ("", self._settings.images.worker)
         if foreign and not is_image(template.image, self._allowed.images):
@@ -101,7 +101,7 @@ class _Check:
             yield from self._mount(entry, f"{field}.volumeMounts[{index}]", worker, harmless)
 
     def placement(self, placement: Placement, field: str) -> Iterator[str]:
-        """Of any pod."""
+        """Checks where a pod may run; this holds for pods of every kind."""
         allowed = self._allowed
         for what, given, keys in (
             ("labels", placement.labels, allowed.labels),

@@ -122,5 +122,5 @@ async def _resolve(target: str) -> list[str]:
     except (OSError, TimeoutError) as error:
         raise SettingsError(f"isolation.checks: {target}: the name cannot be resolved: {error}") from error
     addresses = dict.fromkeys(str(info[4][0]) for info in found)
-    # Of its own loopback a pod may reach anything.
+    # A pod may reach anything on its own loopback.
     return [_join(one, int(port)) for one in addresses if not ipaddress.ip_address(one).is_loopback]

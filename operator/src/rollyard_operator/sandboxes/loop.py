@@ -190,7 +190,7 @@ class SandboxLoop:
         self._revision, self._listed_at = listed.revision, self._now()
         self._wake.set()
 
-    # One turn
+    # One pass
 
     def plan(self) -> SandboxPlan:
         """What is to be done now; nothing before the first list of claims."""
@@ -208,7 +208,7 @@ class SandboxLoop:
         plan = await self._sure(self.plan())
         taking = {take.claim: take for take in plan.take}
         binding = {bind.claim: bind for bind in plan.bind}
-        # They become coroutines only in their turn: an operator that ends meanwhile leaves none behind.
+        # They become coroutines one after the other: an operator that ends meanwhile leaves none behind.
         steps: list[Callable[[], Awaitable[None]]] = [
             partial(self._take, take, binding.get(claim)) for claim, take in taking.items()
         ]
@@ -372,10 +372,10 @@ class SandboxLoop:
             await self._tell(launch.namespace, owner.name, trouble.reason, trouble.message)
 
     async def _look(self, key: tuple[str, str], error: KubeError) -> None:
-        """The name is taken: by what the watch has not told yet, or by somebody else."""
+        """Looks at what has taken the name: a pod that the watch has not reported yet, or somebody else's."""
         there = await self._kube.get("Pod", *key)
         if there is None:
-            raise error  # gone again, or no question of names: the next turn asks anew
+            raise error  # it is gone again, or names are not the reason: the next pass asks again
         if labels.label_of(there, labels.INSTANCE) == self._settings.instance:
             self._pods.put(there)
         else:

@@ -18,7 +18,7 @@ from rollyard_operator.pods.workloads import network_policy
 from rollyard_operator.settings import OperatorSettings
 
 SEEN_SECONDS = 2.0
-"""For which a list of policies is good: sandboxes are made in bursts."""
+"""A list of policies is used for this long: sandboxes are made in bursts."""
 FORBIDDEN = 403
 AGAIN_SECONDS = 600.0
 """Applied again this long after the last time, whatever happened to it meanwhile."""

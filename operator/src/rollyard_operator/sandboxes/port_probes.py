@@ -28,7 +28,7 @@ async def connect(host: str, port: int) -> None:
 
 
 class PortProbes:
-    """Tries the ports that it is told of until each has answered once.
+    """Tries the ports that it is given until each has answered once.
 
     It can only be faster than the kubelet's probe: where a network policy keeps the operator away
     from the pods, the kubelet's word is all there is.

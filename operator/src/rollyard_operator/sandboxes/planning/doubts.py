@@ -43,7 +43,7 @@ def doubts_of(plan: SandboxPlan, claims: Collection[str], pods: Iterable[Observe
 
 
 def without(plan: SandboxPlan, doubts: Doubts) -> SandboxPlan:
-    """The plan but for what is doubtful: the next turn plans that again. Pure."""
+    """The plan without what is doubtful, which the next pass plans again. Pure."""
     if not doubts:
         return plan
     return replace(

@@ -42,7 +42,7 @@ class ObservedSandbox:
     flavor: str
     """Hash of all that it was made from."""
     claim: str
-    """Whose it is; empty: nobody's, it is warm."""
+    """The claim that it belongs to; empty if it is warm and nobody's."""
     state: SandboxState
     created_at: datetime
     address: str = ""
@@ -105,7 +105,7 @@ class SandboxLimits:
     per_second: float = 10.0
     """Further ones, each second."""
     unschedulable_seconds: float = 300.0
-    """For a node with room, or quota, to turn up."""
+    """How long a pod may wait for a node with room, or for quota."""
     pull_seconds: float = 60.0
     """For the kubelet to pull an image or start a container that it could not."""
     warm_retry_seconds: float = 60.0

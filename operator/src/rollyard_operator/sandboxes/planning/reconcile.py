@@ -52,7 +52,7 @@ def _lost(claim: WantedSandbox, now: datetime) -> Trouble:
 
 
 class _Reconcile:
-    """One turn; what it decides is collected as it goes through claims, then warm wants, then the rest."""
+    """One reconcile; it collects what it decides on claims, then on warm sandboxes, then on the rest."""
 
     def __init__(self, observed: ObservedSandboxes, now: datetime, limits: SandboxLimits) -> None:
         self._now = now

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 REMEMBERED = 4096
-"""Flavors whose numbers are remembered; of one that is forgotten they start anew."""
+"""The numbers of this many flavors are remembered; those of a flavor that is forgotten start again."""
 
 
 class Named(Protocol):

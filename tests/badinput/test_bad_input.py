@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(180)]
 
 TASK: dict[str, Any] = {
     "id": "a",

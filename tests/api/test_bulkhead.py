@@ -12,6 +12,7 @@ from rollyard_api.access.quotas import Idle, Quota, Turns
 from rollyard_api.core import bulkhead
 from rollyard_api.core.bulkhead import SPARE, Bulkhead
 from rollyard_api.core.problems import TimedOut, TooManyWaits, Unavailable
+from rollyard_crds.backoff import Backoff
 
 
 @pytest.fixture
@@ -91,8 +92,7 @@ async def test_one_call_that_hangs_for_ever_takes_a_place_only_until_another_is_
 async def test_probes_are_few_and_threads_are_bounded(
     freed: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulkhead, "FIRST_PROBE_SECONDS", 0.01)
-    monkeypatch.setattr(bulkhead, "LONGEST_PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(bulkhead, "PROBES", Backoff(first=0.01, longest=0.01))
     walls = Bulkhead("store", threads=1, waiting=4, seconds=0.02)
     answers: list[str] = []
     while walls.hanging < SPARE:

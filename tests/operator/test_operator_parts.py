@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
 from rollyard_crds import Condition, RolloutJob
+from rollyard_crds.backoff import Backoff
 from rollyard_operator.__main__ import main
 from rollyard_operator.controllers.admission import Admissions
 from rollyard_operator.kube.client import ATTEMPTS, KubeClient, KubeConflict, KubeError
@@ -178,7 +179,7 @@ def refusal(code: int, reason: str, message: str = "no", **details: Any) -> tupl
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollyard_operator.kube.client.LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_operator.kube.client.PAUSES", Backoff(first=0.0, longest=0.0))
     monkeypatch.setattr("rollyard_operator.kube.client.TIMEOUT_SECONDS", PATIENCE_SECONDS)
 
 

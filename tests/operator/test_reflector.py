@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
+from rollyard_crds.backoff import Backoff
 from rollyard_operator.kube import reflector
 from rollyard_operator.kube.client import KubeClient, KubeError
 from rollyard_operator.kube.labels import Object
@@ -93,8 +94,8 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr("rollyard_operator.kube.backoff.LONGEST_SECONDS", 0.01)
-    monkeypatch.setattr("rollyard_operator.kube.client.LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_operator.kube.reflector.TRY_AGAIN", Backoff(first=0.01, longest=0.01))
+    monkeypatch.setattr("rollyard_operator.kube.client.PAUSES", Backoff(first=0.0, longest=0.0))
     monkeypatch.setattr("rollyard_operator.kube.client.TIMEOUT_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr("rollyard_operator.kube.watch.CONNECT_SECONDS", PATIENCE_SECONDS)
     return Server()
@@ -285,11 +286,12 @@ async def test_an_api_server_that_ends_each_watch_at_once_is_given_time(
 ) -> None:
     failures: list[int] = []
 
-    def pause(failed: int) -> float:
-        failures.append(failed)
-        return 0.0
+    class Noted:
+        def pause(self, failed: int) -> float:
+            failures.append(failed)
+            return 0.0
 
-    monkeypatch.setattr(reflector, "backoff", pause)
+    monkeypatch.setattr(reflector, "TRY_AGAIN", Noted())
 
     async def nothing(stream: Stream) -> None:
         return
@@ -300,4 +302,4 @@ async def test_an_api_server_that_ends_each_watch_at_once_is_given_time(
     server.lists, server.watches = [listed(10)], [nothing, nothing, nothing, something, nothing]
     async with reflecting(server, PodCache()):
         await until(lambda: server.asked[-1:] == ["watch 11"] and len(server.asked) == 7)
-    assert failures == [0, 1, 2, 0, 1]
+    assert failures == [1, 2, 3, 1, 2]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rollyard_crds.backendpool import Circuit
+from rollyard_crds.backoff import Backoff
 
 THRESHOLD = 3
 """Failures in a row that open a circuit."""
@@ -37,7 +38,7 @@ class Breaker:
     @property
     def pause(self) -> float:
         """Seconds from opening to the next probe."""
-        return float(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** max(0, min(self.failures, _MOST) - THRESHOLD)))
+        return Backoff(FIRST_PAUSE, LONGEST_PAUSE).pause(self.failures - THRESHOLD + 1)
 
     def due_in(self, now: float) -> float | None:
         """Seconds until a probe may begin, at least 0; None while the circuit is closed."""

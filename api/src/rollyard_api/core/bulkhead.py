@@ -14,7 +14,9 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
+
+from rollyard_crds.backoff import Backoff
 
 from rollyard_api.core.problems import TimedOut, Unavailable
 
@@ -22,8 +24,7 @@ T = TypeVar("T")
 
 SPARE = 4
 """A bulkhead has at most this many times its places in threads, those that hang for ever included."""
-FIRST_PROBE_SECONDS = 1.0
-LONGEST_PROBE_SECONDS = 60.0
+PROBES: Final = Backoff(first=1.0, longest=60.0)
 RETRY_AFTER = {"Retry-After": "2"}
 
 
@@ -61,7 +62,7 @@ class Bulkhead:
         self._idle = 0
         self._threads = 0
         self._probe_at = 0.0
-        self._probe_pause = FIRST_PROBE_SECONDS
+        self._probes = 0
         self._closed = False
 
     @property
@@ -156,8 +157,8 @@ class Bulkhead:
             self._start(self._next(), loop)
         if self._waiting and self._blocked() and self._may_probe(loop.time()):
             # The next probe comes later if this one hangs too.
-            self._probe_at = loop.time() + self._probe_pause
-            self._probe_pause = min(LONGEST_PROBE_SECONDS, 2 * self._probe_pause)
+            self._probes += 1
+            self._probe_at = loop.time() + PROBES.pause(self._probes)
             self._start(self._next(), loop)
 
     def _start(self, call: _Call[Any], loop: asyncio.AbstractEventLoop) -> None:
@@ -176,7 +177,7 @@ class Bulkhead:
     def _hangs(self, call: _Call[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._hanging.add(call)
         if self._blocked():
-            self._probe_at = max(self._probe_at, loop.time() + FIRST_PROBE_SECONDS)
+            self._probe_at = max(self._probe_at, loop.time() + PROBES.first)
             while self._waiting:
                 waiting = self._next()
                 if not waiting.future.done():
@@ -207,7 +208,7 @@ class Bulkhead:
             self._written_off.discard(call)
         # What was started earlier and has not returned will not do so soon: it gives its place up.
         self._written_off |= {old for old in self._hanging if old.started <= call.started}
-        self._probe_pause = FIRST_PROBE_SECONDS
+        self._probes = 0
         if not call.future.done():
             if error is None:
                 call.future.set_result(result)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+from rollyard_crds.backoff import Backoff
 from rollyard_crds.weights import UNVERIFIED
 from rollyard_inference.errors import BackendError, BackendRefused, NoSuchCall
 from rollyard_inference.transports.interface import Transport
@@ -36,8 +37,7 @@ log = logging.getLogger("rollyard.api")
 
 LOAD_ATTEMPTS: Final = 3
 """Loads that a server answers with an error, before it is given up."""
-BACKOFF_SECONDS: Final = 0.5
-BACKOFF_CAP_SECONDS: Final = 10.0
+_TRY_AGAIN: Final = Backoff(first=0.5, longest=10.0)
 
 
 @dataclass(slots=True)
@@ -153,8 +153,7 @@ class Coordinator:
             tries = self._tries[target.key] = _Tries(of=target.wanted)
         tries.count += more
         tries.loads += load
-        delay = min(BACKOFF_CAP_SECONDS, BACKOFF_SECONDS * 2 ** (tries.count - 1))
-        tries.again_at = time.monotonic() + delay
+        tries.again_at = time.monotonic() + _TRY_AGAIN.pause(tries.count)
         return tries
 
     async def _failed(self, target: Target, what: Action, error: Exception) -> None:

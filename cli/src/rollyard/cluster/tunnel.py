@@ -12,8 +12,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import IO
+from typing import IO, Final
 
+from rollyard_crds.backoff import Backoff
 from rollyard_drivers.host import launcher
 
 from rollyard.cluster.installations import Installation
@@ -22,7 +23,7 @@ from rollyard.errors import CliError, NoServer
 
 START_SECONDS = 30.0
 """Limit of the time until the tunnel is open."""
-LONGEST_PAUSE = 1.0
+_PAUSES: Final = Backoff(first=0.1, longest=1.0)
 """Seconds between two attempts to restore a broken tunnel."""
 _FORWARDING = re.compile(rb"^Forwarding from 127\.0\.0\.1:(\d+) ")
 
@@ -105,12 +106,12 @@ class Tunnel:
 
     def _keep(self, process: subprocess.Popen[bytes] | None) -> None:
         # The kernel counts this thread as the parent of new processes: it lives as long as they do.
-        pause = 0.1
+        failures = 0
         while process is not None:
             began = time.monotonic()
             process.wait()
-            pause = 0.1 if time.monotonic() - began > LONGEST_PAUSE else min(2 * pause, LONGEST_PAUSE)
-            if self._closing.wait(pause):
+            failures = 1 if time.monotonic() - began > _PAUSES.longest else failures + 1
+            if self._closing.wait(_PAUSES.pause(failures)):
                 return
             process = self._start(self.port)
 

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import httpx
 from rollyard_client.unixsocket import base_of, socket_of, socket_url
+from rollyard_crds.backoff import Backoff
 
 from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.errors import StartFailed
@@ -18,8 +19,7 @@ from rollyard_drivers.host.home import Home, read_json
 NAME = "control-plane"
 READY_SECONDS = 60.0
 POLL_SECONDS = 0.05
-BACKOFF_SECONDS = 0.5
-BACKOFF_CAP_SECONDS = 15.0
+_RESTARTS: Final = Backoff(first=0.5, longest=15.0)
 STABLE_SECONDS = 60.0
 
 
@@ -204,14 +204,14 @@ class ControlPlaneProcess:
     async def keep(self, wake: Callable[[], None]) -> None:
         """Restarts it whenever it dies, with bounded backoff, until cancelled."""
         loop = asyncio.get_running_loop()
-        delay = BACKOFF_SECONDS
+        failures = 0
         while True:
             began = loop.time()
             await self._ended.wait()
             if loop.time() - began > STABLE_SECONDS:
-                delay = BACKOFF_SECONDS
-            await asyncio.sleep(delay)
-            delay = min(BACKOFF_CAP_SECONDS, delay * 2)
+                failures = 0
+            failures += 1
+            await asyncio.sleep(_RESTARTS.pause(failures))
             self.restarts += 1
             try:
                 await self.start()

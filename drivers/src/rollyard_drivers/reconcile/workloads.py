@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from rollyard_crds.backoff import Backoff
+
 from rollyard_drivers.reconcile.plan import Launch, ObservedWorkload, Profile, Stop, Workload
 
 
@@ -38,7 +40,7 @@ def earliest(times: Iterable[float | None]) -> float | None:
 
 def restart_delay(restarts: int, profile: Profile) -> float:
     """Seconds to wait before restart number `restarts` (from 0): doubling, bounded."""
-    return min(profile.backoff_cap_seconds, profile.backoff_seconds * 2.0 ** min(restarts, 30))
+    return Backoff(profile.backoff_seconds, profile.backoff_cap_seconds).pause(restarts + 1)
 
 
 def _lived(observed: ObservedWorkload, now: datetime) -> float:

@@ -8,8 +8,7 @@ from abc import ABC, abstractmethod
 
 from rollyard_client import RollyardError
 
-from rollyard_operator.kube.backoff import backoff
-from rollyard_operator.kube.client import KubeConflict, KubeError
+from rollyard_operator.kube.client import TRY_AGAIN, KubeConflict, KubeError
 from rollyard_operator.kube.object_cache import Key
 
 RESYNC_SECONDS = 60.0
@@ -84,7 +83,7 @@ class ObjectLoop(ABC):
         else:
             self._failures, self._trouble = 0, ""
             return delay
-        pause = backoff(self._failures - 1)
+        pause = TRY_AGAIN.pause(self._failures)
         # What wakes it does not heal it: the pause is kept to, and what was missed is seen after it.
         await asyncio.sleep(pause)
         return 0.0

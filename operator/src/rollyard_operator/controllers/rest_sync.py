@@ -19,8 +19,7 @@ from rollyard_operator.controllers.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.control_plane_view import object_uid, thing_key
 from rollyard_operator.controllers.resource import ORIGIN, is_leaving
 from rollyard_operator.kube import labels
-from rollyard_operator.kube.backoff import backoff
-from rollyard_operator.kube.client import KubeConflict, KubeError
+from rollyard_operator.kube.client import TRY_AGAIN, KubeConflict, KubeError
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, ObjectCache, key_of, uid_of
 
@@ -164,7 +163,8 @@ class RestSync:
             return
         except KubeError as error:
             failures = 1 if known is None else known.failures + 1
-            self._refused[where] = _Refusal(thing.metadata.uid or "", failures, now + 4 * backoff(failures))
+            again_at = now + 4 * TRY_AGAIN.pause(failures + 1)
+            self._refused[where] = _Refusal(thing.metadata.uid or "", failures, again_at)
             if failures == 1:
                 _log.warning("%s %s: no object: %s", thing.kind, "/".join(thing_key(thing)), error)
             await self._tell_refused(thing, error)

@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 from urllib.parse import quote, urlencode
 
 import aiohttp
 import orjson
 from kubernetes.aio import client, config
 from kubernetes.aio.client import rest
+from rollyard_crds.backoff import Backoff
 
 from rollyard_operator.kube.labels import MANAGER, Object
 
 FIELD_MANAGER = MANAGER
 TIMEOUT_SECONDS = 15.0
 ATTEMPTS = 5
-LONGEST_PAUSE_SECONDS = 2.0
+PAUSES: Final = Backoff(first=0.1, longest=2.0, jitter=0.5)
+"""Between the attempts of one request."""
+TRY_AGAIN: Final = Backoff(first=0.25, longest=15.0, jitter=0.25)
+"""Between tries of what is tried without an end, such as a watch."""
 PAGE = 500
 GONE = 410
 _JSON = "application/json"
@@ -165,11 +168,6 @@ def _again(error: KubeError) -> bool:
     return error.status in (0, 429) or error.status >= 500
 
 
-def _pause(attempt: int, error: KubeError) -> float:
-    whole = max(error.retry_after or 0.0, 0.1 * 2.0**attempt)
-    return min(LONGEST_PAUSE_SECONDS, whole) * (0.5 + random.random() / 2)
-
-
 @dataclass(frozen=True, slots=True)
 class Access:
     """Address and credentials of an API server, for other clients of it."""
@@ -277,7 +275,7 @@ class KubeClient:
             except KubeError as error:
                 if attempt + 1 == ATTEMPTS or not _again(error) or (error.status == 409 and not again):
                     raise
-                await asyncio.sleep(_pause(attempt, error))
+                await asyncio.sleep(PAUSES.pause(attempt + 1, error.retry_after))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def access(self) -> Access:
@@ -357,7 +355,7 @@ class KubeClient:
                 # It took so long that the next page is of a past that the cluster has forgotten.
                 if error.status != GONE or attempt + 1 == ATTEMPTS:
                     raise
-                await asyncio.sleep(_pause(attempt, error))
+                await asyncio.sleep(PAUSES.pause(attempt + 1, error.retry_after))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:

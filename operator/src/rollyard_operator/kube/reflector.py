@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
-from rollyard_operator.kube.backoff import backoff
-from rollyard_operator.kube.client import GONE, KubeError
+from rollyard_operator.kube.client import GONE, TRY_AGAIN, KubeError
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import ObjectCache, key_of, uid_of
 from rollyard_operator.kube.watch import WatchError, WatchEvent
@@ -82,7 +81,7 @@ class Reflector:
             except KubeError as error:
                 self._failed(error)
             # Also after one that has just ended: an API server that ends each at once is not to be hurried.
-            await asyncio.sleep(backoff(self._failures))
+            await asyncio.sleep(TRY_AGAIN.pause(self._failures + 1))
             self._failures += 1
 
     async def _list(self) -> None:

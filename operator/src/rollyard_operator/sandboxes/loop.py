@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from rollyard_client import NotFound, RollyardError
+from rollyard_crds.backoff import Backoff
 from rollyard_crds.claims import Claim, ClaimList, ClaimStatus, SandboxShape, WarmWant
 from rollyard_drivers.reconcile.workloads import earliest
 
@@ -64,7 +65,7 @@ AT_ONCE = 16
 """Calls to the API server and the control plane at the same time."""
 EVENT_PAUSE_SECONDS = 300.0
 """Between two events of one reason about one job."""
-LONGEST_PAUSE_SECONDS = 10.0
+_PAUSES: Final = Backoff(first=0.5, longest=10.0)
 OWNER_SECONDS = 1.0
 """Between two looks for the object of a job that has claims and is not there yet."""
 _log = logging.getLogger(__name__)
@@ -155,15 +156,15 @@ class SandboxLoop:
         self._wake.set()
 
     async def _listen(self) -> None:
-        pause = 0.5
+        failures = 0
         while True:
             try:
                 self.learn(await self._control.claims(self._revision, POLL_SECONDS))
-                pause = 0.5
+                failures = 0
             except RollyardError as error:
                 _log.warning("claims cannot be read: %s", error)
-                await asyncio.sleep(pause)
-                pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
+                failures += 1
+                await asyncio.sleep(_PAUSES.pause(failures))
 
     async def _watch(self) -> None:
         revision = self._pods.revision
@@ -219,8 +220,7 @@ class SandboxLoop:
         steps += [partial(self._delete, delete) for delete in plan.delete]
         fine = await asyncio.gather(*(self._step(step) for step in steps))
         self._failures = 0 if all(fine) else self._failures + 1
-        pause = min(LONGEST_PAUSE_SECONDS, 0.25 * 2.0 ** min(self._failures, 10))
-        waits = [plan.requeue_after, pause if self._failures else None]
+        waits = [plan.requeue_after, _PAUSES.pause(self._failures) if self._failures else None]
         if any(claim.state == "Pending" and self._owner(claim) is None for claim in self._claims.values()):
             waits.append(OWNER_SECONDS)
         return earliest(waits)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from typing import Final
+
+from rollyard_crds.backoff import Backoff
 
 CONNECT_SECONDS = 0.5
-FIRST_PAUSE_SECONDS = 0.01
-LONGEST_PAUSE_SECONDS = 0.5
-PAUSE_GROWTH = 1.25
+_PAUSES: Final = Backoff(first=0.01, longest=0.5, factor=1.25)
 AT_ONCE = 64
 """Connections that are tried at the same time."""
 Address = tuple[str, int]
@@ -75,14 +76,14 @@ class PortProbes:
                         self._tasks[uid] = group.create_task(self._try(uid, address), name=f"port of {uid}")
 
     async def _try(self, uid: str, address: Address) -> None:
-        pause = FIRST_PAUSE_SECONDS
+        failures = 0
         while True:
             try:
                 async with self._places, asyncio.timeout(CONNECT_SECONDS):
                     await self._connect(*address)
                 break
             except (OSError, TimeoutError):
-                await asyncio.sleep(pause)
-                pause = min(LONGEST_PAUSE_SECONDS, pause * PAUSE_GROWTH)
+                failures += 1
+                await asyncio.sleep(_PAUSES.pause(failures))
         self._answered.add(uid)
         self._tell()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Final
+
+from rollyard_crds.backoff import Backoff
 
 from rollyard_operator.kube.client import KubeError
 from rollyard_operator.sandboxes.planning.plan import Refusal, Trouble
 
-FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 30.0
+_PAUSES: Final = Backoff(first=1.0, longest=30.0)
 FINAL_PAUSE_SECONDS = 60.0
 FORGET_SECONDS = 600.0
 NOT_ISOLATED = "NotIsolated"
@@ -54,7 +56,7 @@ class Refusals:
             trouble = Trouble(
                 trouble.reason, trouble.message, before.trouble.since, trouble.hope, trouble.retryable
             )
-        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 10))
+        pause = _PAUSES.pause(tries)
         if trouble.hope == "none":
             pause = FINAL_PAUSE_SECONDS
         pause = max(pause, error.retry_after or 0.0)

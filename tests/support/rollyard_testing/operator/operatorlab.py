@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_crds.backoff import Backoff
 from rollyard_drivers.reconcile.plan import Profile
 from rollyard_operator.installation import Operator
-from rollyard_operator.kube import backoff
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.settings import OperatorSettings
 
@@ -142,7 +142,8 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"rollyard_operator.controllers.pool.{name}", 0.02)
     monkeypatch.setattr("rollyard_drivers.health.backend.FIRST_CHECK_SECONDS", 0.01)
     monkeypatch.setattr("rollyard_drivers.health.backend.CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(backoff, "LONGEST_SECONDS", 0.05)
+    for user in ("controllers.object_loop", "controllers.rest_sync", "kube.reflector"):
+        monkeypatch.setattr(f"rollyard_operator.{user}.TRY_AGAIN", Backoff(first=0.05, longest=0.05))
 
 
 @asynccontextmanager

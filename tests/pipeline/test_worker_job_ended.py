@@ -9,7 +9,7 @@ import pytest
 from rollyard_crds.lease import FailRequest, StageFailure
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.errors import ControlPlaneError, JobEnded
-from rollyard_pipeline.worker.stage_pool import Identity, StagePool
+from rollyard_pipeline.worker.stage_pool import StagePool, WorkerIdentity
 
 
 async def _refusing(reason: str) -> tuple[asyncio.Server, str]:
@@ -37,7 +37,7 @@ async def _refusing(reason: str) -> tuple[asyncio.Server, str]:
 async def test_a_pool_ends_with_the_job_of_its_token() -> None:
     server, url = await _refusing("JobEnded")
     async with server, RestControlPlane(url, "token") as control:
-        pool = StagePool(control, Identity("w", "n", "job", "default"), "init", 1, lambda _lease: None)
+        pool = StagePool(control, WorkerIdentity("w", "n", "job", "default"), "init", 1, lambda _lease: None)
         await asyncio.wait_for(pool.run(), 30)
 
 

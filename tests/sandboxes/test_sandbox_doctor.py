@@ -12,7 +12,7 @@ from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.doctor import limits_check, sandbox_checks
 from rollyard_pipeline.sandboxes.errors import BubblewrapMissing, UserNamespacesForbidden
 from rollyard_pipeline.sandboxes.host import cgroups
-from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace, Limits
+from rollyard_pipeline.sandboxes.host.cgroups import CgroupLimits, CgroupPlace
 from rollyard_pipeline.sandboxes.starters.bubblewrap import bwrap_version, forbidden_text, userns_advice
 
 
@@ -125,7 +125,7 @@ def test_no_place_where_nothing_is_handed_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_settings_of_both_versions(tmp_path: Path, version: int) -> None:
     place = CgroupPlace(version, tmp_path, frozenset({"memory", "pids", "cpu"}))  # type: ignore[arg-type]
-    (group,) = cgroups.create([place], "abc", Limits(cpu=0.5, memory_bytes=1000, processes=7))
+    (group,) = cgroups.create([place], "abc", CgroupLimits(cpu=0.5, memory_bytes=1000, processes=7))
     written = {file.name: file.read_text() for file in group.iterdir()}
     assert written["pids.max"] == "7"
     if version == 1:

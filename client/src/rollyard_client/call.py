@@ -21,8 +21,13 @@ class Upload(Protocol):
     """A body that may be larger than memory; it can be read again when a call is sent again."""
 
     @property
-    def size(self) -> int: ...
-    def pieces(self) -> Iterator[bytes]: ...
+    def size(self) -> int:
+        """Length of the body in bytes."""
+        ...
+
+    def pieces(self) -> Iterator[bytes]:
+        """Return the body in pieces, from its beginning."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

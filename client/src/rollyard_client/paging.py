@@ -21,9 +21,13 @@ class Walk(Protocol[P, T]):
 
     done: bool
 
-    def next(self) -> Call[P]: ...
+    def next(self) -> Call[P]:
+        """Return the call that fetches the next page."""
+        ...
 
-    def take(self, page: P) -> list[T]: ...
+    def take(self, page: P) -> list[T]:
+        """Return the items of `page`, and remember where the next page begins."""
+        ...
 
 
 @dataclass(slots=True)

@@ -131,6 +131,7 @@ def jobs(
 
 
 def job(name: str, namespace: str) -> Call[RolloutJob]:
+    """Return the call that reads one job with its tasks and live counts."""
     return Call("GET", f"{JOBS}/{segment(name)}", _job, query={"namespace": namespace})
 
 
@@ -159,11 +160,13 @@ def register_job(
 
 
 def register_pool(manifest: BackendPool) -> Call[BackendPool]:
+    """Return the call with which a driver registers a pool that has its home elsewhere."""
     meta, body = manifest.metadata, encode(_registered(manifest))
     return Call("PUT", f"{POOLS}/{segment(meta.name)}", _pool, query={"namespace": meta.namespace}, body=body)
 
 
 def delete_job(name: str, namespace: str) -> Call[None]:
+    """Return the call that cancels and removes a job."""
     # A repeat would be answered 404: it is not sent again once it may have arrived.
     return Call(
         "DELETE", f"{JOBS}/{segment(name)}", nothing, query={"namespace": namespace}, idempotent=False
@@ -177,15 +180,18 @@ def cancel(name: str, namespace: str, target: Mapping[str, str]) -> Call[Rollout
 
 
 def close(name: str, namespace: str) -> Call[RolloutJob]:
+    """Return the call that closes a stream: no more tasks will come."""
     return Call("POST", f"{JOBS}/{segment(name)}/close", _job, query={"namespace": namespace}, body=b"{}")
 
 
 def patch(name: str, namespace: str, changes: Mapping[str, Any]) -> Call[RolloutJob]:
+    """Return the call that changes fields of a job's spec, named as in JSON."""
     path = f"{JOBS}/{segment(name)}"
     return Call("PATCH", path, _job, query={"namespace": namespace}, body=encode(changes))
 
 
 def push_tasks(name: str, namespace: str, tasks: Iterable[Task | Mapping[str, Any]]) -> Call[dict[str, int]]:
+    """Return the call that pushes tasks to a stream, one JSON object a line."""
     lines = [
         task.model_dump_json(exclude_none=True).encode() if isinstance(task, Task) else encode(task)
         for task in tasks
@@ -203,6 +209,13 @@ def push_tasks(name: str, namespace: str, tasks: Iterable[Task | Mapping[str, An
 def trajectories(
     name: str, namespace: str, *, cursor: str, wait: float, limit: int, status: str | None
 ) -> Call[Page]:
+    """Return the call that reads a page of ended rollouts.
+
+    Args:
+        cursor: where the page begins; empty: at the first.
+        wait: seconds that the server waits for the first item.
+        limit: items of a page at most.
+    """
     query = {"namespace": namespace, "cursor": cursor, "wait": wait, "limit": limit, "status": status}
     return Call("GET", f"{JOBS}/{segment(name)}/trajectories", _page, query=query, accept=NDJSON, wait=wait)
 
@@ -221,6 +234,12 @@ def parquet(name: str, namespace: str, *, cursor: str, limit: int) -> Call[tuple
 def groups(
     name: str, namespace: str, *, cursor: str, wait: float, limit: int, informative: bool, dropped: bool
 ) -> Call[Page]:
+    """Return the call that reads a page of ended groups; the arguments are those of `trajectories`.
+
+    Args:
+        informative: only groups whose rewards are not all equal.
+        dropped: also groups that too few rollouts have survived.
+    """
     query = {
         "namespace": namespace,
         "cursor": cursor,
@@ -235,6 +254,8 @@ def groups(
 def rollouts(
     name: str, namespace: str, *, stage: str | None, status: str | None, after: str | None
 ) -> Call[tuple[list[RolloutSummary], str | None]]:
+    """Return the call that reads a page of rollouts in short; `after` is the last page's continuation."""
+
     def parse(answer: httpx.Response) -> tuple[list[RolloutSummary], str | None]:
         document = as_json(answer)
         return [RolloutSummary(**item) for item in document["items"]], document["metadata"].get("continue")
@@ -244,6 +265,8 @@ def rollouts(
 
 
 def rollout(name: str, namespace: str, rollout_id: str) -> Call[Trajectory]:
+    """Return the call that reads the trajectory of one ended rollout."""
+
     def parse(answer: httpx.Response) -> Trajectory:
         return trajectory(answer.content)
 
@@ -257,15 +280,19 @@ def events(name: str, namespace: str) -> tuple[str, dict[str, str]]:
 
 
 def put_job_status(name: str, namespace: str, status: RolloutJobStatus) -> Call[RolloutJob]:
+    """Return the call with which a driver reports what it sees of a job."""
     path = f"{JOBS}/{segment(name)}/status"
     return Call("PUT", path, _job, query={"namespace": namespace}, body=encode(status.to_json()))
 
 
 def create_pool(manifest: BackendPool | Mapping[str, Any]) -> Call[BackendPool]:
+    """Return the call that makes a pool; the same manifest twice is the same as once."""
     return Call("POST", POOLS, _pool, body=encode(document_of(manifest)))
 
 
 def pools(namespace: str | None) -> Call[list[BackendPool]]:
+    """Return the call that lists the pools of a namespace; None: of all namespaces."""
+
     def parse(answer: httpx.Response) -> list[BackendPool]:
         return [BackendPool.model_validate(item) for item in as_json(answer)["items"]]
 
@@ -273,15 +300,18 @@ def pools(namespace: str | None) -> Call[list[BackendPool]]:
 
 
 def pool(name: str, namespace: str) -> Call[BackendPool]:
+    """Return the call that reads one pool with its backends."""
     return Call("GET", f"{POOLS}/{segment(name)}", _pool, query={"namespace": namespace})
 
 
 def patch_pool(name: str, namespace: str, spec: Mapping[str, Any]) -> Call[BackendPool]:
+    """Return the call that changes a pool's spec by a merge patch (RFC 7386)."""
     path = f"{POOLS}/{segment(name)}"
     return Call("PATCH", path, _pool, query={"namespace": namespace}, body=encode({"spec": spec}))
 
 
 def delete_pool(name: str, namespace: str) -> Call[None]:
+    """Return the call that removes a pool."""
     path = f"{POOLS}/{segment(name)}"
     return Call("DELETE", path, nothing, query={"namespace": namespace}, idempotent=False)
 
@@ -291,12 +321,15 @@ def _update(answer: httpx.Response) -> WeightUpdate:
 
 
 def update_weights(name: str, namespace: str, asked: WeightUpdateRequest) -> Call[WeightUpdate]:
+    """Return the call that begins a weight update."""
     # The same version from the same source is answered with the update that stands.
     path, body = f"{POOLS}/{segment(name)}/weights", encode(asked.to_json())
     return Call("POST", path, _update, query={"namespace": namespace}, body=body, wait=30.0)
 
 
 def weight_updates(name: str, namespace: str) -> Call[list[WeightUpdate]]:
+    """Return the call that lists a pool's weight updates, the newest first."""
+
     def parse(answer: httpx.Response) -> list[WeightUpdate]:
         return [WeightUpdate.model_validate(item) for item in as_json(answer)["items"]]
 
@@ -304,31 +337,38 @@ def weight_updates(name: str, namespace: str) -> Call[list[WeightUpdate]]:
 
 
 def weight_update(name: str, namespace: str, number: int, wait: float = 0.0) -> Call[WeightUpdate]:
+    """Return the call that reads one weight update; it waits up to `wait` seconds for its end."""
     path = f"{POOLS}/{segment(name)}/weights/{number}"
     return Call("GET", path, _update, query={"namespace": namespace, "wait": wait}, wait=wait)
 
 
 def pause_pool(name: str, namespace: str, mode: str, wait: float) -> Call[BackendPool]:
+    """Return the call that pauses a pool; it waits up to `wait` seconds for its servers."""
     query = {"namespace": namespace, "mode": mode, "wait": wait}
     return Call("POST", f"{POOLS}/{segment(name)}/pause", _pool, query=query, body=b"{}", wait=wait)
 
 
 def resume_pool(name: str, namespace: str, wait: float) -> Call[BackendPool]:
+    """Return the call that resumes a paused pool; it waits up to `wait` seconds for its servers."""
     query = {"namespace": namespace, "wait": wait}
     return Call("POST", f"{POOLS}/{segment(name)}/resume", _pool, query=query, body=b"{}", wait=wait)
 
 
 def put_backends(name: str, namespace: str, backends: Sequence[BackendStatus]) -> Call[BackendPool]:
+    """Return the call with which a driver reports all backends of a pool."""
     body = encode({"backends": [backend.to_json() for backend in backends]})
     return Call("PUT", f"{POOLS}/{segment(name)}/backends", _pool, query={"namespace": namespace}, body=body)
 
 
 def put_pool_status(name: str, namespace: str, status: BackendPoolStatus) -> Call[BackendPool]:
+    """Return the call with which a driver reports what it sees of a pool."""
     path = f"{POOLS}/{segment(name)}/status"
     return Call("PUT", path, _pool, query={"namespace": namespace}, body=encode(status.to_json()))
 
 
 def claims(namespace: str | None, revision: int | None, wait: float) -> Call[ClaimList]:
+    """Return the call that lists sandbox claims; it waits up to `wait` seconds for what `revision` lacks."""
+
     def parse(answer: httpx.Response) -> ClaimList:
         return ClaimList.model_validate_json(answer.content)
 
@@ -337,6 +377,8 @@ def claims(namespace: str | None, revision: int | None, wait: float) -> Call[Cla
 
 
 def unfinished(revision: int | None, wait: float) -> Call[UnfinishedJobs]:
+    """Return the call that lists what has not ended; it waits up to `wait` seconds beyond `revision`."""
+
     def parse(answer: httpx.Response) -> UnfinishedJobs:
         return UnfinishedJobs.model_validate_json(answer.content)
 
@@ -344,6 +386,8 @@ def unfinished(revision: int | None, wait: float) -> Call[UnfinishedJobs]:
 
 
 def put_claim_status(name: str, status: ClaimStatus) -> Call[Claim | None]:
+    """Return the call that reports a claim's sandbox; its result is None where the claim is gone."""
+
     def parse(answer: httpx.Response) -> Claim | None:
         return None if answer.status_code == 204 else claim_of(answer)
 
@@ -352,4 +396,5 @@ def put_claim_status(name: str, status: ClaimStatus) -> Call[Claim | None]:
 
 
 def ready() -> Call[None]:
+    """Return the call that succeeds when the control plane is ready."""
     return Call("GET", "/readyz", nothing)

@@ -149,6 +149,7 @@ class SyncTransport:
             raise unreachable(self.url, error) from error
 
     def close(self) -> None:
+        """Close all connections."""
         self.client.close()
 
 
@@ -208,4 +209,5 @@ class AsyncTransport:
             raise unreachable(self.url, error) from error
 
     async def close(self) -> None:
+        """Close all connections."""
         await self.client.aclose()

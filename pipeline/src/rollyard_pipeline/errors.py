@@ -39,18 +39,26 @@ class ExtensionError(PipelineError):
 
 
 class UnknownHandler(ExtensionError):
+    """No handler of this name can be loaded on this worker."""
+
     reason = "UnknownHandler"
 
 
 class UnknownAgent(ExtensionError):
+    """No agent of this name can be loaded on this worker."""
+
     reason = "UnknownAgent"
 
 
 class UnknownTool(ExtensionError):
+    """No tool of this name can be loaded on this worker."""
+
     reason = "UnknownTool"
 
 
 class UnknownToolParser(ExtensionError):
+    """No tool-call parser of this name can be loaded on this worker."""
+
     reason = "UnknownToolParser"
 
 
@@ -83,11 +91,15 @@ class SetupFailed(PipelineError):
 
 
 class InitTimeout(PipelineError):
+    """Init took longer than `stages.init.timeoutSeconds`."""
+
     reason = "InitTimeout"
     return_to: ClassVar[StageName | None] = "init"
 
 
 class EvalTimeout(PipelineError):
+    """Eval took longer than its limit, and not because of what ran in the sandbox."""
+
     reason = "EvalTimeout"
 
 

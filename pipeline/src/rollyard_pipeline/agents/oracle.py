@@ -13,6 +13,11 @@ class OracleAgent(Agent):
     uses_model = False
 
     async def run(self, ctx: AgentContext) -> None:
+        """Replay `task.solution` step by step until it ends the episode.
+
+        Raises:
+            TaskInvalid: the task has no solution.
+        """
         if not ctx.task.solution:
             raise TaskInvalid(f"task '{ctx.task.id}' has no 'solution', which the agent 'oracle' replays")
         for step in ctx.task.solution:

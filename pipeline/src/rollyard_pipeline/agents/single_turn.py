@@ -6,7 +6,10 @@ from rollyard_pipeline.agents.base import Agent, AgentContext
 
 
 class SingleTurnAgent(Agent):
+    """Samples one turn and offers no tools."""
+
     uses_tools = False
 
     async def run(self, ctx: AgentContext) -> None:
+        """Sample the one turn."""
         await ctx.turn()

@@ -9,6 +9,7 @@ class ToolsAgent(Agent):
     """Ends on `submit`, on a turn without tool calls, or, truncated, at a limit."""
 
     async def run(self, ctx: AgentContext) -> None:
+        """Sample turns and run their calls until the episode has ended."""
         while not ctx.finished:
             turn = await ctx.turn()
             if turn is None or ctx.finished:

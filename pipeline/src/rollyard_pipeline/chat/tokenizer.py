@@ -50,6 +50,7 @@ class ChatTokenizer:
 
     @property
     def vocabulary_size(self) -> int:
+        """How many token ids the tokenizer knows, added tokens included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property

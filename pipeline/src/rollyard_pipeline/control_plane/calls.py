@@ -33,33 +33,51 @@ class ControlPlaneUnavailable(PipelineError):
         """Seconds, where the control plane says how long to wait."""
 
 
-class ControlPlane(Protocol):
+class LeaseCalls(Protocol):
     """The lease calls. Each raises ControlPlaneUnavailable or ControlPlaneError (repeating is no use)."""
 
-    async def lease(self, request: LeaseRequest) -> LeaseResponse: ...
+    async def lease(self, request: LeaseRequest) -> LeaseResponse:
+        """Ask for rollouts to work on; the server waits for some as long as the request says."""
+        ...
 
-    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse: ...
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        """Keep leases alive, and learn which of them are to stop."""
+        ...
 
-    async def complete(self, request: CompleteRequest) -> OutcomeResponse: ...
+    async def complete(self, request: CompleteRequest) -> OutcomeResponse:
+        """Report stages that were worked on to their end."""
+        ...
 
-    async def fail(self, request: FailRequest) -> OutcomeResponse: ...
+    async def fail(self, request: FailRequest) -> OutcomeResponse:
+        """Report stages that failed, or that another worker shall take."""
+        ...
 
-    async def route(self, request: RouteRequest) -> RouteResponse: ...
+    async def route(self, request: RouteRequest) -> RouteResponse:
+        """Ask for another backend for a rollout whose own does not answer."""
+        ...
 
-    async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec: ...
+    async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
+        """Return the spec of the job that has this uid."""
+        ...
 
 
 class ClaimCalls(Protocol):
-    """The claims of sandboxes that a driver starts elsewhere; they raise as `ControlPlane`'s calls do.
+    """The claims of sandboxes that a driver starts elsewhere; they raise as `LeaseCalls`'s calls do.
 
     What does not exist is `errors.NotThere`.
     """
 
-    async def claim(self, request: ClaimRequest) -> Claim: ...
+    async def claim(self, request: ClaimRequest) -> Claim:
+        """File a claim, and wait for its sandbox as long as the request says."""
+        ...
 
-    async def claim_status(self, claim_id: str, wait: float) -> Claim: ...
+    async def claim_status(self, claim_id: str, wait: float) -> Claim:
+        """Return a claim, after at most `wait` seconds if it has no sandbox yet."""
+        ...
 
-    async def release_claim(self, claim_id: str) -> None: ...
+    async def release_claim(self, claim_id: str) -> None:
+        """Give a claimed sandbox back."""
+        ...
 
 
 TRY_AGAIN: Final = Backoff(first=0.1, longest=5.0, jitter=0.5)

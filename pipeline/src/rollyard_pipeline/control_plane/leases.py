@@ -37,6 +37,7 @@ class HeldLease:
 
     @property
     def ref(self) -> LeaseRef:
+        """What names this lease in requests: the rollout and its fencing token."""
         return LeaseRef(rollout=self.lease.rollout, token=self.lease.token)
 
     def end(self, why: Stop) -> None:
@@ -62,9 +63,11 @@ class LeaseTable:
         return iter(list(self._held.values()))
 
     def add(self, held: HeldLease) -> None:
+        """Add a lease that has just been granted."""
         self._held[held.lease.rollout, held.lease.token] = held
 
     async def remove(self, held: HeldLease) -> None:
+        """Remove a lease; harmless when it is not there."""
         self._held.pop((held.lease.rollout, held.lease.token), None)
         async with self._changed:
             self._changed.notify_all()

@@ -32,7 +32,7 @@ _START_SECONDS: Final = 60.0  # how long a worker waits at its start for its job
 
 
 class RestControlPlane:
-    """`calls.ControlPlane` over `rollyard_client.WorkerClient`. Use as an async context manager.
+    """`calls.LeaseCalls` over `rollyard_client.WorkerClient`. Use as an async context manager.
 
     Retries are the loops' own: they know how long their lease is worth something.
     """
@@ -50,30 +50,39 @@ class RestControlPlane:
         await self._client.aclose()
 
     async def lease(self, request: LeaseRequest) -> LeaseResponse:
+        """Ask for rollouts to work on; see `calls.LeaseCalls`, as for the calls below."""
         return await _translated(lambda: self._client.lease(request))
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        """Keep leases alive, and learn which of them are to stop."""
         return await _translated(lambda: self._client.heartbeat(request))
 
     async def complete(self, request: CompleteRequest) -> OutcomeResponse:
+        """Report stages that were worked on to their end."""
         return await _translated(lambda: self._client.complete(request))
 
     async def fail(self, request: FailRequest) -> OutcomeResponse:
+        """Report stages that failed, or that another worker shall take."""
         return await _translated(lambda: self._client.fail(request))
 
     async def route(self, request: RouteRequest) -> RouteResponse:
+        """Ask for another backend for a rollout whose own does not answer."""
         return await _translated(lambda: self._client.route(request))
 
     async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
+        """Return a job's spec; with `uid` only if the job of this name has that uid."""
         return await _translated(lambda: self._client.job_spec(namespace, name, uid))
 
     async def claim(self, request: ClaimRequest) -> Claim:
+        """File a claim for a sandbox; see `calls.ClaimCalls`, as for the calls below."""
         return await _translated(lambda: self._client.claim(request))
 
     async def claim_status(self, claim_id: str, wait: float) -> Claim:
+        """Return a claim, after at most `wait` seconds if it has no sandbox yet."""
         return await _translated(lambda: self._client.claim_status(claim_id, wait))
 
     async def release_claim(self, claim_id: str) -> None:
+        """Give a claimed sandbox back."""
         await _translated(lambda: self._client.release_claim(claim_id))
 
     async def job_when_there(self, namespace: str, name: str) -> RolloutJobSpec:

@@ -32,9 +32,11 @@ class MathHandler(Handler):
         self._verifiers = Verifiers()
 
     def check(self, task: Task) -> list[str]:
+        """Report a task without an answer that can be compared."""
         return [] if task.answer and final_answer(task.answer) else ["answer: required by the handler 'math'"]
 
     async def eval(self, ctx: StageContext) -> Evaluation:
+        """Score 1.0 if the answer equals the task's, else 0.0."""
         gold = final_answer(ctx.task.answer or "")
         if not gold:
             raise TaskInvalid(f"task '{ctx.task.id}': answer: required by the handler 'math'")
@@ -67,4 +69,5 @@ class MathHandler(Handler):
             return await self._verifiers.equal(gold, answer, seconds)
 
     async def close(self) -> None:
+        """End the processes that compare answers."""
         await self._verifiers.close()

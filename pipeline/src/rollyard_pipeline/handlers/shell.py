@@ -32,9 +32,11 @@ class ShellHandler(Handler):
     reward_range = (0.0, 1.0)
 
     def check(self, task: Task) -> list[str]:
+        """Report a task without a test script."""
         return [] if task.test_script else ["test_script: required by the handler 'shell'"]
 
     async def eval(self, ctx: StageContext) -> Evaluation:
+        """Run the task's test script and return its exit status, or what it wrote, as the reward."""
         if not ctx.task.test_script:
             raise TaskInvalid(f"task '{ctx.task.id}': test_script: required by the handler 'shell'")
         if len((ctx.answer or "").encode(errors="replace")) > _ANSWER_BYTES:

@@ -64,6 +64,7 @@ class ClaimProvider:
 
     @property
     def name(self) -> str:
+        """The name that handles of claimed sandboxes carry."""
         return PROVIDER
 
     async def start(self) -> None:
@@ -73,6 +74,7 @@ class ClaimProvider:
         """Claimed sandboxes stay; unclaimed ones are the driver's."""
 
     async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
+        """File a claim, wait until a driver has fulfilled it, and connect."""
         # A claim is filed under a lease and goes with it: Eval's needs nothing beside.
         shape = shape_of_key(request.key)
         filing = ClaimRequest(rollout=owner.rollout, token=owner.token, shape=shape, wait=POLL_SECONDS)
@@ -98,6 +100,7 @@ class ClaimProvider:
         return Sandbox(handle, client, WORKDIR, dict(request.env))
 
     async def attach(self, handle: SandboxHandle) -> Sandbox:
+        """Connect to a sandbox that any worker has claimed."""
         if handle.provider != PROVIDER or handle.node != NODE:
             raise SandboxLost(
                 f"sandbox {handle.id} is a {handle.provider} sandbox of node {handle.node!r}; "
@@ -108,6 +111,7 @@ class ClaimProvider:
         return Sandbox(handle, client, WORKDIR, {})
 
     async def release(self, handle: SandboxHandle | str) -> None:
+        """Give the claim back; the driver removes its sandbox."""
         claim_id = handle if isinstance(handle, str) else handle.id
         try:
             async with asyncio.timeout(RELEASE_SECONDS):

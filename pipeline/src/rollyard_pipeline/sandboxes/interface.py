@@ -102,7 +102,9 @@ class SandboxProvider(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The kind of its sandboxes, as handles carry it."""
+        ...
 
     async def start(self) -> None:
         """Checks that sandboxes can be started here, then sweeps.

@@ -71,15 +71,18 @@ class NodeProvider:
 
     @property
     def name(self) -> str:
+        """The name of the kind that its starter starts."""
         return self._starter.name
 
     async def start(self) -> None:
+        """Prepare the run folder, check that sandboxes can be started, and sweep."""
         await in_thread(self._folder.prepare)
         await self._starter.probe()
         await self.sweep()
         self._tasks.add(asyncio.create_task(self._housekeeping(), name="sandbox-housekeeping"))
 
     async def aclose(self) -> None:
+        """Remove this provider's unclaimed sandboxes, and its control groups if nothing uses them."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -89,6 +92,7 @@ class NodeProvider:
         await in_thread(cgroups.remove_places, self._places)
 
     async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
+        """Hand out a warm sandbox of the request's key, or start one."""
         self._starter.check(request.key)
         try:
             while (warm := self._warm.take(request.key) or await self._warm.next(request.key)) is not None:
@@ -101,6 +105,7 @@ class NodeProvider:
         return await self._claim(await self._start_warm(request.key), request, owner, for_eval)
 
     async def attach(self, handle: SandboxHandle) -> Sandbox:
+        """Connect to a sandbox that any worker of this node has claimed."""
         if handle.node != self._node or handle.provider != self.name:
             raise SandboxLost(
                 f"sandbox {handle.id} is a {handle.provider} sandbox of node {handle.node!r}; "
@@ -113,19 +118,24 @@ class NodeProvider:
         return Sandbox(handle, client, record.workdir, record.env)
 
     async def release(self, handle: SandboxHandle | str) -> None:
+        """Kill everything inside, and remove the sandbox's folder and limits."""
         sandbox_id = handle if isinstance(handle, str) else handle.id
         await in_thread(self._remove, sandbox_id)
 
     async def sweep(self) -> list[str]:
+        """Remove what dead sandboxes and dead workers have left; return the ids."""
         return await in_thread(self._sweep)
 
     def claimed(self) -> list[str]:
+        """Return the ids of claimed sandboxes that live. It reads the run folder."""
         return [record.id for record in self._records() if record.state == "claimed"]
 
     def in_use(self) -> list[str]:
+        """Return the ids of all sandboxes that have an owner. It reads the run folder."""
         return [record.id for record in self._records() if record.owner is not None]
 
     def own(self) -> list[str]:
+        """Return the ids of claimed sandboxes that this process started. It reads the run folder."""
         return [
             record.id
             for record in self._records()
@@ -139,6 +149,7 @@ class NodeProvider:
                 yield record
 
     async def renew(self, ids: Collection[str], seconds: float) -> None:
+        """Let sandboxes live on; those that do not answer are logged and passed over."""
         at_once = asyncio.Semaphore(_RENEW_AT_ONCE)
 
         async def one(sandbox_id: str) -> None:
@@ -160,14 +171,17 @@ class NodeProvider:
                 group.create_task(one(sandbox_id))
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
+        """Keep `count` sandboxes of the request's key ready in the background."""
         self._starter.check(request.key)
         self._warm.want(request.key, count)
 
     def trouble(self) -> str:
+        """Say why no sandbox can be started just now. It may ask the disk."""
         trouble = self._room.trouble()
         return f"node {self._node} starts no sandboxes: {trouble}" if trouble else ""
 
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
+        """Ask the sandbox's control groups whether the kernel has killed a process inside."""
         record = self._folder.load(handle if isinstance(handle, str) else handle.id)
         if record is None:
             return False

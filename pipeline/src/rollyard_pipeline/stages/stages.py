@@ -22,7 +22,7 @@ from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_pipeline.backends.vocabulary import vocabulary_size
 from rollyard_pipeline.chat.format import ChatFormat, FormatCache, to_chat
 from rollyard_pipeline.chat.tokenizer import locate
-from rollyard_pipeline.control_plane.calls import ControlPlane, ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, LeaseCalls
 from rollyard_pipeline.control_plane.job_specs import JobSpecs
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
@@ -68,7 +68,7 @@ class Stages:
 
     def __init__(
         self,
-        control: ControlPlane,
+        control: LeaseCalls,
         backends: BackendClient,
         provider: SandboxProvider | None,
         extensions: registry.Registry,

@@ -30,7 +30,9 @@ class ParsedTurn:
 class ToolCallParser(Protocol):
     """Reads a turn's text. Total: malformed calls become `ParsedCall.error`, never an exception."""
 
-    def parse(self, text: str) -> ParsedTurn: ...
+    def parse(self, text: str) -> ParsedTurn:
+        """Return the calls of one turn, and its text without them."""
+        ...
 
 
 @runtime_checkable

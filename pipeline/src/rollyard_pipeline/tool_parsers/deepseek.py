@@ -33,6 +33,7 @@ class DeepSeekParser:
         self._reader = TurnReader(f"{_BEGIN}|{_FRAME.pattern}", _calls)
 
     def parse(self, text: str) -> ParsedTurn:
+        """Return the calls of one turn, and its text without them."""
         parsed = self._reader.parse(text)
         if not parsed.calls:
             return parsed

@@ -56,4 +56,5 @@ class AutoParser:
         self._parser = configured(_PARSERS[choose(template)](), template, schemas)
 
     def parse(self, text: str) -> ParsedTurn:
+        """Read the turn with the parser that the chat template has decided."""
         return self._parser.parse(text)

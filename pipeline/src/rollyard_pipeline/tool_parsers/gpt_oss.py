@@ -31,6 +31,7 @@ class GptOssParser:
     """Reads a turn message by message; calls are no calls in the text of the channel `analysis`."""
 
     def parse(self, text: str) -> ParsedTurn:
+        """Return the calls of one turn, and its text without them."""
         if _MARK.search(text) is None:
             return ParsedTurn(text.strip())
         said: dict[str, list[str]] = {"analysis": [], "commentary": [], "final": []}

@@ -21,6 +21,7 @@ class HermesParser:
         self._reader = TurnReader(_OPEN, _call)
 
     def parse(self, text: str) -> ParsedTurn:
+        """Return the calls of one turn, and its text without them."""
         return self._reader.parse(text)
 
 

@@ -28,6 +28,7 @@ class LlamaJsonParser:
         self._reader = TurnReader(rf"(?P<mark>{_MARK})|{_OBJECT}", _calls)
 
     def parse(self, text: str) -> ParsedTurn:
+        """Return the calls of one turn, and its text without them."""
         return self._reader.parse(text)
 
 

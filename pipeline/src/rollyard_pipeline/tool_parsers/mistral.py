@@ -33,6 +33,7 @@ class MistralParser:
         self._reader = TurnReader(re.escape(_OPEN), _calls, ("[THINK]", "[/THINK]"))
 
     def parse(self, text: str) -> ParsedTurn:
+        """Return the calls of one turn, and its text without them."""
         return self._reader.parse(text)
 
 

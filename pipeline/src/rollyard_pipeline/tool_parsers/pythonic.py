@@ -26,6 +26,7 @@ class PythonicParser:
         self._reader = TurnReader(rf"(?P<mark>{_MARK})|{_LIST}", _calls)
 
     def parse(self, text: str) -> ParsedTurn:
+        """Return the calls of one turn, and its text without them."""
         return self._reader.parse(text)
 
 

@@ -51,6 +51,7 @@ class QwenCoderParser:
         self._schemas = schemas
 
     def parse(self, text: str) -> ParsedTurn:
+        """Return the calls of one turn, and its text without them."""
         return self._reader.parse(text)
 
     def _call(self, text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:

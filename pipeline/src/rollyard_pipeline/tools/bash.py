@@ -21,6 +21,7 @@ class BashTool(Tool):
     }
 
     async def call(self, arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
+        """Run the command in the rollout's shell and show its output."""
         try:
             result = await ctx.sandbox.bash(
                 arguments["command"], timeout=ctx.timeout, max_output=ctx.max_output_bytes

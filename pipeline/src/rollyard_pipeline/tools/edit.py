@@ -37,6 +37,7 @@ class EditTool(Tool):
     }
 
     async def call(self, arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
+        """View, create or change one file, as `arguments["command"]` says."""
         path: str = arguments["path"]
         try:
             match arguments["command"]:

@@ -21,6 +21,7 @@ class IPythonTool(Tool):
     }
 
     async def call(self, arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
+        """Run the code in the rollout's IPython kernel and show its output."""
         try:
             result = await ctx.sandbox.ipython(
                 arguments["code"], timeout=ctx.timeout, max_output=ctx.max_output_bytes

@@ -22,6 +22,7 @@ class SubmitTool(Tool):
     needs_sandbox = False
 
     async def call(self, arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
+        """Hand in the answer, which ends the episode."""
         answer: str = arguments["answer"]
         size = len(answer.encode(errors="replace"))
         if size > _MAX_ANSWER_BYTES:

@@ -10,7 +10,7 @@ from typing import Final
 
 from rollyard_crds.lease import HeartbeatRequest
 
-from rollyard_pipeline.control_plane.calls import ControlPlane, ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, LeaseCalls
 from rollyard_pipeline.control_plane.leases import LeaseTable
 from rollyard_pipeline.errors import ControlPlaneError
 from rollyard_pipeline.sandboxes.errors import SandboxError
@@ -36,7 +36,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        control: ControlPlane,
+        control: LeaseCalls,
         table: LeaseTable,
         provider: SandboxProvider | None,
         *,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rollyard_crds.lease import CompleteRequest, FailRequest, OutcomeResponse, StageFailure, StageResult
 
-from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlane, ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, LeaseCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import ControlPlaneError
 
@@ -28,6 +28,8 @@ Reported = Callable[[HeldLease, str], Coroutine[None, None, None]]
 
 @dataclass(frozen=True, slots=True)
 class Item:
+    """One outcome that waits to be reported."""
+
     held: HeldLease
     outcome: StageResult | StageFailure
 
@@ -41,7 +43,7 @@ class Outbox:
         reported: called when an outcome has been answered.
     """
 
-    def __init__(self, control: ControlPlane, worker: str, reported: Reported) -> None:
+    def __init__(self, control: LeaseCalls, worker: str, reported: Reported) -> None:
         self._control = control
         self._worker = worker
         self._reported = reported

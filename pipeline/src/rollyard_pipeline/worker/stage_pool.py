@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rollyard_crds.lease import MAX_BATCH, Lease, LeaseRequest
 from rollyard_crds.rolloutjob import StageName
 
-from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlane, ControlPlaneUnavailable
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, LeaseCalls
 from rollyard_pipeline.errors import ControlPlaneError, JobEnded
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ _ROOM_CHECK = 1.0  # seconds between looks for room that another process may mak
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class WorkerIdentity:
     """Who leases, and for which job."""
 
     worker: str
@@ -41,8 +41,8 @@ class StagePool:
 
     def __init__(
         self,
-        control: ControlPlane,
-        identity: Identity,
+        control: LeaseCalls,
+        identity: WorkerIdentity,
         stage: StageName,
         places: int,
         start: Callable[[Lease], None],

@@ -13,7 +13,7 @@ from rollyard_crds.lease import Lease, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import STAGES, StageName
 
 from rollyard_pipeline.backends import BackendClient
-from rollyard_pipeline.control_plane.calls import ControlPlane
+from rollyard_pipeline.control_plane.calls import LeaseCalls
 from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes.errors import SandboxError
@@ -23,7 +23,7 @@ from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.worker.failures import hand_over, stage_failure
 from rollyard_pipeline.worker.heartbeat import Heartbeat
 from rollyard_pipeline.worker.outbox import Outbox
-from rollyard_pipeline.worker.stage_pool import Identity, StagePool
+from rollyard_pipeline.worker.stage_pool import StagePool, WorkerIdentity
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Worker:
 
     def __init__(
         self,
-        control: ControlPlane,
+        control: LeaseCalls,
         backends: BackendClient,
         provider: SandboxProvider | None,
         options: WorkerOptions,
@@ -110,7 +110,7 @@ class Worker:
         self._trouble = ""
         self._draining = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
-        identity = Identity(options.worker, options.node, options.job, options.namespace)
+        identity = WorkerIdentity(options.worker, options.node, options.job, options.namespace)
         self._pools: dict[StageName, StagePool] = {
             stage: StagePool(
                 control,

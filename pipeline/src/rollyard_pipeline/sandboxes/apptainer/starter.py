@@ -124,6 +124,7 @@ class ApptainerStarter:
         self._reaper = Reaper()
 
     def workdir(self, folder: Path) -> str:
+        """The same path in every sandbox."""
         return WORKDIR
 
     async def probe(self) -> None:
@@ -187,6 +188,7 @@ class ApptainerStarter:
                 self._clear(instances.instance_name(sandbox_id))
 
     def check(self, key: SandboxKey) -> None:
+        """Raise ImageNotUsable if no sandbox can ever be started from the key's image."""
         self._image(key.image)
 
     def _image(self, text: str | None) -> Image:
@@ -200,6 +202,7 @@ class ApptainerStarter:
         return parse_image(text, private=[self._folder.run_dir])
 
     async def prepare(self, key: SandboxKey) -> None:
+        """Build the image, or wait for another process that builds it."""
         await self._ready(key)
 
     async def _ready(self, key: SandboxKey) -> Path:
@@ -216,6 +219,7 @@ class ApptainerStarter:
     async def start(
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
+        """Start an instance and in it the exec server; see `Starter.start`."""
         image = await self._ready(key)
         name = instances.instance_name(folder.name)
         launch = Launch(
@@ -310,6 +314,7 @@ class ApptainerStarter:
         ]
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
+        """Kill the instance with all of its processes, and report whether they are gone."""
         name = instances.instance_name(record.id)
         if record.root is None:
             gone = instances.end_by_name(name, seconds)
@@ -329,6 +334,7 @@ class ApptainerStarter:
         instances.forget(self._own, name)
 
     def close(self) -> None:
+        """Stop watching the processes that were started."""
         self._reaper.close()
 
     def _explained(self, error: SandboxStartFailed, key: SandboxKey) -> Exception:

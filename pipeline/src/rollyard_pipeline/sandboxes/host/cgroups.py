@@ -37,7 +37,9 @@ class CgroupPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CgroupLimits:
+    """What all processes of one sandbox may use together."""
+
     cpu: float
     """Cores."""
     memory_bytes: int
@@ -78,7 +80,7 @@ def group_paths(places: Sequence[CgroupPlace], sandbox_id: str) -> list[Path]:
     return [place.path / sandbox_id for place in places]
 
 
-def create(places: Sequence[CgroupPlace], sandbox_id: str, limits: Limits) -> list[Path]:
+def create(places: Sequence[CgroupPlace], sandbox_id: str, limits: CgroupLimits) -> list[Path]:
     """Makes the groups of one sandbox and sets its limits; returns their folders.
 
     Raises:
@@ -156,7 +158,7 @@ def _weigh(place: CgroupPlace) -> CgroupPlace:
     return place
 
 
-def _settings(place: CgroupPlace, limits: Limits) -> list[tuple[str, str]]:
+def _settings(place: CgroupPlace, limits: CgroupLimits) -> list[tuple[str, str]]:
     """Files and values; a leading `?` marks one that may be missing (swap accounting)."""
     memory, pids = str(limits.memory_bytes), str(limits.processes)
     quota = str(max(1000, int(limits.cpu * CPU_PERIOD_US)))

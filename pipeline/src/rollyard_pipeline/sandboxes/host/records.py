@@ -45,10 +45,12 @@ class Process:
     started: int
 
     def ref(self) -> ProcessRef:
+        """Return the reference that can be asked whether the process lives."""
         return ProcessRef(self.pid, self.started)
 
     @classmethod
     def of(cls, ref: ProcessRef) -> Process:
+        """Return what is written to disk for a reference."""
         return cls(ref.pid, ref.started)
 
     @classmethod
@@ -144,6 +146,7 @@ class SandboxFolder:
 
     @staticmethod
     def new_id() -> str:
+        """Return a fresh random id for a sandbox."""
         return secrets.token_hex(ID_LENGTH // 2)
 
     def create(self, record: SandboxRecord) -> None:
@@ -200,9 +203,11 @@ class SandboxFolder:
             shutil.rmtree(self._hidden(sandbox_id), ignore_errors=True)
 
     def folder(self, sandbox_id: str) -> Path:
+        """Return the path of a sandbox's own folder, which need not exist."""
         return self.path / sandbox_id
 
     def socket_path(self, sandbox_id: str) -> Path:
+        """Return the path of a sandbox's control socket, which need not exist."""
         return self.folder(sandbox_id) / SOCKET_NAME
 
     def new_secret(self, sandbox_id: str) -> bytes:

@@ -31,12 +31,14 @@ class ProcessStarter:
         self._reaper = Reaper()
 
     def workdir(self, folder: Path) -> str:
+        """A folder of this machine within the sandbox's own."""
         return str(folder / "work")
 
     async def probe(self) -> None:
         """Bare processes run everywhere."""
 
     def check(self, key: SandboxKey) -> None:
+        """Raise ImageNotUsable for every image: there are none here."""
         if key.image is not None:
             raise ImageNotUsable(
                 f"sandbox.image {key.image!r}: bare processes use this machine's own system; leave "
@@ -49,6 +51,7 @@ class ProcessStarter:
     async def start(
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
+        """Start the exec server as a process of this user; see `Starter.start`."""
         self.check(key)
         work = Path(self.workdir(folder))
         work.mkdir(mode=0o700)
@@ -70,9 +73,11 @@ class ProcessStarter:
         return StartedSandbox(started.child, None)
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
+        """Kill the server and all of its descendants, and report whether they are gone."""
         return record.root is None or kill_tree(record.root.ref(), seconds)
 
     def close(self) -> None:
+        """Stop watching the processes that were started."""
         self._reaper.close()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace, Limits, enforced
+from rollyard_pipeline.sandboxes.host.cgroups import CgroupLimits, CgroupPlace, enforced
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef
 from rollyard_pipeline.sandboxes.host.records import SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
@@ -88,9 +88,9 @@ def inside(key: SandboxKey, uid: int | None) -> str:
     return f"NamespaceOptions(uid={uid!r}, hidden={PROC_HIDDEN!r}, {place})"
 
 
-def limits_of(key: SandboxKey) -> Limits:
+def limits_of(key: SandboxKey) -> CgroupLimits:
     """The control-group limits of a key. What keeps it and the exec server count too."""
-    return Limits(cpu=key.cpu, memory_bytes=key.memory_bytes, processes=key.processes + 5)
+    return CgroupLimits(cpu=key.cpu, memory_bytes=key.memory_bytes, processes=key.processes + 5)
 
 
 def server_code(

@@ -139,13 +139,16 @@ class BubblewrapStarter:
         self._reaper = Reaper()
 
     def workdir(self, folder: Path) -> str:
+        """The same path in every sandbox."""
         return WORKDIR
 
     async def probe(self) -> None:
+        """Check that bwrap works here, and prepare the Python that is mounted into sandboxes."""
         await probe_bwrap(self._bwrap if os.path.isabs(self._bwrap) else None)
         self._runtime = await asyncio.to_thread(make_runtime, self._folder.run_dir)
 
     def check(self, key: SandboxKey) -> None:
+        """Raise ImageNotUsable if the key's image is not a root folder that can be used."""
         if key.image is not None:
             check_image(key.image, private=[self._folder.run_dir])
 
@@ -155,6 +158,7 @@ class BubblewrapStarter:
     async def start(
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
+        """Start bwrap and in it the exec server; see `Starter.start`."""
         runtime = self._runtime
         if runtime is None:
             raise SandboxStartFailed("the provider has not been started: await its start() first")
@@ -182,6 +186,7 @@ class BubblewrapStarter:
         return StartedSandbox(started.inner, started.child)
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
+        """Kill process 1 inside, and with it all others; report whether they are gone."""
         deadline = time.monotonic() + seconds
         gone = True
         # Process 1 first: the kernel then kills all of its namespace, and the monitor ends by itself.
@@ -191,6 +196,7 @@ class BubblewrapStarter:
         return gone
 
     def close(self) -> None:
+        """Stop watching the processes that were started."""
         self._reaper.close()
 
     def _explained(self, error: SandboxStartFailed, key: SandboxKey) -> Exception:

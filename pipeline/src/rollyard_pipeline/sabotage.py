@@ -1,4 +1,4 @@
-"""Whose failing it is when an evaluation cannot be done: the policy's, or the infrastructure's.
+"""The decision who has failed when an evaluation cannot be done: the policy, or the infrastructure.
 
 The rule: what a sandbox contains is the policy's. A policy that has filled, locked or broken it gets 0.0 at
 once, because a new try would pay. A sandbox, an exec server, a worker or a disk of the node that is lost is

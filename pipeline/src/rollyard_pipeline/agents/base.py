@@ -179,7 +179,7 @@ class AgentContext:
 
 
 class Agent(ABC):
-    """A class per agent, made anew for every rollout. Named in the entry point group `rollyard.agents`."""
+    """An agent: a class that the entry point group `rollyard.agents` names; each rollout has its own."""
 
     uses_model: ClassVar[bool] = True
     uses_tools: ClassVar[bool] = True

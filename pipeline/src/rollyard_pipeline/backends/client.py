@@ -101,13 +101,13 @@ class BackendClient:
         """One request.
 
         Args:
-            paused: told of every further second that the backend is paused, as it passes.
+            paused: called with every further second that the backend is paused, as it passes.
 
         Raises:
             BackendUnavailable: no connection, no answer in time, or a 5xx; another try may help.
             BackendMismatch: the answer fails a check, or the backend serves another model.
             BackendRefused: the request itself is refused; ContextOverflow where it is too long.
-            WeightsChanged: the answer's tokens cannot be told apart by weight version.
+            WeightsChanged: the answer does not say which weights sampled which tokens.
         """
         known = self._known.setdefault(backend.url, _Backend())
         facts = await self._facts(known, backend)

@@ -89,11 +89,11 @@ class BackendSession:
         self.vocabulary: int | None = None
         """Ids of the model are below this; None: not checked."""
         self.model_seconds = 0.0
-        """In which a backend had a turn, without `waited_seconds`."""
+        """The seconds that backends have worked on turns, without `waited_seconds`."""
         self.waited_seconds = 0.0
-        """In which the backend was paused, updated or too busy."""
+        """The seconds in which the backend was paused, updated or too busy."""
         self.on_wait: Callable[[float], None] | None = None
-        """Told of every stretch of seconds of these, as it passes: it is not the policy's time."""
+        """Called with every stretch of such seconds as it passes, because it is not the policy's time."""
         self.stats = RunStats()
 
     @property
@@ -140,7 +140,7 @@ class BackendSession:
     async def turn(self, prompt: Sequence[int], max_tokens: int, turn: int) -> Sample:
         """Sample one turn of at most `max_tokens` tokens after `prompt`.
 
-        A request that a weight update aborts goes on from the tokens it has. Tokens sampled with
+        A request that a weight update aborts is continued from the tokens it has. Tokens sampled with
         weights that are not verified are thrown away, with all that came after them.
 
         Raises:

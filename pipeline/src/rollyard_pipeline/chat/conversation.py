@@ -6,16 +6,17 @@ Pure, and free of token ids. Written with
     R(k+1) = its rendering with turn k as it was sampled, and with the messages that came since
 
 the outside text of turn k+1 is what R(k+1) adds to R(k) + turn k. Where R(k+1) does not begin with them, the
-template rewrites history, and the conversation has to be read anew.
+template rewrites history, and the whole conversation has to be read again.
 
 Some templates refuse a turn's raw text (calls must be structured where results follow) or wrap it (channels).
 They are shown the parsed turn. Its rendering differs from what was sampled in form only, so it serves to find
 the outside text, which is what follows the turn's end token.
 
-Rendering the whole conversation each time would cost more with every turn. So of a long one only the
-opening and the latest turns are rendered. All of it is rendered again when a role speaks that has not since
-the turns that were left out (a user's word is what strips their thoughts), and whenever the conversation has
-doubled. A template that rewrites turns further back for another reason is found out at the next of these.
+Rendering the whole conversation each time would cost more with every turn. Therefore only the opening and the
+latest turns of a long one are rendered. All of it is rendered again when a role speaks that has not spoken
+since the turns that were left out (a user's message is what strips their thoughts), and whenever the
+conversation has doubled. A template that rewrites turns further back for another reason is found out at the
+next of these.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Rendering:
     text: str
     """All of it: R(k+1)."""
     outside: str | None
-    """What the last turn and the messages since add, after the sampled text; None: read `text` anew."""
+    """What the last turn and the messages since add, after the sampled text; None: read `text` again."""
     messages: tuple[ChatMessage, ...]
     """The last turn and the messages since, in the form that the template took."""
     window: str | None

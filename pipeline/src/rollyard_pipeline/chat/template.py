@@ -87,7 +87,7 @@ class ChatTemplate:
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text, ending where the assistant goes on.
+        """Return the conversation as text, which ends where the assistant is to continue.
 
         `now` is what `strftime_now` formats; pass one moment per rollout, or a template
         that prints the date would rewrite history at midnight. `variables` are more of what the

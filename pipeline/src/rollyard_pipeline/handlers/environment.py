@@ -98,7 +98,7 @@ _SHELLS_OWN: Final = frozenset({"BASHOPTS", "OLDPWD", "PWD", "SHELLOPTS", "SHLVL
 
 
 def _kept(value: str, written: Iterable[str]) -> str:
-    """Of a list of paths: those that are absolute, and where Run could not write."""
+    """Return those paths of a list that are absolute and to which Run could not write."""
     outside = [
         path
         for path in _SEPARATORS.split(value)

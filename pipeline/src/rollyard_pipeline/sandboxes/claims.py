@@ -106,7 +106,7 @@ class ClaimProvider:
                 f"sandbox {handle.id} is a {handle.provider} sandbox of node {handle.node!r}; "
                 f"this worker has {PROVIDER} sandboxes"
             )
-        # What `acquire` set is in force for every new session; it is told to nobody again.
+        # What `acquire` set is in force for every new session; it is not repeated.
         client = await connect(handle.address, self._connect_seconds, handle.token)
         return Sandbox(handle, client, WORKDIR, {})
 
@@ -144,7 +144,7 @@ class ClaimProvider:
         """Nothing to do: the driver keeps the job's sandboxes warm."""
 
     def trouble(self) -> str:
-        """Of the nodes' disks the cluster takes care: it places pods elsewhere, or says why they wait."""
+        """Return "": the cluster looks after its disks, and places pods elsewhere or says why they wait."""
         return ""
 
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:

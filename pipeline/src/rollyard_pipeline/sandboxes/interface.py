@@ -24,7 +24,7 @@ class SandboxKey:
     memory_bytes: int
     """All memory of the sandbox, the files in its work folder and /tmp included."""
     disk_bytes: int
-    """Of the work folder; /tmp has as much again. At most a third of the memory each."""
+    """The size of the work folder; /tmp has the same again. Each is at most a third of the memory."""
     processes: int
     """Processes and threads at once."""
     network: Literal["none"] = "none"
@@ -155,7 +155,7 @@ class SandboxProvider(Protocol):
         ...
 
     def own(self) -> list[str]:
-        """Of the claimed sandboxes: those that this provider's process started."""
+        """Return the ids of the claimed sandboxes that this provider's process started."""
         ...
 
     async def renew(self, ids: Collection[str], seconds: float) -> None:

@@ -87,7 +87,7 @@ async def take_changes(run: WorkFolder, fresh: WorkFolder, carry: EvalCarry) -> 
     for path, entry in after.items():
         if entry.kind == "unreadable":
             raise CarryRefused(f"the folder {shown(path)} cannot be read")
-    # Of links those stay that Init has made and Run has not touched.
+    # Links stay where Init has made them and Run has not touched them.
     wanted = {
         path: entry
         for path, entry in after.items()
@@ -168,7 +168,7 @@ class _Budget:
 
 
 def _topmost(paths: Iterable[bytes]) -> Iterator[bytes]:
-    """Of these paths those that are in none of the others."""
+    """Yield the paths that lie in none of the others."""
     last = None
     # NUL sorts before all else, so that what is in a folder comes right after it.
     for path in sorted(set(paths), key=lambda path: path.replace(b"/", b"\0")):

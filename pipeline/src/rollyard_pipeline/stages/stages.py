@@ -377,7 +377,7 @@ def _extend(limit: asyncio.Timeout, session: BackendSession, seconds: float) -> 
 
 
 def _context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageContext:
-    # An attempt begins anew: what an earlier one left or submitted must not reach this one's score.
+    # An attempt begins afresh: what an earlier one left or submitted must not reach this one's score.
     carry = {} if lease.stage == "init" else dict(lease.carry)
     if lease.stage == "run":
         carry.pop(ANSWER, None)

@@ -1,4 +1,4 @@
-"""What a tool-call parser gives, and what it may be told before it reads."""
+"""What a tool-call parser returns, and how it may be configured before it reads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ConfigurableParser(Protocol):
 
 
 def configured(parser: ToolCallParser, template: str, schemas: Schemas) -> ToolCallParser:
-    """`parser`, which has been told of the template and the tools if it wants to know."""
+    """Return `parser`, configured with the template and the tools if it has a method for that."""
     if isinstance(parser, ConfigurableParser):
         parser.configure(template, schemas)
     return parser

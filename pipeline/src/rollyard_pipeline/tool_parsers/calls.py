@@ -51,7 +51,7 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
     start = skip_space(text, at)
     window = _FIRST_WINDOW
     while True:
-        # Of the whole text, an error would cost time in proportion to its place: its line is counted.
+        # An error in the whole text would cost time in proportion to its place, because its line is counted.
         piece = text[start : start + window]
         whole = start + window >= len(text)
         try:

@@ -11,7 +11,7 @@ import unicodedata
 from typing import Any, Final
 
 MAX_DEPTH: Final = 100
-"""Of nested lists and dictionaries."""
+"""The deepest nesting of lists and dictionaries that is read."""
 
 _BLANK: Final = re.compile(r"\s*+")
 _STRING: Final = re.compile(

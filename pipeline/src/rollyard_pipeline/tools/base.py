@@ -58,7 +58,7 @@ class ToolResult:
 
 
 class Tool(ABC):
-    """One tool. A class per tool, made anew for every rollout.
+    """One tool: a class, of which every rollout has an instance of its own.
 
     Subclass, set the class variables, implement `call`, and name the class in the entry
     point group `rollyard.tools`.

@@ -9,8 +9,8 @@ import struct
 def request_seed(base: int, task_id: str, sample_index: int, turn: int, part: int = 0) -> int:
     """A seed in [0, 2**31) for one request of one turn.
 
-    `part` numbers the requests of one turn (a turn goes on in another request where a
-    weight update cut it). 31 bits, because backends read seeds as signed 32-bit numbers.
+    `part` numbers the requests of one turn (another request continues a turn that a
+    weight update has cut). 31 bits, because backends read seeds as signed 32-bit numbers.
     """
     text = task_id.encode()
     packed = struct.pack(">QIIII", base, len(text), sample_index, turn, part) + text

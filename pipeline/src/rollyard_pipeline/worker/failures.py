@@ -1,4 +1,4 @@
-"""From an exception to what the queue is told."""
+"""Translation of exceptions into the failures that are reported to the queue."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ BATCH = 8  # outcomes a request: small enough to be answered while the next ones
 _SENDERS = 2  # one gathers while the other waits for its answer
 
 Reported = Callable[[HeldLease, str], Coroutine[None, None, None]]
-"""Told of each outcome that the control plane has answered: the lease, and the answer."""
+"""Called with the lease and the answer of each outcome that the control plane has answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ _LAST_REPORT_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What a worker is told at its start."""
+    """The options of a worker."""
 
     worker: str
     """Its name, unique among the live workers."""

@@ -4,9 +4,9 @@
     <cache>/<key>.json    what it was built from
     <cache>/<key>.lock    held by whoever builds it (see `shared_lock`)
     <cache>/.new-<…>      what is being built: renamed when it is whole
-    <cache>/.layers-<…>   what a build has downloaded that was not finished: the next one goes on from there
+    <cache>/.layers-<…>   what a build has downloaded that was not finished: the next one continues from there
 
-A name in a registry that is no digest is looked up once: remove the file to have it looked up anew.
+A name in a registry that is no digest is looked up once; remove the file to have it looked up again.
 """
 
 from __future__ import annotations

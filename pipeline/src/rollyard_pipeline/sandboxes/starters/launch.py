@@ -1,4 +1,4 @@
-"""Starting an exec server: descriptors handed over, readiness told on a pipe, no polling.
+"""Starting an exec server: it inherits descriptors, and reports on a pipe that it is ready.
 
 The server gets a listening socket that the worker has bound: nothing of the run dir needs to
 be visible inside. It runs in a session of its own and is nobody's terminal's child, so that

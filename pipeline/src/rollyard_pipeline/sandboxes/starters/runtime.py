@@ -7,7 +7,7 @@ neither a home folder nor a checkout shows through:
     /.rollyard/libs/<n>     folders with the shared libraries of this machine
     /.rollyard/site/<n>     the site-packages folders that hold the exec server's dependencies
     /.rollyard/lib          the exec server and ptyprocess, copied and compiled ahead: sandboxes are
-                            read-only, so that each would compile anew what has no .pyc file
+                            read-only, so that each would compile again what has no .pyc file
     /.rollyard/venv         a virtual environment over all that, whose bin/python is a script
 
 Python starts through this machine's own dynamic loader with `--library-path` (ld.so(8)), so

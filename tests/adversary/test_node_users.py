@@ -18,7 +18,7 @@ from rollyard_drivers.reconcile.plan import Owner, Workload
 from rollyard_pipeline.sandboxes.errors import RunDirUnusable
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_slurm.profile import SiteProfile
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import batch_script
 from rollyard_slurm.scripts.site import Site
 
@@ -46,7 +46,7 @@ class Node:
         )
         profile = SiteProfile.model_validate({"workers": {"runDir": "/tmp"}})
         site = Site(home=Path("/h"), instance=INSTANCE, url="http://h:1", profile=profile)
-        text = batch_script(workload, site, JobIdentity.of(workload, INSTANCE, "f", 0)).text()
+        text = batch_script(workload, site, SlurmJobIdentity.of(workload, INSTANCE, "f", 0)).text()
         head = text[text.index("umask 077") : text.index("name=qs")].replace("top=/tmp", f"top={self.tmp}")
         return subprocess.run(
             ["bash", "-c", f'{head}\nstat -c %a "$base" "$run"; ls "$run"; echo "$run"'],

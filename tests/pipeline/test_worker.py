@@ -33,7 +33,7 @@ from rollyard_pipeline import registry
 from rollyard_pipeline.agents import Agent, AgentContext
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
-from rollyard_pipeline.errors import ControlPlaneError
+from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
@@ -108,7 +108,7 @@ class Plane:
         self._check()
         assert len(outcomes) <= 8
         if any(self.refuse(outcome) for outcome in outcomes):
-            raise ControlPlaneError(self.refusal)
+            raise ControlPlaneRefused(self.refusal)
         async with self.arrived:
             self.outcomes += outcomes
             self.arrived.notify_all()
@@ -519,7 +519,7 @@ async def test_a_full_disk_costs_no_attempt(handler: type[Steered]) -> None:
     ("error", "reason", "retryable"),
     [
         (RuntimeError("bug"), "InternalError", True),
-        (ControlPlaneError("no such job"), "ControlPlaneRefused", True),
+        (ControlPlaneRefused("no such job"), "ControlPlaneRefused", True),
     ],
 )
 async def test_a_broken_stage_is_an_infrastructure_failure(

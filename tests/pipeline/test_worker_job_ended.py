@@ -8,7 +8,7 @@ import json
 import pytest
 from rollyard_crds.lease import FailRequest, StageFailure
 from rollyard_pipeline.control_plane.rest import RestControlPlane
-from rollyard_pipeline.errors import ControlPlaneError, JobEnded
+from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded
 from rollyard_pipeline.worker.stage_pool import StagePool, WorkerIdentity
 
 
@@ -41,11 +41,11 @@ async def test_a_pool_ends_with_the_job_of_its_token() -> None:
         await asyncio.wait_for(pool.run(), 30)
 
 
-@pytest.mark.parametrize(("reason", "kind"), [("JobEnded", JobEnded), ("Forbidden", ControlPlaneError)])
-async def test_only_that_refusal_says_so(reason: str, kind: type[ControlPlaneError]) -> None:
+@pytest.mark.parametrize(("reason", "kind"), [("JobEnded", JobEnded), ("Forbidden", ControlPlaneRefused)])
+async def test_only_that_refusal_says_so(reason: str, kind: type[ControlPlaneRefused]) -> None:
     server, url = await _refusing(reason)
     failure = StageFailure(rollout="r", token=1, stage="init", reason="Broken")
     async with server, RestControlPlane(url, "token") as control:
-        with pytest.raises(ControlPlaneError) as caught:
+        with pytest.raises(ControlPlaneRefused) as caught:
             await control.fail(FailRequest(worker="w", failures=[failure]))
     assert type(caught.value) is kind

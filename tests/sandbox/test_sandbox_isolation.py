@@ -91,7 +91,7 @@ def test_silence_must_be_met_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return next(rounds)
 
     monkeypatch.setattr(network, "_try_all", tried)
-    assert network.wait_isolated([network.Target("127.0.0.1:1")], 30) is None
+    assert network.wait_isolated([network.ForbiddenAddress("127.0.0.1:1")], 30) is None
     assert len(calls) == 5
 
 
@@ -104,7 +104,7 @@ def test_a_full_backlog_is_silence_not_a_connection() -> None:
         for sock in waiting:
             sock.setblocking(False)
             sock.connect_ex(address)
-        reached, silent = network._try_all([network.Target(f"127.0.0.1:{address[1]}")])
+        reached, silent = network._try_all([network.ForbiddenAddress(f"127.0.0.1:{address[1]}")])
         for sock in waiting:
             sock.close()
     assert (reached, silent) == ([], True)

@@ -19,7 +19,7 @@ from rollyard_crds.rolloutjob import RolloutJobSpec, SandboxSpec
 from rollyard_crds.task import Task
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.errors import ControlPlaneError, NotThere
+from rollyard_pipeline.errors import ControlPlaneRefused, NotThere
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.claims import ClaimProvider, shape_of_key
@@ -360,12 +360,12 @@ def test_opening_it_needs_claims_and_its_node(make_plane: Callable[[], Any]) -> 
 def make_plane() -> Callable[[], Any]:
     class Refusing:
         async def claim(self, request: ClaimRequest) -> Claim:
-            raise ControlPlaneError("no")
+            raise ControlPlaneRefused("no")
 
         async def claim_status(self, claim_id: str, wait: float) -> Claim:
-            raise ControlPlaneError("no")
+            raise ControlPlaneRefused("no")
 
         async def release_claim(self, claim_id: str) -> None:
-            raise ControlPlaneError("no")
+            raise ControlPlaneRefused("no")
 
     return Refusing

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_crds import BackendPool
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_testing.inference.in_memory import completion
 from rollyard_testing.slurm_bridge.bench import Bench
 
@@ -44,7 +44,7 @@ async def world(tmp_path: Path) -> AsyncIterator[tuple[Bench, Servers]]:
 
 def announce(bench: Bench, number: int, url: str) -> None:
     """What the node writes when the job begins there."""
-    who = JobIdentity.parse(bench.slurm.queued[number].comment)
+    who = SlurmJobIdentity.parse(bench.slurm.queued[number].comment)
     assert who is not None
     bench.site.endpoint_file(who.launch).write_text(json.dumps({"url": url, "job": str(number)}))
 

@@ -15,7 +15,7 @@ from rollyard_drivers.loop.driver import Driver
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_slurm.bridge import Bridge
 from rollyard_slurm.options import CA_NAME, BridgeOptions, reconcile_profile, served
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_testing.slurm_bridge.bench import Bench, job
 
 
@@ -50,7 +50,7 @@ def drive(bench: Bench, joined: bool) -> None:
 
 
 def owners(bench: Bench) -> set[str]:
-    found = (JobIdentity.parse(one.comment) for one in bench.slurm.queued.values())
+    found = (SlurmJobIdentity.parse(one.comment) for one in bench.slurm.queued.values())
     return {one.owner.rpartition("/")[2] for one in found if one is not None}
 
 

@@ -17,7 +17,7 @@ from rollyard_drivers.reconcile.plan import Owner, Workload
 from rollyard_slurm.errors import ProfileInvalid
 from rollyard_slurm.node import command_for
 from rollyard_slurm.profile import SiteProfile, load
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_testing.slurm_bridge.scripts import WORKER, script, site
 
 BACKEND = Workload(
@@ -109,12 +109,12 @@ def test_strange_folders_are_quoted() -> None:
 
 
 def test_the_comment_says_whose_it_is() -> None:
-    who = JobIdentity.of(WORKER, "abcd1234", "ffff00000000", 3)
-    assert JobIdentity.parse(who.comment) == who
+    who = SlurmJobIdentity.of(WORKER, "abcd1234", "ffff00000000", 3)
+    assert SlurmJobIdentity.parse(who.comment) == who
     assert who.owner == "rolloutjob/default/qs"
     assert not re.search(r"[\s\"']", who.comment)
     for other in ("", "(null)", "rollyard", "rollyard,instance=x", who.comment.replace("ffff", "ff ff")):
-        assert JobIdentity.parse(other) is None
+        assert SlurmJobIdentity.parse(other) is None
 
 
 @pytest.mark.parametrize(

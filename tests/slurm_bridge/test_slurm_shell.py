@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rollyard_drivers.reconcile.plan import Owner, Workload
 from rollyard_slurm.errors import ScriptInvalid
 from rollyard_slurm.profile import SiteProfile
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import batch_script
 from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive, Export, render
 from rollyard_slurm.scripts.site import Site
@@ -154,7 +154,7 @@ def test_whole_scripts(tmp_path: Path, text: str, kind: str, nodes: list[str]) -
     )
     one = workload(kind, text, (("A", text),))
     try:
-        made = batch_script(one, of, JobIdentity.of(one, of.instance, "ffff", 0), nodes).text()
+        made = batch_script(one, of, SlurmJobIdentity.of(one, of.instance, "ffff", 0), nodes).text()
     except ScriptInvalid:
         return
     head = made[: made.index("\numask 077\n")]
@@ -163,7 +163,7 @@ def test_whole_scripts(tmp_path: Path, text: str, kind: str, nodes: list[str]) -
     asked = [word.partition("=")[0] for word in asked_of_sbatch(made)]
     plain = workload(kind, "x", ())
     usual = batch_script(
-        plain, replace(of, home=Path("/h"), url="u", python="p"), JobIdentity.of(plain, "a", "f", 0)
+        plain, replace(of, home=Path("/h"), url="u", python="p"), SlurmJobIdentity.of(plain, "a", "f", 0)
     )
     assert set(asked) - {"--exclude"} == {word.partition("=")[0] for word in asked_of_sbatch(usual.text())}
     # Only what the script defines is run, not the program: its words are printed in its place.
@@ -182,7 +182,7 @@ def test_a_pools_variable_of_another_name_is_refused_by_name(name: str) -> None:
     one = workload("backend", "m", ((name, "x"),))
     of = Site(home=Path("/h"), instance="a", url="u", profile=SiteProfile())
     with pytest.raises(ScriptInvalid, match="environment variable"):
-        batch_script(one, of, JobIdentity.of(one, "a", "f", 0))
+        batch_script(one, of, SlurmJobIdentity.of(one, "a", "f", 0))
 
 
 def test_a_pools_variables_are_none_of_the_scripts_own(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_pools_variables_are_none_of_the_scripts_own(tmp_path: Path) -> None:
     pairs = (("child", "1"), ("asked", "1"), ("code", "0"), ("PATH", "/nowhere"), ("IFS", "x"))
     one = replace(workload("backend", "m", pairs), engine="embedded")
     of = Site(home=tmp_path, instance="a", url="u", profile=SiteProfile())
-    text = batch_script(one, of, JobIdentity.of(one, "a", "f", 0)).text()
+    text = batch_script(one, of, SlurmJobIdentity.of(one, "a", "f", 0)).text()
     show = 'import os; print(os.environ["child"], os.environ["PATH"]); raise SystemExit(7)'
     program = f"program=({shlex.quote(sys.executable)} -c {shlex.quote(show)})\nbegin() {{"
     tail = text[text.index("begin() {") :].replace("begin() {", program)
@@ -203,4 +203,4 @@ def test_an_identity_that_a_comment_cannot_carry_is_refused() -> None:
     for uid in ("a,instance=other", "a b", 'a"', "a\n"):
         wrong = replace(one, owner=Owner("BackendPool", "default", "p", uid))
         with pytest.raises(ScriptInvalid, match="uid"):
-            JobIdentity.of(wrong, "a", "f", 0)
+            SlurmJobIdentity.of(wrong, "a", "f", 0)

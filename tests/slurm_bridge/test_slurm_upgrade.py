@@ -17,7 +17,7 @@ from rollyard_slurm.bridge import Bridge
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.options import BridgeOptions, reconcile_profile
 from rollyard_slurm.profile import SiteProfile, load
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.records import Records
 from rollyard_slurm.submissions.submission import Submission
@@ -65,7 +65,7 @@ def test_the_comment_of_a_job_is_as_it_was(earlier: list[Submission]) -> None:
         "uid=12345678-aaaa,workload=qs-worker-0,hash=be9103a4bce0a3db,restarts=2"
     )
     (workload,) = {one.workload for one in earlier if one.launch == "aaaaaaaaaaaa"}
-    assert JobIdentity.of(workload, "abcd1234", "aaaaaaaaaaaa", 2).comment == comment
+    assert SlurmJobIdentity.of(workload, "abcd1234", "aaaaaaaaaaaa", 2).comment == comment
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ async def test_a_worker_that_salloc_began_is_found_again_and_cancelled_in_time(t
         (bench.site.home / "submissions" / "aaaaaaaaaaaa.json").write_text(json.dumps(record))
         bench.slurm.last = 100
         bench.begin()
-        who = JobIdentity.of(bench.fleet.jobs[0].workload, "abcd1234", "aaaaaaaaaaaa", 2)
+        who = SlurmJobIdentity.of(bench.fleet.jobs[0].workload, "abcd1234", "aaaaaaaaaaaa", 2)
         assert bench.slurm.take(f"#SBATCH --comment={who.comment}\n") == 101
         bench.slurm.run(101)
         await bench.turns(60)

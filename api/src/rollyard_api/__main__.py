@@ -31,7 +31,7 @@ SHUTDOWN_SECONDS = 2
 """For requests under way after a SIGTERM; long polls are answered at once."""
 
 
-class Server(uvicorn.Server):
+class ControlPlaneServer(uvicorn.Server):
     """uvicorn, which ends long polls on a signal, exits with 0 then, and says where it listens."""
 
     def __init__(self, config: uvicorn.Config, port_file: Path | None, port: int) -> None:
@@ -361,7 +361,7 @@ def serve(
     # The writer thread gives the interpreter up at every SQLite call; at the default of 5 ms it
     # would wait that long for each return while requests are being parsed.
     sys.setswitchinterval(0.0005)
-    server = Server(config, port_file, _port(sock))
+    server = ControlPlaneServer(config, port_file, _port(sock))
     # uvicorn exits by itself when the start fails; the reason is logged below.
     with sock, contextlib.suppress(SystemExit):
         server.run(sockets=[sock])

@@ -78,7 +78,7 @@ async def _places(
     """Return the places of each stage: as given, else as the worker's own job says, else the defaults.
 
     Raises:
-        ControlPlaneError: places were not given for every stage, and the job is gone.
+        ControlPlaneRefused: places were not given for every stage, and the job is gone.
     """
     if options.job is None or not set(stages) - set(given):
         spec = StagesSpec()

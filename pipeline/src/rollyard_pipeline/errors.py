@@ -141,17 +141,17 @@ class WorkerDrained(PipelineError):
     reason = "WorkerDrained"
 
 
-class ControlPlaneError(PipelineError):
+class ControlPlaneRefused(PipelineError):
     """The control plane answered with an error that repeating does not mend."""
 
     reason = "ControlPlaneRefused"
 
 
-class NotThere(ControlPlaneError):
+class NotThere(ControlPlaneRefused):
     """What was asked for does not exist (any more)."""
 
 
-class JobEnded(ControlPlaneError):
+class JobEnded(ControlPlaneRefused):
     """The job that this worker's token serves has ended, or was deleted or replaced."""
 
 

@@ -16,7 +16,7 @@ from rollyard_slurm.calls.rest import RestCalls, slurm_calls
 from rollyard_slurm.errors import SlurmUnavailable
 from rollyard_slurm.node import base_url
 from rollyard_slurm.options import CA_NAME, SOCKET_NAME, UNIX, BridgeOptions, reconcile_profile
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import BatchScript, batch_script
 from rollyard_slurm.scripts.site import Site
 
@@ -54,7 +54,7 @@ def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) 
             job_workloads(thing, profile) if isinstance(thing, RolloutJob) else pool_workloads(thing, profile)
         )
         made += [
-            batch_script(one, site, JobIdentity.of(one, site.instance, "000000000000", 0))
+            batch_script(one, site, SlurmJobIdentity.of(one, site.instance, "000000000000", 0))
             for one in workloads
         ]
     return made

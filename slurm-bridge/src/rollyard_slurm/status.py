@@ -11,7 +11,7 @@ from rollyard_slurm.calls.command_line import environment
 from rollyard_slurm.calls.rest import slurm_calls
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.options import DEFAULT_TIMEOUT
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 
 
 async def overview(home: Home) -> list[str]:
@@ -30,7 +30,7 @@ async def overview(home: Home) -> list[str]:
         return [*lines, f"jobs     not known: {error}"]
     rows = [("JOB", "STATE", "TIME LEFT", "NODE OR REASON", "FOR", "WORKLOAD")]
     for job in listed:
-        who = JobIdentity.parse(job.comment)
+        who = SlurmJobIdentity.parse(job.comment)
         if who is None or who.instance != known["instance"]:
             continue
         left = "-" if job.left is None else f"{job.left / 60:.0f} min"

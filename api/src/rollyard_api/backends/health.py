@@ -26,7 +26,7 @@ MAX_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CheckedBackend:
     """One external backend and what is known of it."""
 
     pool_id: int
@@ -45,7 +45,7 @@ class Verdict:
     """The server's label of its weights; None where it has none, or says none that stands."""
 
 
-def _targets(conn: Connection, ready: bool | None) -> list[Target]:
+def _targets(conn: Connection, ready: bool | None) -> list[CheckedBackend]:
     query = (
         sa.select(backends, pools_table.c.model)
         .join_from(backends, pools_table, pools_table.c.id == backends.c.pool_id)
@@ -54,7 +54,9 @@ def _targets(conn: Connection, ready: bool | None) -> list[Target]:
     if ready is not None:
         query = query.where(backends.c.ready.is_(ready))
     return [
-        Target(row.pool_id, row.url, row.model, pools.Seen(bool(row.ready), row.message, row.policy_version))
+        CheckedBackend(
+            row.pool_id, row.url, row.model, pools.Seen(bool(row.ready), row.message, row.policy_version)
+        )
         for row in conn.execute(query)
     ]
 
@@ -92,7 +94,7 @@ async def check_all(database: Database, transport: Transport, *, ready: bool | N
     targets = await database.read(partial(_targets, ready=ready))
     places = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def one(target: Target) -> None:
+    async def one(target: CheckedBackend) -> None:
         async with places:
             found = await check(transport, target.url, target.model, warm=target.seen.ready)
         after = pools.Seen(found.ready, found.message, found.policy_version)

@@ -156,7 +156,7 @@ async def trajectories(
     wanted = [state for state in ENDED if status in (None, state.status)]
     most = plane.settings.page_bytes
 
-    def look(conn: Connection, job_id: int, after: int) -> records.Ended:
+    def look(conn: Connection, job_id: int, after: int) -> records.EndedRollouts:
         return records.ended_after(conn, job_id, after, limit, wanted, most)
 
     async with _page(
@@ -201,7 +201,7 @@ async def groups(
     plane = plane_of(request)
     most = plane.settings.page_bytes
 
-    def look(conn: Connection, job_id: int, after: int) -> grouping.Ended:
+    def look(conn: Connection, job_id: int, after: int) -> grouping.EndedGroups:
         return grouping.ended_after(
             conn, job_id, after, limit, informative=informative, dropped=dropped, max_bytes=most
         )
@@ -254,7 +254,7 @@ def _whole_groups(found: list[tuple[EndedGroup, list[RolloutSize]]], lines: list
 
 
 async def _large_group(
-    page: _Page[grouping.Ended], group: EndedGroup, members: list[RolloutSize]
+    page: _Page[grouping.EndedGroups], group: EndedGroup, members: list[RolloutSize]
 ) -> AsyncIterator[bytes]:
     """Read and send a group that has more bytes than a page, piece by piece.
 

@@ -15,7 +15,7 @@ from rollyard_api.trajectories import records
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedGroups:
     """Some groups of a job that have ended, oldest first; of their trajectories, rows of `records.sizes`."""
 
     groups: list[tuple[EndedGroup, list[RolloutSize]]]
@@ -46,7 +46,7 @@ def ended_after(
     informative: bool,
     dropped: bool,
     max_bytes: int,
-) -> Ended:
+) -> EndedGroups:
     """Groups that ended after a cursor: at most `limit`, and at most `max_bytes` unless it is a single one.
 
     Args:
@@ -71,7 +71,7 @@ def ended_after(
     full = count < len(found) or len(found) == limit
     after = found[count - 1].seq if full else max(cursor, ended)
     large = count == 1 and sizes[0] > max_bytes
-    return Ended([(group, members[group.no]) for group in found[:count]], after, ended, large)
+    return EndedGroups([(group, members[group.no]) for group in found[:count]], after, ended, large)
 
 
 def rows_of(conn: Connection, job_id: int, of: Sequence[EndedGroup]) -> dict[str, EndedRollout]:

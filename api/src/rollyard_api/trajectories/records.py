@@ -165,7 +165,7 @@ def fitting(sizes: Iterable[int], max_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedRollouts:
     """Some ended rollouts of a job, oldest first."""
 
     sizes: list[RolloutSize]
@@ -186,15 +186,15 @@ def _chosen(job_id: int, cursor: int, wanted: Sequence[RolloutState]) -> tuple[s
 
 def ended_after(
     conn: Connection, job_id: int, cursor: int, limit: int, wanted: Sequence[RolloutState], max_bytes: int
-) -> Ended:
-    """Ended rollouts after a cursor: at most `limit`, and at most `max_bytes` unless it is a single one."""
+) -> EndedRollouts:
+    """Read ended rollouts after a cursor: at most `limit`, and `max_bytes` in all where there are several."""
     ended = conn.execute(sa.select(jobs.c.ended).where(jobs.c.id == job_id)).scalar_one()
     query = sizes().where(*_chosen(job_id, cursor, wanted)).order_by(rollouts.c.end_seq).limit(limit)
     found = read_all(RolloutSize, conn.execute(query))
     count = fitting((row.bytes for row in found), max_bytes)
     # Where the page is not full, all up to `ended` have been looked at, those of another status too.
     full = count < len(found) or len(found) == limit
-    return Ended(found[:count], found[count - 1].end_seq if full else max(cursor, ended), ended)
+    return EndedRollouts(found[:count], found[count - 1].end_seq if full else max(cursor, ended), ended)
 
 
 def rows_of(

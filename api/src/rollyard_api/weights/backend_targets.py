@@ -20,7 +20,7 @@ Action = Literal["bring", "stale", "watch", "pause", "hold", "resume", "look"]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BackendTarget:
     """A backend, its pool and the update that they should have, as one reader saw them."""
 
     pool: PoolRow
@@ -67,7 +67,7 @@ def action(pool: PoolRow, row: BackendRow) -> Action:
     return "resume" if row.weights == "Updating" else "look"
 
 
-def read(conn: Connection) -> list[Target]:
+def read(conn: Connection) -> list[BackendTarget]:
     """Every backend of every pool."""
     found = []
     for pool in read_all(PoolRow, conn.execute(sa.select(pools_table))):
@@ -77,7 +77,7 @@ def read(conn: Connection) -> list[Target]:
         chain: tuple[WeightUpdateRow, ...] = ()
         if any(action(pool, row) == "bring" for row in rows) and update is not None:
             chain = tuple(update_records.succeeded(conn, pool.id, before=update.id))
-        found += [Target(pool, row, update, chain) for row in rows]
+        found += [BackendTarget(pool, row, update, chain) for row in rows]
     return found
 
 

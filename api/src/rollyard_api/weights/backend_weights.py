@@ -13,7 +13,7 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow, read_one
 from rollyard_api.storage.schema import backends, pools, weight_updates
 from rollyard_api.weights import update_records
-from rollyard_api.weights.backend_targets import PAUSED, Target
+from rollyard_api.weights.backend_targets import PAUSED, BackendTarget
 from rollyard_api.weights.verification import Comparison
 
 OWNER_SECONDS: Final = 15.0
@@ -35,12 +35,12 @@ def renew(tx: Transaction, name: str, ids: set[int]) -> None:
     )
 
 
-def _pool(tx: Transaction, target: Target) -> PoolRow | None:
+def _pool(tx: Transaction, target: BackendTarget) -> PoolRow | None:
     found = tx.conn.execute(sa.select(pools).where(pools.c.id == target.pool.id)).one_or_none()
     return read_one(PoolRow, found)
 
 
-def take_charge(tx: Transaction, name: str, target: Target) -> WeightUpdateRow:
+def take_charge(tx: Transaction, name: str, target: BackendTarget) -> WeightUpdateRow:
     """The update's row, locked, if it is still the pool's and `name`'s, or nobody's.
 
     Raises:
@@ -54,7 +54,7 @@ def take_charge(tx: Transaction, name: str, target: Target) -> WeightUpdateRow:
     return update
 
 
-def take_charge_of_first(tx: Transaction, name: str, target: Target) -> None:
+def take_charge_of_first(tx: Transaction, name: str, target: BackendTarget) -> None:
     """Do the same where the weights of the server's start are wanted.
 
     The last update's row says who carries it out.
@@ -91,7 +91,7 @@ def _own(tx: Transaction, name: str, update: WeightUpdateRow) -> None:
     )
 
 
-def begin(tx: Transaction, name: str, target: Target, *, fence: bool) -> None:
+def begin(tx: Transaction, name: str, target: BackendTarget, *, fence: bool) -> None:
     """From here on no rollout is given to the backend, and we may have paused it."""
     update = take_charge(tx, name, target)
     values: dict[str, Any] = {"weights": "Updating", "weights_message": f"to {update.policy_version}"}
@@ -105,7 +105,7 @@ def begin(tx: Transaction, name: str, target: Target, *, fence: bool) -> None:
         staleness.fence(tx, target.pool.namespace, target.pool.name, target.row.url)
 
 
-def note(tx: Transaction, name: str, target: Target, values: dict[str, Any]) -> None:
+def note(tx: Transaction, name: str, target: BackendTarget, values: dict[str, Any]) -> None:
     """Tell how far the backend is, in its part of the update.
 
     Raises:
@@ -115,13 +115,13 @@ def note(tx: Transaction, name: str, target: Target, values: dict[str, Any]) -> 
     update_records.note(tx, update.id, target.row.url, **values)
 
 
-def _now(tx: Transaction, target: Target) -> BackendRow | None:
+def _now(tx: Transaction, target: BackendTarget) -> BackendRow | None:
     where = (backends.c.pool_id == target.pool.id, backends.c.url == target.row.url)
     found = tx.conn.execute(sa.select(backends).where(*where).with_for_update()).one_or_none()
     return read_one(BackendRow, found)
 
 
-def mark(tx: Transaction, target: Target, values: dict[str, Any]) -> None:
+def mark(tx: Transaction, target: BackendTarget, values: dict[str, Any]) -> None:
     """Write columns of a backend.
 
     Raises:
@@ -136,7 +136,7 @@ def mark(tx: Transaction, target: Target, values: dict[str, Any]) -> None:
     tx.wake(QUEUE)
 
 
-def paused(tx: Transaction, target: Target) -> None:
+def paused(tx: Transaction, target: BackendTarget) -> None:
     """Its server is paused, as its pool is."""
     row = _now(tx, target)
     if row is not None and row.weights == "Updating" and row.policy_index == target.row.policy_index:
@@ -144,7 +144,7 @@ def paused(tx: Transaction, target: Target) -> None:
         tx.wake(update_records.TOPIC)
 
 
-def tell(tx: Transaction, target: Target, message: str) -> None:
+def tell(tx: Transaction, target: BackendTarget, message: str) -> None:
     """What went wrong with it last."""
     row = _now(tx, target)
     if row is not None and row.weights != "Current":
@@ -153,7 +153,7 @@ def tell(tx: Transaction, target: Target, message: str) -> None:
         update_records.note(tx, target.update.id, target.row.url, message=message)
 
 
-def verified_by(tx: Transaction, target: Target, source: str) -> None:
+def verified_by(tx: Transaction, target: BackendTarget, source: str) -> None:
     """What the update's backends are compared with."""
     assert target.update is not None
     tx.conn.execute(
@@ -170,7 +170,7 @@ def finite(number: float | None) -> float | None:
 
 def done(
     tx: Transaction,
-    target: Target,
+    target: BackendTarget,
     verified: bool | None,
     comparison: Comparison | None,
     paused: float | None = None,
@@ -222,7 +222,7 @@ def done(
     staleness.enforce(tx, target.pool.namespace, target.pool.name)
 
 
-def restart(tx: Transaction, target: Target, message: str) -> None:
+def restart(tx: Transaction, target: BackendTarget, message: str) -> None:
     """Only a restart of the server mends it; it waits for that at the version that it could not reach."""
     if _now(tx, target) is None:
         return
@@ -240,7 +240,7 @@ def restart(tx: Transaction, target: Target, message: str) -> None:
     tx.wake(update_records.TOPIC)
 
 
-def give_up_loading(tx: Transaction, target: Target, message: str) -> None:
+def give_up_loading(tx: Transaction, target: BackendTarget, message: str) -> None:
     """A server that loads no weights: the update fails where none loads them, else the server is at fault."""
     update = target.update
     assert update is not None

@@ -27,7 +27,7 @@ from rollyard_inference.weights.control import WeightControl
 from rollyard_api.core.problems import ApiError
 from rollyard_api.storage.database import Database
 from rollyard_api.weights import backend_targets, backend_weights, update_records
-from rollyard_api.weights.backend_targets import PAUSED, Action, Target, action
+from rollyard_api.weights.backend_targets import PAUSED, Action, BackendTarget, action
 from rollyard_api.weights.backend_weights import Superseded
 from rollyard_api.weights.limits import UpdateLimits
 from rollyard_api.weights.loader import LoadFailed, Unreachable, WeightLoader
@@ -97,7 +97,7 @@ class Coordinator:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _due(self, target: Target, now: float) -> bool:
+    def _due(self, target: BackendTarget, now: float) -> bool:
         what = action(target.pool, target.row)
         if what in ("look", "hold", "watch"):
             if what == "look" and target.pool.policy_index == 0:
@@ -111,7 +111,7 @@ class Coordinator:
         tries = self._tries.get(target.key)
         return tries is None or tries.of != target.wanted or now >= tries.again_at
 
-    async def _guard(self, target: Target) -> None:
+    async def _guard(self, target: BackendTarget) -> None:
         """Do what a backend needs; a failure is noted in the tables, and the step is tried again later."""
         what = action(target.pool, target.row)
         try:
@@ -131,7 +131,7 @@ class Coordinator:
             if what != "look":
                 self._tries.pop(target.key, None)
 
-    async def _do(self, what: Action, target: Target) -> None:
+    async def _do(self, what: Action, target: BackendTarget) -> None:
         if what == "stale":
             await self._mark(target, weights="Stale", weights_message="behind the pool; it is not ready")
             return
@@ -147,7 +147,7 @@ class Coordinator:
         else:
             await self._look(target, server)
 
-    def _later(self, target: Target, more: int = 1, *, load: bool = False) -> _Tries:
+    def _later(self, target: BackendTarget, more: int = 1, *, load: bool = False) -> _Tries:
         tries = self._tries.get(target.key)
         if tries is None or tries.of != target.wanted:
             tries = self._tries[target.key] = _Tries(of=target.wanted)
@@ -156,7 +156,7 @@ class Coordinator:
         tries.again_at = time.monotonic() + _TRY_AGAIN.pause(tries.count)
         return tries
 
-    async def _failed(self, target: Target, what: Action, error: Exception) -> None:
+    async def _failed(self, target: BackendTarget, what: Action, error: Exception) -> None:
         message = str(error)
         if what in ("look", "hold", "watch"):
             return
@@ -171,12 +171,12 @@ class Coordinator:
                 partial(backend_weights.give_up_loading, target=target, message=message)
             )
 
-    async def _mark(self, target: Target, **values: Any) -> None:
+    async def _mark(self, target: BackendTarget, **values: Any) -> None:
         await self.database.write(partial(backend_weights.mark, target=target, values=values))
 
     # -- pausing and looking -------------------------------------------------------------------------
 
-    async def _pause(self, target: Target, server: WeightControl) -> None:
+    async def _pause(self, target: BackendTarget, server: WeightControl) -> None:
         if target.row.weights == "Current":
             await self._mark(target, weights="Updating", weights_message="pausing")
         if not await server.is_paused():
@@ -184,7 +184,7 @@ class Coordinator:
         if target.row.weights_message != PAUSED:
             await self.database.write(partial(backend_weights.paused, target=target))
 
-    async def _resume(self, target: Target, server: WeightControl) -> None:
+    async def _resume(self, target: BackendTarget, server: WeightControl) -> None:
         if target.update is not None:
             with suppress(NoSuchCall):
                 label = await server.label()
@@ -201,7 +201,7 @@ class Coordinator:
             await server.resume()
         await self._mark(target, weights="Current", weights_message="")
 
-    async def _look(self, target: Target, server: WeightControl) -> None:
+    async def _look(self, target: BackendTarget, server: WeightControl) -> None:
         with suppress(NoSuchCall):
             label = await server.label()
             if label in (target.row.policy_version, target.pool.policy_version):
@@ -210,7 +210,7 @@ class Coordinator:
             values = {"weights": "Stale", "weights_message": message, "policy_index": update_records.BEHIND}
             await self._mark(target, **values)
 
-    async def _watch(self, target: Target, server: WeightControl) -> None:
+    async def _watch(self, target: BackendTarget, server: WeightControl) -> None:
         """A server that waits for its restart has had it once its label is not ours any more."""
         if not (await server.label()).startswith(UNVERIFIED):
             await self._mark(target, restart_requested=False)

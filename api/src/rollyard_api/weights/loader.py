@@ -18,8 +18,8 @@ from rollyard_inference.weights.control import WeightControl
 from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.storage.database import Database
 from rollyard_api.weights import backend_weights, update_records, verification
-from rollyard_api.weights.backend_targets import Target
-from rollyard_api.weights.plan import Plan, plan
+from rollyard_api.weights.backend_targets import BackendTarget
+from rollyard_api.weights.plan import LoadPlan, plan
 from rollyard_api.weights.verification import Comparison, Forward, Reference, Unverifiable
 
 
@@ -43,7 +43,7 @@ class WeightLoader:
     forward: Forward
     name: str
 
-    async def bring(self, target: Target, server: WeightControl) -> None:
+    async def bring(self, target: BackendTarget, server: WeightControl) -> None:
         """From any state to the pool's weights, or to a restart that is asked for.
 
         Raises:
@@ -89,7 +89,7 @@ class WeightLoader:
             why = str(error)
         await self._steps(target, server, asked, todo, reference, why)
 
-    async def refuse(self, target: Target, message: str, refused_by: str = "") -> None:
+    async def refuse(self, target: BackendTarget, message: str, refused_by: str = "") -> None:
         """Fail the update that is being made; see `update_records.refuse`."""
         assert target.update is not None
         await self.database.write(
@@ -104,10 +104,10 @@ class WeightLoader:
 
     async def _steps(
         self,
-        target: Target,
+        target: BackendTarget,
         server: WeightControl,
         asked: WeightUpdateRequest,
-        todo: Plan,
+        todo: LoadPlan,
         reference: Reference | None,
         why: str,
     ) -> None:
@@ -166,7 +166,7 @@ class WeightLoader:
         return verification.compare(reference, measured), ""
 
     async def _wrong(
-        self, target: Target, server: WeightControl, message: str, comparison: Comparison | None = None
+        self, target: BackendTarget, server: WeightControl, message: str, comparison: Comparison | None = None
     ) -> None:
         """The server has other weights than it should: it samples nothing more with them."""
         with suppress(BackendError):
@@ -178,7 +178,7 @@ class WeightLoader:
         await self._note(target, step="Failed", message=message, max_difference=difference)
         await self.refuse(target, f"{target.row.url}: {message}")
 
-    async def _to_first(self, target: Target, server: WeightControl) -> None:
+    async def _to_first(self, target: BackendTarget, server: WeightControl) -> None:
         """The weights that the server was started with."""
         row, label = target.row, await _label(server)
         if row.policy_index == update_records.BEHIND or (label or "").startswith(UNVERIFIED):
@@ -194,7 +194,7 @@ class WeightLoader:
         values = {"weights": "Current", "weights_message": "", "policy_index": 0, "restart_requested": False}
         await self._mark(target, **values, **({} if label is None else {"policy_version": label[:128]}))
 
-    async def _reload_first(self, target: Target, server: WeightControl) -> str:
+    async def _reload_first(self, target: BackendTarget, server: WeightControl) -> str:
         """Load the folder that the server was started on, and verify it; gives why that fails, if it does."""
         folder = await server.folder()
         if folder is None:
@@ -220,7 +220,7 @@ class WeightLoader:
         await server.set_label(FIRST_LABEL)
         return ""
 
-    async def _give_up(self, target: Target, server: WeightControl, message: str) -> None:
+    async def _give_up(self, target: BackendTarget, server: WeightControl, message: str) -> None:
         with suppress(BackendError):
             await server.pause("abort")
         with suppress(BackendError):
@@ -234,13 +234,13 @@ class WeightLoader:
             raise Unverifiable("no reference was given, and only a checkpoint can be computed with")
         return await self.forward.reference(Path(asked.source.checkpoint.path))
 
-    async def _begin(self, target: Target, *, fence: bool) -> None:
+    async def _begin(self, target: BackendTarget, *, fence: bool) -> None:
         await self.database.write(partial(backend_weights.begin, name=self.name, target=target, fence=fence))
 
-    async def _note(self, target: Target, **values: Any) -> None:
+    async def _note(self, target: BackendTarget, **values: Any) -> None:
         await self.database.write(partial(backend_weights.note, name=self.name, target=target, values=values))
 
-    async def _mark(self, target: Target, **values: Any) -> None:
+    async def _mark(self, target: BackendTarget, **values: Any) -> None:
         await self.database.write(partial(backend_weights.mark, target=target, values=values))
 
 

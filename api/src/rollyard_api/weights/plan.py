@@ -12,7 +12,7 @@ from rollyard_api.weights import update_records
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """What a server needs to come to the desired weights."""
 
     sources: tuple[WeightSource, ...] = ()
@@ -21,7 +21,9 @@ class Plan:
     """Why it cannot be brought there; empty: it can."""
 
 
-def plan(row: WeightUpdateRow, chain: Sequence[WeightUpdateRow], label: str | None, *, begun: bool) -> Plan:
+def plan(
+    row: WeightUpdateRow, chain: Sequence[WeightUpdateRow], label: str | None, *, begun: bool
+) -> LoadPlan:
     """How a server comes from its weights to those of `row`.
 
     Args:
@@ -39,10 +41,10 @@ def plan(row: WeightUpdateRow, chain: Sequence[WeightUpdateRow], label: str | No
             if update.id == row.id and begun:
                 # Pushed weights are whole.
                 break
-            return Plan(
+            return LoadPlan(
                 problem=f"weights {update.policy_version!r} were pushed by the trainer: push them again"
             )
         sources.append(source)
         if source.checkpoint is not None:
             break
-    return Plan(tuple(reversed(sources)))
+    return LoadPlan(tuple(reversed(sources)))

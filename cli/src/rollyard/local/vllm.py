@@ -19,7 +19,7 @@ PORT_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class VllmCommand:
     """What to run, and where it will answer."""
 
     program: str
@@ -61,7 +61,7 @@ def free_port(host: str, taken: Collection[int]) -> int:
     raise OSError(f"no free port on {host} after {PORT_TRIES} tries")
 
 
-def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -> Server:
+def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -> VllmCommand:
     """The server that a workload means. What the user's arguments say is not said again.
 
     Args:
@@ -79,4 +79,4 @@ def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -
         raise CannotStart(f"spec.model: there is no folder {workload.model!r} on this machine")
     program, *arguments = vllm_command(workload, host, port)
     url = f"http://{host}:{given_port(workload.args, port)}"
-    return Server(find_program(program, env), tuple(arguments), env, url)
+    return VllmCommand(find_program(program, env), tuple(arguments), env, url)

@@ -34,7 +34,7 @@ class ControlPlaneUnavailable(PipelineError):
 
 
 class LeaseCalls(Protocol):
-    """The lease calls. Each raises ControlPlaneUnavailable or ControlPlaneError (repeating is no use)."""
+    """The lease calls. Each raises ControlPlaneUnavailable or ControlPlaneRefused (repeating is no use)."""
 
     async def lease(self, request: LeaseRequest) -> LeaseResponse:
         """Ask for rollouts to work on; the server waits for some as long as the request says."""

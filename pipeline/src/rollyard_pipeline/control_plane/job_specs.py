@@ -24,7 +24,7 @@ class JobSpecs:
         """The spec of the lease's job; waits for the control plane as long as the lease's stop allows.
 
         Raises:
-            ControlPlaneError: the control plane refuses to give it.
+            ControlPlaneRefused: the control plane refuses to give it.
         """
         async with self._lock:
             tries = 0

@@ -23,7 +23,7 @@ from rollyard_crds.lease import (
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
 from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable
-from rollyard_pipeline.errors import ControlPlaneError, JobEnded, NotThere
+from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded, NotThere
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class RestControlPlane:
         """The spec of a job by name, waiting for a control plane that is still starting.
 
         Raises:
-            ControlPlaneError: there is no such job, or no control plane answers within a minute.
+            ControlPlaneRefused: there is no such job, or no control plane answers within a minute.
         """
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -101,7 +101,7 @@ class RestControlPlane:
                         tries += 1
                         await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))
         except TimeoutError as error:
-            raise ControlPlaneError(
+            raise ControlPlaneRefused(
                 f"the control plane did not answer within {_START_SECONDS:g} s"
             ) from error
 
@@ -116,5 +116,5 @@ async def _translated(call: Callable[[], Awaitable[T]]) -> T:
             raise ControlPlaneUnavailable(str(error), error.retry_after) from error
         if error.reason == JobEnded.__name__:
             raise JobEnded(str(error)) from error
-        kind = NotThere if error.status == 404 else ControlPlaneError
+        kind = NotThere if error.status == 404 else ControlPlaneRefused
         raise kind(str(error)) from error

@@ -23,7 +23,7 @@ from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_sandbox.proof import PROVEN
 
 from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ClaimCalls, ControlPlaneUnavailable
-from rollyard_pipeline.errors import ControlPlaneError, NotThere
+from rollyard_pipeline.errors import ControlPlaneRefused, NotThere
 from rollyard_pipeline.sandboxes.connection import apply, connect
 from rollyard_pipeline.sandboxes.errors import (
     ImageNotUsable,
@@ -118,7 +118,7 @@ class ClaimProvider:
                 await _persistent(lambda: self._claims.release_claim(claim_id))
         except NotThere:
             return
-        except (ControlPlaneError, TimeoutError) as error:
+        except (ControlPlaneRefused, TimeoutError) as error:
             log.warning("claim %s is left to the control plane, which releases it: %s", claim_id, error)
 
     async def sweep(self) -> list[str]:
@@ -186,7 +186,7 @@ class ClaimProvider:
         try:
             async with asyncio.timeout(STATUS_SECONDS):
                 return await self._status(claim_id, 0.0)
-        except (ControlPlaneError, TimeoutError) as error:
+        except (ControlPlaneRefused, TimeoutError) as error:
             raise SandboxLost(f"nothing is known of sandbox {claim_id}: {error}") from error
 
     async def _status(self, claim_id: str, wait: float) -> Claim:

@@ -12,7 +12,7 @@ from rollyard_crds.lease import HeartbeatRequest
 
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, LeaseCalls
 from rollyard_pipeline.control_plane.leases import LeaseTable
-from rollyard_pipeline.errors import ControlPlaneError
+from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.errors import SandboxError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 
@@ -86,7 +86,7 @@ class Heartbeat:
                     ending=list(ending),
                 )
             )
-        except (ControlPlaneUnavailable, ControlPlaneError) as error:
+        except (ControlPlaneUnavailable, ControlPlaneRefused) as error:
             log.warning("heartbeat: %s", error)
         else:
             for item in self._table.find(answer.cancelled):

@@ -15,7 +15,7 @@ from rollyard_crds.lease import CompleteRequest, FailRequest, OutcomeResponse, S
 
 from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, LeaseCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.errors import ControlPlaneError
+from rollyard_pipeline.errors import ControlPlaneRefused
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Outbox:
                 if tries in (1, 10, 100):
                     log.warning("%d outcomes wait for the control plane: %s", len(batch), error)
                 await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))
-            except ControlPlaneError as error:
+            except ControlPlaneRefused as error:
                 await self._refused(batch, error)
                 return
             else:
@@ -109,7 +109,7 @@ class Outbox:
         failures = [item.outcome for item in batch if isinstance(item.outcome, StageFailure)]
         return await self._control.fail(FailRequest(worker=self._worker, failures=failures))
 
-    async def _refused(self, batch: list[Item], error: ControlPlaneError) -> None:
+    async def _refused(self, batch: list[Item], error: ControlPlaneRefused) -> None:
         """A batch is refused as a whole: find the outcome that is the reason, and fail that rollout."""
         if len(batch) > 1:
             for item in batch:

@@ -11,7 +11,7 @@ from rollyard_crds.lease import MAX_BATCH, Lease, LeaseRequest
 from rollyard_crds.rolloutjob import StageName
 
 from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, LeaseCalls
-from rollyard_pipeline.errors import ControlPlaneError, JobEnded
+from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class StagePool:
             except JobEnded as error:
                 log.info("%s: no more leases: %s", self.stage, error)
                 return
-            except (ControlPlaneUnavailable, ControlPlaneError) as error:
+            except (ControlPlaneUnavailable, ControlPlaneRefused) as error:
                 tries += 1
                 if tries in (1, 10, 100):
                     log.warning("%s: no lease: %s", self.stage, error)

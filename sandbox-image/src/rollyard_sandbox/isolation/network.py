@@ -25,7 +25,7 @@ _PAUSE_SECONDS = 0.02
 _TERMINATION_LOG = "/dev/termination-log"  # Kubernetes shows its content as the container's own last word
 
 
-class Target:
+class ForbiddenAddress:
     """An address that must not be reachable, as IP address and port: a sandbox resolves no names."""
 
     __slots__ = ("address", "family", "text")
@@ -46,7 +46,7 @@ class Target:
         self.address = (host, int(port))
 
 
-def wait_isolated(targets: Sequence[Target], seconds: float) -> str | None:
+def wait_isolated(targets: Sequence[ForbiddenAddress], seconds: float) -> str | None:
     """Tries to connect to every target until none lets us; None then, else what is wrong after `seconds`.
 
     A refusal is an answer. Silence may also be a slow peer, so that it must be met twice in a row.
@@ -86,10 +86,10 @@ def _leave(number: int, frame: object) -> None:
     sys.exit(0)
 
 
-def _try_all(targets: Sequence[Target]) -> tuple[list[Target], bool]:
+def _try_all(targets: Sequence[ForbiddenAddress]) -> tuple[list[ForbiddenAddress], bool]:
     """Which targets accept a connection, and whether one of the others was merely silent."""
-    pending: dict[int, tuple[socket.socket, Target]] = {}
-    reached: list[Target] = []
+    pending: dict[int, tuple[socket.socket, ForbiddenAddress]] = {}
+    reached: list[ForbiddenAddress] = []
     poll = select.poll()
     try:
         for target in targets:

@@ -95,7 +95,7 @@ def _parse(arguments: list[str] | None) -> Namespace:
     if not 0 <= options.isolation_seconds <= 3600:
         parser.error("--isolation-seconds: must be between 0 and 3600 seconds")
     try:
-        options.isolation_check = tuple(network.Target(text) for text in options.isolation_check)
+        options.isolation_check = tuple(network.ForbiddenAddress(text) for text in options.isolation_check)
     except ValueError as error:
         parser.error(f"--isolation-check: {error}")
     return options

@@ -35,7 +35,7 @@ _MAX_STRANGERS = 32  # that have not
 _ACCEPTS_AT_ONCE = 64
 
 
-class Server:
+class ExecServer:
     """Listening sockets, connections, the lease."""
 
     def __init__(self, options: Options, protections: Protections) -> None:
@@ -253,7 +253,7 @@ def serve(options: Options) -> int:
         if problem is not None:
             network.refuse(problem)
             return network.NOT_ISOLATED
-    server = Server(options, protections)
+    server = ExecServer(options, protections)
     try:
         addresses = [server.listen(address) for address in options.listen]
     except (OSError, ValueError) as error:

@@ -49,7 +49,7 @@ class Options:
         lease: float | None = None,
         token: str | None = None,
         token_sha256: str | None = None,
-        isolation_checks: tuple[network.Target, ...] = (),
+        isolation_checks: tuple[network.ForbiddenAddress, ...] = (),
         isolation_seconds: float = network.DEFAULT_SECONDS,
         max_sessions: int = MAX_SESSIONS,
         max_output: int = MAX_OUTPUT,

@@ -17,7 +17,7 @@ _FIELDS = ("instance", "launch", "kind", "owner", "uid", "workload", "hash", "re
 
 
 @dataclass(frozen=True, slots=True)
-class JobIdentity:
+class SlurmJobIdentity:
     """The content of the comment of one job."""
 
     instance: str
@@ -34,7 +34,7 @@ class JobIdentity:
     restarts: str
 
     @classmethod
-    def of(cls, workload: Workload, instance: str, launch: str, restarts: int) -> JobIdentity:
+    def of(cls, workload: Workload, instance: str, launch: str, restarts: int) -> SlurmJobIdentity:
         """Makes the identity of one submission.
 
         Raises:
@@ -59,7 +59,7 @@ class JobIdentity:
         return made
 
     @classmethod
-    def parse(cls, comment: str) -> JobIdentity | None:
+    def parse(cls, comment: str) -> SlurmJobIdentity | None:
         """Reads the identity in a comment; returns None where the job is not one of a bridge."""
         head, _, rest = comment.partition(",")
         if head != "rollyard":

@@ -12,7 +12,7 @@ from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments
 from rollyard_drivers.reconcile.plan import Workload
 
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.placeholders import HOST, PORT
 from rollyard_slurm.scripts.run_folder import RUN_FOLDER
 from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive, Export, Line, Part, render
@@ -55,7 +55,7 @@ class BatchScript:
 
 
 def _options(
-    workload: Workload, site: Site, identity: JobIdentity, wanted: JobProfile, avoided: Sequence[str]
+    workload: Workload, site: Site, identity: SlurmJobIdentity, wanted: JobProfile, avoided: Sequence[str]
 ) -> list[tuple[str, str | None]]:
     seconds = wanted.signal_seconds or SIGNAL_SECONDS
     options: list[tuple[str, str | None]] = [
@@ -104,7 +104,7 @@ def _gres(workload: Workload, wanted: JobProfile) -> str | None:
 
 
 def batch_script(
-    workload: Workload, site: Site, identity: JobIdentity, avoided: Sequence[str] = ()
+    workload: Workload, site: Site, identity: SlurmJobIdentity, avoided: Sequence[str] = ()
 ) -> BatchScript:
     """Returns the batch script of a workload.
 
@@ -205,7 +205,7 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
     ]
 
 
-def _backend(workload: Workload, site: Site, identity: JobIdentity) -> list[Line]:
+def _backend(workload: Workload, site: Site, identity: SlurmJobIdentity) -> list[Line]:
     wanted = site.profile.of("backend")
     python = wanted.python or site.python
     image = site.profile.backends.image

@@ -13,7 +13,7 @@ from rollyard_drivers.host.log_file import telling_line
 
 from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.readers.jobs import QueuedJob
 from rollyard_slurm.scheduling import time_limits
 from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
@@ -92,9 +92,9 @@ class QueuePoller:
                 continue
             self._see(one, seen, now)
 
-    def _identity(self, job: QueuedJob) -> JobIdentity | None:
+    def _identity(self, job: QueuedJob) -> SlurmJobIdentity | None:
         """Returns the identity of a job of this home, and None for every other job."""
-        identity = JobIdentity.parse(job.comment)
+        identity = SlurmJobIdentity.parse(job.comment)
         return identity if identity is not None and identity.instance == self._site.instance else None
 
     def _see(self, one: Submission, seen: QueuedJob, now: datetime) -> None:

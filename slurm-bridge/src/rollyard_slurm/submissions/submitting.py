@@ -12,7 +12,7 @@ from rollyard_drivers.reconcile.replacements import Replacements
 from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.private_files import write_private
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scheduling import time_limits
 from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
 from rollyard_slurm.scripts.batch import batch_script
@@ -155,7 +155,7 @@ class Submitter:
 
     async def _call_sbatch(self, one: Submission) -> None:
         workload = one.workload
-        identity = JobIdentity.of(workload, self._site.instance, one.launch, one.restarts)
+        identity = SlurmJobIdentity.of(workload, self._site.instance, one.launch, one.restarts)
         if workload.kind == "stage-worker":
             write_private(self._site.token_file(workload), self._worker_token(workload.owner))
             one.avoided = self._avoided.nodes

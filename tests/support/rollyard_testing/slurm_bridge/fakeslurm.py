@@ -9,7 +9,7 @@ from typing import Any
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
 from rollyard_slurm.errors import SlurmUnavailable, SubmitRefused
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
 from rollyard_slurm.scripts.batch import BatchScript
 
@@ -52,7 +52,7 @@ class FakeSlurm:
         self.last += 1
         comment = re.search(r"^#SBATCH --comment=(\S+)$", script, re.MULTILINE)
         assert comment is not None
-        name = JobIdentity.parse(comment[1])
+        name = SlurmJobIdentity.parse(comment[1])
         assert name is not None
         self.scripts[self.last] = script
         self.queued[self.last] = QueuedJob(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rollyard_drivers.reconcile.plan import Owner, Workload
 from rollyard_slurm.profile import SiteProfile
-from rollyard_slurm.readers.job_identity import JobIdentity
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import batch_script
 from rollyard_slurm.scripts.site import Site
 
@@ -34,4 +34,4 @@ def site(profile: SiteProfile | None = None, **changes: object) -> Site:
 
 
 def script(workload: Workload, of: Site) -> str:
-    return batch_script(workload, of, JobIdentity.of(workload, of.instance, "ffff00000000", 3)).text()
+    return batch_script(workload, of, SlurmJobIdentity.of(workload, of.instance, "ffff00000000", 3)).text()

@@ -1,1 +1,1 @@
-"""Weight updates: what was asked for, and how every backend comes to it."""
+"""Weight updates: what trainers asked for, and how every backend is brought to the new weights."""

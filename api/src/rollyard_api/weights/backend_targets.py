@@ -1,4 +1,4 @@
-"""Backends beside the weights that their pools want for them, and what each of them needs."""
+"""Pair backends with the weights that their pools want, and decide what each backend needs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rollyard_api.storage.schema import pools as pools_table
 from rollyard_api.weights import update_records
 
 PAUSED: Final = "paused"
-"""`weights_message` of a backend of a paused pool, once its server is paused."""
+"""The `weights_message` of a backend in a paused pool, once its server has been paused."""
 
 Action = Literal["bring", "stale", "watch", "pause", "hold", "resume", "look"]
 
 
 @dataclass(frozen=True, slots=True)
 class BackendTarget:
-    """A backend, its pool and the update that they should have, as one reader saw them."""
+    """A backend, its pool and the update that both should have, as one read of the tables found them."""
 
     pool: PoolRow
     row: BackendRow
     update: WeightUpdateRow | None
     chain: tuple[WeightUpdateRow, ...]
-    """The updates that every backend had before it, the newest first."""
+    """The updates that every backend had before `update`, the newest first."""
 
     @property
     def key(self) -> tuple[int, str]:
@@ -35,12 +35,12 @@ class BackendTarget:
 
     @property
     def wanted(self) -> tuple[int, int]:
-        """Changes whenever other weights are wanted than before."""
+        """A pair that changes whenever the weights that are wanted change."""
         return self.pool.policy_index, 0 if self.update is None else self.update.id
 
     @property
     def begun(self) -> bool:
-        """Whether the update is being made, not redone for a server that has lost it."""
+        """Whether the update is in progress, as opposed to repeated for a server that lost its weights."""
         if self.update is None or self.update.state != "Running":
             return False
         part = update_records.progress_of(self.update).get(self.row.url)
@@ -48,19 +48,19 @@ class BackendTarget:
 
     @property
     def restored(self) -> bool:
-        """Whether the server may have weights that were refused: nothing of it is believed unverified."""
+        """Whether the server may hold refused weights, so nothing is trusted without verification."""
         row = self.row
         behind = row.policy_index == update_records.BEHIND
         return bool(row.weights == "Failed" and (behind or row.restart_requested))
 
 
 def action(pool: PoolRow, row: BackendRow) -> Action:
-    """What a backend needs: pure, of its row and its pool's."""
+    """Return what a backend needs, which depends only on its row and its pool's row."""
     waits = row.restart_requested and row.policy_index == pool.policy_index
     if row.policy_index != pool.policy_index or row.weights in ("Stale", "Failed"):
         if waits:
             return "watch"
-        # One that we may have paused is tended even if its health check, which it cannot pass, fails.
+        # A backend that we may have paused is handled even though it cannot pass its health check.
         return "bring" if row.ready or row.weights in ("Updating", "Failed") else "stale"
     if pool.paused:
         return "hold" if row.weights == "Updating" and row.weights_message == PAUSED else "pause"
@@ -68,7 +68,7 @@ def action(pool: PoolRow, row: BackendRow) -> Action:
 
 
 def read(conn: Connection) -> list[BackendTarget]:
-    """Every backend of every pool."""
+    """Return every backend of every pool."""
     found = []
     for pool in read_all(PoolRow, conn.execute(sa.select(pools_table))):
         query = sa.select(backends).where(backends.c.pool_id == pool.id)
@@ -82,7 +82,7 @@ def read(conn: Connection) -> list[BackendTarget]:
 
 
 def pools_without_backends(conn: Connection) -> set[int]:
-    """Those where an update runs."""
+    """Return the ids of the pools without backends in which an update is running."""
     query = (
         sa.select(weight_updates.c.pool_id)
         .outerjoin(backends, backends.c.pool_id == weight_updates.c.pool_id)

@@ -1,4 +1,7 @@
-"""A backend's weights in the tables: begun, done, given up, by the control plane that is in charge."""
+"""Record in the tables that a backend's weight update begins, succeeds or is given up.
+
+The control plane that owns the update calls these functions.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,20 @@ from rollyard_api.weights.backend_targets import PAUSED, BackendTarget
 from rollyard_api.weights.verification import Comparison
 
 OWNER_SECONDS: Final = 15.0
-"""One of several control planes on a database carries out an update, and says so for that long."""
+"""How long a control plane owns an update after each renewal, in seconds.
+
+Where several control planes share a database, one of them carries out an update.
+"""
 
 
 class Superseded(ControlPlaneError):
-    """Another update, or another control plane, is in charge now."""
+    """Another update is wanted now, or another control plane owns the update."""
 
     reason = "Superseded"
 
 
 def renew(tx: Transaction, name: str, ids: set[int]) -> None:
-    """Say that `name` still carries out these updates, where they are its own."""
+    """Renew the ownership of those of these updates that `name` owns."""
     tx.conn.execute(
         sa.update(weight_updates)
         .where(weight_updates.c.id.in_(sorted(ids)), weight_updates.c.owner == name)
@@ -41,10 +47,10 @@ def _pool(tx: Transaction, target: BackendTarget) -> PoolRow | None:
 
 
 def take_charge(tx: Transaction, name: str, target: BackendTarget) -> WeightUpdateRow:
-    """The update's row, locked, if it is still the pool's and `name`'s, or nobody's.
+    """Return the update's row, locked, and make `name` its owner.
 
     Raises:
-        Superseded: it is not.
+        Superseded: The pool wants another update now, or another control plane owns this one.
     """
     pool = _pool(tx, target)
     update = None if pool is None else update_records.desired(tx.conn, pool, lock=True)
@@ -55,14 +61,14 @@ def take_charge(tx: Transaction, name: str, target: BackendTarget) -> WeightUpda
 
 
 def take_charge_of_first(tx: Transaction, name: str, target: BackendTarget) -> None:
-    """Do the same where the weights of the server's start are wanted.
+    """Make `name` the owner where the weights that the server was started with are wanted.
 
-    The last update's row says who carries it out.
+    The last update's row records the owner.
 
     Rollouts that the backend may have served with refused weights go back to Init.
 
     Raises:
-        Superseded: others are wanted by now, or somebody else sees to it.
+        Superseded: Other weights are wanted now, or another control plane is the owner.
     """
     pool = _pool(tx, target)
     if pool is None or pool.policy_index != 0:
@@ -81,7 +87,7 @@ def take_charge_of_first(tx: Transaction, name: str, target: BackendTarget) -> N
 
 def _own(tx: Transaction, name: str, update: WeightUpdateRow) -> None:
     others = update.owner is not None and update.owner != name
-    # On SQLite there is one control plane at a time: another name is its predecessor's.
+    # On SQLite there is one control plane at a time, so another name belongs to a predecessor.
     if others and not tx.sqlite and (update.owner_expires or 0.0) > tx.now:
         raise Superseded
     tx.conn.execute(
@@ -92,11 +98,11 @@ def _own(tx: Transaction, name: str, update: WeightUpdateRow) -> None:
 
 
 def begin(tx: Transaction, name: str, target: BackendTarget, *, fence: bool) -> None:
-    """From here on no rollout is given to the backend, and we may have paused it."""
+    """Record that the backend gets no more rollouts and that this process may have paused its server."""
     update = take_charge(tx, name, target)
     values: dict[str, Any] = {"weights": "Updating", "weights_message": f"to {update.policy_version}"}
     if target.restored:
-        values["weights"] = "Failed"  # until it is verified, also for a successor of this process
+        values["weights"] = "Failed"  # It stays so until it is verified, also for a successor.
     if target.row.policy_index == update.policy_index or target.row.weights in ("Stale", "Failed"):
         values["policy_index"] = update_records.BEHIND
     update_records.set_backend(tx, target.pool.id, target.row.url, **values)
@@ -106,10 +112,10 @@ def begin(tx: Transaction, name: str, target: BackendTarget, *, fence: bool) -> 
 
 
 def note(tx: Transaction, name: str, target: BackendTarget, values: dict[str, Any]) -> None:
-    """Tell how far the backend is, in its part of the update.
+    """Record the backend's progress in its part of the update.
 
     Raises:
-        Superseded: the update is not ours any more.
+        Superseded: This control plane does not own the update any more.
     """
     update = take_charge(tx, name, target)
     update_records.note(tx, update.id, target.row.url, **values)
@@ -125,7 +131,7 @@ def mark(tx: Transaction, target: BackendTarget, values: dict[str, Any]) -> None
     """Write columns of a backend.
 
     Raises:
-        Superseded: somebody has changed its weights since they were read.
+        Superseded: The backend's weights have been changed since they were read.
     """
     row = _now(tx, target)
     seen = target.row
@@ -137,7 +143,7 @@ def mark(tx: Transaction, target: BackendTarget, values: dict[str, Any]) -> None
 
 
 def paused(tx: Transaction, target: BackendTarget) -> None:
-    """Its server is paused, as its pool is."""
+    """Record that the backend's server is paused, because its pool is."""
     row = _now(tx, target)
     if row is not None and row.weights == "Updating" and row.policy_index == target.row.policy_index:
         update_records.set_backend(tx, target.pool.id, target.row.url, weights_message=PAUSED)
@@ -145,7 +151,7 @@ def paused(tx: Transaction, target: BackendTarget) -> None:
 
 
 def tell(tx: Transaction, target: BackendTarget, message: str) -> None:
-    """What went wrong with it last."""
+    """Record the last error of the backend."""
     row = _now(tx, target)
     if row is not None and row.weights != "Current":
         update_records.set_backend(tx, target.pool.id, target.row.url, weights_message=message)
@@ -154,7 +160,7 @@ def tell(tx: Transaction, target: BackendTarget, message: str) -> None:
 
 
 def verified_by(tx: Transaction, target: BackendTarget, source: str) -> None:
-    """What the update's backends are compared with."""
+    """Record what the weights of the update's backends are compared with."""
     assert target.update is not None
     tx.conn.execute(
         sa.update(weight_updates)
@@ -164,7 +170,7 @@ def verified_by(tx: Transaction, target: BackendTarget, source: str) -> None:
 
 
 def finite(number: float | None) -> float | None:
-    """A difference as JSON can hold it, rounded; None: there is none, or it is infinite."""
+    """Return a rounded difference that JSON can hold, or None if there is none or it is infinite."""
     return None if number is None or number == float("inf") else round(number, 6)
 
 
@@ -176,11 +182,12 @@ def done(
     paused: float | None = None,
     message: str = "",
 ) -> None:
-    """The backend has the update's weights; `verified` None: as it was before.
+    """Record that the backend has the update's weights.
 
     Args:
-        paused: seconds from pause to resume.
-        message: why they were not verified.
+        verified: Whether they were verified. None keeps what was recorded before.
+        paused: The time from pause to resume, in seconds.
+        message: The reason why they were not verified.
     """
     update = target.update
     assert update is not None
@@ -189,7 +196,7 @@ def done(
     ).one()
     row = WeightUpdateRow(*found)
     if row.state == "Failed":
-        # Another backend was found to have wrong weights meanwhile.
+        # Another backend was found to have wrong weights in the meantime.
         values = {
             "weights": "Failed",
             "weights_message": "it has refused weights",
@@ -223,7 +230,7 @@ def done(
 
 
 def restart(tx: Transaction, target: BackendTarget, message: str) -> None:
-    """Only a restart of the server mends it; it waits for that at the version that it could not reach."""
+    """Mark a backend whose server must be restarted; it waits at the version that it could not reach."""
     if _now(tx, target) is None:
         return
     update_records.set_backend(
@@ -235,13 +242,16 @@ def restart(tx: Transaction, target: BackendTarget, message: str) -> None:
         policy_index=target.pool.policy_index,
         restart_requested=True,
     )
-    # It stays paused: what its rollouts ask of it would wait until then.
+    # The server stays paused, so requests of its rollouts would wait until the restart.
     staleness.fence(tx, target.pool.namespace, target.pool.name, target.row.url)
     tx.wake(update_records.TOPIC)
 
 
 def give_up_loading(tx: Transaction, target: BackendTarget, message: str) -> None:
-    """A server that loads no weights: the update fails where none loads them, else the server is at fault."""
+    """Record that a server cannot load the weights.
+
+    The update fails if no server can load them. Otherwise this server is at fault and must be restarted.
+    """
     update = target.update
     assert update is not None
     row = update_records.note(tx, update.id, target.row.url, step="Failed", message=message)

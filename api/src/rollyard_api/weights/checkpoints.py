@@ -1,6 +1,6 @@
-"""Weight folders, checked before any server is asked to load them: nothing missing, nothing cut short.
+"""Check weight folders before any server is asked to load them: no file may be missing or cut short.
 
-Only where this machine sees the folder: servers elsewhere may see what it does not.
+A folder is checked only if this machine sees it, because servers elsewhere may see other folders.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rollyard_api.core.problems import Invalid
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100 << 20
-"""Bytes of a safetensors header, as its own library bounds it."""
+"""The largest safetensors header in bytes, which is the limit of the safetensors library itself."""
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def check(source: WeightSource, urls: Iterable[str], engine: str) -> str:
-    """Refuse a source that the pool's servers cannot load; what could not be checked is returned as a note.
+    """Refuse a source that the pool's servers cannot load, and return a note on what could not be checked.
 
     Args:
-        source: of an update.
-        urls: the pool's backends; a folder must be here if one of them is on this machine.
-        engine: type of the pool's engine.
+        source: The source of the update.
+        urls: The pool's backends. A folder must exist here if one of them is on this machine.
+        engine: The type of the pool's engine.
 
     Raises:
-        Invalid: names the field, and the file that is missing or cut short.
+        Invalid: The source is refused. The message names the field and the file that is missing or cut short.
     """
     if source.checkpoint is not None:
         return _check("source.checkpoint.path", Path(source.checkpoint.path), urls, engine, lora=False)
@@ -63,7 +63,7 @@ def _check(field: str, path: Path, urls: Iterable[str], engine: str, *, lora: bo
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether transformers could read the folder."""
+    """Return whether transformers could read the folder."""
     return (path / "config.json").is_file() and bool(list(path.glob("*.safetensors")))
 
 
@@ -113,7 +113,11 @@ def _hugging_face(field: str, folder: Path) -> None:
 
 
 def _safetensors(field: str, file: Path) -> None:
-    """Eight bytes with the header's length, a JSON header with every tensor's place, then the tensors."""
+    """Check the size of a safetensors file.
+
+    The file has eight bytes with the header's length, a JSON header with every tensor's offsets, then the
+    tensors.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:

@@ -1,9 +1,9 @@
-"""Brings every backend to its pool's weights, and pauses and resumes servers as their pools say.
+"""Bring every backend to its pool's weights, and pause and resume servers as their pools require.
 
-Level-based: what is to be done follows from the tables alone, so that a control plane that was
-killed at any step is succeeded by one that continues. A backend whose weights are `Updating` may
-have been paused by us; it stays so until it has been resumed. A server's label says the pool's
-version only once its weights were loaded and, where there is something to compare with, verified.
+The coordinator is level-based: what is to be done follows from the tables alone, so the successor of
+a control plane that was killed at any step continues its work. A backend whose weights are `Updating`
+may have been paused by this process, and it stays so until it has been resumed. A server's label is
+the pool's version only once its weights were loaded and, where there is a reference, verified.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from rollyard_api.weights.verification import Forward
 log = logging.getLogger("rollyard.api")
 
 LOAD_ATTEMPTS: Final = 3
-"""Loads that a server answers with an error, before it is given up."""
+"""The number of loads that a server may answer with an error before it is given up."""
 _TRY_AGAIN: Final = Backoff(first=0.5, longest=10.0)
 
 
 @dataclass(slots=True)
 class _Tries:
-    """What went wrong with a backend so far."""
+    """The failures of a backend so far."""
 
     count: int = 0
     again_at: float = 0.0
@@ -52,7 +52,7 @@ class _Tries:
 
 @dataclass(slots=True)
 class Coordinator:
-    """One per control plane; `round` is called again and again."""
+    """The coordinator of a control plane, whose `round` is called periodically."""
 
     database: Database
     transport: Transport
@@ -68,7 +68,7 @@ class Coordinator:
         return WeightLoader(self.database, self.forward, self.name)
 
     async def round(self) -> None:
-        """Start what is due; what runs already is left alone."""
+        """Start the steps that are due, and leave those that are already running alone."""
         self._tasks = {key: task for key, task in self._tasks.items() if not task.done()}
         targets = await self.database.read(backend_targets.read)
         known = {target.key for target in targets}
@@ -92,7 +92,7 @@ class Coordinator:
                 self._tasks[target.key] = asyncio.create_task(self._guard(target))
 
     async def close(self) -> None:
-        """Stop where it stands: the next start continues from there."""
+        """Cancel all steps where they stand. The next start continues from there."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -112,7 +112,7 @@ class Coordinator:
         return tries is None or tries.of != target.wanted or now >= tries.again_at
 
     async def _guard(self, target: BackendTarget) -> None:
-        """Do what a backend needs; a failure is noted in the tables, and the step is tried again later."""
+        """Do what a backend needs. A failure is recorded in the tables, and the step is tried again later."""
         what = action(target.pool, target.row)
         try:
             await self._do(what, target)
@@ -211,6 +211,6 @@ class Coordinator:
             await self._mark(target, **values)
 
     async def _watch(self, target: BackendTarget, server: WeightControl) -> None:
-        """A server that waits for its restart has had it once its label is not ours any more."""
+        """Record that a server has been restarted, once its label is no longer one that we set."""
         if not (await server.label()).startswith(UNVERIFIED):
             await self._mark(target, restart_requested=False)

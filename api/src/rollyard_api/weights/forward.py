@@ -1,8 +1,8 @@
-"""Log-probabilities of a prompt by transformers' own forward pass: the reference of a weight update.
+"""Compute log-probabilities of a prompt by transformers' own forward pass, to verify a weight update.
 
-A script of its own, run by path in any Python that has torch and transformers:
-`python forward.py FOLDER`, with `{"ids": [...]}` on standard input; prints `{"logprobs": [...]}`,
-length n - 1, in nats. In float32 on the CPU.
+This is a script of its own, which is run by path in any Python that has torch and transformers:
+`python forward.py FOLDER`, with `{"ids": [...]}` on standard input. It prints `{"logprobs": [...]}`,
+of length n - 1 and in nats. It computes in float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import import_module
 
 
 def logprobs(folder: str, ids: list[int]) -> list[float]:
-    """The log-probability of each id after the first, given those before it."""
+    """Return the log-probability of each id after the first, given the ids before it."""
     torch, transformers = import_module("torch"), import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True

@@ -1,4 +1,4 @@
-"""How long a server may take for a step of a weight update, and how often it is looked at."""
+"""The time limits for the steps of a weight update, and the interval between checks of a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollyard_inference.weights.control import WeightCallLimits
 
 @dataclass(frozen=True, slots=True)
 class UpdateLimits(WeightCallLimits):
-    """Seconds within which a server must have done a step (another try follows), and between looks."""
+    """The time limits of steps, after which they are tried again, and the check interval, in seconds."""
 
     look: float = 5.0
-    """Between two looks at the label of a server that should be as it is, or that waits for its restart."""
+    """The seconds between two checks of the label of a server that is up to date or awaits its restart."""

@@ -1,4 +1,4 @@
-"""Brings one backend to the weights that its pool wants: pause, load, resume, verify; or gives it up."""
+"""Bring one backend to the weights that its pool wants (pause, load, resume, verify), or give it up."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ class LoadFailed(ControlPlaneError):
 
 
 class Unreachable(ControlPlaneError):
-    """The backend cannot be brought there for now; the backend's message says why."""
+    """The backend cannot be brought to its weights for now. Its `weights_message` says why."""
 
     reason = "BackendUnreachable"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLoader:
-    """Brings backends to their weights for one control plane, which the tables call `name`."""
+    """A loader for one control plane, which is called `name` in the tables."""
 
     database: Database
     forward: Forward
     name: str
 
     async def bring(self, target: BackendTarget, server: WeightControl) -> None:
-        """From any state to the pool's weights, or to a restart that is asked for.
+        """Bring a backend from any state to the pool's weights, or ask for its restart.
 
         Raises:
-            Superseded: somebody else is in charge.
-            Unreachable: see there.
-            LoadFailed: the server could not load the weights.
-            BackendError: the server did not do another step; another try may succeed.
+            Superseded: Another update is wanted now, or another control plane owns the update.
+            Unreachable: The backend cannot be brought to its weights for now.
+            LoadFailed: The server could not load the weights.
+            BackendError: The server failed in another step. Another attempt may succeed.
         """
         update, row = target.update, target.row
         if update is None:
@@ -63,7 +63,7 @@ class WeightLoader:
             return
         label = await _label(server) if row.weights in ("Current", "Stale") or unverified else None
         if label == update.policy_version and not target.begun and row.weights == "Stale":
-            # Nothing was lost: our label stands on weights that were loaded, and verified, before.
+            # Nothing was lost: our label is on weights that were loaded, and verified, before.
             await self._begin(target, fence=False)
             with suppress(NoSuchCall):
                 await server.resume()
@@ -90,7 +90,7 @@ class WeightLoader:
         await self._steps(target, server, asked, todo, reference, why)
 
     async def refuse(self, target: BackendTarget, message: str, refused_by: str = "") -> None:
-        """Fail the update that is being made; see `update_records.refuse`."""
+        """Fail the update that is in progress, as `update_records.refuse` describes."""
         assert target.update is not None
         await self.database.write(
             partial(
@@ -168,7 +168,7 @@ class WeightLoader:
     async def _wrong(
         self, target: BackendTarget, server: WeightControl, message: str, comparison: Comparison | None = None
     ) -> None:
-        """The server has other weights than it should: it samples nothing more with them."""
+        """Pause a server that has other weights than it should, so it does not sample with them any more."""
         with suppress(BackendError):
             await server.pause("abort")
         if not target.begun:
@@ -179,7 +179,7 @@ class WeightLoader:
         await self.refuse(target, f"{target.row.url}: {message}")
 
     async def _to_first(self, target: BackendTarget, server: WeightControl) -> None:
-        """The weights that the server was started with."""
+        """Bring a backend to the weights that its server was started with."""
         row, label = target.row, await _label(server)
         if row.policy_index == update_records.BEHIND or (label or "").startswith(UNVERIFIED):
             problem = await self._reload_first(target, server)
@@ -195,7 +195,7 @@ class WeightLoader:
         await self._mark(target, **values, **({} if label is None else {"policy_version": label[:128]}))
 
     async def _reload_first(self, target: BackendTarget, server: WeightControl) -> str:
-        """Load the folder that the server was started on, and verify it; gives why that fails, if it does."""
+        """Reload and verify the folder that the server was started on; return the problem, or "" if none."""
         folder = await server.folder()
         if folder is None:
             return "it does not tell which folder it was started on"
@@ -252,7 +252,7 @@ async def _label(server: WeightControl) -> str | None:
 
 
 async def _unless_missing(call: Coroutine[Any, Any, None], lenient: bool) -> None:
-    """Servers without these calls can be updated where no rollout continues over the update."""
+    """Await a call. If `lenient`, a server may lack it, since no rollout continues over the update."""
     try:
         await call
     except NoSuchCall:

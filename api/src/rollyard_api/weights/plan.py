@@ -1,4 +1,4 @@
-"""What a server has to load to come to the weights that are wanted: pure, of the updates' rows."""
+"""Plan what a server has to load to get to the wanted weights, from the rows of the updates alone."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from rollyard_api.weights import update_records
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What a server needs to come to the desired weights."""
+    """The sources that a server has to load to get to the wanted weights."""
 
     sources: tuple[WeightSource, ...] = ()
-    """To be loaded, in this order."""
+    """The sources in the order in which they are to be loaded."""
     problem: str = ""
-    """Why it cannot be brought there; empty: it can."""
+    """The reason why the server cannot get to the weights, or an empty string if it can."""
 
 
 def plan(
     row: WeightUpdateRow, chain: Sequence[WeightUpdateRow], label: str | None, *, begun: bool
 ) -> LoadPlan:
-    """How a server comes from its weights to those of `row`.
+    """Return how a server gets from its weights to those of `row`.
 
     Args:
-        row: the desired update.
-        chain: the updates that every backend had before it, the newest first.
-        label: what the server calls its weights; None: unknown, or not to be trusted.
-        begun: this update is being made now, so that pushed weights are in the server.
+        row: The wanted update.
+        chain: The updates that every backend had before it, the newest first.
+        label: The server's own label of its weights. None means that it is unknown or not to be trusted.
+        begun: Whether this update is in progress, which means that pushed weights are in the server.
     """
     sources: list[WeightSource] = []
     for update in (row, *chain):
@@ -39,7 +39,7 @@ def plan(
         source = update_records.request_of(update).source
         if source.pushed:
             if update.id == row.id and begun:
-                # Pushed weights are whole.
+                # Pushed weights are complete and need no earlier ones.
                 break
             return LoadPlan(
                 problem=f"weights {update.policy_version!r} were pushed by the trainer: push them again"

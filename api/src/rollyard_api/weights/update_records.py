@@ -1,4 +1,4 @@
-"""Weight updates in the tables: asked for, superseded, how far each backend is, how they end."""
+"""Weight updates in the tables: how they are requested, superseded, tracked per backend and ended."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from rollyard_api.storage.schema import backends, weight_updates
 from rollyard_api.storage.schema import pools as pools_table
 
 TOPIC: Final = "weights"
-"""A pool's weights, or whether it is paused, are wanted otherwise than before, or are so now."""
+"""The topic that wakes waiters when a pool's wanted weights or pause change, or are reached."""
 LISTED: Final = 100
-"""Updates in one answer, the newest."""
+"""The number of updates in one answer. The newest are returned."""
 BEHIND: Final = -1
-"""policy_index of a backend whose weights are not known."""
+"""The policy_index of a backend whose weights are not known."""
 _MAX_MESSAGE = 1000
 
 
 def request_of(row: WeightUpdateRow) -> WeightUpdateRequest:
-    """What was asked, from a row of weight_updates."""
+    """Return the request that a row of weight_updates records."""
     return WeightUpdateRequest.model_validate_json(row.request)
 
 
 def progress_of(row: WeightUpdateRow) -> dict[str, BackendUpdate]:
-    """Each backend's part, by URL."""
+    """Return each backend's part of the update, by URL."""
     return {item["url"]: BackendUpdate.model_validate(item) for item in loads(row.progress)}
 
 
@@ -45,7 +45,7 @@ def _encoded(progress: dict[str, BackendUpdate]) -> bytes:
 
 
 def document(row: WeightUpdateRow) -> dict[str, Any]:
-    """A row as REST answers it."""
+    """Return a row as the REST API presents it."""
     asked = request_of(row)
     return {
         "id": row.id,
@@ -64,7 +64,7 @@ def document(row: WeightUpdateRow) -> dict[str, Any]:
 
 
 def listed(conn: Connection, namespace: str, name: str) -> list[dict[str, Any]]:
-    """A pool's updates, the newest first."""
+    """Return a pool's newest updates, the newest first."""
     pool = pools.find(conn, namespace, name)
     query = sa.select(weight_updates).where(weight_updates.c.pool_id == pool.id)
     newest = query.order_by(weight_updates.c.id.desc()).limit(LISTED)
@@ -72,10 +72,10 @@ def listed(conn: Connection, namespace: str, name: str) -> list[dict[str, Any]]:
 
 
 def one(conn: Connection, namespace: str, name: str, number: int) -> WeightUpdateRow:
-    """One update's row.
+    """Return one update's row.
 
     Raises:
-        NotFound: the pool has no such update.
+        NotFound: The pool has no such update.
     """
     pool = pools.find(conn, namespace, name)
     query = sa.select(weight_updates).where(
@@ -88,7 +88,7 @@ def one(conn: Connection, namespace: str, name: str, number: int) -> WeightUpdat
 
 
 def desired(conn: Connection, pool: PoolRow, *, lock: bool = False) -> WeightUpdateRow | None:
-    """The update whose weights every backend of the pool should have; None before the first."""
+    """Return the update whose weights every backend of the pool should have, or None before the first."""
     if pool.policy_index == 0:
         return None
     query = (
@@ -106,7 +106,7 @@ def desired(conn: Connection, pool: PoolRow, *, lock: bool = False) -> WeightUpd
 
 
 def succeeded(conn: Connection, pool_id: int, before: int | None = None) -> list[WeightUpdateRow]:
-    """Updates that every backend had, the newest first; only those with an id below `before`."""
+    """Return updates that every backend had, the newest first, with an id below `before` if it is given."""
     query = sa.select(weight_updates).where(
         weight_updates.c.pool_id == pool_id, weight_updates.c.state == "Succeeded"
     )
@@ -117,17 +117,17 @@ def succeeded(conn: Connection, pool_id: int, before: int | None = None) -> list
 
 
 def served_model(pool: PoolRow, source: WeightSource) -> str | None:
-    """The name under which these weights are asked for; None: the model's own."""
+    """Return the model name under which these weights are requested, or None for the model's own name."""
     if source.lora is not None:
         return source.lora.name
     return None if source.checkpoint is not None else pool.served_model
 
 
 def lock_pool(tx: Transaction, namespace: str, name: str) -> PoolRow:
-    """The pool's row, locked.
+    """Return the pool's row, locked.
 
     Raises:
-        NotFound: no such pool.
+        NotFound: There is no such pool.
     """
     query = sa.select(pools_table).where(pools_table.c.namespace == namespace, pools_table.c.name == name)
     found = tx.conn.execute(query.with_for_update()).one_or_none()
@@ -135,10 +135,10 @@ def lock_pool(tx: Transaction, namespace: str, name: str) -> PoolRow:
 
 
 def standing(conn: Connection, pool: PoolRow, asked: WeightUpdateRequest) -> WeightUpdateRow | None:
-    """The update that gave the pool the version asked for, from the same source; None if none did.
+    """Return the update that gave the pool the requested version from the same source, or None.
 
     Raises:
-        Conflict: the version names other weights already: nobody could distinguish tokens under it.
+        Conflict: The version already names other weights, so tokens under it could not be distinguished.
     """
     rows = conn.execute(
         sa.select(weight_updates)
@@ -163,14 +163,14 @@ def standing(conn: Connection, pool: PoolRow, asked: WeightUpdateRequest) -> Wei
 def add(
     tx: Transaction, namespace: str, name: str, asked: WeightUpdateRequest, note: str
 ) -> tuple[WeightUpdateRow, bool]:
-    """Take an update; one that runs still is superseded: a trainer wants its newest weights.
+    """Record an update. A running update is superseded, since a trainer wants its newest weights.
 
     Returns:
         The row, and whether it is new.
 
     Raises:
-        NotFound: no such pool.
-        Conflict: the version names other weights; the model's name would change under rollouts.
+        NotFound: There is no such pool.
+        Conflict: The version names other weights, or the model's name would change under rollouts.
     """
     pool = lock_pool(tx, namespace, name)
     found = standing(tx.conn, pool, asked)
@@ -190,7 +190,7 @@ def add(
     ).rowcount
     if superseded:
         tx.count("weight_updates", "Superseded", value=superseded)
-    # Never given twice, so that no backend's index can mean the weights of an update that failed.
+    # An index is never reused, so no backend's index can mean the weights of an update that failed.
     last = tx.conn.execute(
         sa.select(sa.func.max(weight_updates.c.policy_index)).where(weight_updates.c.pool_id == pool.id)
     ).scalar_one()
@@ -220,7 +220,7 @@ def add(
 def _again(
     tx: Transaction, pool: PoolRow, row: WeightUpdateRow, asked: WeightUpdateRequest
 ) -> WeightUpdateRow:
-    """The same once more: nothing to do, unless servers that were restarted have lost pushed weights."""
+    """Repeat an update, which changes nothing unless restarted servers have lost pushed weights."""
     lost = tx.conn.scalars(
         sa.select(backends.c.url).where(
             backends.c.pool_id == pool.id, backends.c.weights.in_(["Stale", "Failed"])
@@ -243,7 +243,7 @@ def _want(tx: Transaction, pool_id: int, version: str, index: int, serves: str |
 
 
 def change(tx: Transaction, row: WeightUpdateRow, **values: Any) -> WeightUpdateRow:
-    """Write columns of an update; its row as it is then."""
+    """Write columns of an update and return the changed row."""
     tx.wake(TOPIC)
     changed = tx.conn.execute(
         sa.update(weight_updates)
@@ -263,7 +263,7 @@ def set_backend(tx: Transaction, pool_id: int, url: str, **values: Any) -> None:
 
 
 def note(tx: Transaction, update_id: int, url: str, **values: Any) -> WeightUpdateRow | None:
-    """Change one backend's part of an update, while that runs; its row, None if it does not run any more."""
+    """Change one backend's part of a running update; return the row, or None if it no longer runs."""
     found = tx.conn.execute(
         sa.select(weight_updates)
         .where(weight_updates.c.id == update_id, weight_updates.c.state == "Running")
@@ -281,7 +281,7 @@ def note(tx: Transaction, update_id: int, url: str, **values: Any) -> WeightUpda
 
 
 def settle(tx: Transaction, pool_id: int) -> None:
-    """End a running update that every backend of the pool has."""
+    """End a running update once every backend of the pool has its weights."""
     found = tx.conn.execute(sa.select(pools_table).where(pools_table.c.id == pool_id)).one_or_none()
     pool = read_one(PoolRow, found)
     if pool is None:
@@ -318,10 +318,12 @@ _TOUCHED: Final = frozenset({"Loading", "Verifying", "Done", "Failed"})
 
 
 def refuse(tx: Transaction, pool_id: int, update_id: int, message: str, *, refused_by: str = "") -> None:
-    """Fail a running update: the pool wants what it had before; who may have the new weights is behind.
+    """Fail a running update, so that the pool wants its previous weights again.
+
+    Backends that may have the new weights are marked as BEHIND.
 
     Args:
-        refused_by: the server that did not take the weights, and has those before.
+        refused_by: The server that refused the weights and still has the previous ones.
     """
     found = tx.conn.execute(
         sa.select(pools_table).where(pools_table.c.id == pool_id).with_for_update()
@@ -369,7 +371,7 @@ def _serves(chain: Sequence[WeightSource]) -> str | None:
 
 
 def pause(tx: Transaction, namespace: str, name: str, mode: str) -> PoolRow:
-    """Let no rollout enter Run, and the servers sample nothing."""
+    """Pause the pool: no rollout enters Run, and the servers sample nothing."""
     pool = lock_pool(tx, namespace, name)
     tx.conn.execute(
         sa.update(pools_table).where(pools_table.c.id == pool.id).values(paused=True, pause_mode=mode)
@@ -386,7 +388,7 @@ def resume(tx: Transaction, namespace: str, name: str) -> PoolRow:
 
 
 def unpause(tx: Transaction, pool_id: int) -> None:
-    """The pool's rollouts go on, each backend as soon as its server does."""
+    """Let the pool's rollouts continue, each backend's as soon as its server has been resumed."""
     tx.conn.execute(
         sa.update(pools_table).where(pools_table.c.id == pool_id).values(paused=False, pause_mode=None)
     )

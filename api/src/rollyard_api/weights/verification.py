@@ -1,7 +1,7 @@
-"""Whether a server has the weights that it should have: log-probabilities of a fixed prompt, compared.
+"""Verify that a server has the right weights, by the log-probabilities of a fixed prompt.
 
-A server may answer that it has loaded a checkpoint and sample with a part of the old one (vLLM with
-tied embeddings does). Only numbers tell.
+A server may answer that it has loaded a checkpoint and still sample with a part of the old one (vLLM
+with tied embeddings does). Only the numbers show this.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ T = TypeVar("T")
 
 PROMPT_TOKENS: Final = 48
 TOLERANCE: Final = 0.1
-"""Nats; covers servers that compute in bfloat16."""
+"""The allowed difference in nats, which covers servers that compute in bfloat16."""
 FORWARD_SECONDS: Final = 900.0
 _CACHED: Final = 8
 
 
 class Unverifiable(ControlPlaneError):
-    """There is nothing to compare with; the message says why."""
+    """There is nothing to compare with. The message says why."""
 
     reason = "Unverifiable"
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a fixed prompt must give: `ids` of length n, `logprobs` (nats) of length n - 1."""
+    """The expected result of a fixed prompt: `ids` of length n, `logprobs` (nats) of length n - 1."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -52,13 +52,13 @@ class Reference:
 
     @classmethod
     def of(cls, given: LogprobReference) -> Reference:
-        """The caller's."""
+        """Return the reference that the caller gave."""
         return cls(tuple(given.prompt_ids), tuple(given.logprobs), given.tolerance, "reference")
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far a server is off: the largest difference in nats, and at which token it is."""
+    """The largest difference between a server and its reference in nats, and the token where it occurs."""
 
     max_difference: float
     place: int
@@ -78,7 +78,7 @@ class Comparison:
 
 
 def fixed_prompt(vocabulary: int, room: int = PROMPT_TOKENS) -> list[int]:
-    """The same ids for the same vocabulary, spread over it (a linear congruential sequence)."""
+    """Return ids spread over the vocabulary (a linear congruential sequence), equal for equal sizes."""
     state, ids = 20_240_229, []
     for _ in range(max(2, min(PROMPT_TOKENS, room))):
         state = (1_103_515_245 * state + 12_345) % 2**31
@@ -87,7 +87,7 @@ def fixed_prompt(vocabulary: int, room: int = PROMPT_TOKENS) -> list[int]:
 
 
 def compare(reference: Reference, measured: Sequence[float]) -> Comparison:
-    """The largest difference; a number that is none is an infinite one."""
+    """Return the largest difference. A value that is not a number counts as infinitely different."""
     worst, place = 0.0, 1
     for number, (expected, found) in enumerate(zip(reference.logprobs, measured, strict=True), 1):
         difference = abs(expected - found)
@@ -99,13 +99,13 @@ def compare(reference: Reference, measured: Sequence[float]) -> Comparison:
 
 
 def default_python() -> str:
-    """This interpreter, if it has torch and transformers; else none."""
+    """Return this interpreter's path if it has torch and transformers, or an empty string."""
     has = all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
     return sys.executable if has else ""
 
 
 class Forward:
-    """Forward passes in a subprocess, one at a time, the last few results kept."""
+    """Runs forward passes in a subprocess, one at a time, and keeps the last few results."""
 
     def __init__(self, python: str, disk: Bulkhead) -> None:
         self._python = python
@@ -114,10 +114,10 @@ class Forward:
         self._known: OrderedDict[tuple[Any, ...], Reference] = OrderedDict()
 
     async def reference(self, folder: Path) -> Reference:
-        """What the checkpoint in `folder` gives on the fixed prompt.
+        """Return what the checkpoint in `folder` gives for the fixed prompt.
 
         Raises:
-            Unverifiable: no transformers, no such folder here, or the pass fails.
+            Unverifiable: transformers is missing, there is no such folder here, or the pass fails.
         """
         if not self._python:
             raise Unverifiable(
@@ -179,7 +179,7 @@ def _identity(folder: Path) -> tuple[Any, ...]:
 
 
 def _vocabulary(folder: Path) -> tuple[int, int]:
-    """Size of the vocabulary, and tokens that a prompt may have."""
+    """Return the size of the vocabulary and the number of tokens that a prompt may have."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         text = config.get("text_config") or config

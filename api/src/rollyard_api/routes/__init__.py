@@ -1,1 +1,1 @@
-"""The REST calls, one module per noun."""
+"""The routes of the REST API, with one module per kind of object."""

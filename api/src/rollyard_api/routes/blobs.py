@@ -1,4 +1,4 @@
-"""Uploads: files that jobs name by their SHA-256 instead of by a URL."""
+"""Uploads, which are files that jobs name by their SHA-256 instead of by a URL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PREFIX: Final = "/v1/blobs/"
 router = APIRouter(prefix=PREFIX.rstrip("/"), tags=["blobs"])
 
 Sha256 = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
-# A name that no job can have would be an upload that no job can use.
+# No job can have a namespace with another name, so no job could use such an upload.
 Namespace = Annotated[str, Query(pattern=NAME_PATTERN, max_length=63)]
 
 _RAW: Final[dict[str, Any]] = {
@@ -36,10 +36,10 @@ def _document(namespace: str, sha256: str) -> dict[str, Any]:
 async def put_blob(
     request: Request, plane: Plane, sha256: Sha256, namespace: Namespace = "default"
 ) -> Response:
-    """Upload a file: 201 taken, 200 there already, 422 it has another SHA-256; a repeat is harmless.
+    """Upload a file: 201 if it is new, 200 if it exists, 422 if its SHA-256 differs. Repeats are harmless.
 
-    The answer's `url` goes into `spec.tasks.url` of jobs of this namespace. An upload that no job uses is
-    removed after a while; HEAD begins that time again.
+    The answer's `url` is used as `spec.tasks.url` of jobs of this namespace. An upload that no job uses is
+    removed after a while. A HEAD request restarts that time.
     """
     made = await plane.uploads.take(namespace, sha256, request.stream())
     return answer(_document(namespace, sha256), 201 if made else 200)
@@ -48,7 +48,7 @@ async def put_blob(
 @router.head("/{sha256}", include_in_schema=False)
 @router.get("/{sha256}")
 async def get_blob(plane: Plane, sha256: Sha256, namespace: Namespace = "default") -> Response:
-    """Whether the namespace has this upload, and its size in bytes; never its content. 404: it has not."""
+    """Return the size of an upload in bytes, never its content; 404 if the namespace does not have it."""
     touch = partial(blobs.touch, namespace=namespace, sha256=sha256)
     row = await plane.database.write(touch, durable=False)
     return answer({**_document(namespace, sha256), "size": row.size})

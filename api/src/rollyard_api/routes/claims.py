@@ -1,4 +1,4 @@
-"""Sandbox claims: calls of stage workers, and of the driver that fulfils them."""
+"""Sandbox claims: the routes for stage workers and for the driver that fulfils the claims."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ router = APIRouter(prefix="/v1/claims", tags=["claims"])
 
 
 async def _settled(plane: ControlPlane, request: Request, claim: str, wait: float) -> ClaimRow | None:
-    """The claim's row once it is not Pending, or as it is after `wait` seconds; None once it is gone."""
+    """Wait up to `wait` seconds while the claim is Pending; return its row, or None once it is removed."""
     read = partial(plane.database.read, partial(claims.find, claim=claim))
     found = await read()
     if found is None or found.state != claims.PENDING or wait <= 0:
@@ -47,10 +47,12 @@ async def _settled(plane: ControlPlane, request: Request, claim: str, wait: floa
 
 
 async def _refuse_other(plane: ControlPlane, request: Request, claim: str) -> None:
-    """A token of one job's workers reaches the claims of its job only; a claim never changes its job.
+    """Refuse the claims of other jobs if the token belongs to one job's workers.
+
+    A claim never changes its job.
 
     Raises:
-        Forbidden: the claim is of another job.
+        Forbidden: The claim belongs to another job.
     """
     if bound_of(request) is not None:
         row = await plane.database.read(partial(claims.find, claim=claim))
@@ -62,9 +64,9 @@ async def _refuse_other(plane: ControlPlane, request: Request, claim: str) -> No
     "", responses={200: {"model": Claim}}, openapi_extra=body_schema(ClaimRequest.model_json_schema())
 )
 async def file(request: Request) -> Response:
-    """Ask for a sandbox in the name of an Init or Eval lease; a repeat of both is the same claim.
+    """Request a sandbox under an Init or Eval lease. A repeat with the same lease returns the same claim.
 
-    Waits up to `wait` seconds until it is bound or refused.
+    The call waits up to `wait` seconds until the claim is bound or refused.
     """
     plane = plane_of(request)
     asked = validated(ClaimRequest, await body_of(request))
@@ -86,9 +88,9 @@ async def list_claims(
     revision: Annotated[int | None, Query(ge=0)] = None,
     wait: Wait = 0.0,
 ) -> Response:
-    """All claims that drivers have to do with, and what is to be kept warm.
+    """List the claims that drivers have to handle, and the sandboxes to keep warm.
 
-    With the `revision` of the last answer: waits up to `wait` seconds until there is another one.
+    With the `revision` of the last answer, the call waits up to `wait` seconds for another revision.
     """
     return answer(
         await plane.poll(
@@ -104,7 +106,7 @@ async def list_claims(
 
 @router.get("/{claim}", responses={200: {"model": Claim}})
 async def get_claim(request: Request, plane: Plane, claim: str, wait: Wait = 0.0) -> Response:
-    """One claim; waits up to `wait` seconds until it is not Pending."""
+    """Return a claim. The call waits up to `wait` seconds while the claim is Pending."""
     await _refuse_other(plane, request, claim)
     row = await _settled(plane, request, claim, wait)
     if row is None:
@@ -114,7 +116,7 @@ async def get_claim(request: Request, plane: Plane, claim: str, wait: Wait = 0.0
 
 @router.delete("/{claim}", status_code=204)
 async def release(request: Request, plane: Plane, claim: str) -> Response:
-    """No rollout needs it: its sandbox is to be removed. A repeat changes nothing."""
+    """Release a claim that no rollout needs, so that its sandbox is removed. A repeat changes nothing."""
     await _refuse_other(plane, request, claim)
     await plane.database.write(partial(claims.release, claim=claim), durable=False)
     return Response(status_code=204)
@@ -126,7 +128,7 @@ async def release(request: Request, plane: Plane, claim: str) -> Response:
     openapi_extra=body_schema(ClaimStatus.model_json_schema()),
 )
 async def put_status(request: Request, claim: str) -> Response:
-    """The driver's report: Bound, Failed, or Removed (answered 204). What came too late changes nothing."""
+    """Take a driver's report: Bound, Failed, or Removed (answered 204). A late report changes nothing."""
     plane = plane_of(request)
     status = validated(ClaimStatus, await body_of(request))
     claims.check_status(status)

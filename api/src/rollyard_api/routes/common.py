@@ -1,4 +1,4 @@
-"""What every route needs: the control plane, the namespace, bodies and JSON answers."""
+"""Shared parts of the routes: the control plane, the namespace, request bodies and JSON answers."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from rollyard_api.service import ControlPlane
 from rollyard_api.storage.rows import ClaimRow
 
 MAX_WAIT = 60.0
-"""Longest long poll, in seconds."""
+"""The longest time that a long poll may take, in seconds."""
 
 Namespace = Annotated[str, Query(max_length=63)]
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT)]
 
 
 def plane_of(request: Request) -> ControlPlane:
-    """The control plane of this application."""
+    """Return the control plane of this application."""
     plane: ControlPlane = request.app.state.plane
     return plane
 
 
 def role_of(request: Request) -> Role:
-    """The holder of the token that the request bears."""
+    """Return the role of the token that the request carries."""
     caller: Caller = request.state.caller
     return caller.role
 
 
 def refuse_other_job(request: Request, namespace: str, name: str | None) -> None:
-    """A token of one job's workers serves that job only.
+    """Refuse other jobs if the request's token belongs to one job's workers.
 
     Raises:
-        Forbidden: it is another one's, or none is named.
+        Forbidden: The request names another job, or none.
     """
     job = bound_of(request)
     if job is not None and (job.identity.namespace, job.identity.name) != (namespace, name):
@@ -48,10 +48,12 @@ def refuse_other_job(request: Request, namespace: str, name: str | None) -> None
 
 
 async def refuse_others(request: Request, rollouts: Collection[str], sandboxes: Collection[str] = ()) -> None:
-    """The same for rollouts, and for sandboxes that rollouts have; those that are unknown belong to nobody.
+    """Refuse rollouts of other jobs, and sandboxes of such rollouts, in the same way.
+
+    Unknown rollouts and sandboxes belong to no job.
 
     Raises:
-        Forbidden: one of them is of another job.
+        Forbidden: One of them belongs to another job.
     """
     job = bound_of(request)
     if job is not None and (rollouts or sandboxes):
@@ -64,10 +66,10 @@ async def refuse_others(request: Request, rollouts: Collection[str], sandboxes: 
 
 
 def refuse_other_claim(request: Request, claim: ClaimRow) -> None:
-    """The same for the row of a claim.
+    """Refuse a claim of another job in the same way.
 
     Raises:
-        Forbidden: it is of another job.
+        Forbidden: The claim belongs to another job.
     """
     job = bound_of(request)
     if job is not None and claim.job_uid != job.uid:
@@ -75,7 +77,7 @@ def refuse_other_claim(request: Request, claim: ClaimRow) -> None:
 
 
 def bound_of(request: Request) -> BoundJob | None:
-    """The only job that the request's token reaches; None where it reaches any."""
+    """Return the only job that the request's token may access, or None if it may access any job."""
     job: BoundJob | None = request.state.bound
     return job
 
@@ -86,7 +88,7 @@ def _of_other(job: BoundJob) -> Forbidden:
 
 
 async def _plane(request: Request) -> ControlPlane:
-    # Not `plane_of` itself: what is no coroutine function, FastAPI calls in a thread.
+    # This is not `plane_of` itself, because FastAPI calls functions that are not coroutines in a thread.
     return plane_of(request)
 
 
@@ -94,22 +96,25 @@ Plane = Annotated[ControlPlane, Depends(_plane)]
 
 
 async def body_of(request: Request) -> Any:
-    """The decoded body, JSON or msgpack, of JSON's values and not too deep."""
+    """Return the decoded JSON or msgpack body, after a check of its value types and its depth."""
     document = await unchecked_body_of(request)
     check_plain(document)
     return document
 
 
 async def unchecked_body_of(request: Request) -> Any:
-    """The decoded body, for a route that calls `check_plain` on all of it but large lists that it checks."""
+    """Return the decoded body without the check of its values.
+
+    The route must call `check_plain` on all of it, except large lists that the route checks itself.
+    """
     return decode(await request.body(), request.headers.get("content-type", ""))
 
 
 def answer(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
+    """Return a JSON answer."""
     return Response(dumps(document), status_code=status, media_type="application/json", headers=headers)
 
 
 def body_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """OpenAPI of a body that the route reads by itself."""
+    """Return the OpenAPI description of a body that the route reads by itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

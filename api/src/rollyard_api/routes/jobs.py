@@ -1,4 +1,4 @@
-"""RolloutJobs: submit, look, change, cancel, delete; tasks of streams."""
+"""RolloutJobs: submit, get, list, change, cancel and delete them, and push tasks to streams."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"])
 
 
 class Patch(BaseModel):
-    """What may be changed of a job."""
+    """The fields of a job that may be changed."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -36,7 +36,7 @@ class Patch(BaseModel):
 
 
 class Cancel(BaseModel):
-    """What to cancel: the job, one group of it, or one rollout."""
+    """What to cancel: the job, one of its groups, or one rollout."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -48,13 +48,13 @@ MAX_YAML_BYTES = 4 << 20
 
 
 async def manifest_of(request: Request, kind: Literal["RolloutJob", "BackendPool"]) -> Any:
-    """The body as a checked manifest, JSON or YAML; `?namespace=` fills a namespace left out."""
+    """Return the JSON or YAML body as a checked manifest; `?namespace=` is the default namespace."""
     if "yaml" in request.headers.get("content-type", ""):
         body = await request.body()
         if len(body) > MAX_YAML_BYTES:
             raise TooLarge(f"a manifest in YAML may have {MAX_YAML_BYTES} bytes; send JSON")
         try:
-            # In a thread: it takes seconds where JSON takes milliseconds.
+            # YAML is parsed in a thread, because it takes seconds where JSON takes milliseconds.
             key = request.query_params.get("namespace") or ""
             document = await plane_of(request).parsing.run(partial(load_one, body), key)
         except YamlError as error:
@@ -65,10 +65,10 @@ async def manifest_of(request: Request, kind: Literal["RolloutJob", "BackendPool
 
 
 def checked(document: Any, kind: Literal["RolloutJob", "BackendPool"], namespace: str | None) -> Any:
-    """A document as a manifest of this kind; `namespace` fills one left out.
+    """Return a document as a manifest of this kind, with `namespace` as the default namespace.
 
     Raises:
-        Invalid: it is refused; `errors` names each field.
+        Invalid: The document is refused; `errors` names each field.
     """
     if namespace and isinstance(document, dict) and isinstance(document.get("metadata"), dict):
         document["metadata"].setdefault("namespace", namespace)
@@ -83,10 +83,12 @@ def checked(document: Any, kind: Literal["RolloutJob", "BackendPool"], namespace
 
 
 def registered(document: Any, kind: Literal["RolloutJob", "BackendPool"], request: Request, name: str) -> Any:
-    """The manifest of a PUT, with what is kept of its metadata; name and namespace must be those asked for.
+    """Return the manifest of a PUT, with the metadata that is kept.
+
+    Its name and namespace must be those of the request.
 
     Raises:
-        Invalid: it is refused; `errors` names each field.
+        Invalid: The document is refused; `errors` names each field.
     """
     namespace = request.query_params.get("namespace")
     manifest = checked(document, kind, namespace)
@@ -130,7 +132,7 @@ async def _tasks(plane: ControlPlane, job: RolloutJob) -> list[TaskRow]:
 
 
 async def _registered_tasks(plane: ControlPlane, job: RolloutJob, given: Any) -> list[TaskRow]:
-    """The tasks of a job that is about to be made: its own, or those that its driver read of a ConfigMap."""
+    """Return the tasks of a new job: its own, or those that its driver read from a ConfigMap."""
     if job.spec.tasks.config_map_ref is None:
         return await _tasks(plane, job)
     if given is None:
@@ -141,14 +143,14 @@ async def _registered_tasks(plane: ControlPlane, job: RolloutJob, given: Any) ->
 
 @router.post("", openapi_extra=body_schema(RolloutJob.model_json_schema(by_alias=True)))
 async def submit(request: Request) -> Response:
-    """Submit a manifest: 201 made, 200 the same stands already, 409 another spec, 422 refused."""
+    """Submit a manifest: 201 created, 200 the same job exists, 409 it has another spec, 422 refused."""
     plane = plane_of(request)
     job: RolloutJob = await manifest_of(request, "RolloutJob")
     missing = entrypoints.problems(job.spec, plane.installed)
     if missing:
         raise Invalid(missing[0], reason="NotInstalled", errors=missing)
     meta = job.metadata
-    # A repeat is answered before its tasks are read: their file may be gone meanwhile.
+    # A repeat is answered before its tasks are read, since their file may be gone by then.
     bare = jobs.prepare(job, [])
     if await plane.database.read(partial(jobs.same, new=bare)):
         made = False
@@ -160,22 +162,22 @@ async def submit(request: Request) -> Response:
 
 
 class Registration(BaseModel):
-    """A job as its driver knows it."""
+    """A job as its driver reports it."""
 
     model_config = ConfigDict(extra="forbid")
 
     manifest: dict[str, Any]
-    """The RolloutJob; its status is ignored."""
+    """The RolloutJob. Its status is ignored."""
     tasks: list[dict[str, Any]] | None = None
-    """What the ConfigMap of `spec.tasks.configMapRef` holds; read only where the job is made."""
+    """The content of the ConfigMap that `spec.tasks.configMapRef` names. It is read only for a new job."""
 
 
 @router.put("/{name}", openapi_extra=body_schema(Registration.model_json_schema()))
 async def register(request: Request, name: str) -> Response:
-    """A driver's job: 201 made, 200 there already and brought up to date, 409 another one, 422 refused.
+    """Register a driver's job: 201 created, 200 exists and updated, 409 another job exists, 422 refused.
 
-    By the annotation `rollyard.dev/object-uid` a new job of the same name, which replaces the old one,
-    differs from a changed one. Inline tasks are left out of the answer (`spec.tasks` says `stream` then).
+    The annotation `rollyard.dev/object-uid` distinguishes a new job of the same name, which replaces the
+    old one, from a changed one. The answer omits inline tasks (`spec.tasks` then has `stream`).
     """
     plane = plane_of(request)
     asked = validated(Registration, await body_of(request))
@@ -207,11 +209,11 @@ async def list_jobs(
     omit: Literal["", "tasks"] = "",
     finished: bool | None = None,
 ) -> Response:
-    """Jobs of one namespace, or of all; `metadata.continue` says how to get the rest.
+    """List the jobs of one namespace, or of all; `metadata.continue` is given if there are more.
 
-    `finished=false`: only those that a driver has to do with: rollouts have not ended, the stream is open,
-    or the object is to be deleted; `true`: only those that have ended.
-    `omit=tasks`: inline tasks are left out (`spec.tasks` says `stream` then), for drivers that look often.
+    `finished=false` selects the jobs that a driver has to handle: they have unfinished rollouts, an open
+    stream, or an object that is to be deleted. `finished=true` selects those that have ended.
+    `omit=tasks` omits inline tasks (`spec.tasks` then has `stream`), for drivers that list jobs often.
     """
     found, more = await plane.database.read(
         partial(
@@ -231,16 +233,16 @@ async def list_jobs(
 
 @router.get("/{name}")
 async def get_job(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
-    """One job, with live counts in its status."""
+    """Return a job, with live counts in its status."""
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
 
 
 @router.delete("/{name}", status_code=202)
 async def delete_job(request: Request, plane: Plane, name: str, namespace: Namespace = "default") -> Response:
-    """Cancel and remove; what lies in the trajectory store stays there.
+    """Cancel a job and remove it. Its records in the trajectory store are kept.
 
-    A job that is registered for an object of Kubernetes is cancelled and stays (`"deleted": false`) until
-    its driver, which deletes the object, deletes it too.
+    A job that is registered for a Kubernetes object is cancelled but stays (`"deleted": false`) until its
+    driver, which deletes the object, deletes the job too.
     """
     op = registration.delete_job if role_of(request) != "driver" else cancellation.delete_job
     job_id = await plane.database.write(partial(op, namespace=namespace, name=name))
@@ -263,7 +265,7 @@ async def patch_job(request: Request, name: str, namespace: Namespace = "default
 
 @router.put("/{name}/status", openapi_extra=body_schema(RolloutJobStatus.model_json_schema(by_alias=True)))
 async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
-    """The driver's report: phase, conditions, observedGeneration, message."""
+    """Take the driver's report: phase, conditions, observedGeneration and message."""
     plane = plane_of(request)
     given = await body_of(request)
     status = validated(RolloutJobStatus, given)
@@ -276,7 +278,7 @@ async def put_status(request: Request, name: str, namespace: Namespace = "defaul
 
 @router.post("/{name}/tasks")
 async def push_tasks(request: Request, name: str, namespace: Namespace = "default") -> Response:
-    """Push tasks to a stream: NDJSON, or {"tasks": [...]}. Task ids make repeats harmless."""
+    """Push tasks to a stream, as NDJSON or {"tasks": [...]}. Repeats are harmless because of task ids."""
     plane = plane_of(request)
     if "ndjson" in request.headers.get("content-type", ""):
         try:
@@ -296,7 +298,7 @@ async def push_tasks(request: Request, name: str, namespace: Namespace = "defaul
 
 @router.post("/{name}/close")
 async def close(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
-    """No more tasks will come: the job ends with those it has."""
+    """Close a stream. The job takes no more tasks and ends with those that it has."""
     await plane.database.write(partial(jobs.close, namespace=namespace, name=name))
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
 

@@ -1,4 +1,4 @@
-"""Calls of stage workers: lease, heartbeat, complete, fail, route."""
+"""Leases: the routes with which stage workers lease rollouts, renew leases and report results."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _over(conn: Connection, namespace: str | None, name: str, job_id: int | None
     "", responses={200: {"model": LeaseResponse}}, openapi_extra=body_schema(LeaseRequest.model_json_schema())
 )
 async def lease(request: Request) -> Response:
-    """Lease up to 64 rollouts; waits for the first up to `wait` seconds."""
+    """Lease up to 64 rollouts. The call waits up to `wait` seconds for the first one."""
     plane = plane_of(request)
     asked = validated(LeaseRequest, await body_of(request))
     refuse_other_job(request, asked.namespace or "default", asked.job)
@@ -88,7 +88,7 @@ async def lease(request: Request) -> Response:
 
 
 async def _granted(plane: ControlPlane, ask: Ask) -> tuple[list[dict[str, Any]], bool]:
-    """What can be leased now, and whether the job that was asked for has ended."""
+    """Return the leases that can be granted now, and whether the requested job has ended."""
     now = asyncio.get_running_loop().time
     stages = tuple(sorted(stage for stage, places in ask.capacity.items() if places > 0))
     same = (ask.namespace, ask.job, ask.job_id, ask.node, stages)
@@ -119,14 +119,14 @@ async def _granted(plane: ControlPlane, ask: Ask) -> tuple[list[dict[str, Any]],
     openapi_extra=body_schema(HeartbeatRequest.model_json_schema()),
 )
 async def heartbeat(request: Request) -> Response:
-    """Renew leases; learn which are lost or cancelled and which sandboxes are orphans."""
+    """Renew leases. The answer names lost and cancelled leases, and orphaned sandboxes."""
     plane = plane_of(request)
     beat = validated(HeartbeatRequest, await body_of(request))
     held = [(ref.rollout, ref.token) for ref in beat.leases]
     await refuse_others(request, [rollout for rollout, _ in held], beat.ending)
     job = bound_of(request)
     job_id = None if job is None else job.id
-    # What one job's workers list is remembered apart: it replaces nothing that others listed.
+    # The list of one job's workers is kept apart, so it does not replace what other workers listed.
     place = beat.node if job is None else f"{beat.node} {job_id}"
 
     def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float]:
@@ -153,7 +153,7 @@ async def heartbeat(request: Request) -> Response:
     openapi_extra=body_schema(CompleteRequest.model_json_schema()),
 )
 async def complete(request: Request) -> Response:
-    """Hand in stage results; each is committed before it is answered."""
+    """Report stage results. Each is committed before it is answered."""
     plane = plane_of(request)
     results = wire.check_results(await unchecked_body_of(request))
     made = [item["sandbox"]["id"] for item in results if item.get("sandbox")]
@@ -169,7 +169,7 @@ async def complete(request: Request) -> Response:
     openapi_extra=body_schema(FailRequest.model_json_schema()),
 )
 async def fail(request: Request) -> Response:
-    """Report infrastructure failures: retried while attempts are left."""
+    """Report infrastructure failures. The rollouts are retried while attempts are left."""
     plane = plane_of(request)
     failures = wire.check_failures(await body_of(request))
     await refuse_others(request, [item["rollout"] for item in failures])
@@ -184,7 +184,7 @@ async def fail(request: Request) -> Response:
     openapi_extra=body_schema(RouteRequest.model_json_schema()),
 )
 async def route(request: Request) -> Response:
-    """Another backend for a rollout whose own failed; none, while none has room, and when to ask again."""
+    """Return another backend for a rollout whose backend failed, or, if none has room, a time to retry."""
     plane = plane_of(request)
     asked = validated(RouteRequest, await body_of(request))
     await refuse_others(request, [asked.rollout])
@@ -213,7 +213,7 @@ async def route(request: Request) -> Response:
 async def job_spec(
     request: Request, plane: Plane, name: str, namespace: Namespace = "default", uid: str | None = None
 ) -> Response:
-    """The spec of a job, for workers; `spec.tasks` holds no inline tasks."""
+    """Return a job's spec for workers, without inline tasks."""
     refuse_other_job(request, namespace, name)
     return answer(
         await plane.database.read(partial(job_views.worker_spec, namespace=namespace, name=name, uid=uid))

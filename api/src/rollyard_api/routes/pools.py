@@ -1,4 +1,4 @@
-"""BackendPools and what drivers report of their backends."""
+"""BackendPools, and the reports of drivers about their backends."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ router = APIRouter(prefix="/v1/backendpools", tags=["backendpools"])
 
 
 class Backends(Model):
-    """All backends of a pool, as its driver knows them."""
+    """All backends of a pool, as its driver reports them."""
 
     backends: Annotated[list[BackendStatus], Field(max_length=1024)]
 
 
 class Patch(Model):
-    """A merge patch (RFC 7386) of a pool's spec; null takes a field away."""
+    """A merge patch (RFC 7386) of a pool's spec, in which null removes a field."""
 
     spec: dict[str, Any]
 
@@ -41,10 +41,10 @@ def _read(conn: Connection, namespace: str, name: str) -> dict[str, Any]:
 
 @router.post("", openapi_extra=body_schema(BackendPool.model_json_schema(by_alias=True)))
 async def create(request: Request) -> Response:
-    """Make a pool: 201 made, 200 the same stands already, 409 another spec."""
+    """Create a pool: 201 created, 200 the same pool exists, 409 it exists with another spec."""
     plane = plane_of(request)
     pool: BackendPool = await manifest_of(request, "BackendPool")
-    pool.metadata.annotations.pop(OBJECT_UID, None)  # says that a driver registered it, which this is not
+    pool.metadata.annotations.pop(OBJECT_UID, None)  # Only a pool that a driver registers has it.
     made = await plane.database.write(partial(pools.create, pool=pool))
     read = partial(_read, namespace=pool.metadata.namespace, name=pool.metadata.name)
     return answer(await plane.database.read(read), 201 if made else 200)
@@ -52,10 +52,10 @@ async def create(request: Request) -> Response:
 
 @router.put("/{name}", openapi_extra=body_schema(BackendPool.model_json_schema(by_alias=True)))
 async def register(request: Request, name: str) -> Response:
-    """A driver's pool: 201 made, 200 there already and brought up to date, 409 another one, 422 refused.
+    """Register a driver's pool: 201 created, 200 exists and updated, 409 another pool exists, 422 refused.
 
-    By the annotation `rollyard.dev/object-uid` a new pool of the same name, which replaces the old one,
-    differs from a changed one.
+    The annotation `rollyard.dev/object-uid` distinguishes a new pool of the same name, which replaces the
+    old one, from a changed one.
     """
     plane = plane_of(request)
     pool: BackendPool = registered(await body_of(request), "BackendPool", request, name)
@@ -66,20 +66,20 @@ async def register(request: Request, name: str) -> Response:
 
 @router.get("")
 async def list_pools(plane: Plane, namespace: Annotated[str | None, Query(max_length=63)] = None) -> Response:
-    """Pools of one namespace, or of all."""
+    """List the pools of one namespace, or of all."""
     found = await plane.database.read(partial(pools.listed, namespace=namespace))
     return answer({"apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPoolList", "items": found})
 
 
 @router.get("/{name}")
 async def get_pool(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
-    """One pool with its backends."""
+    """Return a pool with its backends."""
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
 
 
 @router.patch("/{name}", openapi_extra=body_schema(Patch.model_json_schema()))
 async def patch_pool(request: Request, name: str, namespace: Namespace = "default") -> Response:
-    """Change the spec by a merge patch: replicas, limits, arguments, external URLs."""
+    """Change the spec by a merge patch: replicas, limits, arguments or external URLs."""
     plane = plane_of(request)
     asked = validated(Patch, await body_of(request))
     await plane.database.write(partial(pools.patch, namespace=namespace, name=name, changes=asked.spec))
@@ -92,8 +92,8 @@ async def delete_pool(
 ) -> Response:
     """Remove a pool.
 
-    One that is registered for an object of Kubernetes stays (`"deleted": false`), with the annotation
-    `rollyard.dev/delete-requested`, until its driver, which deletes the object, deletes it too.
+    A pool that is registered for a Kubernetes object stays (`"deleted": false`), with the annotation
+    `rollyard.dev/delete-requested`, until its driver, which deletes the object, deletes the pool too.
     """
     if role_of(request) == "driver":
         await plane.database.write(partial(pools.delete, namespace=namespace, name=name))
@@ -107,7 +107,7 @@ async def delete_pool(
 
 @router.put("/{name}/backends", openapi_extra=body_schema(Backends.model_json_schema(by_alias=True)))
 async def put_backends(request: Request, name: str, namespace: Namespace = "default") -> Response:
-    """The driver's report of the pool's backends, all of them."""
+    """Take the driver's report of all of the pool's backends."""
     plane = plane_of(request)
     given = validated(Backends, await body_of(request))
     await plane.database.write(
@@ -118,7 +118,7 @@ async def put_backends(request: Request, name: str, namespace: Namespace = "defa
 
 @router.put("/{name}/status", openapi_extra=body_schema(BackendPoolStatus.model_json_schema(by_alias=True)))
 async def put_status(request: Request, name: str, namespace: Namespace = "default") -> Response:
-    """The driver's report: conditions, observedGeneration, replicas."""
+    """Take the driver's report: conditions, observedGeneration and replicas."""
     plane = plane_of(request)
     status = validated(BackendPoolStatus, await body_of(request))
     await plane.database.write(

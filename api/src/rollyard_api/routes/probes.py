@@ -1,4 +1,4 @@
-"""Probes and metrics: no token, nothing secret."""
+"""Probes and metrics, which need no token and reveal no secrets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ router = APIRouter(tags=["probes"])
 
 @router.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> str:
-    """The process answers."""
+    """Return "ok" if the process answers."""
     return "ok"
 
 
 @router.get("/readyz", response_class=PlainTextResponse)
 async def readyz(plane: Plane) -> str:
-    """The database answers too; 503 while it does not, or while shutting down."""
+    """Return "ok" if the database answers too; 503 otherwise, and while starting or shutting down."""
     if not plane.ready or plane.bus.closing:
         raise Unavailable("starting or shutting down")
     await plane.database.read(ping)
@@ -29,6 +29,6 @@ async def readyz(plane: Plane) -> str:
 
 @router.get("/metrics")
 async def metrics(plane: Plane) -> Response:
-    """Prometheus metrics."""
+    """Return the metrics in Prometheus text format."""
     text = await plane.database.read(plane.metrics.render)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

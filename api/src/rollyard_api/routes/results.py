@@ -1,4 +1,4 @@
-"""What comes out of a job: trajectories, groups, summaries, events."""
+"""The results of a job: trajectories, groups, summaries and events."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
 
 COUNTS_SECONDS = 1.0
-"""Between two looks at the counts of a job that somebody watches."""
+"""The seconds between two reads of the counts of a job whose events a client follows."""
 
 Cursor = Annotated[str, Query()]
 
 
 class _Found(Protocol):
-    """Results of a job that have ended, as `records` and `grouping` find them."""
+    """The ended results of a job, as `records` and `grouping` find them."""
 
     @property
     def after(self) -> int: ...
@@ -55,16 +55,16 @@ E = TypeVar("E", bound=_Found)
 
 @dataclass(frozen=True, slots=True)
 class _Page(Generic[E]):
-    """What one long poll of a job's results has found, with a place held for the answer."""
+    """The results that one long poll found, with a place held for the answer."""
 
     plane: ControlPlane
     kind: cursors.Kind
     job: JobRow
     after: int
-    """The cursor's place, from which on results were asked for."""
+    """The place of the cursor, after which results were requested."""
     found: E
     finished: bool
-    """Whether nothing will follow what was found."""
+    """Whether no results will follow those that were found."""
     held: AsyncExitStack
 
     async def lines(self, rows: Sequence[EndedRollout]) -> list[bytes]:
@@ -80,7 +80,7 @@ class _Page(Generic[E]):
         return self.deliver(data, form, reached)
 
     def deliver(self, data: bytes | AsyncIterator[bytes], form: str, reached: int | None) -> Response:
-        """Return the answer with this body; it keeps the held place until it is sent."""
+        """Return the answer with this body, which keeps the held place until it is sent."""
         place = self.found.after if reached is None else reached
         headers = {
             "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, place),
@@ -104,13 +104,13 @@ async def _page(
     """Wait for results of a job after a cursor, and hold a place for the answer with them.
 
     Args:
-        end: gives the place of the newest result of the job, beyond which no cursor may lie.
-        look: reads results, given the job's number and the cursor's place.
+        end: Returns the place of the newest result of the job, beyond which no cursor may lie.
+        look: Reads results, given the job's number and the cursor's place.
 
     Raises:
-        NotFound: there is no such job, or it was deleted meanwhile.
-        Gone: the cursor belongs to another job of this name, or the job was replaced meanwhile.
-        TooManyWaits: no further long poll, or no further page, may stand open.
+        NotFound: There is no such job, or it was deleted in the meantime.
+        Gone: The cursor belongs to another job of this name, or the job was replaced in the meantime.
+        TooManyWaits: No further long poll or page may be open.
     """
     plane = plane_of(request)
     job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))
@@ -147,10 +147,10 @@ async def trajectories(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     status: TrajectoryStatus | None = None,
 ) -> Response:
-    """Ended rollouts after a cursor, as they come; NDJSON, Parquet or msgpack by Accept.
+    """Return ended rollouts after a cursor, as NDJSON, Parquet or msgpack according to Accept.
 
-    A page may hold fewer than `limit`: it is bounded in bytes too.
-    Header `Rollyard-Cursor`: where the next page begins. `Rollyard-Finished`: true when nothing will follow.
+    A page may hold fewer than `limit`, because it is limited in bytes too. The header `Rollyard-Cursor` is
+    the cursor of the next page. `Rollyard-Finished` is true when no results will follow.
     """
     plane = plane_of(request)
     wanted = [state for state in ENDED if status in (None, state.status)]
@@ -189,11 +189,11 @@ async def groups(
     informative: bool = False,
     dropped: bool = False,
 ) -> Response:
-    """Whole groups after a cursor: {group_id, task_id, delivered, informative, reason, trajectories}.
+    """Return whole groups after a cursor: {group_id, task_id, delivered, informative, reason, trajectories}.
 
-    A delivered group's trajectories are those with a reward; `dropped=true` adds the groups with
-    too few of them, without trajectories. A page may hold fewer than `limit`. Headers as with
-    trajectories.
+    A delivered group's trajectories are those with a reward. `dropped=true` adds the groups with too few
+    of them, without trajectories. A page may hold fewer than `limit`. The headers are those of
+    `trajectories`.
     """
     form = delivery.media_type(request.headers.get("accept", ""))
     if form == PARQUET:
@@ -243,7 +243,7 @@ def _group_head(group: EndedGroup) -> bytes:
 
 
 def _whole_groups(found: list[tuple[EndedGroup, list[RolloutSize]]], lines: list[bytes]) -> list[bytes]:
-    """Return the groups all of whose members' records are at hand, as JSON."""
+    """Return, as JSON, the groups whose members' records are all among `lines`."""
     whole, at = [], 0
     for group, members in found:
         if at + len(members) > len(lines):
@@ -258,7 +258,7 @@ async def _large_group(
 ) -> AsyncIterator[bytes]:
     """Read and send a group that has more bytes than a page, piece by piece.
 
-    Where it cannot be sent to its end, the connection is cut, so that nobody takes the part for the whole.
+    If it cannot be sent completely, the connection is cut, so no client takes a part for the whole group.
     """
     plane, job = page.plane, page.job
     yield _group_head(group)
@@ -286,7 +286,7 @@ async def list_rollouts(
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     after: Annotated[str, Query(alias="continue")] = "",
 ) -> Response:
-    """Rollouts in short: stage, status, attempt, reward, timings, worker."""
+    """List rollouts in brief: stage, status, attempt, reward, timings and worker."""
     wanted = RolloutState.matching(stage, status)
     most = plane.settings.page_bytes
 
@@ -302,7 +302,7 @@ async def list_rollouts(
 
 
 def _rollout_after(given: str, job: JobRow) -> str:
-    """The rollout's id in `continue`; older clients give the id alone, which begins as the job's ids do."""
+    """Return the rollout's id in `continue`. Older clients give the id alone, with the job's id prefix."""
     if not given or given.startswith(f"{job.name}-{job.uid[:8]}-"):
         return given
     return cursors.word(given, "rollouts", uid=job.uid, job=job.name, parameter="continue")
@@ -310,7 +310,7 @@ def _rollout_after(given: str, job: JobRow) -> str:
 
 @router.get("/{name}/rollouts/{rollout}")
 async def get_rollout(plane: Plane, name: str, rollout: str, namespace: Namespace = "default") -> Response:
-    """One ended rollout's trajectory."""
+    """Return the trajectory of a rollout that has ended."""
 
     def query(conn: Connection) -> tuple[JobRow, RolloutSize]:
         job = jobs.find(conn, namespace, name)
@@ -348,11 +348,11 @@ async def events(
     namespace: Namespace = "default",
     last_event_id: Annotated[str, Header()] = "",
 ) -> Response:
-    """Server-sent events: `transition` per stage transition, `counts` when counts have changed.
+    """Stream server-sent events: `transition` per stage transition, `counts` when counts have changed.
 
-    Ends once the job has. A consumer that falls behind by a whole buffer is dropped with an
-    event `dropped`; it may resume by Last-Event-ID while the past is kept. Where events after that
-    id are not kept, an event `missed` says so first.
+    The stream ends when the job has ended. A consumer that falls behind by a whole buffer is dropped with
+    an event `dropped`. It may resume with Last-Event-ID while past events are kept. If events after that
+    id are no longer kept, an event `missed` is sent first.
     """
     plane = plane_of(request)
     job = await plane.database.read(partial(jobs.find, namespace=namespace, name=name))

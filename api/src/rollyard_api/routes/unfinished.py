@@ -1,4 +1,4 @@
-"""What a driver waits on between two looks at all jobs."""
+"""The long poll with which drivers wait for changes of jobs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ async def unfinished(
     revision: Annotated[int | None, Query(ge=0)] = None,
     wait: Wait = 0.0,
 ) -> Response:
-    """The jobs that drivers have to do with, of all namespaces, by name, generation and cancel reason.
+    """List the jobs of all namespaces that drivers have to handle, by name, generation and cancel reason.
 
-    With the `revision` of the last answer: waits up to `wait` seconds until one has come, ended or changed.
+    With the `revision` of the last answer, the call waits up to `wait` seconds for a change of this list.
     """
     return answer(
         await plane.poll(

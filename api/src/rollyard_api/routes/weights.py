@@ -1,4 +1,4 @@
-"""Weight updates of a pool, and pausing it: the calls of a trainer."""
+"""Weight updates of a pool, and pause and resume: the routes for a trainer."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def _pool(conn: Connection, namespace: str, name: str) -> tuple[PoolRow, list[Ba
 async def _require(
     plane: ControlPlane, pool: PoolRow, rows: list[BackendRow], mode: PauseMode, *, labels: bool
 ) -> None:
-    """Check that the servers can do what is asked of them.
+    """Check that the ready servers support the requested mode.
 
     Args:
-        labels: rollouts continue over the update, so the servers must say which tokens came after it.
+        labels: Whether rollouts continue over the update, so servers must label the tokens after it.
 
     Raises:
-        Conflict: names the server that cannot.
+        Conflict: A server lacks support; the message names it.
     """
 
     async def one(url: str) -> str | None:
@@ -84,7 +84,7 @@ async def _require(
                 "tokens from new ones: use inFlight 'restart' (vLLM: VLLM_SERVER_DEV_MODE=1)"
             )
         except BackendError:
-            return None  # the update's own steps report it
+            return None  # The steps of the update report this error.
         return None
 
     async with asyncio.TaskGroup() as group:
@@ -105,9 +105,9 @@ def _choice(modes: Collection[PauseMode]) -> str:
     openapi_extra=body_schema(WeightUpdateRequest.model_json_schema(by_alias=True)),
 )
 async def update_weights(request: Request, name: str, namespace: Namespace = "default") -> Response:
-    """Bring every backend to new weights: 202 begun, 200 the same was asked for before.
+    """Bring every backend to new weights: 202 if the update begins, 200 if it was requested before.
 
-    An update that runs still is superseded. The answer comes at once; follow the update by its id.
+    An update that is still running is superseded. The call returns at once; follow the update by its id.
     """
     plane = plane_of(request)
     asked = validated(WeightUpdateRequest, await body_of(request))
@@ -129,7 +129,7 @@ async def update_weights(request: Request, name: str, namespace: Namespace = "de
 
 @router.get("/{name}/weights", responses={200: {"model": WeightUpdates}})
 async def list_updates(plane: Plane, name: str, namespace: Namespace = "default") -> Response:
-    """The pool's weight updates, the newest first."""
+    """List the pool's weight updates, the newest first."""
     found = await plane.database.read(partial(update_records.listed, namespace=namespace, name=name))
     return answer({"items": found})
 
@@ -138,7 +138,7 @@ async def list_updates(plane: Plane, name: str, namespace: Namespace = "default"
 async def get_update(
     request: Request, name: str, number: int, namespace: Namespace = "default", wait: Wait = 0.0
 ) -> Response:
-    """One weight update; waits up to `wait` seconds while it runs."""
+    """Return a weight update. The call waits up to `wait` seconds while the update is running."""
     plane = plane_of(request)
     read = partial(update_records.one, namespace=namespace, name=name, number=number)
     row = await plane.poll(
@@ -163,10 +163,10 @@ async def pause(
     mode: PauseMode = "abort",
     wait: PauseWait = 30.0,
 ) -> Response:
-    """Let no rollout enter Run and the servers sample nothing, until `resume`.
+    """Pause a pool until `resume`: no rollout enters Run, and the servers sample nothing.
 
-    200 once every server is paused, 202 where that takes longer than `wait` seconds; it
-    continues after the answer.
+    The status is 200 once every server is paused, or 202 if that takes longer than `wait` seconds. In that
+    case the servers are paused after the answer.
     """
     plane = plane_of(request)
     pool, rows = await plane.database.read(partial(_pool, namespace=namespace, name=name))
@@ -182,7 +182,7 @@ async def pause(
 async def resume(
     request: Request, name: str, namespace: Namespace = "default", wait: PauseWait = 30.0
 ) -> Response:
-    """Undo `pause`: 200 once every server samples again, 202 where that takes longer than `wait` seconds."""
+    """Undo `pause`: 200 once every server samples again, 202 if that takes longer than `wait` seconds."""
     plane = plane_of(request)
     await plane.database.write(partial(update_records.resume, namespace=namespace, name=name))
     return await _until(

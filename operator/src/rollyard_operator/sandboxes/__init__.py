@@ -1,1 +1,1 @@
-"""Sandbox pods: the loop that carries plans out, the network isolation and its checks."""
+"""Sandbox pods: the loop that carries out plans, and the network isolation with its checks."""

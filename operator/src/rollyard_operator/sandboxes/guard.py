@@ -1,4 +1,4 @@
-"""Keeping the network of sandboxes closed, as far as NetworkPolicies tell, and saying what is not proven."""
+"""Keep the network of sandboxes closed, as far as NetworkPolicies show it, and report what is not proven."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from rollyard_operator.sandboxes.namespaces import Namespaces
 from rollyard_operator.sandboxes.refusals import NOT_ISOLATED
 
 LOOK_SECONDS = 30.0
-"""Between two looks at the policies over sandboxes in use."""
+"""The time between two looks at the policies that apply to the sandboxes in use, in seconds."""
 REMEMBERED = 4096
-"""How many jobs are remembered for which an event has named what is not proven."""
+"""The number of jobs for which the operator remembers that an event has named what is not proven."""
 Jobs = Callable[[str, str], Object | None]
-"""Finds the object of a job by namespace and name."""
+"""A function that finds the object of a job by namespace and name."""
 _log = logging.getLogger(__name__)
 
 
 class Guard:
-    """Looks at the policies of a namespace before a sandbox is made there, and before it is handed out.
+    """Checks the policies of a namespace before a sandbox is made there and before it is handed out.
 
     Args:
-        doubt: what the checks inside of sandboxes do not prove; empty: nothing.
+        doubt: Returns what the checks inside the sandboxes do not prove, or an empty string if they prove
+            everything.
     """
 
     def __init__(self, kube: Kube, namespaces: Namespaces, doubt: Callable[[], str]) -> None:
@@ -36,21 +37,25 @@ class Guard:
         self._open: set[str] = set()
 
     async def close(self, namespace: str, labels: Mapping[str, str]) -> None:
-        """The sandboxes' policy stands, and no other one opens what it closes.
+        """Make sure that the network policy for sandboxes exists and that no other policy opens what it
+        closes.
 
         Raises:
-            KubeError: `NotIsolated` where one does, or the API server does not answer.
+            KubeError: Another policy opens the network (reason `NotIsolated`), or the API server does not
+                answer.
         """
         await self._namespaces.close(namespace)
         if await self._namespaces.open_to(namespace, labels):
-            # Ours may have been deleted or changed since it was applied.
+            # The operator's own policy may have been deleted or changed since it was applied.
             self._namespaces.forget(namespace)
             await self._namespaces.close(namespace)
             if opened := await self._namespaces.open_to(namespace, labels):
                 raise KubeError(0, NOT_ISOLATED, opened)
 
     async def opened(self, pod: Object) -> str:
-        """Why a sandbox that was closed when it started is not any more; empty: it is."""
+        """Return why a sandbox that was closed when it started is open now, or an empty string if it is
+        closed.
+        """
         meta = pod["metadata"]
         opened = await self._namespaces.open_to(meta["namespace"], meta.get("labels") or {})
         if opened:
@@ -58,7 +63,7 @@ class Guard:
         return opened
 
     async def run(self, pods: Callable[[], Iterable[Object]], jobs: Jobs) -> None:
-        """Look at the sandboxes in use now and then, until cancelled; see `look`."""
+        """Check the sandboxes in use every LOOK_SECONDS until cancelled. See `look`."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
@@ -67,16 +72,17 @@ class Guard:
                 _log.warning("policies that may have opened sandboxes: %s", error)
 
     async def look(self, pods: Iterable[Object], jobs: Jobs) -> None:
-        """An event about each job whose sandboxes in use are not closed any more, once until they are again.
+        """Create an event for each job whose sandboxes in use are not closed any more.
 
-        They are left alone: only who writes policies in the namespace of a job can do that to it.
+        There is one event per job until its sandboxes are closed again. The sandboxes keep running: only
+        somebody who may write policies in the namespace of a job can open them.
 
         Args:
-            pods: all sandboxes.
-            jobs: finds the object of a job.
+            pods: All sandbox pods.
+            jobs: Finds the object of a job.
 
         Raises:
-            KubeError: the API server does not answer.
+            KubeError: The API server does not answer.
         """
         opened: dict[str, tuple[Object, str]] = {}
         for pod in list(pods):
@@ -90,7 +96,7 @@ class Guard:
             await self._kube.event(job, "Warning", "SandboxesOpened", f"sandboxes in use: {why}"[:1024])
 
     async def tell_doubt(self, job: Object | None) -> None:
-        """An event about a job, once, where the isolation of its sandboxes is proven in part only."""
+        """Create one event for a job if the isolation of its sandboxes is only partly proven."""
         doubt = self._doubt()
         if job is None or not doubt or uid_of(job) in self._told:
             return

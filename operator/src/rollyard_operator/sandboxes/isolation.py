@@ -1,4 +1,4 @@
-"""What a sandbox must not reach: addresses that answer an unrestricted pod."""
+"""The addresses that a sandbox must not reach, although they answer an unrestricted pod."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from rollyard_operator.settings import OperatorSettings, SettingsError
 RESOLVE_SECONDS = 10.0
 RESOLVER = Path("/etc/resolv.conf")
 METADATA = "169.254.169.254:80"
-"""Where clouds hand out credentials of the node."""
+"""The address where clouds hand out the credentials of the node."""
 
 
 async def isolation_checks(
     settings: OperatorSettings, kube: Kube, env: Mapping[str, str], resolver: Path = RESOLVER
 ) -> tuple[str, ...]:
-    """`ADDRESS:PORT` of each check, names resolved: a sandbox has no DNS. Empty where none is required.
+    """Return the `ADDRESS:PORT` of each check. The result is empty if isolation is not required.
 
-    Without `isolation.checks` these are the API server, as pods reach it, the control plane, the DNS
-    that the operator itself uses in a pod, and the metadata address of clouds. Those of `isolation.external`
-    are added.
+    Names are resolved here because a sandbox has no DNS. Without `isolation.checks` the checks are the API
+    server as pods reach it, the control plane, the DNS servers that the operator itself uses in a pod, and
+    the metadata address of clouds. The addresses of `isolation.external` are always added.
 
     Args:
-        env: the process's environment; in a pod it says where the API server is.
-        resolver: the file that names the DNS servers.
+        env: The environment of the process. In a pod it contains the address of the API server.
+        resolver: The file that names the DNS servers.
 
     Raises:
-        SettingsError: a name cannot be resolved, or there is nothing to check against.
+        SettingsError: A name cannot be resolved, or there is no address to check against.
     """
     if not settings.isolation.required:
         return ()
@@ -51,10 +51,10 @@ async def isolation_checks(
 
 
 async def external_checks(settings: OperatorSettings) -> tuple[str, ...]:
-    """`ADDRESS:PORT` of the checks outside of the cluster's own networks.
+    """Return the `ADDRESS:PORT` of each check outside the cluster's own networks.
 
     Raises:
-        SettingsError: a name cannot be resolved.
+        SettingsError: A name cannot be resolved.
     """
     return await _resolved(settings.isolation.external)
 
@@ -68,7 +68,7 @@ async def _resolved(targets: Iterable[str]) -> tuple[str, ...]:
 
 
 def _dns(env: Mapping[str, str], resolver: Path) -> list[str]:
-    """In a pod: the cluster's DNS, through which data could leave it."""
+    """Return the cluster's DNS servers if the operator runs in a pod. Data could leave a sandbox by DNS."""
     if not env.get("KUBERNETES_SERVICE_HOST"):
         return []
     try:
@@ -94,7 +94,7 @@ async def _api_server(kube: Kube, env: Mapping[str, str]) -> list[str]:
     try:
         service = await kube.get("Service", "default", "kubernetes")
     except KubeError:
-        return []  # not allowed to look: the control plane is checked
+        return []  # The operator may not read the service. The control plane is checked.
     if service is None:
         return []
     port = service["spec"]["ports"][0]["port"]
@@ -122,5 +122,5 @@ async def _resolve(target: str) -> list[str]:
     except (OSError, TimeoutError) as error:
         raise SettingsError(f"isolation.checks: {target}: the name cannot be resolved: {error}") from error
     addresses = dict.fromkeys(str(info[4][0]) for info in found)
-    # A pod may reach anything on its own loopback.
+    # Loopback addresses are left out, because a pod may reach anything on its own loopback.
     return [_join(one, int(port)) for one in addresses if not ipaddress.ip_address(one).is_loopback]

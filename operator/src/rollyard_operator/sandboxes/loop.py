@@ -1,7 +1,8 @@
-"""The loop of sandbox pods: claims from the control plane, pods in the cluster, one plan after the other.
+"""The loop of sandbox pods: it compares claims from the control plane with pods in the cluster, pass by pass.
 
-All it remembers can be found again from the two, so that it may be killed between any two steps:
-whose a pod is stands in its labels, and its secret is derived from a nonce in its annotations.
+Everything that the loop remembers can be read again from these two sources. It can therefore be killed
+between any two steps: the labels of a pod say which claim owns it, and its secret is derived from a nonce in
+its annotations.
 """
 
 from __future__ import annotations
@@ -60,19 +61,21 @@ from rollyard_operator.sandboxes.token_bucket import TokenBucket
 from rollyard_operator.settings import OperatorSettings
 
 POLL_SECONDS = 30.0
-"""For a change of claims, by one long poll."""
+"""The longest time that one long poll waits for a change of claims, in seconds."""
 AT_ONCE = 16
-"""Calls to the API server and the control plane at the same time."""
+"""The number of simultaneous calls to the API server and the control plane."""
 EVENT_PAUSE_SECONDS = 300.0
-"""Between two events of one reason about one job."""
+"""The minimum time between two events with the same reason for the same job, in seconds."""
 _PAUSES: Final = Backoff(first=0.5, longest=10.0)
 OWNER_SECONDS = 1.0
-"""Between two looks for the object of a job that has claims and is not there yet."""
+"""The time between two lookups of the object of a job that has claims but does not exist yet, in seconds."""
 _log = logging.getLogger(__name__)
 
 
 class ClaimSource(Protocol):
-    """What the loop asks of the control plane; DriverClient does it. All raise RollyardError."""
+    """The calls of the control plane that the loop needs. DriverClient implements it. All raise
+    RollyardError.
+    """
 
     async def claims(
         self, revision: int | None = None, wait: float = 0.0, namespace: str | None = None
@@ -87,14 +90,15 @@ class _Recipe:
 
 
 class SandboxLoop:
-    """Keeps the sandbox pods of one installation as claims and warm wants say.
+    """Keep the sandbox pods of one installation in line with the claims and the warm wants.
 
     Args:
-        pods: all pods of this installation; must have been filled once before `run`.
-        jobs: the RolloutJob object of a namespace and name, as the cluster has it.
-        key: only operators of this installation know it; secrets of sandboxes are derived from it.
-        checks: `ADDRESS:PORT` that sandboxes must not reach.
-        doubt: what these checks do not prove; empty: nothing.
+        pods: The cache of all pods of this installation. It must have been filled once before `run`.
+        jobs: Returns the RolloutJob object for a namespace and a name, as it is in the cluster.
+        key: A key that only operators of this installation know. The secrets of sandboxes are derived from
+            it.
+        checks: The addresses that sandboxes must not reach, each as `ADDRESS:PORT`.
+        doubt: Returns what these checks do not prove, or an empty string if they prove everything.
     """
 
     def __init__(
@@ -142,7 +146,7 @@ class SandboxLoop:
         self._failures = 0
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._listen(), name="claims")
             group.create_task(self._watch(), name="changes of pods")
@@ -152,7 +156,7 @@ class SandboxLoop:
             group.create_task(policies, name="policies over sandboxes")
 
     def wake(self) -> None:
-        """Look again: a job's object appeared or changed."""
+        """Start another pass. This is called when the object of a job appeared or changed."""
         self._wake.set()
 
     async def _listen(self) -> None:
@@ -184,7 +188,7 @@ class SandboxLoop:
             after = await self.run_pass()
 
     def learn(self, listed: ClaimList) -> None:
-        """Take what the control plane listed."""
+        """Store the claims and the warm wants that the control plane listed."""
         ours = self._settings.looks_after
         self._claims = {claim.id: claim for claim in listed.claims if ours(claim.namespace)}
         self._warm = [want for want in listed.warm if ours(want.namespace)]
@@ -194,7 +198,7 @@ class SandboxLoop:
     # One pass
 
     def plan(self) -> SandboxPlan:
-        """What is to be done now; nothing before the first list of claims."""
+        """Return what has to be done now. The plan is empty before the first list of claims."""
         if self._revision is None:
             return SandboxPlan()
         now = self._now()
@@ -205,11 +209,16 @@ class SandboxLoop:
         return reconcile_sandboxes(claims, needs, observed, now, limits)
 
     async def run_pass(self) -> float | None:
-        """Plan, and carry it out. Seconds after which to look again, if nothing happens before."""
+        """Make a plan and carry it out.
+
+        Returns:
+            The number of seconds until the next pass, if no change starts one earlier.
+        """
         plan = await self._sure(self.plan())
         taking = {take.claim: take for take in plan.take}
         binding = {bind.claim: bind for bind in plan.bind}
-        # They become coroutines one after the other: an operator that ends meanwhile leaves none behind.
+        # The coroutines are created one by one when they run, because an operator that is stopped in between
+        # would leave coroutines that were never awaited.
         steps: list[Callable[[], Awaitable[None]]] = [
             partial(self._take, take, binding.get(claim)) for claim, take in taking.items()
         ]
@@ -226,7 +235,7 @@ class SandboxLoop:
         return earliest(waits)
 
     async def _sure(self, plan: SandboxPlan) -> SandboxPlan:
-        """A plan that destroys nothing on the word of a view that is behind: it looks again before."""
+        """Return the plan after a second look, so that an outdated view never destroys a pod."""
         doubts = self._doubts(plan)
         if not doubts:
             return plan
@@ -246,7 +255,7 @@ class SandboxLoop:
         return doubts_of(plan, self._claims.keys(), (seen for _, seen in self._seen.values()))
 
     async def _step(self, step: Callable[[], Awaitable[None]]) -> bool:
-        """Whether it went well; what did not is planned again."""
+        """Return whether the step succeeded. A step that failed is planned again in the next pass."""
         async with self._places:
             try:
                 await step()
@@ -260,7 +269,7 @@ class SandboxLoop:
         return asyncio.get_running_loop().time()
 
     def _wanted(self, now: datetime) -> tuple[list[WantedSandbox], list[WarmNeed]]:
-        """Claims and warm wants with their flavors; remembers how to make each flavor."""
+        """Return claims and warm wants with their flavors, and remember how to make a pod of each flavor."""
         self._recipes = {}
         elapsed = (now - self._listed_at).total_seconds()
         claims = [
@@ -290,7 +299,7 @@ class SandboxLoop:
         return flavor
 
     def _owner(self, wish: Claim | WarmWant | None) -> SandboxOwner | None:
-        """The object of its job; None where there is none, or it goes."""
+        """Return the object of the job, or None if it does not exist or is being deleted."""
         obj = self._jobs(wish.namespace, wish.job) if wish is not None else None
         return owner_of_object(obj, self._settings) if obj is not None else None
 
@@ -305,14 +314,15 @@ class SandboxLoop:
                 known = (version, observed_sandbox(pod, token_hash(self._secret(pod))))
                 trouble = known[1].trouble
                 if trouble is not None and trouble.reason == "NotIsolated":
-                    # Somebody may have taken the policy away: the next pod is not made without it.
+                    # The policy may have been deleted. It is applied again before the next pod is made.
                     self._namespaces.forget(known[1].namespace)
             seen[uid] = known
             sandbox = known[1]
             if sandbox.state == "starting" and (port := starting_address(pod)) is not None:
                 ports[uid] = port
                 if self._probes.has_answered(uid):
-                    # It listens once its isolation was seen to hold: taking connections is being ready.
+                    # The exec server listens only after its isolation checks passed, so a pod that accepts
+                    # connections is ready.
                     sandbox = replace(sandbox, state="ready", trouble=None)
             deleted_at = self._deleted.get(uid)
             if deleted_at is not None and sandbox.state != "stopping":
@@ -333,7 +343,7 @@ class SandboxLoop:
         key = launch.namespace, launch.name
         recipe = self._recipes.get((launch.namespace, launch.flavor))
         owner = recipe.owner if recipe is not None else None
-        if launch.claim:  # its own job owns it, not the first of that flavor
+        if launch.claim:  # The pod belongs to the job of its claim, not to the first job of that flavor.
             owner = self._owner(self._claims.get(launch.claim))
         if recipe is None or owner is None:
             return
@@ -364,18 +374,18 @@ class SandboxLoop:
             await self._look(key, error)
         except KubeError as error:
             self._bucket.give_back()
-            if error.status == 404:  # of the owner, or the namespace: it was deleted meanwhile
+            if error.status == 404:  # The owner or the namespace was deleted in the meantime.
                 self._namespaces.forget(launch.namespace)
             trouble = self._refused(key, error)
             _log.warning("%s/%s cannot be made: %s: %s", *key, trouble.reason, trouble.message)
-            # There is no pod that could tell, and a claim may wait for minutes until it fails.
+            # There is no pod that could show the error, and a claim may wait for minutes until it fails.
             await self._tell(launch.namespace, owner.name, trouble.reason, trouble.message)
 
     async def _look(self, key: tuple[str, str], error: KubeError) -> None:
-        """Looks at what has taken the name: a pod that the watch has not reported yet, or somebody else's."""
+        """Look at the pod that has the name: one that the watch has not reported yet, or a foreign one."""
         there = await self._kube.get("Pod", *key)
         if there is None:
-            raise error  # it is gone again, or names are not the reason: the next pass asks again
+            raise error  # The pod is gone again, or the conflict is not about names. The next pass retries.
         if labels.label_of(there, labels.INSTANCE) == self._settings.instance:
             self._pods.put(there)
         else:
@@ -385,7 +395,7 @@ class SandboxLoop:
             self._refused(key, taken)
 
     def _refused(self, key: tuple[str, str], error: KubeError) -> Trouble:
-        self._wake.set()  # for the time of the next try to be planned
+        self._wake.set()  # The next pass plans the time of the next try.
         return self._refusals.add(key, error, self._now())
 
     async def _take(self, take: TakeSandbox, bind: BindSandbox | None) -> None:
@@ -395,7 +405,7 @@ class SandboxLoop:
         pod = take.pod
         there = self._pods.get((pod.namespace, pod.name))
         if there is None or uid_of(there) != pod.uid or labels.label_of(there, labels.CLAIM):
-            return  # it was taken since the plan was made
+            return  # The pod was taken after the plan was made.
         body = {
             "metadata": {
                 "labels": claim_labels(take.claim, owner),
@@ -403,7 +413,8 @@ class SandboxLoop:
             }
         }
         try:
-            # As it was seen: another operator may be taking it for another claim.
+            # The patch requires the version that was seen, because another operator may take the pod for
+            # another claim.
             version = str(there["metadata"]["resourceVersion"])
             taken = await self._kube.patch("Pod", pod.namespace, pod.name, body, uid=pod.uid, version=version)
         except KubeConflict:
@@ -429,7 +440,7 @@ class SandboxLoop:
         await self._report(bind.claim, status)
 
     async def _was_opened(self, bind: BindSandbox, pod: Object) -> bool:
-        """Whether policies have opened the sandbox since it started; then it is deleted."""
+        """Return whether policies have opened the sandbox since it started. Such a sandbox is deleted."""
         opened = await self._guard.opened(pod)
         if opened:
             namespace, name = bind.pod.namespace, bind.pod.name
@@ -464,7 +475,8 @@ class SandboxLoop:
         if now is None:
             self._claims.pop(claim, None)
         elif claim in self._claims:
-            # A list on its way may be older than this answer: then the same is planned once more.
+            # A list that is on its way may be older than this answer. In that case the same step is planned
+            # again.
             self._claims[claim] = now
         self._wake.set()
 
@@ -477,7 +489,7 @@ class SandboxLoop:
             self._deleted[delete.uid] = self._now() + timedelta(seconds=grace)
 
     async def _tell(self, namespace: str, job: str, reason: str, message: str) -> None:
-        """An event about the job, of one reason once in a while."""
+        """Create an event for the job, at most one per reason in EVENT_PAUSE_SECONDS."""
         obj = self._jobs(namespace, job)
         if obj is None:
             return

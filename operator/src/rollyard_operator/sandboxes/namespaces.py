@@ -1,6 +1,6 @@
-"""What a namespace needs before its first sandbox: the network policy, and an owner of the warm pods.
+"""What a namespace needs before its first sandbox: the network policy and an owner of the warm pods.
 
-And what it must not have: a policy that opens the network of sandboxes.
+The namespace must also not have a policy that opens the network of sandboxes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from rollyard_operator.pods.workloads import network_policy
 from rollyard_operator.settings import OperatorSettings
 
 SEEN_SECONDS = 2.0
-"""A list of policies is used for this long: sandboxes are made in bursts."""
+"""How long a list of policies is reused, in seconds. Sandboxes are made in bursts."""
 FORBIDDEN = 403
 AGAIN_SECONDS = 600.0
-"""Applied again this long after the last time, whatever happened to it meanwhile."""
+"""The policy and the owner are applied again this many seconds after the last time, whatever happened since then.
+"""
 _log = logging.getLogger(__name__)
 
 
 class Namespaces:
-    """Applies both, once in a while; all methods raise KubeError."""
+    """Applies the network policy and the owner of warm pods regularly. All methods raise KubeError."""
 
     def __init__(self, kube: Kube, settings: OperatorSettings) -> None:
         self._kube = kube
@@ -37,12 +38,15 @@ class Namespaces:
         self._warned: set[str] = set()
 
     async def close(self, namespace: str) -> None:
-        """The sandboxes' network policy stands (where it is the operator's business)."""
+        """Make sure that the network policy for sandboxes exists, if that is left to the operator."""
         if self._settings.network_policies:
             await self._ensure("NetworkPolicy", namespace, network_policy)
 
     async def open_to(self, namespace: str, pod: Mapping[str, str]) -> str:
-        """Why a sandbox with these labels is not kept from sending, as far as policies tell; empty: it is."""
+        """Return why the policies do not keep a sandbox with these labels from sending.
+
+        An empty string means that they do, or that the settings do not ask for it.
+        """
         isolation = self._settings.isolation
         if not isolation.required or isolation.policies == "ignore":
             return ""
@@ -50,7 +54,7 @@ class Namespaces:
         return "" if policies is None else egress_trouble(policies, pod, self._settings.network_policies)
 
     async def _listed(self, namespace: str) -> list[Object] | None:
-        """The namespace's policies; None where the operator has no right to list them."""
+        """Return the policies of the namespace, or None if the operator has no right to list them."""
         async with self._locks.setdefault(("policies", namespace), asyncio.Lock()):
             known, now = self._policies.get(namespace), asyncio.get_running_loop().time()
             if known is not None and now - known[0] < SEEN_SECONDS:
@@ -68,12 +72,12 @@ class Namespaces:
             return found
 
     async def warm_reference(self, namespace: str) -> Object:
-        """Owner reference of the namespace's warm pods."""
+        """Return the owner reference for the warm pods of the namespace."""
         owner = await self._ensure("ConfigMap", namespace, warm_owner)
         return warm_reference(owner["metadata"]["name"], uid_of(owner))
 
     def forget(self, namespace: str) -> None:
-        """It was seen to be missing: look at it again."""
+        """Forget what was applied to the namespace. This is called when something was found missing there."""
         self._applied = {key: one for key, one in self._applied.items() if key[1] != namespace}
         self._policies.pop(namespace, None)
 

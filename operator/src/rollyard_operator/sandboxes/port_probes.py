@@ -1,4 +1,4 @@
-"""Which starting sandboxes take connections already: a kubelet's probe looks once a second at most."""
+"""Find starting sandboxes that already accept connections. A kubelet probes at most once per second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollyard_crds.backoff import Backoff
 CONNECT_SECONDS = 0.5
 _PAUSES: Final = Backoff(first=0.01, longest=0.5, factor=1.25)
 AT_ONCE = 64
-"""Connections that are tried at the same time."""
+"""The number of connections that are tried at the same time."""
 Address = tuple[str, int]
 
 
@@ -20,7 +20,7 @@ async def connect(host: str, port: int) -> None:
     """Open a connection and close it.
 
     Raises:
-        OSError: nobody listens there, or it cannot be reached.
+        OSError: No process listens at that address, or it cannot be reached.
     """
     _, writer = await asyncio.open_connection(host, port)
     writer.close()
@@ -29,13 +29,13 @@ async def connect(host: str, port: int) -> None:
 
 
 class PortProbes:
-    """Tries the ports that it is given until each has answered once.
+    """Tries each port that it is given until the port has answered once.
 
-    It can only be faster than the kubelet's probe: where a network policy keeps the operator away
-    from the pods, the kubelet's word is all there is.
+    This can only be faster than the kubelet's probe. Where a network policy keeps the operator away from the
+    pods, the result of the kubelet's probe is used alone.
 
     Args:
-        answered: called when a port has answered.
+        answered: Called when a port has answered.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class PortProbes:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     def has_answered(self, uid: str) -> bool:
-        """Whether this pod's port has."""
+        """Return whether the port of the pod with this uid has answered."""
         return uid in self._answered
 
     def want(self, addresses: Mapping[str, Address]) -> None:
-        """These are to be tried, by uid of the pod, and no others any more."""
+        """Set the addresses to try, by uid of the pod. Ports that are not listed are not tried any more."""
         if addresses.keys() != self._wanted.keys():
             self._wanted = dict(addresses)
             self._answered &= addresses.keys()
             self._news.set()
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._news.wait()

@@ -1,6 +1,7 @@
-"""Whether the addresses outside of the cluster, which sandboxes must not reach, answer anybody at all.
+"""Find out whether the addresses outside the cluster, which sandboxes must not reach, answer at all.
 
-An address that never answers proves nothing. The operator's own pod is not restricted, so it tries them.
+An address that never answers proves nothing. The operator's own pod is not restricted, so the operator tries
+the addresses itself.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 AGAIN_SECONDS = 300.0
-"""Between two tries."""
+"""The time between two tries, in seconds."""
 TRY_SECONDS = 3.0
 NOT_PROVEN = (
     "no sandbox tries an address outside of the cluster before it is handed out (value "
@@ -25,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 class Witnesses:
-    """Tries the addresses now and then.
+    """Tries the addresses every AGAIN_SECONDS.
 
     Args:
-        targets: `ADDRESS:PORT`, names resolved.
+        targets: The addresses as `ADDRESS:PORT`, with names resolved.
     """
 
     def __init__(self, targets: Sequence[str]) -> None:
@@ -36,13 +37,13 @@ class Witnesses:
         self._answering: frozenset[str] | None = None
 
     async def run(self) -> None:
-        """Try them, until cancelled."""
+        """Try the addresses until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def look(self) -> None:
-        """Try each of them once, at the same time."""
+        """Try all addresses once, at the same time."""
         answers = await asyncio.gather(*(_answers(target) for target in self._targets))
         now = frozenset(target for target, fine in zip(self._targets, answers, strict=True) if fine)
         if now != self._answering:
@@ -51,7 +52,10 @@ class Witnesses:
                 _log.warning("%s", doubt)
 
     def doubt(self) -> str:
-        """What is not proven about the isolation of sandboxes; empty: nothing, or it is not known yet."""
+        """Return what is not proven about the isolation of sandboxes.
+
+        An empty string means that everything is proven, or that it is not known yet.
+        """
         if not self._targets:
             return NOT_PROVEN
         if self._answering is None or self._answering:

@@ -1,1 +1,1 @@
-"""Decisions about sandbox pods, as pure functions: from claims and observed pods to a plan."""
+"""Decisions about sandbox pods. They are pure functions from claims and observed pods to a plan."""

@@ -1,7 +1,8 @@
-"""What is looked at once more before a plan destroys what another operator may just have made.
+"""The second look before a plan destroys what another operator may just have made.
 
-Claims come from the control plane and pods from the cluster; either may be ahead of the other. That matters
-only where somebody else works beside us: an operator that is being replaced, or a second one by mistake.
+Claims come from the control plane and pods from the cluster, and either view may be ahead of the other. This
+matters only while another operator works beside this one: one that is being replaced, or a second one that
+was started by mistake.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from rollyard_operator.sandboxes.planning.plan import LOST, ObservedSandbox, San
 
 @dataclass(frozen=True, slots=True)
 class Doubts:
-    """Parts of a plan that stand on something being missing."""
+    """The parts of a plan that rely on something being missing."""
 
     lost: frozenset[str] = frozenset()
-    """Claims that are bound, and without a pod."""
+    """The ids of claims that are bound but have no pod."""
     orphans: frozenset[str] = frozenset()
-    """Uids of pods, to be deleted, of claims that nobody knows."""
+    """The uids of pods that are to be deleted because their claims are unknown."""
 
     def __bool__(self) -> bool:
         return bool(self.lost or self.orphans)
@@ -29,11 +30,11 @@ class Doubts:
 
 
 def doubts_of(plan: SandboxPlan, claims: Collection[str], pods: Iterable[ObservedSandbox]) -> Doubts:
-    """What of a plan is to be looked at again. Pure.
+    """Return the parts of a plan that need a second look. This function is pure.
 
     Args:
-        claims: ids of those that are known.
-        pods: those that the plan was made from.
+        claims: The ids of the known claims.
+        pods: The pods from which the plan was made.
     """
     strangers = {pod.uid for pod in pods if pod.claim and pod.claim not in claims}
     return Doubts(
@@ -43,7 +44,7 @@ def doubts_of(plan: SandboxPlan, claims: Collection[str], pods: Iterable[Observe
 
 
 def without(plan: SandboxPlan, doubts: Doubts) -> SandboxPlan:
-    """The plan without what is doubtful, which the next pass plans again. Pure."""
+    """Return the plan without its doubtful parts. The next pass plans them again. This function is pure."""
     if not doubts:
         return plan
     return replace(

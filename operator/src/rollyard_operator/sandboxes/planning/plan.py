@@ -1,4 +1,4 @@
-"""What the reconcile of sandbox pods reads and what it says: claims, pods, and plans. Immutable data."""
+"""The input and the output of the reconcile of sandbox pods: claims, pods and plans, as immutable data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from rollyard_crds.claims import ClaimState
 
 SandboxState = Literal["starting", "ready", "failed", "stopping"]
 Hope = Literal["none", "kubelet", "scheduler", "gate"]
-"""Who may still mend it: nobody, the kubelet trying again, a node with room, whoever opens the gate."""
+"""Who may still solve a trouble: nobody, the kubelet by a retry, the scheduler once a node has room, or the
+one who removes the scheduling gate.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +21,17 @@ class Trouble:
     """What is wrong with a pod."""
 
     reason: str
-    """CamelCase word for programs; a claim fails with it."""
+    """A CamelCase word for programs. A claim that fails reports it."""
     message: str
-    """The cluster's own words."""
+    """The message as the cluster reports it."""
     since: datetime
     hope: Hope = "none"
     retryable: bool = True
-    """Whether another pod may fare better."""
+    """Whether another pod may succeed."""
 
 
 LOST = "SandboxLost"
-"""Reason of a bound claim's trouble: nothing is seen of its pod."""
+"""The reason for a bound claim whose pod cannot be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +42,18 @@ class ObservedSandbox:
     name: str
     uid: str
     flavor: str
-    """Hash of all that it was made from."""
+    """The hash of everything that the pod was made from."""
     claim: str
-    """The claim that it belongs to; empty if it is warm and nobody's."""
+    """The id of the claim that the pod belongs to, or empty if it is warm and unclaimed."""
     state: SandboxState
     created_at: datetime
     address: str = ""
-    """Ready: `tcp://host:port` of its exec server."""
+    """The `tcp://host:port` of its exec server, if the pod is ready."""
     trouble: Trouble | None = None
     usable: bool = True
-    """False: its secret is not known any more."""
+    """False if the secret of the pod is not known any more."""
     gone_due: datetime | None = None
-    """Stopping: when it should have been gone."""
+    """The time by which a stopping pod should be gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +65,14 @@ class WantedSandbox:
     state: ClaimState
     age_seconds: float = 0.0
     flavor: str = ""
-    """Pending: what it wants; empty: not known yet (its job has no object so far), it waits."""
+    """The flavor that a pending claim wants. It is empty while the job has no object, and the claim waits."""
     address: str = ""
-    """Bound: of its sandbox."""
+    """The address of the sandbox of a bound claim."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmNeed:
-    """Unclaimed sandboxes that one job wants ready."""
+    """The number of unclaimed sandboxes of a flavor that one job wants to have ready."""
 
     namespace: str
     flavor: str
@@ -79,39 +81,42 @@ class WarmNeed:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The API server refused to make a pod (quota, admission); by namespace and pod name."""
+    """A refusal of the API server to make a pod, by quota or admission. It is found by namespace and pod
+    name.
+    """
 
     trouble: Trouble
-    """`since`: the first time. Hope `none`: asking again changes nothing."""
+    """The trouble. Its `since` is the first refusal; its hope is `none` if a retry would change nothing."""
     retry_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedSandboxes:
-    """All that is seen of sandboxes."""
+    """Everything that is known about sandbox pods."""
 
     pods: Sequence[ObservedSandbox] = ()
     refusals: Mapping[tuple[str, str], Refusal] = field(default_factory=dict)
     numbers: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """By namespace and flavor: where the numbers of new warm pods begin; 0 if it is not there."""
+    """The first free number for new warm pods, by namespace and flavor. A missing entry means 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """How fast, and how patient."""
+    """Limits for the rate of new pods and for the waiting times."""
 
     tokens: float = 20.0
-    """Pods that may be made now."""
+    """The number of pods that may be made now."""
     per_second: float = 10.0
-    """Further ones, each second."""
+    """The number of further pods that may be made per second."""
     unschedulable_seconds: float = 300.0
-    """How long a pod may wait for a node with room, or for quota."""
+    """How long a pod may wait for a node with room or for quota, in seconds."""
     pull_seconds: float = 60.0
-    """For the kubelet to pull an image or start a container that it could not."""
+    """How long the kubelet may retry an image pull or a container start that failed, in seconds."""
     warm_retry_seconds: float = 60.0
-    """A warm pod that failed stays for so long before another takes its place."""
+    """How long a warm pod that failed is kept before another one takes its place, in seconds."""
     stuck_seconds: float = 60.0
-    """A pod that should have been gone for so long is removed by force: its node is lost."""
+    """A pod that should have been gone for this many seconds is removed by force, because its node is lost.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +127,12 @@ class LaunchSandbox:
     name: str
     flavor: str
     claim: str = ""
-    """Empty: a warm one."""
+    """The claim that the pod is made for, or empty for a warm pod."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSandbox:
-    """Label a warm pod as this claim's."""
+    """Label a warm pod as the pod of this claim."""
 
     claim: str
     pod: ObservedSandbox
@@ -135,7 +140,7 @@ class TakeSandbox:
 
 @dataclass(frozen=True, slots=True)
 class BindSandbox:
-    """Tell the control plane that the claim's sandbox is this pod; after it was taken, if it is to be."""
+    """Report to the control plane that the claim has this pod. A pod that is to be taken is taken first."""
 
     claim: str
     pod: ObservedSandbox
@@ -143,7 +148,7 @@ class BindSandbox:
 
 @dataclass(frozen=True, slots=True)
 class FailSandbox:
-    """Tell the control plane that the claim got no sandbox, or lost it."""
+    """Report to the control plane that the claim got no sandbox or lost it."""
 
     claim: str
     trouble: Trouble
@@ -151,25 +156,25 @@ class FailSandbox:
 
 @dataclass(frozen=True, slots=True)
 class DeleteSandbox:
-    """Delete this pod, if it is still the one with this uid."""
+    """Delete this pod if it still has this uid."""
 
     namespace: str
     name: str
     uid: str
     force: bool = False
-    """Its node does not answer: remove the object at once."""
+    """Whether to remove the object at once because its node does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxPlan:
-    """What to do now."""
+    """The steps to carry out now."""
 
     launch: tuple[LaunchSandbox, ...] = ()
     take: tuple[TakeSandbox, ...] = ()
     bind: tuple[BindSandbox, ...] = ()
     fail: tuple[FailSandbox, ...] = ()
     remove: tuple[str, ...] = ()
-    """Claims of which nothing is left."""
+    """The ids of claims that have ended and have no pod left."""
     delete: tuple[DeleteSandbox, ...] = ()
     requeue_after: float | None = None
-    """Seconds after which time alone changes the plan."""
+    """The number of seconds after which the passing of time alone changes the plan."""

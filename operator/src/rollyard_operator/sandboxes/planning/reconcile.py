@@ -1,8 +1,8 @@
-"""The reconcile of sandbox pods: claims and warm wants on one side, pods on the other. Pure.
+"""The reconcile of sandbox pods: it compares claims and warm wants with pods. This module is pure.
 
-A claim that waits takes a warm pod of its flavor, else gets a pod of its own; once the pod takes
-connections the claim is bound to it. What no claim and no warm want needs is deleted. Everything
-is found again from claims and pods alone: carrying a plan out in part, or twice, does no harm.
+A waiting claim takes a warm pod of its flavor, or else gets a pod of its own. Once the pod accepts
+connections, the claim is bound to it. Pods that no claim and no warm want needs are deleted. Everything is
+computed from claims and pods alone, so carrying out a plan in part or twice does no harm.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ from rollyard_operator.sandboxes.planning.warm_names import warm_name
 
 
 def cold_name(claim: str) -> str:
-    """Name of the pod that is made for one claim."""
+    """Return the name of the pod that is made for one claim."""
     return f"sb-{claim}"
 
 
 def patience_left(trouble: Trouble, waited: float, limits: SandboxLimits) -> float | None:
-    """Seconds until it counts as final, after `waited` seconds; 0 and less: it does; None: never."""
+    """Return the seconds until a trouble that has lasted for `waited` seconds counts as final.
+
+    A result of 0 or less means that it is final now; None means that it never becomes final.
+    """
     if trouble.hope == "none":
         return 0.0
     if trouble.hope == "gate":
@@ -52,7 +55,7 @@ def _lost(claim: WantedSandbox, now: datetime) -> Trouble:
 
 
 class _Reconcile:
-    """One reconcile; it collects what it decides on claims, then on warm sandboxes, then on the rest."""
+    """A single reconcile. It decides about claims first, then about warm sandboxes, and then about the rest."""
 
     def __init__(self, observed: ObservedSandboxes, now: datetime, limits: SandboxLimits) -> None:
         self._now = now
@@ -112,12 +115,13 @@ class _Reconcile:
         if not alive:
             self._find_pod(claim)
             return
-        # A second one goes once the claim is bound: until then another operator may be binding that.
+        # A second pod is removed only after the claim is bound, because another operator may be binding that
+        # pod.
         pod = alive[0]
         if pod.state == "ready":
             self._bind.append(BindSandbox(claim.id, pod))
         elif pod.trouble is not None and self._has_ready(claim):
-            # On a full node its own waits for a place that a warm one has.
+            # On a full node, the claim's own pod waits for room that a ready warm pod already has.
             self._remove_pods([pod])
             self._find_pod(claim)
         elif pod.trouble is not None:
@@ -128,7 +132,10 @@ class _Reconcile:
         return bool(claim.flavor) and any(pod.usable and pod.state == "ready" for pod in warm)
 
     def _gives_up(self, claim: WantedSandbox, trouble: Trouble) -> bool:
-        """Fail it, if there is no hope left. A claim does not pay for the time before it was filed."""
+        """Fail the claim if its trouble is final, and return whether it did.
+
+        The time before the claim was made does not count.
+        """
         waited = min(claim.age_seconds, (self._now - trouble.since).total_seconds())
         left = patience_left(trouble, waited, self._limits)
         if left is not None and left <= 0:
@@ -154,7 +161,7 @@ class _Reconcile:
         self._make(LaunchSandbox(claim.namespace, name, claim.flavor, claim.id))
 
     def _best_warm(self, namespace: str, flavor: str) -> ObservedSandbox | None:
-        """A ready one, else the one that is nearest to it; none whose image or start makes trouble."""
+        """Return a ready pod or else the one closest to ready, but none whose image or start fails."""
 
         def rank(pod: ObservedSandbox) -> tuple[int, datetime, str]:
             return (0 if pod.state == "ready" else 1 if pod.trouble is None else 2, pod.created_at, pod.name)
@@ -169,10 +176,12 @@ class _Reconcile:
         return min(fit, key=rank, default=None)
 
     def _make(self, launch: LaunchSandbox) -> bool:
-        """Launch it, if its name is free, the API server was not asked just now, and the rate allows."""
+        """Launch the pod and return True if its name is free, no retry pause is running, and the rate allows
+        it.
+        """
         key = launch.namespace, launch.name
         if key in self._names:
-            return False  # its predecessor ends; that it is gone is seen
+            return False  # The predecessor is still stopping. Its end starts another pass.
         refusal = self._refusals.get(key)
         if refusal is not None and refusal.retry_at > self._now:
             self._waits.append((refusal.retry_at - self._now).total_seconds())
@@ -232,7 +241,7 @@ class _Reconcile:
                 self._remove_pods([pod])
             else:
                 held.append(pod)
-        # Those that failed go first, then the youngest of those that are not ready.
+        # Failed pods are removed first, and then the youngest of the pods that are not ready.
         rank = {"ready": 0, "starting": 1, "failed": 2}
         held.sort(key=lambda pod: (rank[pod.state], pod.created_at, pod.name))
         self._remove_pods(held[count:])
@@ -247,7 +256,7 @@ class _Reconcile:
             missing -= 1
 
     def _spent(self, pod: ObservedSandbox) -> bool:
-        """Whether a warm pod that came to nothing makes room for another try."""
+        """Return whether a failed warm pod has been kept long enough to be replaced by another one."""
         if pod.trouble is None or pod.trouble.hope != "none":
             return False
         failed_for = (self._now - max(pod.trouble.since, pod.created_at)).total_seconds()
@@ -265,5 +274,5 @@ def reconcile_sandboxes(
     now: datetime,
     limits: SandboxLimits,
 ) -> SandboxPlan:
-    """What to do about sandboxes now. Claims come first, the oldest first; then the warm ones."""
+    """Return what to do about sandboxes now. Claims come first, the oldest of them first, then warm pods."""
     return _Reconcile(observed, now, limits).run(claims, warm)

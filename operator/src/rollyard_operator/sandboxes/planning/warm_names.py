@@ -1,4 +1,4 @@
-"""Names of warm sandbox pods: numbered upwards, so that none is used again."""
+"""Names of warm sandbox pods. The numbers in them only increase, so no name is used twice."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 REMEMBERED = 4096
-"""The numbers of this many flavors are remembered; those of a flavor that is forgotten start again."""
+"""The number of flavors whose numbers are remembered. A forgotten flavor starts at 0 again."""
 
 
 class Named(Protocol):
-    """A sandbox pod, as far as its name goes."""
+    """The attributes of a sandbox pod that its name depends on."""
 
     @property
     def namespace(self) -> str: ...
@@ -21,24 +21,24 @@ class Named(Protocol):
 
 
 def warm_name(flavor: str, number: int) -> str:
-    """Name of a pod that is made for whoever claims it."""
+    """Return the name of a warm pod, which any claim of this flavor may take."""
     return f"sbw-{flavor}-{number}"
 
 
 class WarmNumbers:
-    """The first number, of each namespace and flavor, above all that were seen.
+    """The first number above all numbers seen, for each namespace and flavor.
 
-    Who lists pods after a while without a watch takes another pod of the same name for the same pod,
-    changed. kube-scheduler 1.36 was seen to end over it ("scheduler cache is corrupted") after the API
-    server had been away. Nothing else depends on these numbers: operators that remember different ones,
-    or none, do right.
+    A client that lists pods after a gap in its watch mistakes a new pod with an old name for a change of the
+    old pod. kube-scheduler 1.36 was seen to exit for that reason ("scheduler cache is corrupted") after the
+    API server had been away. Nothing else depends on these numbers: operators that remember different
+    numbers, or none, still work correctly.
     """
 
     def __init__(self) -> None:
         self._next: dict[tuple[str, str], int] = {}
 
     def see(self, pods: Iterable[Named]) -> Mapping[tuple[str, str], int]:
-        """Remember the numbers of these pods; returns what is known after that."""
+        """Remember the numbers of these pods and return all numbers known after that."""
         for pod in pods:
             digits = pod.name.rpartition("-")[2]
             if not (digits.isascii() and digits.isdecimal()):

@@ -1,1 +1,1 @@
-"""One controller for each RolloutJob and BackendPool, and what controllers share."""
+"""The controllers: one loop for each RolloutJob and BackendPool, and the parts that they share."""

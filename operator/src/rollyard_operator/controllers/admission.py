@@ -1,4 +1,4 @@
-"""Which jobs run at once: a bound on how many, and whose turn it is next."""
+"""Admission of jobs: a limit on how many run at once, and the order in which waiting jobs are admitted."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Rank = tuple[int, datetime]
 
 
 class Admissions:
-    """The admitted jobs and the waiting ones of one operator.
+    """The admitted jobs and the waiting jobs of one operator.
 
     Args:
-        limit: jobs that run at once.
-        wake: called with the key of a job that may be admitted now.
+        limit: The number of jobs that may run at once.
+        wake: Called with the key of a job that may be admitted now.
     """
 
     def __init__(self, limit: int, wake: Callable[[Key], None]) -> None:
@@ -28,18 +28,18 @@ class Admissions:
         self._waiting: dict[Key, Rank] = {}
 
     def restore(self, key: Key) -> None:
-        """A job that was admitted before this process began."""
+        """Record a job that was admitted before this process started."""
         self._active.add(key)
 
     def others(self, key: Key, job: RolloutJob) -> int:
-        """Jobs that count as admitted before this one: those that are, and those whose turn comes first."""
+        """Return how many jobs count as admitted before this one: admitted ones and those next in order."""
         active = len(self._active - {key})
         mine = rank(job)
         first = sum(other < mine for waiting, other in self._waiting.items() if waiting != key)
         return max(active, self._limit) if active + first >= self._limit else active
 
     def note(self, key: Key, job: RolloutJob) -> None:
-        """What became of a job: admitted, waiting for its turn, or neither."""
+        """Record the state of a job after a pass: admitted, waiting, or neither."""
         active = is_active(job.status)
         admitted = next((c for c in job.status.conditions if c.type == "Admitted"), None)
         queued = admitted is not None and admitted.status == "False" and admitted.reason == "Queued"
@@ -53,7 +53,7 @@ class Admissions:
             self._free(key)
 
     def leave(self, key: Key) -> None:
-        """The job is gone."""
+        """Forget a job that no longer exists."""
         self._waiting.pop(key, None)
         self._free(key)
 

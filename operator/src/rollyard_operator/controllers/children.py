@@ -1,4 +1,4 @@
-"""Carrying plans out with pods: of one job's stage workers, or one pool's backends."""
+"""Carry out plans with pods: the stage workers of one job, or the backends of one pool."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rollyard_operator.pods.status import observed_workload
 
 LEFTOVER_SECONDS = 2.0
 REMEMBERED = 4096
-"""This many deleted pods, whose end the watch has not reported yet, are remembered."""
+"""The number of deleted pods that are remembered until the watch reports their end."""
 
 
 class Children:
     """The pods of one owner.
 
-    Names are deterministic and pods are made, never changed: who does the same twice, or beside
-    another operator, finds the name taken and takes what is there.
+    Pod names are deterministic, and a pod is created but never changed in its spec. If a step is done twice,
+    or by two operators at once, the second one finds the name taken and uses the existing pod.
     """
 
     def __init__(self, kube: Kube, cache: PodCache, instance: str, wake: Callable[[], None]) -> None:
@@ -43,13 +43,16 @@ class Children:
         self._replaced = Replacements()
 
     def pods(self, uid: str, component: str) -> list[Object]:
-        """The owner's pods of a component."""
+        """Return the owner's pods of a component."""
         return self._cache.owned(uid, component)
 
     async def leave(self, uid: str, component: str, grace_seconds: float) -> float | None:
-        """Delete what a vanished owner has left; seconds until there is to be looked again, None: nothing.
+        """Delete the pods that a deleted owner has left behind.
 
-        Garbage collection takes them too; not those of a deletion that orphans its dependents.
+        Garbage collection deletes them too, except after a deletion that orphans its dependents.
+
+        Returns:
+            The number of seconds until the next look, or None if nothing is left to delete.
         """
         pods = self.pods(uid, component)
         leftovers = [pod for pod in pods if not is_leaving(pod) and uid_of(pod) not in self._deleting]
@@ -59,7 +62,7 @@ class Children:
         return LEFTOVER_SECONDS if leftovers else None
 
     def observed(self, pods: Iterable[Object]) -> list[ObservedWorkload]:
-        """What is seen of these pods, and of those that the API server refused to make."""
+        """Return the state of these pods and of the pods that the API server refused to make."""
         seen: dict[str, ObservedWorkload] = {}
         for pod in pods:
             found = observed_workload(pod)
@@ -72,16 +75,16 @@ class Children:
     async def carry_out(
         self, namespace: str, plan: Plan[Any], build: Callable[[Workload], Object], pods: Iterable[Object]
     ) -> None:
-        """Stop, launch and mark what a plan says.
+        """Stop, launch and mark pods as a plan says.
 
         Args:
-            build: makes the pod of a workload.
-            pods: those of the owner that the plan was made from. It says nothing of one that has come
-                since then, which another operator may have made: that one is left to the next pass.
+            build: Makes the pod of a workload.
+            pods: The owner's pods from which the plan was made. The plan does not cover a pod that appeared
+                since then, which another operator may have made. Such a pod is left to the next pass.
 
         Raises:
-            KubeError: the API server does not answer; the next pass tries again. A pod that it
-                refuses is not an error but observed as blocked.
+            KubeError: The API server does not answer, and the next pass tries again. A pod that it refuses is
+                not an error; it is observed as blocked.
         """
         seen = {key_of(pod)[1]: pod for pod in pods}
         steps = [self._stop(stop, seen.get(stop.name)) for stop in plan.stop]
@@ -100,7 +103,7 @@ class Children:
             await self._delete(seen, math.ceil(stop.grace_seconds))
 
     def _newest(self, seen: Object) -> Object | None:
-        """A pod as it is by now; None: it is gone, and maybe another one has its name."""
+        """Return the newest version of a pod, or None if it is gone and perhaps replaced by another one."""
         pod = self._cache.get(key_of(seen))
         return pod if pod is not None and uid_of(pod) == uid_of(seen) else None
 
@@ -126,7 +129,7 @@ class Children:
         if there is not None:
             known = seen is not None and uid_of(seen) == uid_of(there)
             if not known and there in self.pods(workload.owner.uid, workload.kind):
-                return  # it came after the plan and may run already; it has also caused the next pass
+                return  # The pod appeared after the plan and may run already. It caused the next pass.
             await self._delete(there, 0)
         notes = pod["metadata"].setdefault("annotations", {})
         notes[labels.RESTARTS] = str(launch.restarts)
@@ -143,7 +146,7 @@ class Children:
             self._refuse(launch, error.message)
 
     async def _adopt(self, key: Key, launch: Launch) -> None:
-        """Takes what has the name already: a pod of an earlier pass, or one that is being deleted."""
+        """Use the pod that has the name already: one of an earlier pass, or one that is being deleted."""
         there = await self._kube.get("Pod", *key)
         if there is None:
             return
@@ -168,7 +171,7 @@ class Children:
             message=message[:512],
             blocked=True,
         )
-        self._wake()  # no watch will tell
+        self._wake()  # No watch reports a pod that was not made.
 
     async def _mark(self, seen: Object, draining: bool) -> None:
         pod = self._newest(seen)

@@ -1,4 +1,4 @@
-"""What all loops of one operator share."""
+"""The objects that all loops of one operator share."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from rollyard_operator.kube.object_cache import Key, ObjectCache, PodCache
 from rollyard_operator.settings import OperatorSettings
 
 DRIVER: Final = "kubernetes"
-"""What `spec.placement` calls the operator."""
+"""The name of the operator in `spec.placement`."""
 
 
 def utc_now() -> datetime:
-    """The time."""
+    """Return the current time in UTC."""
     return datetime.now(UTC)
 
 
 @dataclass(slots=True)
 class OperatorContext:
-    """One installation: its cluster, its control plane, and what was seen of both."""
+    """One installation: its cluster, its control plane, and the last observed state of both."""
 
     settings: OperatorSettings
     profile: Profile
@@ -38,15 +38,15 @@ class OperatorContext:
     recorder: EventRecorder
     plane: ControlPlaneView
     http: httpx.AsyncClient
-    """For the health of backends."""
+    """The HTTP client that probes the health of backends."""
     pods: PodCache
     jobs: ObjectCache
     pools: ObjectCache
     admissions: Admissions
     token: WorkerToken
     pool_changed: Callable[[Key], None]
-    """Called with the key of a pool whose backends came or went: its jobs look again."""
+    """Called with the key of a pool whose backends came or went, so that its jobs make a new pass."""
     pool_states: dict[Key, PoolState] = field(default_factory=dict)
     access: NamespaceAccess = field(default_factory=NamespaceAccess)
-    """Which namespaces the API server does not let the operator read."""
+    """The namespaces that the API server does not let the operator read."""
     now: Callable[[], datetime] = utc_now

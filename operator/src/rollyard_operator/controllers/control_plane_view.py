@@ -1,6 +1,6 @@
-"""What the control plane knows of jobs and pools: looked at once a second, for all loops.
+"""The jobs and pools that the control plane knows. They are polled once per second for all loops.
 
-A job that has ended is seen at once.
+The end of a job is noticed at once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from rollyard_operator.kube.object_cache import Key
 
 POLL_SECONDS = 1.0
 OBJECT_UID = "rollyard.dev/object-uid"
-"""Annotation of what is registered: the uid of its Kubernetes object."""
+"""The annotation of a registered job or pool that contains the uid of its Kubernetes object."""
 ThingT = TypeVar("ThingT", RolloutJob, BackendPool)
 _log = logging.getLogger(__name__)
 
 
 class ControlPlaneClient(Protocol):
-    """What the operator asks of the control plane; DriverClient does it. All raise RollyardError."""
+    """The calls of the control plane that the operator needs. DriverClient implements it.
+
+    All of them raise RollyardError.
+    """
 
     async def jobs(self) -> list[RolloutJob]: ...
     async def unfinished_jobs(self) -> list[RolloutJob]: ...
@@ -49,21 +52,23 @@ class ControlPlaneClient(Protocol):
 
 
 def thing_key(thing: RolloutJob | BackendPool) -> Key:
-    """Namespace and name."""
+    """Return the namespace and the name."""
     return thing.metadata.namespace, thing.metadata.name
 
 
 def object_uid(thing: RolloutJob | BackendPool) -> str:
-    """The uid of the Kubernetes object that it is registered for; empty: it has none."""
+    """Return the uid of the Kubernetes object that this is registered for, or empty if there is none."""
     return thing.metadata.annotations.get(OBJECT_UID, "")
 
 
 class ResourceViews(Generic[ThingT]):
-    """The newest view of each job, or pool. A look begun before something newer was learnt is ignored.
+    """The newest view of each job or each pool.
+
+    The result of a poll is ignored for a key that has been learnt since the poll began.
 
     Args:
-        changed: called with the key of one that changed, appeared or went.
-        others: the fields of a view that others than the operator set.
+        changed: Called with the key of a view that changed, appeared or disappeared.
+        others: Returns the fields of a view that are not set by the operator.
     """
 
     def __init__(self, changed: Callable[[Key], None], others: Callable[[ThingT], object]) -> None:
@@ -73,31 +78,33 @@ class ResourceViews(Generic[ThingT]):
         self._learnt: dict[Key, float] = {}
 
     def all(self) -> list[ThingT]:
-        """Everything that was seen last."""
+        """Return all views, as they were seen last."""
         return list(self._views.values())
 
     def get(self, key: Key, uid: str) -> ThingT | None:
-        """The view registered for the object with this uid."""
+        """Return the view that is registered for the object with this uid, or None."""
         view = self._views.get(key)
         return view if view is not None and object_uid(view) == uid else None
 
     def learn(self, view: ThingT) -> None:
-        """An answer to a call of our own, just now; tells if others have changed it meanwhile."""
+        """Store the answer to one of the operator's own calls. Report a change if others changed the view
+        too.
+        """
         key = thing_key(view)
         before = self._views.get(key)
         self._views[key] = view
         self._learnt[key] = asyncio.get_running_loop().time()
         if before is not None and self._others(before) != self._others(view):
-            # The next look would find nothing new in it.
+            # The next poll would find no difference and would not report the change.
             self._changed(key)
 
     def forget(self, key: Key) -> None:
-        """It is gone, as an answer just now said."""
+        """Remove a view because the control plane has just answered that it does not exist."""
         self._views.pop(key, None)
         self._learnt[key] = asyncio.get_running_loop().time()
 
     def replace(self, seen: Sequence[ThingT], begun: float) -> None:
-        """All that there is, as of a look begun at `begun`; tells those that changed."""
+        """Store the complete result of a poll that began at `begun`, and report the keys that changed."""
         fresh = {thing_key(view): view for view in seen}
         for key in fresh.keys() | self._views.keys():
             if self._learnt.get(key, begun) > begun:
@@ -113,10 +120,10 @@ class ResourceViews(Generic[ThingT]):
         self._learnt = {key: at for key, at in self._learnt.items() if at > begun}
 
     def keep(self, there: Container[Key]) -> None:
-        """All but these went a moment ago; tells those that did.
+        """Remove all views except those with these keys, and report the removed ones.
 
-        One that was learnt in that moment comes back with the next look; whoever misses it meanwhile
-        asks for it by name.
+        A view that was learnt while the list was on its way is removed too and comes back with the next poll.
+        A loop that needs it before that asks the control plane for it by name.
         """
         for key in [key for key in self._views if key not in there]:
             del self._views[key]
@@ -132,11 +139,11 @@ def _others_of_pool(pool: BackendPool) -> object:
 
 
 class ControlPlaneView:
-    """The control plane, polled.
+    """The view of the control plane, which is polled.
 
     Args:
-        job_changed: called with the key of a job whose view changed, appeared or went.
-        pool_changed: the same for pools.
+        job_changed: Called with the key of a job whose view changed, appeared or disappeared.
+        pool_changed: Called with the key of a pool in the same cases.
     """
 
     def __init__(
@@ -147,16 +154,16 @@ class ControlPlaneView:
     ) -> None:
         self.client = client
         self.unfinished: ResourceViews[RolloutJob] = ResourceViews(job_changed, _others_of_job)
-        """Jobs that have not ended."""
+        """The jobs that have not ended."""
         self.pools: ResourceViews[BackendPool] = ResourceViews(pool_changed, _others_of_pool)
         """All pools."""
         self.seen = asyncio.Event()
-        """Set once it has answered."""
+        """An event that is set once the control plane has answered."""
         self._trouble = ""
         self._revision: int | None = None
 
     async def look(self) -> bool:
-        """One poll; whether the control plane answered."""
+        """Poll once and return whether the control plane answered."""
         begun = asyncio.get_running_loop().time()
         try:
             jobs, pools = await asyncio.gather(self.client.unfinished_jobs(), self.client.pools())
@@ -174,9 +181,10 @@ class ControlPlaneView:
         return True
 
     async def watch_ends(self, seconds: float) -> None:
-        """Waits that long; jobs that end in the meantime are noticed at once.
+        """Wait for this many seconds. Jobs that end during that time are noticed at once.
 
-        What has come or changed waits for the next look: all jobs are too many to list for each.
+        New and changed jobs are seen by the next poll, because it would cost too much to list all jobs for
+        each.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
@@ -184,16 +192,16 @@ class ControlPlaneView:
             try:
                 found = await self.client.unfinished(self._revision, left)
             except RollyardError:
-                await asyncio.sleep(left)  # the look that follows tells what is wrong
+                await asyncio.sleep(left)  # The poll that follows reports the error.
                 return
             self._revision = found.revision
             self.unfinished.keep({(job.namespace, job.name) for job in found.jobs})
 
     async def find_job(self, key: Key, uid: str) -> RolloutJob | None:
-        """The job registered for this object, finished or not; None where there is none.
+        """Return the job that is registered for this object, finished or not, or None if there is none.
 
         Raises:
-            RollyardError: the control plane does not answer.
+            RollyardError: The control plane does not answer.
         """
         try:
             view = await self.client.job(*key)

@@ -1,4 +1,4 @@
-"""One RolloutJob: registered with the control plane, its workers kept, its status written."""
+"""The loop of one RolloutJob: it registers the job, keeps its workers and writes its status."""
 
 from __future__ import annotations
 
@@ -41,13 +41,16 @@ from rollyard_operator.pods.workloads import worker_pod
 
 COMPONENT = "stage-worker"
 REFUSED_SECONDS = 15.0
-"""Until a job that was refused is tried again: a ConfigMap, or room in the queue, may have come."""
+"""The time until a refused job is tried again, in seconds.
+
+A missing ConfigMap may exist by then, or the queue may have room.
+"""
 COUNTS_SECONDS = 2.0
-"""If nothing but counts and messages have changed, the status is written this often at most."""
+"""If only counts and messages have changed, the status is written at most once in this many seconds."""
 
 
 class Refused(Exception):
-    """The job cannot be registered now; `reason` is a CamelCase word."""
+    """The job cannot be registered now. `reason` is a CamelCase word."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -56,18 +59,18 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class _Life:
-    """What is remembered of one object, from its first sight to its end; none of it is needed."""
+    """The memory of one object from its first sight to its end. The loop works without any of it."""
 
     uid: str = ""
     told: tuple[object, ...] | None = None
-    """What was registered last: generation, labels, annotations."""
+    """The generation, labels and annotations that were registered last."""
     generation: int = 0
-    """The control plane's generation after that."""
+    """The control plane's generation after that registration."""
     final: RolloutJob | None = None
-    """The control plane's last word on a finished job."""
+    """The last view of a finished job that the control plane returned."""
     counts_written: float = 0.0
     left: bool = False
-    """It was deleted, and so is all that belonged to it elsewhere."""
+    """Whether the object was deleted and everything that belonged to it elsewhere was deleted too."""
     reader: Reader[RolloutJob] = field(default_factory=lambda: Reader(RolloutJob))
 
 
@@ -80,7 +83,7 @@ class JobLoop(ObjectLoop):
         self._life = _Life()
         self._children = self._new_children()
         self.pool: Key | None = None
-        """The pool that it samples from."""
+        """The pool that the job samples from."""
 
     async def run_pass(self) -> float | None:
         obj = self._context.jobs.get(self.key)
@@ -103,7 +106,7 @@ class JobLoop(ObjectLoop):
         except Refused as refused:
             return await self._refuse(obj, job.status, refused)
         if view is None:
-            return 0.0  # the object was changed after the control plane
+            return 0.0  # The object was changed to follow the control plane.
         if not is_for(job, DRIVER):
             return await self._mirror(obj, job, view)
         return await self._reconcile(obj, job, view)
@@ -111,10 +114,10 @@ class JobLoop(ObjectLoop):
     def _new_children(self) -> Children:
         return Children(self._context.kube, self._context.pods, self._context.settings.instance, self.wake)
 
-    # What the control plane knows of it
+    # The registration with the control plane
 
     async def _view(self, obj: Object, job: RolloutJob) -> RolloutJob | None:
-        """The control plane's view; registers what is news there. None: the object was patched."""
+        """Register changes and return the control plane's view, or None if the object was patched."""
         plane, life = self._context.plane, self._life
         view = plane.unfinished.get(self.key, life.uid)
         told = (generation_of(obj), job.metadata.labels, job.metadata.annotations)
@@ -123,11 +126,12 @@ class JobLoop(ObjectLoop):
             if view is None and life.final is None and (life.told is not None or not unchanged):
                 life.final = await plane.find_job(self.key, life.uid)
             if life.final is not None and not unchanged:
-                life.final = await self._register(job)  # such as another time to live
+                life.final = await self._register(job)  # The change may be another time to live.
             return view or life.final or _of_object(job)
         known = life.told is not None or unchanged
         if view is not None and known and view.metadata.generation != life.generation:
-            # The object stands as it was registered, and the control plane has another spec: REST changed it.
+            # The object is unchanged since its registration, but the control plane has another spec. It was
+            # changed over REST.
             same = life.told is None or told == life.told
             if same and await self._follow(job, view):
                 return None
@@ -137,7 +141,7 @@ class JobLoop(ObjectLoop):
             life.told, life.generation = told, view.metadata.generation or 0
         elif view is None:
             view = await plane.find_job(self.key, life.uid)
-            if view is None:  # the control plane lost it: it is wanted still
+            if view is None:  # The control plane lost the job, which is still wanted.
                 view = await self._register(job)
                 life.generation = view.metadata.generation or 0
             elif view.status.completion_time is not None:
@@ -145,7 +149,7 @@ class JobLoop(ObjectLoop):
         return view
 
     async def _follow(self, job: RolloutJob, view: RolloutJob) -> bool:
-        """Change the object's spec as REST changed the control plane's; whether it differed."""
+        """Copy a change that was made over REST into the object's spec. Return whether the specs differed."""
         spec = {
             name: getattr(view.spec, name)
             for name in ("suspend", "priority")
@@ -174,7 +178,7 @@ class JobLoop(ObjectLoop):
         return view
 
     async def _tasks(self, job: RolloutJob) -> list[Task] | None:
-        """The tasks of a ConfigMap, where the control plane has not read them yet."""
+        """Return the tasks of the ConfigMap, or None if the control plane has read them already."""
         source = job.spec.tasks.config_map_ref
         if source is None or await self._context.plane.find_job(self.key, self._life.uid) is not None:
             return None
@@ -192,7 +196,7 @@ class JobLoop(ObjectLoop):
         except TaskListError as error:
             raise Refused(error.reason, f"ConfigMap {source.name!r}, {source.key}: {error}") from error
 
-    # What it wants
+    # The reconcile
 
     async def _reconcile(self, obj: Object, job: RolloutJob, view: RolloutJob) -> float | None:
         context = self._context
@@ -208,7 +212,7 @@ class JobLoop(ObjectLoop):
         write, send = partial(self._write, obj, before), partial(self._report, view)
         actions = _JobActions(context, self._children, job, pods, write, send)
         if holds(before.conditions, "Finished") and _settled(job) and not pods:
-            # Only its time to live is left.
+            # Nothing remains but to wait for the end of its time to live.
             observed, profile = reconcile_pass.observed_job(job, (), None, 0), context.profile
         else:
             observed = reconcile_pass.observed_job(
@@ -219,7 +223,7 @@ class JobLoop(ObjectLoop):
                 "; ".join(job_violations(job, context.settings)),
             )
             actions.secret = context.token.of(job)
-            # Workers that mount an earlier token's Secret are replaced.
+            # Workers that mount the Secret of an earlier token are replaced.
             profile = replace(context.profile, made_of=digest(context.profile.made_of, actions.secret.name))
         plan = await job_pass(job, observed, actions, context.now(), profile)
         if plan.delete:
@@ -235,7 +239,11 @@ class JobLoop(ObjectLoop):
         return self._context.pool_states.get(self.pool) or PoolState(0)
 
     async def _write(self, obj: Object, before: RolloutJobStatus, after: RolloutJobStatus) -> float | None:
-        """The status to the object; returns after how long counts or words that wait are due."""
+        """Write the status to the object.
+
+        Returns:
+            The number of seconds until a postponed write of counts or messages is due, or None.
+        """
         if before == after:
             return None
         now = asyncio.get_running_loop().time()
@@ -248,10 +256,10 @@ class JobLoop(ObjectLoop):
         return None
 
     async def _report(self, view: RolloutJob, status: RolloutJobStatus) -> None:
-        """The status to the control plane, in its own generations, where it does not say so yet."""
+        """Report the status to the control plane, in its own generations, unless it has it already."""
         plane = self._context.plane
         if view.metadata.uid is None:
-            return  # it has no such job any more
+            return  # The control plane no longer has this job.
         report = reconcile_pass.job_report(view, status)
         if report is None:
             return
@@ -263,15 +271,16 @@ class JobLoop(ObjectLoop):
                 self._life.final = answer
 
     async def _mirror(self, obj: Object, job: RolloutJob, view: RolloutJob) -> float | None:
-        """Another driver runs it: the object shows what that one says."""
+        """Show the status that another driver reported, because that driver runs the job."""
         after = mirrored(obj, view, job.status)
         wait = await self._write(obj, job.status, after)
         if view.status.completion_time is not None and not holds(after.conditions, "Finished"):
-            # All rollouts have ended: the polls leave it out, and its driver has a last word to say.
+            # All rollouts have ended, so the polls leave the job out, but its driver has yet to report the
+            # final status.
             return POLL_SECONDS
         return wait
 
-    # What goes wrong, and how it ends
+    # Refusal and deletion
 
     async def _refuse(self, obj: Object, before: RolloutJobStatus, refused: Refused) -> float:
         after = reconcile_pass.refused(
@@ -284,7 +293,7 @@ class JobLoop(ObjectLoop):
         return REFUSED_SECONDS
 
     async def _leave(self, obj: Object | None) -> float | None:
-        """The object is gone, or going: so is the job, and its workers."""
+        """Delete the job and its workers, because the object is gone or is being deleted."""
         context, life = self._context, self._life
         uid = life.uid or (uid_of(obj) if obj is not None else "")
         context.admissions.leave(self.key)
@@ -302,21 +311,21 @@ class JobLoop(ObjectLoop):
 
 @dataclass(slots=True)
 class _JobActions:
-    """One pass over a job whose workers are pods and whose status stands in its object first."""
+    """One pass over a job whose workers are pods and whose status is written to its object first."""
 
     context: OperatorContext
     children: Children
     job: RolloutJob
     pods: Sequence[Object]
-    """The job's pods that the pass was begun with."""
+    """The job's pods at the beginning of the pass."""
     write: Callable[[RolloutJobStatus], Awaitable[float | None]]
-    """Writes the object's status; returns after how long a status that waits is due."""
+    """Writes the object's status and returns the seconds until a postponed write is due, or None."""
     send: Callable[[RolloutJobStatus], Awaitable[None]]
     """Reports a status to the control plane."""
     secret: JobSecret | None = None
-    """What workers mount; None: none are launched any more."""
+    """The Secret that workers mount. If it is None, no workers are launched any more."""
     wait: float | None = None
-    """Seconds until a status that waits is to be written."""
+    """The seconds until a postponed status has to be written."""
 
     def planned(self, plan: Plan[RolloutJobStatus]) -> None:
         job = self.job.model_copy(update={"status": plan.status})
@@ -340,12 +349,12 @@ class _JobActions:
             await self.context.plane.client.cancel(self.job)
 
     async def report(self, status: RolloutJobStatus) -> None:
-        if self.wait is None:  # what the object does not say yet is not reported either
+        if self.wait is None:  # A status that the object does not show yet is not reported.
             await self.send(status)
 
 
 def with_counts(status: RolloutJobStatus, known: RolloutJobStatus) -> RolloutJobStatus:
-    """The object's status with what the control plane counts."""
+    """Return the object's status with the counts of the control plane."""
     return status.model_copy(
         update={
             "counts": known.counts,
@@ -357,7 +366,7 @@ def with_counts(status: RolloutJobStatus, known: RolloutJobStatus) -> RolloutJob
 
 
 def _facts(status: RolloutJobStatus) -> tuple[object, ...]:
-    """The fields of a status that are written at once when they change."""
+    """Return the fields of a status that are written at once when they change."""
     conditions = [(one.type, one.status, one.reason, one.observed_generation) for one in status.conditions]
     return (status.phase, status.observed_generation, conditions)
 
@@ -368,7 +377,7 @@ def _settled(job: RolloutJob) -> bool:
 
 
 def _of_object(job: RolloutJob) -> RolloutJob:
-    """A finished job that the control plane does not have: nothing of it changes any more."""
+    """Return a view of a finished job that the control plane does not have, so that nothing changes it."""
     meta = job.metadata.model_copy(
         update={"uid": None, "annotations": {**job.metadata.annotations, reconcile_pass.CLOSED: "true"}}
     )

@@ -1,4 +1,4 @@
-"""The Secret with the token of all workers that earlier versions put into each namespace with jobs."""
+"""The Secret with the token of all workers, which earlier versions put into each namespace with jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class LegacyToken:
-    """Removes it where no pod mounts it any more: one that has not started yet could not start without it."""
+    """Removes the Secret where no pod mounts it. A pod that mounts it could not start without it."""
 
     def __init__(self, kube: Kube, settings: OperatorSettings) -> None:
         self._kube = kube
@@ -22,10 +22,11 @@ class LegacyToken:
         self._removed: set[str] = set()
 
     async def remove(self, namespaces: Iterable[str], pods: Iterable[Object]) -> None:
-        """Remove it from these namespaces; what the API server refuses is tried again the next time.
+        """Remove the Secret from these namespaces. A deletion that the API server refuses is retried next
+        time.
 
         Args:
-            pods: all pods of this installation.
+            pods: All pods of this installation.
         """
         name = self._settings.worker_token_secret
         mounting = {key_of(pod)[0] for pod in pods if name in secrets_of(pod)}
@@ -39,6 +40,6 @@ class LegacyToken:
 
 
 def secrets_of(pod: Object) -> set[str]:
-    """Names of the Secrets that a pod mounts as volumes."""
+    """Return the names of the Secrets that a pod mounts as volumes."""
     volumes = (pod.get("spec") or {}).get("volumes") or ()
     return {str(volume["secret"].get("secretName")) for volume in volumes if volume.get("secret")}

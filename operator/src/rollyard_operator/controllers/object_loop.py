@@ -1,4 +1,4 @@
-"""One task for each object: it looks when woken, when time is due, and again after trouble."""
+"""One task for each object. It makes a pass when it is woken, when a time is due, and after an error."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rollyard_operator.kube.client import TRY_AGAIN, KubeConflict, KubeError
 from rollyard_operator.kube.object_cache import Key
 
 RESYNC_SECONDS = 60.0
-"""At the latest an object is looked at again after this long."""
+"""The longest time between two passes over an object, in seconds."""
 _log = logging.getLogger(__name__)
 
 
 class ObjectLoop(ABC):
-    """Turns for one object, one after the other, until it is `done`.
+    """Makes passes over one object, one after the other, until the object is `done`.
 
     Args:
-        gate: bounds how many passes of all loops run at once.
+        gate: Limits how many passes of all loops run at once.
     """
 
     def __init__(self, key: Key, gate: asyncio.Semaphore) -> None:
@@ -33,7 +33,7 @@ class ObjectLoop(ABC):
         self._trouble = ""
 
     def wake(self, within: float = 0.0) -> None:
-        """Makes a pass at once, or within that many seconds, together with what else comes until then."""
+        """Start a pass at once, or within that many seconds together with other changes until then."""
         if not within:
             self._wake.set()
         elif self._soon is None:
@@ -41,10 +41,14 @@ class ObjectLoop(ABC):
 
     @abstractmethod
     async def run_pass(self) -> float | None:
-        """Look and act; returns after how many seconds to look again, None: when woken."""
+        """Make one pass.
+
+        Returns:
+            The number of seconds until the next pass, or None if it waits until the loop is woken.
+        """
 
     async def run(self) -> None:
-        """Turns until done. Trouble with the cluster or the control plane delays the next one."""
+        """Make passes until done. An error of the cluster or the control plane delays the next pass."""
         while not self.done:
             self._begin()
             delay = await self._run_pass()
@@ -57,7 +61,7 @@ class ObjectLoop(ABC):
                 pass
 
     def _begin(self) -> None:
-        """Begins a pass, which sees all that it was woken for so far."""
+        """Begin a pass, which handles all changes that have woken the loop so far."""
         self._wake.clear()
         if self._soon is not None:
             self._soon.cancel()
@@ -69,7 +73,7 @@ class ObjectLoop(ABC):
             async with self._gate:
                 delay = await self.run_pass()
         except KubeConflict:
-            # Somebody changed the object meanwhile; what it is now, the watch tells.
+            # The object was changed in the meantime. The watch reports its new version.
             self._failures += 1
         except (KubeError, RollyardError) as error:
             self._failures += 1
@@ -77,13 +81,13 @@ class ObjectLoop(ABC):
                 self._trouble = str(error)
                 _log.warning("%s: %s", where, error)
         except Exception:
-            # A fault of ours on one object must not stop the others, nor go unseen.
+            # A bug that one object triggers must neither stop the other loops nor go unnoticed.
             self._failures += 1
             _log.exception("%s: a pass failed", where)
         else:
             self._failures, self._trouble = 0, ""
             return delay
         pause = TRY_AGAIN.pause(self._failures)
-        # What wakes it does not heal it: the pause is kept to, and what was missed is seen after it.
+        # A wake-up does not remove the error, so the pause is kept. The pass after it sees what changed.
         await asyncio.sleep(pause)
         return 0.0

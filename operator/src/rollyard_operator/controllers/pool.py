@@ -1,4 +1,4 @@
-"""One BackendPool: registered with the control plane, its backends kept and reported, its status written."""
+"""The loop of one BackendPool: it registers the pool, keeps and reports its backends, and writes a status."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ from rollyard_operator.pods.workloads import backend_pod, pool_service
 COMPONENT = "backend"
 REFUSED_SECONDS = 15.0
 COUNTS_SECONDS = 10.0
-"""Numbers of single backends are written to the object this often at most."""
+"""Numbers of single backends are written to the object at most once in this many seconds."""
 
 
 @dataclass(slots=True)
 class _Life:
-    """What is remembered of one object, from its first sight to its end; none of it is needed."""
+    """The memory of one object from its first sight to its end. The loop works without any of it."""
 
     uid: str = ""
     registered: tuple[object, ...] | None = None
-    """What was registered last: generation, labels, annotations."""
+    """The generation, labels and annotations that were registered last."""
     generation: int = 0
-    """The control plane's generation after that."""
+    """The control plane's generation after that registration."""
     reports: BackendReports = field(default_factory=BackendReports)
     counts_written: float = 0.0
     service: int = -1
-    """The generation that the service was applied for."""
+    """The generation for which the service was applied."""
     left: bool = False
-    """It was deleted, and so is all that belonged to it elsewhere."""
+    """Whether the object was deleted and everything that belonged to it elsewhere was deleted too."""
     reader: Reader[BackendPool] = field(default_factory=lambda: Reader(BackendPool))
 
 
@@ -72,7 +72,7 @@ class PoolLoop(ObjectLoop):
         self._probes = PoolHealth(context.http, self.wake)
 
     async def run(self) -> None:
-        """As of every loop; its probes end with it."""
+        """Make passes like every loop, and close the health probes at the end."""
         try:
             await super().run()
         finally:
@@ -97,7 +97,7 @@ class PoolLoop(ObjectLoop):
             lines = "; ".join(error.errors) or str(error)
             return await self._refuse(obj, pool.status, error.reason, lines)
         if view is None:
-            return 0.0  # the object was changed after the control plane
+            return 0.0  # The object was changed to follow the control plane.
         if not is_for(pool, DRIVER):
             return await self._mirror(obj, pool, view)
         return await self._reconcile(obj, pool, view)
@@ -105,16 +105,17 @@ class PoolLoop(ObjectLoop):
     def _new_children(self) -> Children:
         return Children(self._context.kube, self._context.pods, self._context.settings.instance, self.wake)
 
-    # What the control plane knows of it
+    # The registration with the control plane
 
     async def _view(self, obj: Object, pool: BackendPool) -> BackendPool | None:
-        """The control plane's view; registers what is news there. None: the object was patched."""
+        """Register changes and return the control plane's view, or None if the object was patched."""
         plane, life = self._context.plane, self._life
         view = plane.pools.get(self.key, life.uid)
         told = (generation_of(obj), pool.metadata.labels, pool.metadata.annotations)
         known = life.registered is not None or generation_of(obj) == pool.status.observed_generation
         if view is not None and known and view.metadata.generation != life.generation:
-            # The object stands as it was registered, and the control plane has another spec: REST changed it.
+            # The object is unchanged since its registration, but the control plane has another spec. It was
+            # changed over REST.
             same = life.registered is None or told == life.registered
             if same and await self._follow(pool, view):
                 return None
@@ -126,7 +127,7 @@ class PoolLoop(ObjectLoop):
         return view
 
     async def _follow(self, pool: BackendPool, view: BackendPool) -> bool:
-        """Change the object's spec as REST changed the control plane's; whether it differed."""
+        """Copy a change that was made over REST into the object's spec. Return whether the specs differed."""
         changes = difference(pool.spec.to_json(), view.spec.to_json())
         if not changes:
             return False
@@ -136,7 +137,7 @@ class PoolLoop(ObjectLoop):
             self._context.pools.put(fresh)
         return True
 
-    # What it wants
+    # The reconcile
 
     async def _reconcile(self, obj: Object, pool: BackendPool, view: BackendPool) -> float | None:
         context, life = self._context, self._life
@@ -153,7 +154,7 @@ class PoolLoop(ObjectLoop):
         return earliest((plan.requeue_after, actions.wait))
 
     async def _mirror(self, obj: Object, pool: BackendPool, view: BackendPool) -> float | None:
-        """Another driver starts its backends: the object shows what that one says."""
+        """Show the status that another driver reported, because that driver starts the backends."""
         after = mirrored(obj, view, pool.status)
         wait = await self._write(obj, pool.status, after)
         self._tell_jobs(after)
@@ -175,7 +176,11 @@ class PoolLoop(ObjectLoop):
             self._context.pool_changed(self.key)
 
     async def _write(self, obj: Object, before: BackendPoolStatus, after: BackendPoolStatus) -> float | None:
-        """The status to the object; returns after how long numbers that wait are due."""
+        """Write the status to the object.
+
+        Returns:
+            The number of seconds until a postponed write of numbers is due, or None.
+        """
         if before == after:
             return None
         now = asyncio.get_running_loop().time()
@@ -190,14 +195,14 @@ class PoolLoop(ObjectLoop):
         return None
 
     async def _report(self, view: BackendPool, status: BackendPoolStatus) -> None:
-        """The status to the control plane, in its own generations, where it does not say so yet."""
+        """Report the status to the control plane, in its own generations, unless it has it already."""
         report = reconcile_pass.pool_report(view, status)
         if report is None:
             return
         with suppress(NotFound):
             self._context.plane.pools.learn(await self._context.plane.client.put_pool_status(view, report))
 
-    # What goes wrong, and how it ends
+    # Refusal and deletion
 
     async def _refuse(self, obj: Object, before: BackendPoolStatus, reason: str, message: str) -> float:
         claims = (
@@ -214,7 +219,7 @@ class PoolLoop(ObjectLoop):
         return REFUSED_SECONDS
 
     async def _leave(self, obj: Object | None) -> float | None:
-        """The object is gone, or going: so are the pool and its backends."""
+        """Delete the pool and its backends, because the object is gone or is being deleted."""
         context, life = self._context, self._life
         uid = life.uid or (uid_of(obj) if obj is not None else "")
         self._probes.keep((), "")
@@ -234,7 +239,7 @@ class PoolLoop(ObjectLoop):
 
 @dataclass(slots=True)
 class _PoolActions:
-    """One pass over a pool whose backends are pods and whose status stands in its object first."""
+    """One pass over a pool whose backends are pods and whose status is written to its object first."""
 
     context: OperatorContext
     children: Children
@@ -242,16 +247,16 @@ class _PoolActions:
     view: BackendPool
     """The pool as the control plane knows it."""
     pods: Sequence[Object]
-    """The pool's pods that the pass was begun with."""
+    """The pool's pods at the beginning of the pass."""
     served: bool
-    """Whether its backends are pods of ours, which a service leads to."""
+    """Whether the backends are the operator's own pods behind a service."""
     life: _Life
     write: Callable[[BackendPoolStatus], Awaitable[float | None]]
-    """Writes the object's status; returns after how long a status that waits is due."""
+    """Writes the object's status and returns the seconds until a postponed write is due, or None."""
     send: Callable[[BackendPoolStatus], Awaitable[None]]
     """Reports a status to the control plane."""
     wait: float | None = None
-    """Seconds until a status that waits is to be written."""
+    """The seconds until a postponed status has to be written."""
 
     async def prepare(self, plan: Plan[BackendPoolStatus]) -> None:
         generation = self.pool.metadata.generation or 0
@@ -277,7 +282,7 @@ class _PoolActions:
 
 
 def with_backends(status: BackendPoolStatus, known: BackendPoolStatus) -> BackendPoolStatus:
-    """The object's status with what the control plane knows of weights and backends."""
+    """Return the object's status with the weights and backends that the control plane knows."""
     return status.model_copy(
         update={
             "backends": known.backends,
@@ -288,7 +293,7 @@ def with_backends(status: BackendPoolStatus, known: BackendPoolStatus) -> Backen
 
 
 def _news(status: BackendPoolStatus) -> tuple[object, ...]:
-    """What of a status is written at once."""
+    """Return the fields of a status that are written at once when they change."""
     routed = reconcile_pass.routed_by(status.backends)
     weights = {(one.url, one.weights, one.policy_version) for one in status.backends}
     whole = (status.conditions, status.observed_generation, status.replicas, status.selector)
@@ -296,7 +301,7 @@ def _news(status: BackendPoolStatus) -> tuple[object, ...]:
 
 
 def difference(before: Any, after: Any) -> Any:
-    """The merge patch (RFC 7386) that turns one JSON object into another; empty: they are the same."""
+    """Return the merge patch (RFC 7386) that turns one JSON object into another, or {} if they are equal."""
     patch: dict[str, Any] = {}
     for name in before.keys() | after.keys():
         old, new = before.get(name), after.get(name)

@@ -1,4 +1,4 @@
-"""Reading RolloutJob and BackendPool objects of a cluster, and writing their status."""
+"""Read RolloutJob and BackendPool objects of a cluster, and write their status."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollyard_operator.kube.object_cache import ObjectCache, key_of, uid_of
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 ORIGIN = "rollyard.dev/origin"
-"""Annotation of an object that the operator made: `rest`."""
+"""The annotation of an object that the operator made. Its value is `rest`."""
 KINDS: dict[str, type[RolloutJob] | type[BackendPool]] = {
     "RolloutJob": RolloutJob,
     "BackendPool": BackendPool,
@@ -28,17 +28,17 @@ StatusT = TypeVar("StatusT", RolloutJobStatus, BackendPoolStatus)
 
 
 def generation_of(obj: Object) -> int:
-    """The generation of the object's spec."""
+    """Return the generation of the object's spec."""
     return int(obj["metadata"].get("generation") or 0)
 
 
 def is_leaving(obj: Object) -> bool:
-    """Whether its deletion was asked for."""
+    """Return whether the deletion of the object has been requested."""
     return bool(obj["metadata"].get("deletionTimestamp"))
 
 
 def fingerprint(obj: Object) -> tuple[object, ...]:
-    """What of an object its loop is woken by: all but its status."""
+    """Return the fields of an object whose changes wake its loop, which are all except the status."""
     meta = obj["metadata"]
     return (
         meta["uid"],
@@ -50,7 +50,7 @@ def fingerprint(obj: Object) -> tuple[object, ...]:
 
 
 class Reader(Generic[ThingT]):
-    """Objects as models. A spec, which may hold thousands of tasks, is read once for each generation."""
+    """Reads objects as models. A spec may hold thousands of tasks, so it is read once per generation."""
 
     def __init__(self, model: type[ThingT]) -> None:
         self._model: type[ThingT] = model
@@ -58,10 +58,10 @@ class Reader(Generic[ThingT]):
         self._spec: ThingT | None = None
 
     def read(self, obj: Object) -> ThingT:
-        """The object.
+        """Return the object as a model.
 
         Raises:
-            ManifestError: a field is wrong that the cluster's schema let pass.
+            ManifestError: A field is wrong, although the cluster's schema accepts it.
         """
         uid, generation = uid_of(obj), generation_of(obj)
         try:
@@ -80,7 +80,7 @@ class Reader(Generic[ThingT]):
             raise ManifestError(describe(error, model=self._model)) from error
 
     def status(self, obj: Object) -> Any:
-        """Its status; an empty one where it holds what this version does not know."""
+        """Return the status of the object. It is empty if the object's status is unknown to this version."""
         kind = RolloutJobStatus if self._model is RolloutJob else BackendPoolStatus
         try:
             return kind.model_validate(obj.get("status") or {})
@@ -89,7 +89,7 @@ class Reader(Generic[ThingT]):
 
 
 def metadata(obj: Object) -> ObjectMeta:
-    """Its metadata, without what repeats the whole manifest."""
+    """Return the metadata of the object, without the parts that repeat the whole manifest."""
     meta = dict(obj["metadata"])
     meta["annotations"] = {k: v for k, v in (meta.get("annotations") or {}).items() if k != LAST_APPLIED}
     meta.pop("managedFields", None)
@@ -97,7 +97,7 @@ def metadata(obj: Object) -> ObjectMeta:
 
 
 def registration(thing: ThingT) -> ThingT:
-    """The manifest as it is registered: it says which object it is."""
+    """Return the manifest for registration, with an annotation that names the Kubernetes object."""
     meta = thing.metadata
     annotations = {**meta.annotations, OBJECT_UID: meta.uid or ""}
     kept = ObjectMeta(name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=annotations)
@@ -105,11 +105,11 @@ def registration(thing: ThingT) -> ThingT:
 
 
 def mirrored(obj: Object, view: RolloutJob | BackendPool, before: StatusT) -> StatusT:
-    """The status that another driver has reported to the control plane, in the generations of the object.
+    """Return the status that another driver reported to the control plane, in the generations of the object.
 
     Args:
-        view: the control plane's view, of which the object's spec is known to be the source.
-        before: the object's status; what the driver has not looked at yet keeps its generation.
+        view: The control plane's view, whose spec is known to come from the object.
+        before: The object's status. What the driver has not processed yet keeps its observed generation.
     """
     newest = view.metadata.generation or 0
 
@@ -133,15 +133,15 @@ async def write_status(
     before: StatusT,
     after: StatusT,
 ) -> None:
-    """Writes a status, and has the transitions published as events.
+    """Write a status, and publish its transitions as events.
 
     Raises:
-        KubeConflict: `obj` is not the newest any more, so that it may be another one: look again.
-        KubeError: the status was refused.
+        KubeConflict: `obj` is outdated, and its name may belong to another object. Read it again.
+        KubeError: The status was refused.
     """
     namespace, name = key_of(obj)
     body = after.to_json()
-    # A merge patch keeps what it does not name.
+    # A merge patch keeps fields that it does not name, so removed fields are set to null.
     gone = {field: None for field in before.to_json() if field not in body}
     fresh = await kube.patch_status(
         obj["kind"], namespace, name, body | gone, version=obj["metadata"]["resourceVersion"]

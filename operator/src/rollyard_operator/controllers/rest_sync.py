@@ -1,6 +1,7 @@
-"""Keeps the control plane and the cluster's objects in step.
+"""Keep the control plane and the objects in the cluster in step.
 
-What was POSTed to REST becomes an object; what was deleted on one side is deleted on the other.
+A job or pool that was created over REST becomes an object. What is deleted on one side is deleted on the
+other side too.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, ObjectCache, key_of, uid_of
 
 AT_ONCE = 8
-"""Objects that are made at the same time."""
+"""The number of objects that are made at the same time."""
 DELETE_REQUESTED = "rollyard.dev/delete-requested"
-"""Annotation of the control plane: somebody deleted the pool over REST."""
+"""The annotation that the control plane sets when a pool was deleted over REST."""
 _log = logging.getLogger(__name__)
 
 
@@ -38,7 +39,7 @@ class _Refusal:
 
 
 class RestSync:
-    """Brings both sides together after each poll; everything it does may be repeated."""
+    """Brings both sides together after each poll. All its steps may be repeated."""
 
     def __init__(self, context: OperatorContext) -> None:
         self._context = context
@@ -46,7 +47,7 @@ class RestSync:
         self._refused: dict[tuple[str, Key], _Refusal] = {}
 
     async def after_poll(self) -> None:
-        """What the last poll calls for."""
+        """Carry out what the last poll requires."""
         plane = self._context.plane
         things: list[RolloutJob | BackendPool] = [*plane.pools.all(), *plane.unfinished.all()]
         here = {(thing.kind, thing_key(thing)) for thing in things}
@@ -56,7 +57,9 @@ class RestSync:
             await self._tell_unserved(thing)
 
     async def sweep(self) -> None:
-        """What happened while nobody looked: objects that went, of finished jobs too; pods without owners."""
+        """Catch up on changes while no operator ran: deleted objects, also of finished jobs, and ownerless
+        pods.
+        """
         with suppress(RollyardError):
             jobs = await self._context.plane.client.jobs()
             for job in jobs:
@@ -65,22 +68,22 @@ class RestSync:
         await self._sweep_pods()
 
     def _ours(self, thing: RolloutJob | BackendPool) -> bool:
-        # What has an object goes with it, whoever runs it.
+        # A job or pool with an object is deleted with that object, no matter which driver runs it.
         ours = bool(object_uid(thing)) or placement.is_for(thing, DRIVER)
         return ours and self._context.settings.looks_after(thing.metadata.namespace)
 
     def _nobodys(self, job: RolloutJob) -> bool:
-        """A job of REST, in a namespace that this operator does not serve, of which no driver has spoken."""
+        """Return whether no driver reports on a REST job, as this operator does not serve its namespace."""
         elsewhere = not self._context.settings.looks_after(job.metadata.namespace)
         unspoken = not job.status.conditions and not object_uid(job)
         return elsewhere and unspoken and placement.is_for(job, DRIVER)
 
     async def _tell_unserved(self, thing: RolloutJob | BackendPool) -> None:
-        """Where nobody else would: why nothing comes of it."""
+        """Report why a job or pool does not start, if no driver would report it."""
         now, plane = self._context.now(), self._context.plane
         elsewhere = not placement.is_for(thing, DRIVER) and placement.is_unspoken(thing, now)
         try:
-            # The next look sees what was reported, and wakes the loop of the object, if there is one.
+            # The next poll sees the reported status and wakes the loop of the object, if there is one.
             if isinstance(thing, BackendPool):
                 if elsewhere:
                     await plane.client.put_pool_status(thing, placement.unserved_pool(thing, now))
@@ -109,9 +112,9 @@ class RestSync:
         if uid and there is not None and uid_of(there) == uid and not _to_be_deleted(thing):
             return
         if not uid and (there is not None or _to_be_deleted(thing)):
-            return  # the object's own loop registers it, or finds that the two differ
+            return  # The object's own loop registers it, or finds the difference.
         if uid and there is None and key[0] in self._context.access.denied:
-            return  # whether its object is gone cannot be seen
+            return  # The operator cannot see whether the object is gone.
         async with self._gate:
             try:
                 if not uid:
@@ -125,7 +128,7 @@ class RestSync:
                 _log.warning("%s %s: %s", thing.kind, "/".join(key), error)
 
     async def _gone(self, thing: RolloutJob | BackendPool, key: Key, uid: str) -> None:
-        """The caches do not have its object: if the cluster has none either, it goes too."""
+        """Delete a job or pool whose object is not in the caches, if the cluster does not have it either."""
         there = await self._context.kube.get(thing.kind, *key)
         if there is not None:
             self._cache(thing).put(there)
@@ -133,7 +136,7 @@ class RestSync:
         client = self._context.plane.client
         with suppress(NotFound):
             if isinstance(thing, RolloutJob):
-                # It is looked at again: a job that was made since then has another object.
+                # The job is read again, because a job that was made since then has another object.
                 if object_uid(await client.job(*key)) == uid:
                     await client.delete_job(*key)
                     _log.info("RolloutJob %s: its object is gone, so it is deleted", "/".join(key))
@@ -144,14 +147,14 @@ class RestSync:
                 self._context.plane.pools.forget(key)
 
     async def _create(self, thing: RolloutJob | BackendPool) -> None:
-        """Make the object of a job or a pool that came over REST."""
+        """Make the object of a job or a pool that was created over REST."""
         where, now = (thing.kind, thing_key(thing)), asyncio.get_running_loop().time()
         known = self._refused.get(where)
         if known is not None and known.uid == thing.metadata.uid and now < known.again_at:
             return
         if isinstance(thing, RolloutJob):
             with suppress(NotFound):
-                thing = await self._context.plane.client.job(*thing_key(thing))  # with its inline tasks
+                thing = await self._context.plane.client.job(*thing_key(thing))  # Includes inline tasks.
             if object_uid(thing):
                 return
         try:
@@ -188,7 +191,7 @@ class RestSync:
             await client.put_pool_status(thing, thing.status.model_copy(update={"conditions": conditions}))
 
     async def _sweep_pods(self) -> None:
-        """Delete workers and backends whose object went while nobody looked, and was no owner any more."""
+        """Delete workers and backends whose object disappeared unobserved and without garbage collection."""
         context = self._context
         owners = {uid_of(obj) for cache in (context.jobs, context.pools) for obj in cache}
         for pod in context.pods:
@@ -206,13 +209,16 @@ class RestSync:
 
 
 def _to_be_deleted(thing: RolloutJob | BackendPool) -> bool:
-    """Whether somebody deleted it over REST; its object, and then the driver, have the last word."""
+    """Return whether the deletion was requested over REST.
+
+    The object and then the driver decide when the job or pool is finally deleted.
+    """
     annotations = thing.metadata.annotations
     return annotations.get(reconcile_pass.CANCEL_REASON) == "Deleted" or DELETE_REQUESTED in annotations
 
 
 def object_of(thing: RolloutJob | BackendPool) -> Object:
-    """The Kubernetes object of what came over REST."""
+    """Return the Kubernetes object for a job or pool that was created over REST."""
     meta = thing.metadata
     own = (reconcile_pass.CLOSED, reconcile_pass.CANCEL_REASON, DELETE_REQUESTED)
     annotations = {k: v for k, v in meta.annotations.items() if k not in own}

@@ -1,8 +1,8 @@
-"""The tokens of stage workers: one Secret for each job, with a token that serves this job only.
+"""The tokens of stage workers: one Secret for each job, with a token that is valid for this job only.
 
-The operator derives them from the token of all workers, which never leaves its own file. It may create
-Secrets and read none, so that a Secret is never changed: its name holds a hash of what is in it, and workers
-that mount an earlier one are replaced.
+The operator derives these tokens from the token of all workers, which never leaves its own file. The operator
+may create Secrets but not read them, so a Secret is never changed. Its name contains a hash of its content,
+and workers that mount an earlier Secret are replaced.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from rollyard_operator.settings import OperatorSettings
 
 @dataclass(frozen=True, slots=True)
 class JobSecret:
-    """What the workers of one job mount."""
+    """The Secret that the workers of one job mount."""
 
     name: str
-    """Deterministic: another job, another token or another certificate authority gives another name."""
+    """The deterministic name. Another job, token or certificate authority gives another name."""
     data: tuple[tuple[str, bytes], ...]
-    """Keys `token` and, where the control plane has an authority of its own, `ca.crt`."""
+    """The keys `token` and, if the control plane has its own certificate authority, `ca.crt`."""
 
     def __repr__(self) -> str:
         return f"JobSecret({self.name!r})"
 
 
 class WorkerToken:
-    """Makes the Secrets of jobs from the operator's own file, which it reads again for each."""
+    """Makes the Secrets of jobs from the operator's own file, which is read again for each Secret."""
 
     def __init__(self, kube: Kube, settings: OperatorSettings) -> None:
         self._kube = kube
         self._settings = settings
 
     def state(self) -> str:
-        """A hash of what all Secrets are made from; it changes when the token of all workers does.
+        """Return a hash of what all Secrets are made from. It changes with the token of all workers.
 
         Raises:
-            KubeError: the operator's own file cannot be read, or is empty.
+            KubeError: The operator's own file cannot be read, or it is empty.
         """
         return digest(self._worker_token(), self._authority())
 
     def of(self, job: RolloutJob) -> JobSecret:
-        """The Secret of one job, which may not exist yet.
+        """Return the Secret of one job, which may not exist yet.
 
         Raises:
-            KubeError: the operator's own file cannot be read, or is empty.
+            KubeError: The operator's own file cannot be read, or it is empty.
         """
         meta = job.metadata
         uid = meta.uid or ""
@@ -65,15 +65,15 @@ class WorkerToken:
         return JobSecret(f"{labels.JOB_SECRET_PREFIX}{uid}-{digest(data)}", tuple(data))
 
     async def ensure(self, job: RolloutJob, secret: JobSecret) -> None:
-        """The Secret exists; it goes with its job.
+        """Make sure that the Secret exists. It is deleted together with its job.
 
         Raises:
-            KubeError: the API server refused it.
+            KubeError: The API server refused the Secret.
         """
         try:
             await self._kube.create(secret_object(job, secret, self._settings))
         except KubeConflict:
-            return  # an earlier pass made it
+            return  # An earlier pass made the Secret.
 
     def _worker_token(self) -> str:
         path = self._settings.worker_token_file
@@ -88,7 +88,7 @@ class WorkerToken:
 
 
 def secret_object(job: RolloutJob, secret: JobSecret, settings: OperatorSettings) -> Object:
-    """The Secret as the API server gets it."""
+    """Return the Secret in the form that the API server expects."""
     meta = job.metadata
     uid = meta.uid or ""
     return {

@@ -21,8 +21,7 @@ SEEN_SECONDS = 2.0
 """How long a list of policies is reused, in seconds. Sandboxes are made in bursts."""
 FORBIDDEN = 403
 AGAIN_SECONDS = 600.0
-"""The policy and the owner are applied again this many seconds after the last time, whatever happened since then.
-"""
+"""The policy and the owner are applied again after this many seconds, whatever happened in between."""
 _log = logging.getLogger(__name__)
 
 

@@ -11,8 +11,9 @@ from rollyard_crds.claims import ClaimState
 
 SandboxState = Literal["starting", "ready", "failed", "stopping"]
 Hope = Literal["none", "kubelet", "scheduler", "gate"]
-"""Who may still solve a trouble: nobody, the kubelet by a retry, the scheduler once a node has room, or the
-one who removes the scheduling gate.
+"""Who may still solve a problem with a pod.
+
+This is nobody, the kubelet (by a retry), the scheduler (once a node has room), or whoever opens the gate.
 """
 
 
@@ -81,9 +82,7 @@ class WarmNeed:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A refusal of the API server to make a pod, by quota or admission. It is found by namespace and pod
-    name.
-    """
+    """A refusal of the API server to make a pod, because of quota or admission. Its key names the pod."""
 
     trouble: Trouble
     """The trouble. Its `since` is the first refusal; its hope is `none` if a retry would change nothing."""
@@ -115,8 +114,7 @@ class SandboxLimits:
     warm_retry_seconds: float = 60.0
     """How long a warm pod that failed is kept before another one takes its place, in seconds."""
     stuck_seconds: float = 60.0
-    """A pod that should have been gone for this many seconds is removed by force, because its node is lost.
-    """
+    """A pod that is overdue by this many seconds is removed by force, because its node is lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def _lost(claim: WantedSandbox, now: datetime) -> Trouble:
 
 
 class _Reconcile:
-    """A single reconcile. It decides about claims first, then about warm sandboxes, and then about the rest."""
+    """A single reconcile. It decides about claims first, then about warm sandboxes, then about the rest."""
 
     def __init__(self, observed: ObservedSandboxes, now: datetime, limits: SandboxLimits) -> None:
         self._now = now

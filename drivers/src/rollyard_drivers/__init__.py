@@ -1,1 +1,1 @@
-"""What all drivers share: the reconcile, the driver loop, health, command lines, and processes."""
+"""The code that all drivers share: the reconcile, the driver loop, health, command lines, and processes."""

@@ -1,4 +1,4 @@
-"""Reading the arguments that a pool gives its engine. Pure."""
+"""Functions that read the arguments that a pool gives its engine. They are pure."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Iterable, Sequence
 
 
 def flag_of(argument: str) -> str:
-    """The flag that an argument sets, `--max-model-len` for `--max_model_len=4096`; empty for a value.
+    """Return the flag that an argument sets, or an empty string if the argument is a value.
 
-    vLLM takes both spellings.
+    The flag of `--max_model_len=4096` is `--max-model-len`, since vLLM accepts both spellings.
     """
     return argument.partition("=")[0].replace("_", "-") if argument.startswith("--") else ""
 
 
 def is_given(args: Iterable[str], *flags: str) -> bool:
-    """Whether one of these flags is among the arguments."""
+    """Return whether one of these flags is among the arguments."""
     return any(flag_of(argument) in flags for argument in args)
 
 
 def given(args: Sequence[str], flag: str) -> str:
-    """The value of a flag in `args`, as the last one says; empty if it is not there."""
+    """Return the value that the arguments give to a flag.
+
+    If the flag is given several times, the last value counts. If it is not given, the result is empty.
+    """
     value = ""
     for place, argument in enumerate(args):
         if flag_of(argument) == flag:
@@ -29,6 +32,9 @@ def given(args: Sequence[str], flag: str) -> str:
 
 
 def given_port(args: Sequence[str], default: int) -> int:
-    """The port that a server with these arguments listens on: the one of `--port`, else `default`."""
+    """Return the port that a server with these arguments listens on.
+
+    This is the value of `--port` if it is a number, and `default` otherwise.
+    """
     chosen = given(args, "--port")
     return int(chosen) if chosen.isdigit() else default

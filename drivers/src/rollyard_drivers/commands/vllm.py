@@ -1,4 +1,4 @@
-"""The command line of a vLLM server, as every driver starts it. Pure."""
+"""The command line of a vLLM server, as every driver starts it. The module is pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from rollyard_drivers.reconcile.plan import Workload
 
 DEFAULT_COMMAND = ("vllm", "serve")
 SERVER_ENV = {"VLLM_SERVER_DEV_MODE": "1"}
-"""Opens the calls of weight updates and of resets of the prefix cache."""
+"""The environment that enables the calls for weight updates and for resets of the prefix cache."""
 
 
 def vllm_command(workload: Workload, host: str, port: int | str) -> tuple[str, ...]:
-    """Program and arguments. What the user's arguments say is not said again.
+    """Return the program and its arguments. An option that the user has given is not added again.
 
     Args:
-        port: unused where the arguments give `--port`.
+        workload: The backend to start.
+        host: The address that the server listens on.
+        port: The port that the server listens on. It is not used if the user's arguments contain `--port`.
     """
     args = workload.args
     program, *rest = workload.command or DEFAULT_COMMAND
     arguments = list(rest)
-    # `vllm serve MODEL`; the module itself takes it as a flag.
+    # `vllm serve` takes the model as an argument, whereas the module takes it as a flag.
     arguments += [workload.model] if rest[-1:] == ["serve"] else ["--model", workload.model]
     for flag, value in (
         ("--served-model-name", workload.model),

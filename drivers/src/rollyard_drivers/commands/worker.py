@@ -1,4 +1,4 @@
-"""The command line of a stage worker, as every driver starts it. Pure."""
+"""The command line of a stage worker, as every driver starts it. The module is pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from pathlib import PurePath
 from rollyard_drivers.reconcile.plan import Workload
 
 WORKER_MODULE = ("-m", "rollyard_pipeline")
-"""What Python runs."""
+"""The arguments that select the module for Python to run."""
 
 
 def worker_arguments(workload: Workload, url: str, token_file: str | PurePath) -> tuple[str, ...]:
-    """The arguments that tell a worker what to work on; those about sandboxes differ between drivers.
+    """Return the arguments that say what a worker works on.
+
+    The arguments about sandboxes differ between drivers and are not included.
 
     Args:
-        url: the control plane, as the worker reaches it.
-        token_file: the file with the token of its job, as the worker sees it.
+        workload: The stage worker to start.
+        url: The base URL of the control plane, as the worker reaches it.
+        token_file: The path of the file with the token of the worker's job, as the worker sees it.
     """
     concurrency = ",".join(f"{stage}={number}" for stage, number in workload.concurrency)
     return (

@@ -1,1 +1,1 @@
-"""The health of inference backends that a driver started."""
+"""The health checks of inference backends that a driver has started."""

@@ -1,4 +1,4 @@
-"""The health of one backend that a driver started: it is warmed up, then watched."""
+"""The health of one backend that a driver has started: the backend is warmed up first, and then watched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERATED_FAILURES = 3
 
 @dataclass(frozen=True, slots=True)
 class BackendHealth:
-    """What the probe knows."""
+    """What the probe knows about one backend."""
 
     url: str = ""
     ready: bool = False
@@ -36,7 +36,7 @@ class BackendHealth:
 
 def _message(error: BackendError, warmed_up: bool) -> str:
     if isinstance(error, NotListening) and not warmed_up:
-        return STARTING  # it loads the model, and listens after that
+        return STARTING  # The server loads the model before it listens.
     return str(error)[:300]
 
 
@@ -47,10 +47,16 @@ async def watch_backend(
     report: Callable[[BackendHealth], None],
     known: BackendHealth | None = None,
 ) -> None:
-    """Reports the backend's health until cancelled. Ready: health check and a first request passed.
+    """Report the health of a backend until this task is cancelled.
+
+    The backend is ready when the health check and a first request have succeeded.
 
     Args:
-        known: what an earlier watch said; default: nothing.
+        url: The base URL of the backend.
+        model: The name of the model that the backend serves.
+        http: The client that sends the requests.
+        report: Called with the health after each check.
+        known: The health that an earlier watch reported. By default, nothing is known.
     """
     transport = HttpxTransport(http)
     health = known or BackendHealth(url=url)

@@ -1,4 +1,4 @@
-"""Watching the health of a pool's backends, one task for each pod."""
+"""The health of a pool's backends, which one task for each pod watches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class _Watch:
 
 
 class PoolHealth:
-    """The probes of one pool.
+    """The health probes of one pool.
 
     Args:
-        wake: called when a backend became ready, or is so no more.
+        wake: Called when a backend has become ready, or is no longer ready.
     """
 
     def __init__(self, http: httpx.AsyncClient, wake: Callable[[], None]) -> None:
@@ -33,7 +33,12 @@ class PoolHealth:
         self._watches: dict[str, _Watch] = {}
 
     def keep(self, running: Iterable[tuple[str, str]], model: str) -> None:
-        """Probe exactly these: uid of the pod and base URL."""
+        """Probe exactly the given backends, and stop the probes of all others.
+
+        Args:
+            running: The uid of the pod and the base URL of each backend.
+            model: The name of the model that the backends serve.
+        """
         wanted = dict(running)
         for uid, watch in list(self._watches.items()):
             if wanted.get(uid) != watch.url or watch.model != model:
@@ -45,7 +50,10 @@ class PoolHealth:
                 self._watches[uid] = _Watch(url, model, task)
 
     def seen(self, uid: str, pod: ObservedWorkload) -> ObservedWorkload:
-        """A backend with what its probe knows. It runs once it has answered a first completion."""
+        """Return an observed backend, completed with what its probe knows.
+
+        The backend counts as running once it has answered a first completion.
+        """
         if pod.state != "running":
             return replace(pod, ready=False)
         watch = self._watches.get(uid)
@@ -60,7 +68,7 @@ class PoolHealth:
         )
 
     async def close(self) -> None:
-        """Stop probing."""
+        """Cancel all probes and wait until they have ended."""
         tasks = [watch.task for watch in self._watches.values()]
         self._watches.clear()
         for task in tasks:

@@ -1,4 +1,4 @@
-"""One subprocess of the local driver: started, watched, logged, and ended within a bound."""
+"""One subprocess of the local driver, which is started, watched, logged, and ended within a bound."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _LAST_WORDS_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Where a child's log and pid file go."""
+    """The folders of a child's log file and pid file."""
 
     logs: Path
     pids: Path
 
 
 class Child:
-    """A subprocess in a session of its own that the kernel kills when this process dies.
+    """A subprocess in a session of its own, which the kernel kills when this process dies.
 
-    Must be started from the main thread: the kernel ties the death signal to the thread.
+    It must be started from the main thread, because the kernel ties the death signal to the thread.
     """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: LogFile, pid_file: Path) -> None:
@@ -63,21 +63,25 @@ class Child:
         program: str = sys.executable,
         guarded: bool = False,
     ) -> Child:
-        """Starts `program arguments…`; `on_exit` is called once when it has ended.
+        """Start `program arguments…` and return the child.
 
         Args:
-            env: on top of this process's own.
-            program: absolute path; default: this Python.
-            guarded: it has subprocesses of its own, which must not outlive it: a guard beside it ends
-                them all, also when this process is killed.
+            name: The name of the log file and of the pid file.
+            arguments: The arguments of the program.
+            folders: The folders of the log file and of the pid file.
+            env: Variables that are added to this process's own environment.
+            on_exit: Called once, when the process has ended.
+            program: The absolute path of the program. The default is this Python.
+            guarded: Whether the program has subprocesses that must not outlive it. A guard beside it then
+                ends them all, even when this process is killed.
 
         Raises:
-            OSError: the process cannot be started, or its log cannot be opened.
+            OSError: The process cannot be started, or its log cannot be opened.
         """
         log = LogFile(folders.logs / f"{name}.log")
         command = [*(["--guard"] if guarded else []), program, *arguments]
-        # The pipe is our own: with asyncio's, the process counts as running until the last of its
-        # descendants closes it, and an orphan that outlives a killed server never does.
+        # The pipe is created here, because with asyncio's own pipe the process counts as running until the
+        # last of its descendants closes it, which an orphan that outlives a killed server never does.
         read, write = os.pipe()
         stream = asyncio.StreamReader()
         pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -117,10 +121,12 @@ class Child:
 
     async def _wait(self, on_exit: Callable[[], None], pipe: asyncio.BaseTransport) -> int:
         code = await self._process.wait()
-        # This comes before anybody starts a successor: what it left holds memory, a GPU, a port.
+        # This happens before a successor is started, because the processes that are left hold memory, a GPU
+        # or a port.
         await asyncio.to_thread(kill_session, self._process.pid)
         if self._reader is not None:
-            # A descendant in a session of its own may hold the pipe open: last words are waited for briefly.
+            # A descendant in a session of its own may hold the pipe open, so the last output is awaited only
+            # briefly.
             await asyncio.wait([self._reader], timeout=_LAST_WORDS_SECONDS)
             self._reader.cancel()
         pipe.close()
@@ -136,40 +142,50 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit status; None while it runs; a negative number is the signal that ended it."""
+        """The exit status, or None while the process runs.
+
+        A negative number is the signal that ended the process.
+        """
         return self._process.returncode if self.exited_at is not None else None
 
     @property
     def last_line(self) -> str:
-        """The last line of its log."""
+        """The last line of the child's log."""
         return self._log.last_line()
 
     @property
     def telling_line(self) -> str:
-        """The line of its log that tells most about its end: the last error, else the last line."""
+        """The line of the child's log that best explains its end.
+
+        This is the last error, or the last line if there is no error.
+        """
         return self._log.telling_line()
 
     def signal(self, number: signal.Signals) -> None:
-        """Signals the process itself; does nothing if it has ended."""
+        """Send a signal to the process itself. This does nothing if the process has ended."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     def kill_group(self) -> None:
-        """Sends SIGKILL to everything in its session's group."""
+        """Send SIGKILL to all processes in the child's process group."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def wait(self, timeout: float | None = None) -> bool:
-        """Waits for its end; returns whether it has ended."""
+        """Wait for the end of the process, and return whether it has ended."""
         if self._waiter is None:
             return True
         done, _ = await asyncio.wait([self._waiter], timeout=timeout)
         return bool(done)
 
     async def stop(self, grace_seconds: float, insist_after: float | None = None) -> None:
-        """Ends it: SIGTERM, a second one after `insist_after` seconds, and SIGKILL after the grace."""
+        """End the process within the grace period.
+
+        The process gets SIGTERM, a second SIGTERM after `insist_after` seconds, and SIGKILL after
+        `grace_seconds`.
+        """
         self.signal(signal.SIGTERM)
         first = grace_seconds if insist_after is None else min(insist_after, grace_seconds)
         if await self.wait(first):
@@ -183,7 +199,14 @@ class Child:
 
 
 def sweep(pids: Path) -> list[str]:
-    """Kills what an earlier supervisor left behind, by its pid files; returns the names of what still ran."""
+    """Kill the processes that an earlier supervisor left behind.
+
+    Args:
+        pids: The folder of the pid files. All pid files are removed.
+
+    Returns:
+        The names of the children of which something still ran.
+    """
     found = []
     for file in sorted(pids.glob("*.json")):
         document = read_json(file)
@@ -191,7 +214,8 @@ def sweep(pids: Path) -> list[str]:
         if identity is not None and is_same_boot(identity):
             leader = is_alive(identity)
             send(identity, signal.SIGKILL, group=True)
-            # Its subprocesses may have outlived it; nobody else leads a session of its number then.
+            # The leader's subprocesses may have outlived it. No other process can lead a session of the same
+            # number while they live.
             left = kill_session(identity.pid, identity.start_ticks)
             if leader or left:
                 found.append(file.stem)

@@ -1,4 +1,4 @@
-"""The control plane as a subprocess: started, waited for, restarted on the same port."""
+"""The control plane as a subprocess, which is started, awaited, and restarted on the same port."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ STABLE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ControlPlaneSettings:
-    """How a control plane is started."""
+    """The settings that a control plane is started with."""
 
     host: str
-    """The address that it listens on, and is reached at from this machine; or the path of a Unix socket."""
+    """The address that the control plane listens on and is reached at from this machine, or the path of a
+    Unix socket."""
     port: int
-    """0 stands for a free port."""
+    """The port to listen on. The value 0 selects a free port."""
     lease_seconds: float
     verify_python: str = ""
-    """A Python with torch and transformers; if empty, what ROLLYARD_VERIFY_PYTHON names, if anything."""
+    """The path of a Python with torch and transformers. If it is empty, ROLLYARD_VERIFY_PYTHON applies, if it
+    is set."""
     open_docs: bool = False
-    """Whether `/docs` needs no token."""
+    """Whether `/docs` can be read without a token."""
     allow_tasks_from: tuple[str, ...] = ()
-    """URL prefixes that `spec.tasks.url` of a job may begin with, beside uploads."""
+    """The URL prefixes that `spec.tasks.url` of a job may begin with, in addition to uploads."""
 
 
 class HostedControlPlane(Protocol):
-    """A control plane as a driver needs it."""
+    """A control plane as a driver uses it."""
 
     @property
     def url(self) -> str: ...
@@ -54,10 +56,12 @@ class HostedControlPlane(Protocol):
 
 
 class JoinedControlPlane:
-    """A control plane that somebody else runs, such as an installation on Kubernetes.
+    """A control plane that runs elsewhere, such as an installation on Kubernetes.
 
     Args:
-        tokens: JSON object with the tokens of driver and worker.
+        url: The base URL of the control plane.
+        tokens: The path of a JSON file with the tokens of the driver and the worker.
+        http: The client that sends the requests.
     """
 
     def __init__(self, url: str, tokens: Path, http: httpx.AsyncClient) -> None:
@@ -67,18 +71,18 @@ class JoinedControlPlane:
         self._http = http
 
     def token(self, role: str) -> str:
-        """The bearer token of a role.
+        """Return the bearer token of a role.
 
         Raises:
-            StartFailed: the file cannot be read.
+            StartFailed: The file cannot be read, or holds no token for the role.
         """
         return token_in(self._tokens, role)
 
     async def start(self) -> None:
-        """Checks that it answers.
+        """Check that the control plane answers.
 
         Raises:
-            StartFailed: it does not.
+            StartFailed: The control plane does not answer, or is not ready.
         """
         try:
             answer = await self._http.get(f"{self.url}/readyz", timeout=10.0)
@@ -87,17 +91,17 @@ class JoinedControlPlane:
             raise StartFailed(f"the control plane at {self.url} is not ready: {error}") from error
 
     async def keep(self, wake: Callable[[], None]) -> None:
-        """Does nothing: whoever runs the control plane restarts it."""
+        """Do nothing, because the installation that runs the control plane restarts it."""
 
     async def stop(self, grace_seconds: float) -> None:
-        """Does nothing: whoever runs the control plane stops it."""
+        """Do nothing, because the installation that runs the control plane stops it."""
 
 
 def token_in(path: Path, role: str) -> str:
-    """The token of a role in a file of tokens; of several, the first.
+    """Return the token of a role in a file of tokens. If there are several, return the first.
 
     Raises:
-        StartFailed: it holds none.
+        StartFailed: The file holds no token for the role.
     """
     token = (read_json(path) or {}).get(role)
     if isinstance(token, list) and token:
@@ -108,7 +112,7 @@ def token_in(path: Path, role: str) -> str:
 
 
 class ControlPlaneProcess:
-    """One `python -m rollyard_api`; its port stays the same over restarts."""
+    """A `python -m rollyard_api` process, which keeps its port when it is restarted."""
 
     def __init__(self, home: Home, settings: ControlPlaneSettings, http: httpx.AsyncClient) -> None:
         self._home = home
@@ -121,7 +125,7 @@ class ControlPlaneProcess:
 
     @property
     def url(self) -> str:
-        """Base URL, once started."""
+        """The base URL. It is valid once the control plane has started."""
         host = self._settings.host
         if host.startswith("/"):
             return socket_url(host)
@@ -129,22 +133,23 @@ class ControlPlaneProcess:
 
     @property
     def port(self) -> int:
-        """The port that it listens on, once started."""
+        """The port that the control plane listens on. It is valid once the control plane has started."""
         return self._port
 
     def token(self, role: str) -> str:
-        """The bearer token of a role.
+        """Return the bearer token of a role.
 
         Raises:
-            StartFailed: tokens.json cannot be read.
+            StartFailed: The file tokens.json cannot be read, or holds no token for the role.
         """
         return token_in(self._home.state / "tokens.json", role)
 
     async def start(self) -> None:
-        """Starts it and waits until it is ready.
+        """Start the control plane and wait until it is ready.
 
         Raises:
-            StartFailed: it ended, or was not ready within a minute; its last words are in the message.
+            StartFailed: The process ended, or was not ready within a minute. The message of the former
+                contains the last line of its log.
         """
         port_file = self._home.pids / f"{NAME}.port"
         port_file.unlink(missing_ok=True)
@@ -202,7 +207,7 @@ class ControlPlaneProcess:
             return await http.get(f"{base_of(self.url)}{path}", timeout=2.0)
 
     async def keep(self, wake: Callable[[], None]) -> None:
-        """Restarts it whenever it dies, with bounded backoff, until cancelled."""
+        """Restart the control plane whenever it dies, with bounded backoff, until this task is cancelled."""
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
@@ -216,11 +221,11 @@ class ControlPlaneProcess:
             try:
                 await self.start()
             except StartFailed:
-                # Its log says why; the next try follows after a longer pause.
+                # The log of the process says why it failed. The next attempt follows after a longer pause.
                 self._ended.set()
             wake()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ends it within the grace."""
+        """End the process within the grace period."""
         if self._child is not None:
             await self._child.stop(grace_seconds)

@@ -1,4 +1,4 @@
-"""The home folder of a local installation: layout, the lock, and the context that clients read."""
+"""The home folder of a local installation: its layout, its lock, and the context file that clients read."""
 
 from __future__ import annotations
 
@@ -19,31 +19,35 @@ from rollyard_drivers.host.errors import HomeInUse, HomeUnusable
 from rollyard_drivers.host.processes import ProcessIdentity, identify, is_alive
 
 MAX_RUN_PATH = 64
-"""Bytes; a sandbox's socket path adds some 35, and the kernel takes 107."""
+"""The longest path in bytes. A sandbox's socket path adds about 35 bytes, and the kernel accepts at most
+107."""
 
 
 def default_home(env: Mapping[str, str] = os.environ) -> Path:
-    """`$ROLLYARD_HOME`, else `~/.local/state/rollyard`."""
+    """Return `$ROLLYARD_HOME` if it is set, and `~/.local/state/rollyard` otherwise."""
     given = env.get("ROLLYARD_HOME")
     return Path(given).expanduser() if given else Path.home() / ".local" / "state" / "rollyard"
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a local installation keeps everything."""
+    """The folder in which a local installation keeps all of its files."""
 
     root: Path
     command: str = "rollyard up"
-    """What runs on it, for messages; the same with `down` stops it."""
+    """The command that runs on this home, for messages. The same command with `down` stops it."""
 
     @property
     def state(self) -> Path:
-        """The control plane's database, tokens and trajectories."""
+        """The folder of the control plane's database, tokens and trajectories."""
         return self.root / "state"
 
     @property
     def run(self) -> Path:
-        """Sandboxes of this machine; it is elsewhere if the path would be too long for Unix sockets."""
+        """The folder of this machine's sandboxes.
+
+        It lies outside the home if its path would be too long for Unix sockets.
+        """
         path = self.root / "run"
         if len(os.fsencode(path)) <= MAX_RUN_PATH:
             return path
@@ -52,29 +56,30 @@ class Home:
 
     @property
     def logs(self) -> Path:
-        """One log for each child, bounded in size."""
+        """The folder of the log files. Each child process has one, which is bounded in size."""
         return self.root / "logs"
 
     @property
     def pids(self) -> Path:
-        """One file for each living child, for the sweep after a crash."""
+        """The folder of the pid files. Each living child has one, which `sweep` reads after a crash."""
         return self.root / "pids"
 
     @property
     def context_file(self) -> Path:
-        """The file with URL and token, as clients read them."""
+        """The file that tells clients the URL and the token."""
         return self.root / "context.json"
 
     @property
     def supervisor_file(self) -> Path:
-        """The file that says who runs here, for `rollyard down`."""
+        """The file that identifies the running supervisor, for `rollyard down`."""
         return self.root / "supervisor.json"
 
     def make(self) -> None:
-        """Creates the folders, readable by the user only.
+        """Create the folders, which only the user can read.
 
         Raises:
-            HomeUnusable: a folder cannot be made, or others could reach or replace that of the sandboxes.
+            HomeUnusable: A folder cannot be created, or other users could reach or replace the folder of the
+                sandboxes.
         """
         for folder in (self.root, self.state, self.logs, self.pids):
             try:
@@ -91,10 +96,10 @@ class Home:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the home for one supervisor.
+        """Hold the lock of the home folder for one supervisor.
 
         Raises:
-            HomeInUse: another process holds it.
+            HomeInUse: Another process holds the lock.
         """
         self.make()
         descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -114,7 +119,7 @@ class Home:
             os.close(descriptor)
 
     def supervisor(self) -> ProcessIdentity | None:
-        """The supervisor that runs here, if one does."""
+        """Return the supervisor that runs on this home, or None if there is none."""
         document = read_json(self.supervisor_file)
         if document is None:
             return None
@@ -122,13 +127,16 @@ class Home:
         return identity if identity is not None and is_alive(identity) else None
 
     def write_supervisor(self, pid: int) -> None:
-        """Records the supervisor for `rollyard down`."""
+        """Record the supervisor for `rollyard down`."""
         identity = identify(pid)
         if identity is not None:
             write_json(self.supervisor_file, identity.to_json())
 
     def context_files(self) -> tuple[Path, ...]:
-        """The files that clients read: in the home, and for the default home in the user's configuration."""
+        """Return the files that clients read.
+
+        One lies in the home. For the default home, another one lies in the user's configuration.
+        """
         if self.root != default_home().expanduser().resolve() or os.environ.get("ROLLYARD_HOME"):
             return (self.context_file,)
         from rollyard_client.context import context_path
@@ -136,19 +144,19 @@ class Home:
         return (self.context_file, context_path(os.environ))
 
     def write_context(self, url: str) -> None:
-        """Tells clients of this user where the control plane is."""
+        """Write the address of the control plane to the files that this user's clients read."""
         for path in self.context_files():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_json(path, {"url": url, "token_file": str(self.state / "tokens.json")})
 
     def remove_context(self) -> None:
-        """Removes what clients read: nothing runs here any more."""
+        """Remove the files that clients read, because nothing runs on this home any more."""
         for path in self.context_files():
             path.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is none that can be read."""
+    """Return the object in a JSON file, or None if the file cannot be read or holds no object."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -157,7 +165,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes a JSON file whole or not at all, mode 0600."""
+    """Write a JSON file atomically, with mode 0600."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:

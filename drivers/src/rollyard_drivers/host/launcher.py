@@ -1,11 +1,11 @@
-"""Runs a command that dies with its parent: `python launcher.py PARENT_PID [--guard] COMMAND…`.
+"""Run a command that dies with its parent: `python launcher.py PARENT_PID [--guard] COMMAND…`.
 
-A program of its own, because setting the parent-death signal between fork and exec of a
-process with threads is not safe. Standard library only; it replaces itself by the command.
+This is a separate program because it is not safe to set the parent-death signal between fork and exec of a
+process that has threads. It uses the standard library only, and it replaces itself by the command.
 
-With `--guard` it stays beside the command, which has subprocesses of its own: however the
-parent ends, a `kill -9` included, it kills the whole session. When the command ends, so does
-the guard, in the same way, and the parent ends what is left. Signals to stop are passed on.
+With `--guard`, the launcher stays beside the command, which has subprocesses of its own. However the parent
+ends, even by `kill -9`, the guard kills the whole session. When the command ends, the guard ends in the same
+way, and the parent ends the processes that are left. The guard passes the signals to stop on to the command.
 """
 
 import ctypes
@@ -19,12 +19,12 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def _die_with(parent: int, number: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the request
+    if os.getppid() != parent:  # The parent died before the request.
         sys.exit(1)
 
 
 def main() -> None:
-    """Asks the kernel for a signal at the parent's death, then becomes (or guards) the command."""
+    """Ask the kernel for a signal at the parent's death, and then become (or guard) the command."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if command[0] == "--guard":
         _guard(parent, command[1:])
@@ -34,7 +34,8 @@ def main() -> None:
 
 
 def _guard(parent: int, command: list[str]) -> None:
-    # Signals wait until they are asked for: none is lost between fork and the first wait.
+    # The signals stay blocked until `sigwait` asks for them, so none is lost between the fork and the first
+    # wait.
     waited = {*_PASSED_ON, signal.SIGCHLD, signal.SIGUSR1}
     signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     _die_with(parent, signal.SIGUSR1)
@@ -51,7 +52,8 @@ def _guard(parent: int, command: list[str]) -> None:
     while True:
         number = signal.sigwait(waited)
         if number == signal.SIGUSR1 and os.getppid() != parent:
-            os.killpg(guard, signal.SIGKILL)  # it ends itself, too: nobody is left who could be informed
+            # This ends the guard itself, too, because no process is left to inform.
+            os.killpg(guard, signal.SIGKILL)
         if number in _PASSED_ON:
             os.kill(child, number)
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -62,7 +64,7 @@ def _guard(parent: int, command: list[str]) -> None:
         os._exit(code)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, waited)
     if -code == signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler raises
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would raise an exception.
     os.kill(guard, -code)
     os._exit(128 - code)
 

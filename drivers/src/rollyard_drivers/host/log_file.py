@@ -1,4 +1,4 @@
-"""A log file bounded in size: at the bound it becomes `NAME.1` and a new one begins."""
+"""A log file of bounded size. At the bound, the file is renamed to `NAME.1` and a new one is started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _TAIL_BYTES = 32 << 10
 
 
 class LogFile:
-    """Appends bytes; at most two files of `limit` bytes each exist. Remembers the last lines."""
+    """A log file that bytes are appended to, and that remembers its last lines.
+
+    At most two files of `limit` bytes each exist.
+    """
 
     def __init__(self, path: Path, limit: int = LIMIT_BYTES) -> None:
         self.path = path
@@ -23,7 +26,7 @@ class LogFile:
         self._tail = b""
 
     def write(self, data: bytes) -> None:
-        """Appends; a full disk loses log lines, not the process."""
+        """Append data to the log. If the disk is full, log lines are lost, but the process continues."""
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
         try:
             if self._size + len(data) > self._limit and self._size:
@@ -36,11 +39,14 @@ class LogFile:
             return
 
     def last_line(self) -> str:
-        """The last line that says something, at most 300 characters."""
+        """Return the last line that is not empty, cut to at most 300 characters."""
         return _last_of(self._tail)
 
     def telling_line(self) -> str:
-        """The last line that states an error, else the last line; at most 300 characters."""
+        """Return the last line that states an error, or else the last line.
+
+        The line is cut to at most 300 characters.
+        """
         return telling(self._tail) or self.last_line()
 
     def close(self) -> None:
@@ -48,12 +54,15 @@ class LogFile:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log file that says something; empty if there is none."""
+    """Return the last line of a log file that is not empty, or an empty string if there is none."""
     return _last_of(_tail(path))
 
 
 def telling_line(path: Path) -> str:
-    """The last line of a log file that states an error, else the last line; empty if there is none."""
+    """Return the last line of a log file that states an error, or else the last line.
+
+    The result is empty if the log has no line.
+    """
     tail = _tail(path)
     return telling(tail) or _last_of(tail)
 
@@ -68,7 +77,10 @@ def _tail(path: Path) -> bytes:
 
 
 def telling(tail: bytes) -> str:
-    """The error that a log ends with: the last one that a traceback states; empty if there is none."""
+    """Return the error that a log ends with, which is the last one that a traceback states.
+
+    The result is empty if there is no such error.
+    """
     return log_errors.telling(tail.decode(errors="replace"))[:LINE_LIMIT]
 
 

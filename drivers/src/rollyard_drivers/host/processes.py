@@ -1,4 +1,7 @@
-"""Processes by identity: a pid together with its start time, so that a reused pid is not mistaken."""
+"""The identity of processes: a pid together with a start time.
+
+The start time ensures that a reused pid is not taken for the earlier process.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_START_TIME = 19  # field 22 of /proc/PID/stat, counted after the command name and its parenthesis
+# This is field 22 of /proc/PID/stat, counted after the command name and its closing parenthesis.
+_START_TIME = 19
 _STATE = 0
 _SESSION = 3
 SESSION_SECONDS = 5.0
@@ -19,7 +23,10 @@ SESSION_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process that cannot be mistaken: its pid, its start time in clock ticks since boot, and the boot."""
+    """The unambiguous identity of a process.
+
+    It consists of the pid, the start time in clock ticks since boot, and the id of the boot.
+    """
 
     pid: int
     start_ticks: int
@@ -30,7 +37,7 @@ class ProcessIdentity:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ProcessIdentity | None:
-        """The identity in a pid file; None if the file is not one."""
+        """Return the identity in a pid file, or None if the document is not one."""
         try:
             return cls(int(document["pid"]), int(document["start_ticks"]), str(document["boot_id"]))
         except (KeyError, TypeError, ValueError):
@@ -53,7 +60,7 @@ def _boot_id() -> str:
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """The identity of a living process; None if there is none."""
+    """Return the identity of a living process, or None if there is no such process."""
     fields = _stat(pid)
     if fields is None:
         return None
@@ -61,7 +68,7 @@ def identify(pid: int) -> ProcessIdentity | None:
 
 
 def is_alive(identity: ProcessIdentity) -> bool:
-    """Whether this very process runs (a zombie does not)."""
+    """Return whether exactly this process runs. A zombie does not count as running."""
     fields = _stat(identity.pid)
     return (
         fields is not None
@@ -72,19 +79,25 @@ def is_alive(identity: ProcessIdentity) -> bool:
 
 
 def is_same_boot(identity: ProcessIdentity) -> bool:
-    """Whether the machine still runs the boot that the identity was taken in: other pids mean nothing."""
+    """Return whether the machine has not been rebooted since the identity was recorded.
+
+    The pids of another boot mean nothing.
+    """
     return identity.boot_id == _boot_id()
 
 
 def kill_session(leader: int, since_ticks: int = 0) -> int:
-    """Sends SIGKILL to what is left of a session whose leader has ended; returns how many processes it found.
+    """Kill what is left of a session whose leader has ended, and return the number of processes found.
 
-    A session's number is not given to another process while members of it live. Bounded: what
-    will not die within five seconds (in the kernel, on a driver) is left.
+    The kernel does not give the number of a session to another process while members of the session live. The
+    call is bounded: a process that has not died after five seconds (because it hangs in the kernel or in a
+    device driver) is left alone.
 
     Args:
-        leader: pid of the process that led it; if that number is in use by a later process, nothing is done.
-        since_ticks: members that started earlier than this are none of its descendants.
+        leader: The pid of the process that led the session. If a later process uses that number, nothing is
+            done.
+        since_ticks: Members that started earlier than this, in clock ticks since boot, are not descendants of
+            the leader and are left alone.
     """
     deadline = time.monotonic() + SESSION_SECONDS
     killed: set[int] = set()
@@ -101,7 +114,7 @@ def kill_session(leader: int, since_ticks: int = 0) -> int:
 
 
 def members(session: int, since_ticks: int = 0) -> list[int]:
-    """The pids of a session's living processes that started at `since_ticks` or later."""
+    """Return the pids of a session's living processes that started at `since_ticks` or later."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -121,14 +134,17 @@ def members(session: int, since_ticks: int = 0) -> list[int]:
 
 
 def send(identity: ProcessIdentity, number: signal.Signals, group: bool = False) -> None:
-    """Signals a process (or the group that it leads), if it is still the same one."""
+    """Send a signal to a process (or to the group that it leads), if it is still the same process."""
     if is_alive(identity):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(identity.pid, number) if group else os.kill(identity.pid, number)
 
 
 def end(identity: ProcessIdentity, grace_seconds: float) -> bool:
-    """Ends a process that is no child: SIGTERM, then SIGKILL after the grace. Returns whether it is gone."""
+    """End a process that is not a child of this one, and return whether it is gone.
+
+    The process gets SIGTERM, and SIGKILL after the grace period.
+    """
     send(identity, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
     while is_alive(identity) and time.monotonic() < deadline:

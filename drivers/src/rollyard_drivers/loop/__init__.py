@@ -1,1 +1,1 @@
-"""One pass of a driver over its jobs and pools, and the control plane that it reads and reports to."""
+"""One pass of a driver over its jobs and pools, and the control plane that it reads from and reports to."""

@@ -1,7 +1,7 @@
-"""The driver of jobs and pools that live in the control plane's store.
+"""The driver of the jobs and pools in the control plane's store.
 
-The driver is level-based: every pass looks at everything and acts on the difference, so that the next pass
-makes good what an earlier one failed to do or never did.
+The driver is level-based: every pass looks at the whole state and acts on the difference. The next pass
+therefore corrects what an earlier pass failed to do or never did.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from rollyard_drivers.reconcile.plan import (
 
 
 class StoreTrouble(HostError):
-    """A call to the control plane failed just now; the next pass tries again."""
+    """A call to the control plane has failed; the next pass repeats it."""
 
     reason = "StoreTrouble"
 
 
 class Store(Protocol):
-    """What a driver asks of the control plane; every call may raise StoreTrouble."""
+    """The control plane as a driver uses it. Every call may raise StoreTrouble."""
 
     async def jobs(self) -> Sequence[RolloutJob]: ...
     async def pools(self) -> Sequence[BackendPool]: ...
@@ -54,7 +54,7 @@ class Store(Protocol):
 
 
 class Workloads(Protocol):
-    """What carries plans out, and observes the workloads that it started."""
+    """The component that carries out plans and observes the workloads that it has started."""
 
     def owners(self) -> set[Owner]: ...
     def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]: ...
@@ -63,14 +63,18 @@ class Workloads(Protocol):
 
 
 class Driver:
-    """Brings jobs and pools and their workloads together, pass by pass.
+    """A driver that reconciles jobs, pools and their workloads, pass by pass.
 
     Args:
-        takes: which jobs are this driver's; those of other drivers are left alone.
-        serves: which pools are this driver's to start.
-        alone: whether this driver came with the control plane; it then reports what waits for a driver
-            that is not there.
-        on_trouble: called each time that the control plane's trouble changes.
+        store: The control plane.
+        workloads: Starts, stops and observes the workloads.
+        profile: The settings in which drivers differ.
+        on_trouble: Called each time the control plane's trouble changes.
+        takes: Returns whether a job belongs to this driver. The driver does not touch the jobs of other
+            drivers.
+        serves: Returns whether this driver starts the backends of a pool.
+        alone: Whether this driver belongs to the control plane. Such a driver also reports jobs and pools
+            that wait for a driver that does not run.
     """
 
     def __init__(
@@ -94,14 +98,17 @@ class Driver:
         self._reports: dict[Owner, BackendReports] = {}
 
     async def run_pass(self, now: datetime) -> None:
-        """Makes one pass. What the control plane refuses is reported once and tried again in the next."""
+        """Run one pass.
+
+        A call that the control plane refuses is reported once and repeated in the next pass.
+        """
         with self._tolerant():
             await self._run_pass(now)
 
     @contextlib.contextmanager
     def _tolerant(self) -> Iterator[None]:
-        # A control plane that does not answer is being restarted, and an object may vanish
-        # between two calls: the workloads keep running, and the next pass looks again.
+        # A control plane that does not answer may be restarting, and an object may vanish between two calls.
+        # The workloads keep running, and the next pass looks again.
         try:
             yield
         except StoreTrouble as trouble:
@@ -148,7 +155,7 @@ class Driver:
     async def _tell_unserved(
         self, jobs: Sequence[RolloutJob], pools: Sequence[BackendPool], now: datetime
     ) -> None:
-        """Reports jobs and pools of other drivers that no driver has reported on."""
+        """Report the jobs and pools of other drivers that no driver has reported on yet."""
         for pool in pools:
             if not self._serves(pool) and placement.is_unspoken(pool, now):
                 await self._store.put_pool_status(pool, placement.unserved_pool(pool, now))
@@ -172,7 +179,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class _JobActions:
-    """The actions for a job whose only home is the control plane."""
+    """The actions for a job that exists only in the control plane."""
 
     store: Store
     workloads: Workloads
@@ -204,7 +211,7 @@ class _JobActions:
 
 @dataclass(frozen=True, slots=True)
 class _PoolActions:
-    """The actions for a pool whose only home is the control plane."""
+    """The actions for a pool that exists only in the control plane."""
 
     store: Store
     workloads: Workloads
@@ -232,10 +239,10 @@ class _PoolActions:
 
 
 async def replace_pool(store: Store, pool: BackendPool) -> None:
-    """Creates a pool; one of the same name with another spec gives way to it.
+    """Create a pool. A pool of the same name with another spec is deleted first.
 
     Raises:
-        StoreTrouble: the control plane refused it.
+        StoreTrouble: The control plane refused the request.
     """
     meta = pool.metadata
     for old in await store.pools():
@@ -246,7 +253,7 @@ async def replace_pool(store: Store, pool: BackendPool) -> None:
 
 
 async def unless_stopped(start: Awaitable[None], stop: asyncio.Event) -> bool:
-    """Waits for a start; returns False if `stop` was set before."""
+    """Wait until `start` has completed. Return False if `stop` was set before that."""
     starting = asyncio.ensure_future(start)
     stopping = asyncio.create_task(stop.wait())
     try:

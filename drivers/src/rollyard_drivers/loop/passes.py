@@ -1,7 +1,7 @@
-"""One pass over a job or a pool, as every driver makes it: reconcile, carry the plan out, report.
+"""One pass over a job or a pool, which is the same for every driver: reconcile, carry out the plan, report.
 
-A driver says with a few actions what its workloads are and where a status is written; the order of the
-steps, and what is reported, is decided here.
+A driver implements a few actions, which define what its workloads are and where a status is written. This
+module decides the order of the steps and what is reported.
 """
 
 from __future__ import annotations
@@ -28,58 +28,61 @@ T = TypeVar("T")
 
 
 class JobActions(Protocol):
-    """What a driver does for one job in one pass."""
+    """The actions of a driver for one job in one pass."""
 
     def planned(self, plan: Plan[RolloutJobStatus]) -> None:
-        """Note the plan before any other job is looked at: it may have admitted the job."""
+        """Note the plan before any other job is reconciled, because the plan may have admitted the job."""
 
     async def prepare(self, plan: Plan[RolloutJobStatus]) -> None:
-        """Make what the workers need before they are launched."""
+        """Create what the workers need before they are launched."""
 
     async def carry_out(self, plan: Plan[RolloutJobStatus]) -> None:
-        """Start and stop stage workers."""
+        """Start and stop the stage workers of the plan."""
 
     async def show(self, status: RolloutJobStatus) -> None:
-        """Write the status to where the driver has the job from, if that is not the control plane."""
+        """Write the status to the place that the job was read from, if it is not the control plane."""
 
     async def cancel(self) -> None:
-        """Have the control plane cancel every rollout that has not ended."""
+        """Ask the control plane to cancel every rollout that has not ended."""
 
     async def report(self, status: RolloutJobStatus) -> None:
-        """Write the status to the control plane, where it does not know it yet."""
+        """Write the status to the control plane, unless the control plane knows it already."""
 
 
 class PoolActions(Protocol):
-    """What a driver does for one pool in one pass."""
+    """The actions of a driver for one pool in one pass."""
 
     async def prepare(self, plan: Plan[BackendPoolStatus]) -> None:
-        """Make what the backends need beside themselves."""
+        """Create what the backends need in addition to their own processes."""
 
     async def carry_out(self, plan: Plan[BackendPoolStatus]) -> None:
-        """Start, drain and stop backends."""
+        """Start, drain and stop the backends of the plan."""
 
     async def report_backends(self, backends: Sequence[BackendStatus]) -> None:
-        """Report the backends to the control plane, where it does not know them yet."""
+        """Report the backends to the control plane, unless the control plane knows them already."""
 
     async def show(self, status: BackendPoolStatus) -> None:
-        """Write the status to where the driver has the pool from, if that is not the control plane."""
+        """Write the status to the place that the pool was read from, if it is not the control plane."""
 
     async def report(self, status: BackendPoolStatus) -> None:
-        """Write the status to the control plane, where it does not know it yet."""
+        """Write the status to the control plane, unless the control plane knows it already."""
 
 
 async def job_pass(
     job: RolloutJob, observed: ObservedJob, actions: JobActions, now: datetime, profile: Profile
 ) -> Plan[RolloutJobStatus]:
-    """Brings a job's workers, its rollouts and its status to what the reconcile says; returns the plan.
+    """Reconcile a job, carry out and report the plan, and return it.
+
+    The pass covers the job's workers, its rollouts and its status.
 
     Raises:
-        Exception: the first that an action raised; the next pass makes good what this one left undone.
+        Exception: The first exception that an action raised. The next pass completes what this one left
+            undone.
     """
     plan = reconcile_job(job, observed, now, profile)
     actions.planned(plan)
     await actions.prepare(plan)
-    # The status describes what was seen before this pass, so neither waits for the other.
+    # The status describes what was seen before this pass, so neither step waits for the other.
     done = await asyncio.gather(actions.carry_out(plan), actions.show(plan.status), return_exceptions=True)
     for one in done:
         if isinstance(one, BaseException):
@@ -93,10 +96,13 @@ async def job_pass(
 async def pool_pass(
     pool: BackendPool, observed: ObservedPool, actions: PoolActions, now: datetime, profile: Profile
 ) -> Plan[BackendPoolStatus]:
-    """Brings a pool's backends and its status to what the reconcile says; returns the plan.
+    """Reconcile a pool, carry out and report the plan, and return it.
+
+    The pass covers the pool's backends and its status.
 
     Raises:
-        Exception: the first that an action raised; the next pass makes good what this one left undone.
+        Exception: The first exception that an action raised. The next pass completes what this one left
+            undone.
     """
     plan = reconcile_pool(pool, observed, now, profile)
     await actions.prepare(plan)
@@ -109,10 +115,10 @@ async def pool_pass(
 
 
 class BackendReports:
-    """Remembers which backends of one pool were last reported to the control plane.
+    """A record of the backends of one pool that were last reported to the control plane.
 
-    The control plane has its own say about versions and messages, so what it answers is not compared with
-    what a driver sees, except for what rollouts are routed by.
+    The control plane changes versions and messages itself. Its answer is therefore compared with what the
+    driver sees only in the fields that rollouts are routed by.
     """
 
     def __init__(self) -> None:
@@ -124,11 +130,15 @@ class BackendReports:
         known: Sequence[BackendStatus],
         put: Callable[[Sequence[BackendStatus]], Awaitable[T]],
     ) -> T | None:
-        """Reports the backends if they have changed; returns what `put` answered, None if nothing was sent.
+        """Report the backends if they have changed, and return the answer of `put`.
 
         Args:
-            known: the backends as the control plane knows them.
-            put: sends them to the control plane.
+            backends: The backends as the driver sees them.
+            known: The backends as the control plane knows them.
+            put: Sends the backends to the control plane.
+
+        Returns:
+            The answer of `put`, or None if nothing was sent.
         """
         seen = reconcile_pass.reported_backends(backends)
         if seen == self._reported and reconcile_pass.routed_by(backends) == reconcile_pass.routed_by(known):

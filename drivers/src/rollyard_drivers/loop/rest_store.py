@@ -1,4 +1,7 @@
-"""The driver's calls to the control plane. A call that fails is trouble of one pass and ends nothing."""
+"""The driver's calls to the control plane.
+
+A call that fails affects only the current pass; the driver continues to run.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,24 @@ from rollyard_drivers.loop.driver import StoreTrouble
 T = TypeVar("T")
 
 WATCH_SECONDS = 30.0
-"""The duration of one long poll."""
+"""The duration of one long poll, in seconds."""
 AGAIN_SECONDS = 2.0
-"""The pause after the control plane did not answer: it is being restarted."""
+"""The pause in seconds after a call that the control plane did not answer, since it may be restarting."""
 
 
 class RestStore:
-    """The Store of a driver, over REST.
+    """The store of a driver, reached over REST.
 
     Args:
-        tls: whom to trust for `https:`; default: ROLLYARD_CA_FILE, else the usual authorities.
+        url: The base URL of the control plane.
+        token: The bearer token of the driver role.
+        tls: The certificate authorities to trust for `https:` URLs. The default is the file that
+            ROLLYARD_CA_FILE names, or the usual authorities if it is not set.
     """
 
     def __init__(self, url: str, token: str, tls: ssl.SSLContext | None = None) -> None:
-        # The next pass is the retry: a pass that waits long would notice late that children have ended.
+        # The next pass is the retry. A pass that waits for long would notice late that child processes have
+        # ended.
         self._client = DriverClient(url, token, timeout=10.0, retry=Retry(attempts=2), tls=tls)
 
     async def _ask(self, call: Awaitable[T]) -> T:
@@ -68,9 +75,9 @@ class RestStore:
         await self._ask(self._client.delete_pool(namespace, name))
 
     async def watch(self, wake: Callable[[], None]) -> None:
-        """Calls `wake` whenever a job has come, ended, or changed otherwise than by its rollouts.
+        """Call `wake` whenever a job was added, ended, or changed in anything but its rollouts.
 
-        Never returns. While the control plane does not answer, it is asked again and again.
+        This method never returns. While the control plane does not answer, the request is repeated.
         """
         revision: int | None = None
         while True:

@@ -1,4 +1,4 @@
-"""Conditions, and how they are updated: the transition time moves only when the status flips."""
+"""Conditions and their updates. The transition time of a condition changes only when its status flips."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MESSAGE_LIMIT = 1024
 
 @dataclass(frozen=True, slots=True)
 class ConditionUpdate:
-    """One condition, before it is compared with what was said before."""
+    """A new value of one condition, before it is compared with the previous value."""
 
     type: str
     status: bool
@@ -22,18 +22,18 @@ class ConditionUpdate:
 
 
 def find(conditions: Iterable[Condition], kind: str) -> Condition | None:
-    """The condition of this type, if it was ever set."""
+    """Return the condition of this type, or None if it was never set."""
     return next((condition for condition in conditions if condition.type == kind), None)
 
 
 def holds(conditions: Iterable[Condition], kind: str) -> bool:
-    """Whether the condition of this type is True."""
+    """Return whether the condition of this type is True."""
     condition = find(conditions, kind)
     return condition is not None and condition.status == "True"
 
 
 def since(conditions: Iterable[Condition], kind: str) -> datetime | None:
-    """When the condition of this type became True, if it holds."""
+    """Return the time at which the condition of this type became True, or None if it is not True."""
     condition = find(conditions, kind)
     return condition.last_transition_time if condition is not None and condition.status == "True" else None
 
@@ -41,7 +41,10 @@ def since(conditions: Iterable[Condition], kind: str) -> datetime | None:
 def updated(
     before: list[Condition], updates: Iterable[ConditionUpdate], generation: int | None, now: datetime
 ) -> list[Condition]:
-    """Returns `updates` as conditions, in their order; those of other types stay as they were."""
+    """Return `updates` as conditions, in their order.
+
+    The conditions of other types are not changed and follow them.
+    """
     out = []
     named = set()
     for update in updates:

@@ -1,7 +1,7 @@
-"""The reconcile of jobs that every driver shares: from what is wanted and what is seen to what to do.
+"""The reconcile of jobs, which every driver uses. It compares what is wanted with what is observed.
 
-Pure: no I/O, no clock, nothing of Kubernetes. `now` and everything observed come in; a
-plan comes out. Calling it again after the plan was carried out plans nothing new.
+It is pure: it does no I/O, reads no clock, and depends on nothing of Kubernetes. Its input is `now` and
+everything observed, and its output is a plan. A second call after the plan was carried out plans nothing new.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PROFILE = Profile()
 def job_workloads(
     job: RolloutJob, profile: Profile = _PROFILE, observed: Sequence[ObservedWorkload] = ()
 ) -> tuple[Workload, ...]:
-    """The stage workers that a running job wants, by its counts and those that it has."""
+    """Return the stage workers that a running job wants, by its counts and the workers that it has."""
     owner = owner_of(job)
     specs = {stage: getattr(job.spec.stages, stage) for stage in STAGES}
     fixed_one = all(spec.replicas == 1 and not scales(spec) for spec in specs.values())
@@ -71,14 +71,17 @@ def job_workloads(
 
 
 def _current(owner: Owner, role: str, observed: Sequence[ObservedWorkload]) -> int:
-    """Workers of a role (a stage, or `worker`): the highest index of one that is there, and one."""
+    """Return the number of workers of a role, which is a stage or `worker`.
+
+    This is one more than the highest index of a worker that is starting or running.
+    """
     there = (seen.name for seen in observed if seen.state in ("starting", "running"))
     indices = (child_index(owner, role, name) for name in there)
     return max((index + 1 for index in indices if index is not None), default=0)
 
 
 def ended(counts: RolloutCounts) -> int:
-    """Rollouts that will not change any more."""
+    """Return the number of rollouts that will not change any more."""
     return counts.succeeded + counts.failed + counts.cancelled
 
 
@@ -197,7 +200,10 @@ def _running(
 
 
 def _least(job: RolloutJob, workload: Workload) -> int:
-    """How many workers of its stage a job needs to count as running; further ones come and go."""
+    """Return the number of workers of a stage without which the job does not count as running.
+
+    Further workers come and go with the queue.
+    """
     replicas: list[int] = [getattr(job.spec.stages, stage).replicas for stage in workload.stages]
     return max(1, *replicas)
 
@@ -205,17 +211,17 @@ def _least(job: RolloutJob, workload: Workload) -> int:
 def reconcile_job(
     job: RolloutJob, observed: ObservedJob, now: datetime, profile: Profile = _PROFILE
 ) -> Plan[RolloutJobStatus]:
-    """What to do for `job` now.
+    """Return the plan for `job` at this time.
 
-    The counts in `job.status` are the control plane's, live; everything else of the status
-    is made here. A job that was Finished stays so, with the same reason.
+    The counts in `job.status` are the control plane's current ones; the rest of the status is made here. A
+    job that was Finished remains so, with the same reason.
     """
     outcome = _outcome(job, observed, now)
     admission = _admission(job, observed, profile)
     if outcome is not None:
         return _finished_plan(job, observed, outcome, now, profile)
     missing_pool = job.spec.backend_ref is not None and observed.pool is None
-    # A pool that vanished later leaves the workers alone: they wait, and it may come back.
+    # If the pool vanishes later, the workers are left alone. They wait, since the pool may come back.
     start = admission.status and not (missing_pool and not observed.workloads)
     wanted = job_workloads(job, profile, observed.workloads) if start else ()
     broken = _beyond_limit(job, wanted, observed, profile)
@@ -242,9 +248,10 @@ def reconcile_job(
 def _beyond_limit(
     job: RolloutJob, wanted: Sequence[Workload], observed: ObservedJob, profile: Profile
 ) -> _Outcome | None:
-    """The outcome of a job whose worker failed more often in a row than it may.
+    """Return the outcome of a job whose worker failed more often in a row than it may, or None.
 
-    A worker that ended well, or was taken away (no exit code: evicted, its node lost), counts for nothing.
+    A worker that ended with status 0, or that was taken away, does not count as failed. A worker that was
+    taken away (evicted, or its node was lost) has no exit code.
     """
     limit = job.spec.backoff_limit
     if limit is None:

@@ -1,4 +1,7 @@
-"""Names and digests of workloads: deterministic, so that doing something twice does it once."""
+"""The names and digests of workloads.
+
+They are deterministic, which makes it harmless to carry out the same step twice.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,26 @@ from rollyard_drivers.reconcile.plan import Owner, Profile
 
 NAME_LIMIT = 63
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-"""Label of a job or a pool that its pods inherit: the queue that admits them."""
+"""The label of a job or a pool that its pods inherit. It names the queue that admits them."""
 
 
 def child_name(owner: Owner, role: str, index: int) -> str:
-    """`<owner>-<first 8 of uid>-<role>-<index>`, a DNS label: one name, one workload."""
+    """Return the name of a workload: `<owner>-<first 8 of uid>-<role>-<index>`, a DNS label.
+
+    Each name belongs to one workload only.
+    """
     tail = f"-{owner.uid[:8]}-{role}-{index}" if owner.uid else f"-{role}-{index}"
     return owner.name[: NAME_LIMIT - len(tail)].rstrip("-") + tail.lower()
 
 
 def owner_of(thing: RolloutJob | BackendPool) -> Owner:
-    """The object as its workloads name it."""
+    """Return the identity of an object, as its workloads refer to it."""
     meta = thing.metadata
     return Owner(thing.kind, meta.namespace, meta.name, meta.uid or "")
 
 
 def child_index(owner: Owner, role: str, name: str) -> int | None:
-    """The index that `child_name` made this name with; None: it is not one of theirs."""
+    """Return the index that `child_name` made this name with, or None if it did not make the name."""
     digits = name.rpartition("-")[2]
     if not digits.isdecimal() or not digits.isascii() or len(digits) > 6:
         return None
@@ -37,7 +43,10 @@ def child_index(owner: Owner, role: str, name: str) -> int | None:
 
 
 def made_of(template: PodTemplate, labels: Mapping[str, str], profile: Profile) -> str:
-    """Digest of what a workload's pod is made from beside the workload; empty where there are no pods."""
+    """Return a digest of what a workload's pod is made from in addition to the workload itself.
+
+    The result is empty for drivers that have no pods.
+    """
     if not profile.made_of:
         return ""
     text = (

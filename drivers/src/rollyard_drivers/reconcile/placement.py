@@ -1,4 +1,7 @@
-"""Which driver a job or a pool belongs to, where one control plane has several drivers. Pure."""
+"""Functions that say which driver a job or a pool belongs to, if one control plane has several drivers.
+
+They are pure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from rollyard_drivers.reconcile import reconcile_pass
 from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 
 UNSPOKEN_SECONDS = 10.0
-"""A driver that is there reports on its jobs and pools within this time."""
+"""The time in seconds within which a running driver reports on its jobs and pools."""
 REASON = "NoDriver"
 _WHO: Final[dict[PlacementName, str]] = {
     "kubernetes": "a control plane that the Helm chart installed has one",
@@ -22,16 +25,19 @@ _WHO: Final[dict[PlacementName, str]] = {
 
 
 def is_for(thing: RolloutJob | BackendPool, driver: PlacementName, default: bool = True) -> bool:
-    """Whether a driver is to run it.
+    """Return whether a driver runs an object.
 
     Args:
-        default: whether the driver came with the control plane: what names no driver is its own.
+        thing: The job or pool.
+        driver: The name of the driver.
+        default: Whether the driver belongs to the control plane. Such a driver also runs the objects that
+            name no driver.
     """
     return thing.spec.placement == driver or (default and thing.spec.placement is None)
 
 
 def is_unspoken(thing: RolloutJob | BackendPool, now: datetime) -> bool:
-    """Whether no driver has reported on it for longer than a driver that is there would need."""
+    """Return whether no driver has reported on an object for longer than a running driver would need."""
     made = thing.metadata.creation_timestamp
     return not thing.status.conditions and (made is None or (now - made).total_seconds() >= UNSPOKEN_SECONDS)
 
@@ -41,7 +47,7 @@ def _text(placement: PlacementName) -> str:
 
 
 def unserved_job(job: RolloutJob, now: datetime) -> RolloutJobStatus:
-    """The status that the control plane's own driver gives a job whose driver is not there.
+    """Return the status that the control plane's own driver gives a job whose driver does not run.
 
     The first report of that driver replaces it.
     """
@@ -52,7 +58,7 @@ def unserved_job(job: RolloutJob, now: datetime) -> RolloutJobStatus:
 
 
 def unserved_pool(pool: BackendPool, now: datetime) -> BackendPoolStatus:
-    """The status that the control plane's own driver gives a pool whose driver is not there."""
+    """Return the status that the control plane's own driver gives a pool whose driver does not run."""
     assert pool.spec.placement is not None
     claims = (ConditionUpdate("Ready", False, REASON, _text(pool.spec.placement)),)
     conditions = updated(pool.status.conditions, claims, pool.metadata.generation or 0, now)

@@ -1,7 +1,7 @@
 """The data that the reconcile reads and returns: workloads, observations and plans.
 
-All of it is immutable data. A driver (local, Kubernetes, Slurm) fills an `Observed…`
-with what it sees, calls reconcile, carries the plan out and sees again.
+All of it is immutable. A driver (local, Kubernetes, Slurm) fills an `Observed…` object with what it sees,
+calls the reconcile, carries out the plan, and observes again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ WorkloadKind = Literal["stage-worker", "backend"]
 WorkloadState = Literal["starting", "running", "stopping", "exited"]
 EngineType = Literal["embedded", "external", "vllm"]
 STARTING = "starting"
-"""Message of a backend that is expected not to answer yet."""
+"""The message of a backend that is not yet expected to answer."""
 TEMPLATE_NOT_ALLOWED = "TemplateNotAllowed"
-"""Reason of a job or a pool whose template the installation does not permit."""
+"""The reason of a job or a pool whose template the installation does not permit."""
 StatusT = TypeVar("StatusT", RolloutJobStatus, BackendPoolStatus)
 
 
@@ -35,35 +35,38 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One process, pod or batch job that should run. Its name is deterministic, so a repeat is harmless."""
+    """One process, pod or batch job that should run.
+
+    Its name is deterministic, so it is harmless to start it a second time.
+    """
 
     name: str
     kind: WorkloadKind
     owner: Owner
     index: int = 0
-    """Replica index, from 0."""
+    """The index of the replica, counted from 0."""
     stages: tuple[StageName, ...] = ()
-    """Stage workers: the stages it leases from."""
+    """The stages that a stage worker leases from."""
     concurrency: tuple[tuple[StageName, int], ...] = ()
-    """Stage workers: rollouts at once, for each of its stages."""
+    """The number of rollouts that a stage worker runs at the same time, for each of its stages."""
     engine: EngineType = "embedded"
-    """Backends: what serves."""
+    """The type of the engine of a backend."""
     model: str = ""
-    """Backends: model folder, and the name that the model is served under."""
+    """The model folder of a backend, which is also the name that the model is served under."""
     command: tuple[str, ...] = ()
-    """vLLM: what starts its API server; empty: the driver's default."""
+    """The command that starts vLLM's API server. If it is empty, the driver's default applies."""
     args: tuple[str, ...] = ()
-    """Backends: further arguments of the engine's command line."""
+    """Further arguments of the engine's command line, for backends."""
     env: tuple[tuple[str, str], ...] = ()
-    """Backends: environment of the engine, sorted by name."""
+    """The environment of a backend's engine, sorted by name."""
     gpus: int = 0
-    """Backends: the GPUs of each; with 0 they are neither asked for nor restricted."""
+    """The number of GPUs of a backend. With 0, GPUs are neither requested nor restricted."""
     made_of: str = ""
-    """Kubernetes: digest of the pod template and of what else its pod is made from."""
+    """On Kubernetes, a digest of the pod template and of what else the workload's pod is made from."""
 
     @property
     def spec_hash(self) -> str:
-        """16 hex digits; changes with everything that a running workload cannot take over."""
+        """A hash of 16 hex digits, which changes with everything that a running workload cannot take over."""
         backend = (self.engine, self.model, self.command, self.args, self.env, self.gpus)
         text = repr((self.stages, self.concurrency, backend)) + self.made_of
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -78,37 +81,39 @@ class ObservedWorkload:
     state: WorkloadState
     started_at: datetime
     restarts: int = 0
-    """How often it was restarted, as the launch that began it said."""
+    """The number of times the workload was restarted, as stated by the launch that began it."""
     last_end: str = ""
-    """How its predecessor ended, as the launch that began it said."""
+    """How the workload's predecessor ended, as stated by the launch that began the workload."""
     exit_code: int | None = None
-    """Exited: its status; negative is a signal."""
+    """The exit status of a workload that has exited. A negative number is a signal."""
     exited_at: datetime | None = None
     ready: bool = True
-    """Backends: whether it passed the health check and the warm-up completion."""
+    """Whether a backend has passed the health check and the warm-up completion."""
     unready_since: datetime | None = None
-    """Backends: since when the health check fails."""
+    """The time since which a backend's health check has failed."""
     url: str = ""
-    """Backends: base URL, once known."""
+    """The base URL of a backend, once it is known."""
     policy_version: str = ""
-    """Backends: label of the weights that they loaded at their start, where the engine says."""
+    """The label of the weights that a backend loaded at its start, if the engine reports it."""
     message: str = ""
-    """What the driver knows about its trouble (the telling line of its log)."""
+    """What the driver knows about the workload's trouble (the telling line of its log)."""
     trouble: str = ""
-    """Running: what keeps it from doing its work just now, such as its node's full disk, in its own words."""
+    """What keeps a running workload from doing its work at present, such as a full disk of its node, in the
+    source's own words."""
     blocked: bool = False
-    """Exited: nothing was started, because this machine lacks what `message` says. Starting: the cluster
-    cannot start it yet and keeps trying; `message` says why."""
+    """Whether the workload cannot be started. An exited workload was not started because this machine lacks
+    what `message` says. A starting workload cannot be started by the cluster yet, which keeps trying;
+    `message` says why."""
     pending: bool = False
-    """Starting: its program has not begun (it waits for a place, or its image is pulled); no limit on the
-    time of starting counts yet."""
+    """Whether the program of a starting workload has not begun, because it waits for a place or because its
+    image is being pulled. The limit on the start time does not apply yet."""
     draining_since: datetime | None = None
-    """Backends: since when it takes no new rollouts, as an earlier plan said."""
+    """The time since which a backend takes no new rollouts, as an earlier plan said."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """The job's BackendPool, as far as a job needs to know."""
+    """The part of a BackendPool that its jobs need."""
 
     ready_backends: int
     message: str = ""
@@ -116,94 +121,104 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class ObservedJob:
-    """What surrounds a job; its counts stand in the job's own status."""
+    """The surroundings of a job. The job's counts are in its own status."""
 
     workloads: tuple[ObservedWorkload, ...] = ()
     pool: PoolState | None = None
-    """None: there is no such pool (or the job names none)."""
+    """The job's pool, or None if there is no such pool or the job names none."""
     closed: bool = False
-    """No task will come any more: a batch is loaded, or a stream was closed."""
+    """Whether no more tasks will be added, because a batch is loaded or a stream was closed."""
     cancelled: str = ""
-    """Why the job was cancelled (`Cancelled`, `DeadlineExceeded`, `Deleted`); empty if it was not."""
+    """Why the job was cancelled (`Cancelled`, `DeadlineExceeded`, `Deleted`), or an empty string if it was
+    not."""
     admitted_others: int = 0
-    """Other jobs of this driver that are admitted and not finished."""
+    """The number of other jobs of this driver that are admitted and not finished."""
     refused: str = ""
-    """Kubernetes: what of its templates the installation does not permit."""
+    """On Kubernetes, the part of the job's templates that the installation does not permit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedPool:
-    """What surrounds a pool."""
+    """The surroundings of a pool."""
 
     workloads: tuple[ObservedWorkload, ...] = ()
     external: tuple[BackendStatus, ...] = ()
-    """External pools: what the probes of its URLs say."""
+    """The results of the probes of the URLs of an external pool."""
     refused: str = ""
-    """Kubernetes: what of its template the installation does not permit."""
+    """On Kubernetes, the part of the pool's template that the installation does not permit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start this workload; `restarts` and `last_end` are to be kept with what is observed of it."""
+    """A step that starts a workload.
+
+    `restarts` and `last_end` have to be kept and returned with each observation of the workload.
+    """
 
     workload: Workload
     restarts: int = 0
     last_end: str = ""
-    """A restart: how the one before ended, such as `exited with 1 (…)`."""
+    """How the previous workload ended, such as `exited with 1 (…)`, if this is a restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Let a workload drain for at most `grace_seconds`, then end it; forget one that has exited."""
+    """A step that drains a workload for at most `grace_seconds` and then ends it.
+
+    A workload that has exited is discarded.
+    """
 
     name: str
     grace_seconds: float
     again: Launch | None = None
-    """It is stopped because it does not do its work: how it is to be counted when it is launched again."""
+    """How to count the next launch, if the workload is stopped because it does not do its work and is
+    launched again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[StatusT]):
-    """What to do now, and the status that follows."""
+    """The steps to take now, and the status that results from them."""
 
     status: StatusT
     launch: tuple[Launch, ...] = ()
     stop: tuple[Stop, ...] = ()
     drain: frozenset[str] = frozenset()
-    """Pools: backends that take no new rollouts now; the driver remembers since when. Others may again."""
+    """The backends of a pool that take no new rollouts now; the driver remembers since when. All other
+    backends may take rollouts again."""
     cancel: str = ""
-    """Jobs: cancel every rollout that has not ended, for this reason."""
+    """The reason for which every rollout of the job that has not ended is cancelled. Empty cancels none."""
     delete: bool = False
-    """Jobs: delete the object; its time to live has passed."""
+    """Whether the job object is deleted, because its time to live has passed."""
     requeue_after: float | None = None
-    """After this many seconds the plan changes even if nothing else does."""
+    """The seconds after which the plan changes even if nothing else does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What differs between drivers, and the bounds of restarting."""
+    """The settings in which drivers differ, and the bounds of restarting."""
 
     combine_stages: bool = False
-    """One worker for all three stages where each stage wants one replica."""
+    """Whether one worker serves all three stages if each stage wants one replica."""
     node_workers: bool = False
-    """Slurm: every worker has all three stages, since sandboxes live on its node; as many workers as the
-    stage that wants most."""
+    """Whether every worker serves all three stages. Slurm needs this, since sandboxes live on the worker's
+    node. There are as many workers as the stage that wants most."""
     max_active_jobs: int = 16
-    """This many jobs run at once; more are Pending until one has finished."""
+    """The number of jobs that run at the same time. Further jobs are Pending until one has finished."""
     backoff_seconds: float = 1.0
-    """Delay before the first restart; doubles with each."""
+    """The delay in seconds before the first restart. It doubles with each restart."""
     backoff_cap_seconds: float = 60.0
-    """Longest delay between restarts."""
+    """The longest delay between restarts, in seconds."""
     stable_seconds: float = 120.0
-    """A workload that ran this long starts over with the shortest delay."""
+    """A workload that has run for this many seconds is restarted with the shortest delay again."""
     blocked_seconds: float = 5.0
-    """The pause between two checks whether the machine has what a backend lacked."""
+    """The pause in seconds between two checks of whether the machine has what a backend lacked."""
     unready_seconds: float = 60.0
-    """A backend whose health check fails this long is restarted."""
+    """A backend whose health check fails for this many seconds is restarted."""
     drain_seconds: float = 30.0
-    """How long the workers of a suspended job, and the rollouts of a backend that is removed, may finish."""
+    """The time in seconds that the workers of a suspended job, and the rollouts of a backend that is removed,
+    have to finish."""
     stop_seconds: float = 10.0
-    """How long everything else may take to end by itself."""
+    """The time in seconds that everything else has to end by itself."""
     made_of: str = ""
-    """Kubernetes: digest of what the installation puts into pods, such as images; with another one, stage
-    workers and backends are replaced. Empty: pod templates mean nothing to this driver."""
+    """On Kubernetes, a digest of what the installation puts into pods, such as images. When it changes, stage
+    workers and backends are replaced. It is empty for drivers that do not use pod templates."""

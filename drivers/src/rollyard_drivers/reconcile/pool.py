@@ -1,4 +1,4 @@
-"""The reconcile of backend pools that every driver shares. It is pure, as that of jobs is."""
+"""The reconcile of backend pools, which every driver uses. Like the reconcile of jobs, it is pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROFILE = Profile()
 
 
 def pool_workloads(pool: BackendPool, profile: Profile = _PROFILE) -> tuple[Workload, ...]:
-    """The backends that a pool wants; none for external ones."""
+    """Return the backends that a pool wants. An external pool wants none."""
     engine = pool.spec.engine
     if engine.type == "external":
         return ()
@@ -56,7 +56,10 @@ def pool_workloads(pool: BackendPool, profile: Profile = _PROFILE) -> tuple[Work
 
 
 def _time_left(seen: ObservedWorkload, pool: BackendPool, now: datetime, profile: Profile) -> float | None:
-    """Seconds after which a backend that does not answer counts as hung; None: it answers, or is gone."""
+    """Return the seconds after which a backend that does not answer counts as hung.
+
+    The result is None if the backend answers, is gone, or has not begun to start.
+    """
     if seen.state == "starting":
         if seen.pending:
             return None
@@ -69,7 +72,10 @@ def _time_left(seen: ObservedWorkload, pool: BackendPool, now: datetime, profile
 def _backends(
     pool: BackendPool, observed: ObservedPool, names: Iterable[str], drain: Iterable[str]
 ) -> list[BackendStatus]:
-    """The status of each backend; what the control plane fills (counts, weights, circuit) stays as it was."""
+    """Return the status of each backend.
+
+    The fields that the control plane fills (counts, weights, circuit) are not changed.
+    """
     if pool.spec.engine.type == "external":
         return list(observed.external)
     names, drain = set(names), set(drain)
@@ -96,7 +102,7 @@ def _stops(
     now: datetime,
     profile: Profile,
 ) -> tuple[tuple[Stop, ...], list[str]]:
-    """Everything to be stopped, and a line for each that has to be restarted."""
+    """Return everything that has to be stopped, and a line for each backend that has to be restarted."""
     requested = {backend.url for backend in pool.status.backends if backend.restart_requested}
     stops, troubles = list(fleet.stop), []
     already = {stop.name for stop in stops}
@@ -123,10 +129,14 @@ def _stops(
 def reconcile_pool(
     pool: BackendPool, observed: ObservedPool, now: datetime, profile: Profile = _PROFILE
 ) -> Plan[BackendPoolStatus]:
-    """What to do for `pool` now. Ready means that at least one backend takes rollouts."""
+    """Return the plan for `pool` at this time.
+
+    The pool is ready when at least one backend takes rollouts.
+    """
     wanted = () if observed.refused else pool_workloads(pool, profile)
     leaving = retire(wanted, observed.workloads, pool.status.backends, now, profile)
-    # Those that still serve, or drain, are left alone; everything else is kept as it should be.
+    # Backends that drain, or that still serve before they drain, are left alone. All others are kept in the
+    # wanted state.
     alone = leaving.drain | leaving.waiting
     fleet = keep(
         tuple(workload for workload in wanted if workload.name not in alone),
@@ -138,7 +148,8 @@ def reconcile_pool(
     by_name = {workload.name: workload for workload in wanted}
     stops, restarts = _stops(pool, by_name, observed, fleet, now, profile)
     stopped = {stop.name for stop in stops}
-    # Who is stopped now is reported as gone at once: no rollout is routed to it meanwhile.
+    # A backend that is being stopped is reported as gone immediately, so no rollout is routed to it
+    # meanwhile.
     drain = leaving.drain - stopped
     names = ({workload.name for workload in wanted} | drain) - stopped
     backends = _backends(pool, observed, names, drain)
@@ -146,7 +157,7 @@ def reconcile_pool(
     external = pool.spec.engine.type == "external"
     expected = len(observed.external) if external else len(wanted)
     troubles = [*fleet.troubles, *restarts]
-    # What of a pod has not begun yet, and why, is among them already.
+    # The troubles already include the pods that have not begun, with the reason.
     begun = {seen.url for seen in observed.workloads if not seen.pending} | {
         one.url for one in observed.external
     }
@@ -161,7 +172,7 @@ def reconcile_pool(
         _degraded(fleet, troubles),
     )
     if observed.refused:
-        # What an earlier installation started drains; nothing takes its place.
+        # Backends that an earlier installation started are drained, and nothing replaces them.
         refusals = (
             ConditionUpdate(one.type, False, TEMPLATE_NOT_ALLOWED, observed.refused) for one in claims[:2]
         )
@@ -187,7 +198,7 @@ def reconcile_pool(
 
 
 def _trouble(backend: BackendStatus) -> str:
-    """The message, with the server that it is about."""
+    """Return the message of a backend, together with the URL that it is about."""
     return backend.message if backend.url in backend.message else f"{backend.url}: {backend.message}"
 
 

@@ -1,6 +1,6 @@
-"""What every driver's pass needs around the reconcile: reading jobs and pools, and what is to be reported.
+"""The steps of every driver's pass around the reconcile: reading jobs and pools, and choosing what to report.
 
-It is pure, as the reconcile itself is.
+The module is pure, like the reconcile itself.
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ from rollyard_drivers.reconcile.conditions import ConditionUpdate, holds, update
 from rollyard_drivers.reconcile.plan import ObservedJob, ObservedWorkload, PoolState
 
 CLOSED = "rollyard.dev/closed"
-"""Annotation of the control plane: no task will be added to the job."""
+"""The annotation by which the control plane says that no task will be added to the job."""
 CANCEL_REASON = "rollyard.dev/cancel-reason"
-"""Annotation of the control plane: the job was cancelled, and why."""
+"""The annotation by which the control plane says that the job was cancelled, and why."""
 
 
 def is_active(status: RolloutJobStatus) -> bool:
-    """Admitted and not finished: it counts among those that run at once."""
+    """Return whether a job is admitted and not finished.
+
+    Such a job counts against the number of jobs that run at the same time.
+    """
     return holds(status.conditions, "Admitted") and not holds(status.conditions, "Finished")
 
 
 def rank(job: RolloutJob) -> tuple[int, datetime]:
-    """Smaller is admitted earlier: by priority, then by age."""
+    """Return the sort key of a job: by priority, then by age.
+
+    A job with a smaller key is admitted earlier.
+    """
     made = job.metadata.creation_timestamp or datetime.min.replace(tzinfo=UTC)
     return (-job.spec.priority, made)
 
@@ -44,7 +50,7 @@ def observed_job(
     admitted_others: int,
     refused: str = "",
 ) -> ObservedJob:
-    """What surrounds a job whose annotations are the control plane's."""
+    """Return what is observed of a job whose annotations come from the control plane."""
     annotations = job.metadata.annotations
     return ObservedJob(
         workloads=tuple(workloads),
@@ -57,35 +63,38 @@ def observed_job(
 
 
 def pool_state(status: BackendPoolStatus) -> PoolState:
-    """A pool as its jobs need to know it."""
+    """Return the part of a pool's status that its jobs need."""
     trouble = next((c.message for c in status.conditions if c.type == "Ready" and c.status != "True"), "")
     return PoolState(status.ready_replicas, trouble)
 
 
 def routed_by(backends: Sequence[BackendStatus]) -> set[tuple[str, bool, bool]]:
-    """What of backends decides where rollouts go."""
+    """Return the fields of the backends that decide where rollouts are routed."""
     return {(one.url, one.ready, one.draining) for one in backends}
 
 
 def reported_backends(backends: Sequence[BackendStatus]) -> list[tuple[object, ...]]:
-    """The fields of backends that a driver reports to the control plane."""
+    """Return the fields of the backends that a driver reports to the control plane."""
     return [(one.url, one.ready, one.draining, one.policy_version, one.message) for one in backends]
 
 
 def in_words(conditions: Sequence[Condition]) -> list[tuple[str, str, str, str]]:
-    """Conditions without times and generations: what they say."""
+    """Return what the conditions say, without their times and generations."""
     return [(one.type, one.status, one.reason, one.message) for one in conditions]
 
 
 def job_report(known: RolloutJob, status: RolloutJobStatus) -> RolloutJobStatus | None:
-    """The status that the control plane is to be sent: all but the counts, which are its own.
+    """Return the status to send to the control plane.
+
+    It is the whole status except the counts, which belong to the control plane.
 
     Args:
-        known: the job as the control plane has it. Its generations may differ from those of an object in a
-            cluster; the status is sent in the control plane's.
+        known: The job as the control plane has it. Its generations may differ from those of an object in a
+            cluster; the status is sent with the control plane's generation.
+        status: The status that the reconcile returned.
 
     Returns:
-        None if the control plane knows the status already.
+        The status, or None if the control plane knows it already.
     """
     before, generation = known.status, known.metadata.generation or 0
     if (before.phase, before.message, before.observed_generation) == (
@@ -101,7 +110,10 @@ def job_report(known: RolloutJob, status: RolloutJobStatus) -> RolloutJobStatus 
 
 
 def pool_report(known: BackendPool, status: BackendPoolStatus) -> BackendPoolStatus | None:
-    """The same for a pool: all of the status that does not belong to a single backend."""
+    """Return the status of a pool to send to the control plane, or None if it is known there already.
+
+    It is the whole status except the parts that belong to a single backend.
+    """
     before, generation = known.status, known.metadata.generation or 0
     if (before.observed_generation, before.replicas, before.selector) == (
         generation,
@@ -116,16 +128,17 @@ def pool_report(known: BackendPool, status: BackendPoolStatus) -> BackendPoolSta
 
 
 def in_generation(conditions: Sequence[Condition], generation: int) -> list[Condition]:
-    """The same conditions, observed at another generation."""
+    """Return the same conditions, observed at another generation."""
     return [one.model_copy(update={"observed_generation": generation}) for one in conditions]
 
 
 def refused(
     job: RolloutJobStatus, generation: int, reason: str, message: str, now: datetime
 ) -> RolloutJobStatus:
-    """The status of a job that cannot be registered now. It is tried again: what is missing may come.
+    """Return the status of a job that cannot be registered now.
 
-    `observedGeneration` stays: that generation of the spec has had no effect yet.
+    The registration is repeated, since what is missing may appear later. `observedGeneration` is not changed,
+    because that generation of the spec has had no effect yet.
     """
     claims = (
         ConditionUpdate("Admitted", False, reason, message),

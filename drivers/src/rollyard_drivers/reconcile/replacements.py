@@ -1,4 +1,4 @@
-"""What a driver remembers of workloads that it stops in order to start them again."""
+"""The restart counts that a driver remembers for workloads that it stops in order to start them again."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ REMEMBERED = 1024
 
 
 class Replacements:
-    """Keeps the counts of restarts over a stop.
+    """A record that keeps the counts of restarts while workloads are stopped.
 
-    One that has ended by itself is still observed when it is launched again; of one that was stopped,
-    because it did not answer, nothing is left at that time. In memory only: a driver that is itself restarted
-    in between counts from 0 again.
+    A workload that has ended by itself is still observed when it is launched again. Of a workload that was
+    stopped because it did not answer, nothing is left at that time. The record is in memory only, so a driver
+    that is restarted in the meantime counts from 0 again.
     """
 
     def __init__(self) -> None:
         self._launches: dict[str, Launch] = {}
 
     def note(self, stop: Stop) -> None:
-        """Notes that a workload is being stopped: for good, or to be launched again as the stop says."""
+        """Note that a workload is being stopped.
+
+        It is stopped either for good or to be launched again, as the stop says.
+        """
         self._launches.pop(stop.name, None)
         if stop.again is not None:
             self._launches[stop.name] = stop.again
@@ -27,13 +30,13 @@ class Replacements:
             self._launches.pop(next(iter(self._launches)))
 
     def counted(self, launch: Launch) -> Launch:
-        """The launch of a plan, with what was noted when its predecessor was stopped."""
+        """Return the launch of a plan, completed with what was noted when its predecessor was stopped."""
         noted = self._launches.get(launch.workload.name)
-        # Another spec may well run: it does not pay for the failures of the last one.
+        # Another spec may run without failing, so the failures of the previous spec do not count.
         if noted is None or launch.restarts or noted.workload.spec_hash != launch.workload.spec_hash:
             return launch
         return Launch(launch.workload, noted.restarts, noted.last_end)
 
     def launched(self, name: str) -> None:
-        """Forgets what was noted: it is kept with the new workload now."""
+        """Discard what was noted, because it is now kept with the new workload."""
         self._launches.pop(name, None)

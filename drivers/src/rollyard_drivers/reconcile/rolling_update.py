@@ -1,8 +1,8 @@
-"""Backends that are removed: they are drained first, and never so many at once that a pool serves nobody.
+"""The removal of backends, which are drained first and never leave a pool without a serving backend.
 
-A pool of several replicas is replaced one backend at a time, in place: a GPU that is taken
-cannot be lent to a successor first. Rollouts that a drained backend still has when its time
-is over go on at another one, from the same token ids.
+A pool of several replicas is replaced one backend at a time, and in place, because a GPU that is in use
+cannot be lent to a successor first. Rollouts that a drained backend still has when its time is over continue
+at another backend, from the same token ids.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Retirement:
     """The backends of a pool that are being removed."""
 
     drain: frozenset[str]
-    """They take no new rollouts, and still have some."""
+    """The backends that take no new rollouts and may still have some."""
     waiting: frozenset[str]
-    """They have an old spec and serve until it is their turn."""
+    """The backends that have an old spec and serve until they are replaced."""
     requeue_after: float | None
 
 
 def serves(seen: ObservedWorkload | None, spec_hash: str | None = None) -> bool:
-    """Whether it takes rollouts (and has this spec)."""
+    """Return whether a backend takes rollouts and, if `spec_hash` is given, has this spec."""
     return (
         seen is not None
         and seen.state == "running"
@@ -42,12 +42,16 @@ def serves(seen: ObservedWorkload | None, spec_hash: str | None = None) -> bool:
 def _left(
     seen: ObservedWorkload, known: Mapping[str, BackendStatus], now: datetime, profile: Profile
 ) -> float:
-    """Seconds for which the backend may still have rollouts; 0: none, or its time is over."""
+    """Return the seconds for which the backend may still have rollouts.
+
+    The result is 0 if the backend has none, or if its time is over.
+    """
     if seen.draining_since is None:
         return profile.drain_seconds
     left = profile.drain_seconds - (now - seen.draining_since).total_seconds()
     status = known.get(seen.url)
-    # Only once the control plane says itself that it gives it no more does its count say anything.
+    # The control plane's count is meaningful only once the control plane itself reports that the backend
+    # drains.
     if status is not None and status.draining and not status.active_rollouts:
         return 0.0
     return max(0.0, left)
@@ -60,10 +64,10 @@ def retire(
     now: datetime,
     profile: Profile,
 ) -> Retirement:
-    """Which backends drain now, and which outdated ones still serve.
+    """Return the backends that drain now, and the outdated ones that still serve.
 
-    One that does not serve (it starts, or is not healthy) needs no draining. With one replica
-    there is no other backend to wait for; with more, the next one drains once all others serve.
+    A backend that does not serve (because it starts, or is not healthy) needs no draining. With one replica,
+    there is no other backend to wait for. With more, the next one drains once all others serve.
     """
     wanted = tuple(wanted)
     there = {seen.name: seen for seen in observed}
@@ -89,7 +93,7 @@ def retire(
         and there[workload.name].state == "running"
         and there[workload.name].ready
     ]
-    # The one that drains already comes first; a second one waits until its successor serves.
+    # The backend that drains already comes first. A second one waits until the successor of the first serves.
     outdated.sort(key=lambda seen: seen.draining_since is None)
     waiting: set[str] = set()
     for place, seen in enumerate(outdated):

@@ -1,4 +1,7 @@
-"""How many workers a stage wants: as many as its queue keeps busy, within its bounds. Pure."""
+"""The number of workers that a stage wants: as many as its queue keeps busy, within the bounds of the stage.
+
+The module is pure.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ from rollyard_crds.rolloutjob import StageCounts, StageSpec
 
 
 def wanted_replicas(stage: StageSpec, counts: StageCounts, current: int = 0) -> int:
-    """Workers for what waits and works in the stage, between `replicas` and `maxReplicas`.
+    """Return the number of workers that a stage needs, between `replicas` and `maxReplicas`.
 
     Args:
-        counts: of the stage, live.
-        current: workers that it has. Fewer are wanted only once fewer rollouts are active than the
-            fewer workers have places for: what a worker holds when it goes may have to start over.
+        stage: The spec of the stage.
+        counts: The current counts of the stage.
+        current: The number of workers that the stage has. The number is reduced only once fewer rollouts are
+            active than the smaller number of workers has places for, because the rollouts of a worker that is
+            removed may have to start over.
     """
     most = stage.replicas if stage.max_replicas is None else stage.max_replicas
     load = counts.queued + counts.active
@@ -22,5 +27,5 @@ def wanted_replicas(stage: StageSpec, counts: StageCounts, current: int = 0) -> 
 
 
 def scales(stage: StageSpec) -> bool:
-    """Whether the number of its workers follows the queue."""
+    """Return whether the number of the stage's workers follows its queue."""
     return stage.max_replicas is not None and stage.max_replicas > stage.replicas

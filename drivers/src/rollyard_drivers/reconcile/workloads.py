@@ -1,4 +1,7 @@
-"""Keeps a set of workloads as it should be: launch, restart with pauses, stop what is too much."""
+"""Functions that keep a set of workloads in the wanted state.
+
+They plan launches, restarts with pauses, and the stop of workloads that are not wanted.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,38 @@ from rollyard_drivers.reconcile.plan import Launch, ObservedWorkload, Profile, S
 
 @dataclass(frozen=True, slots=True)
 class WorkloadPlan:
-    """What to launch and stop, and what is wrong meanwhile."""
+    """The workloads to launch and to stop, and what is wrong in the meantime."""
 
     launch: tuple[Launch, ...]
     stop: tuple[Stop, ...]
     running: frozenset[str]
-    """Wanted workloads that run now, with the spec that is wanted."""
+    """The names of the wanted workloads that run now with the wanted spec."""
     waiting: tuple[str, ...]
-    """One line for each that waits for a place, without anything being wrong."""
+    """One line for each workload that waits for a place although nothing is wrong."""
     troubles: tuple[str, ...]
-    """One line for each wanted workload that died and waits, or died lately."""
+    """One line for each wanted workload that has trouble, such as one that died recently or waits for its
+    restart."""
     blocked: bool
-    """There are troubles, and all of them are of workloads that the cluster has not started."""
+    """Whether there are troubles, and all of them concern workloads that were not started."""
     impaired: bool
-    """There are troubles, and all of them are of workloads that run and cannot do all their work."""
+    """Whether there are troubles, and all of them concern workloads that run but cannot do all of their
+    work."""
     crash_looping: bool
-    """One of them died more than once within the stable time."""
+    """Whether a workload died more than once within the stable time."""
     requeue_after: float | None
 
 
 def earliest(times: Iterable[float | None]) -> float | None:
-    """The smallest of the times that are set, never below zero."""
+    """Return the smallest of the times that are not None, but never less than zero."""
     given = [max(0.0, time) for time in times if time is not None]
     return min(given) if given else None
 
 
 def restart_delay(restarts: int, profile: Profile) -> float:
-    """Seconds to wait before restart number `restarts` (from 0): doubling, bounded."""
+    """Return the seconds to wait before restart number `restarts`, counted from 0.
+
+    The delay doubles with each restart and is bounded.
+    """
     return Backoff(profile.backoff_seconds, profile.backoff_cap_seconds).pause(restarts + 1)
 
 
@@ -48,17 +56,19 @@ def _lived(observed: ObservedWorkload, now: datetime) -> float:
 
 
 def restarts_in_a_row(seen: ObservedWorkload, profile: Profile, now: datetime | None = None) -> int:
-    """How often one was restarted without running for the stable time since.
+    """Return how often a workload was restarted without then running for the stable time.
 
     Args:
-        now: of one that has not exited, and is to end now.
+        seen: The workload.
+        profile: The settings of the driver.
+        now: The current time, for a workload that has not exited and is about to be stopped.
     """
     lived = ((seen.exited_at or now or seen.started_at) - seen.started_at).total_seconds()
     return seen.restarts if lived < profile.stable_seconds else 0
 
 
 def exit_text(observed: ObservedWorkload) -> str:
-    """A line for people that says how it ended."""
+    """Return a line for people that says how a workload ended."""
     return f"{observed.name} {_how_it_ended(observed)}"
 
 
@@ -75,10 +85,10 @@ def keep(
     profile: Profile,
     grace_seconds: float,
 ) -> WorkloadPlan:
-    """The steps from `observed` to `wanted`.
+    """Return the steps from `observed` to `wanted`.
 
-    A name is launched only while nothing of that name exists or the last one has exited.
-    One of another spec is stopped first; its successor follows once it is gone.
+    A workload is launched only if no workload of the same name exists or the last one has exited. A workload
+    with another spec is stopped first, and its successor follows once it is gone.
     """
     there: Mapping[str, ObservedWorkload] = {workload.name: workload for workload in observed}
     launch: list[Launch] = []
@@ -98,7 +108,7 @@ def keep(
         elif seen.blocked and seen.spec_hash == workload.spec_hash:
             troubles.append(f"{seen.name} is not started: {seen.message}")
             blocked += 1
-            if seen.state == "starting":  # the cluster keeps trying
+            if seen.state == "starting":  # The cluster keeps trying.
                 continue
             left = profile.blocked_seconds - (now - seen.started_at).total_seconds()
             if left > 0:
@@ -106,7 +116,7 @@ def keep(
             else:
                 launch.append(Launch(workload))
         elif seen.state == "exited" and seen.spec_hash != workload.spec_hash:
-            # Another spec may well start: it does not pay for the failures of the last one.
+            # Another spec may start without failing, so the failures of the previous spec do not count.
             launch.append(Launch(workload))
         elif seen.state == "exited":
             restarts = restarts_in_a_row(seen, profile)
@@ -123,7 +133,7 @@ def keep(
             if seen.state != "stopping":
                 stop.append(Stop(seen.name, grace_seconds))
         elif seen.state == "stopping":
-            # It is wanted again while it ends, and is launched again once it is gone.
+            # The workload is wanted again while it ends. It is launched again once it is gone.
             continue
         else:
             if seen.state == "running":
@@ -136,7 +146,7 @@ def keep(
             steady = profile.stable_seconds - _lived(seen, now)
             if seen.restarts and steady > 0:
                 times = "once" if seen.restarts == 1 else f"{seen.restarts} times"
-                # What was wrong with it is asked long after the second in which it had ended.
+                # Users look for the reason long after the second in which the workload had ended.
                 why = f"; the one before {seen.last_end}" if seen.last_end else ""
                 troubles.append(f"{seen.name} was restarted {times}{why}")
                 looping = looping or seen.restarts > 1

@@ -1,1 +1,1 @@
-"""The life of a rollout: its leases, what workers report of them, and how it ends."""
+"""This package manages the life of a rollout: its leases, the reports of its workers, and its end."""

@@ -1,10 +1,11 @@
-"""Sandbox claims: filed by workers, fulfilled by a driver, released here once no rollout needs them.
+"""Sandbox claims are filed by workers, fulfilled by a driver, and released here once no rollout needs them.
 
-A claim is needed while the lease that it was filed under is held, Init's or Eval's. One of Init is
-needed further while its sandbox is that of its unfinished rollout; one of Eval, for a fresh sandbox to
-evaluate in, ends with its lease. Whether it is follows from the rollout's row alone, and once it
-is not, it never is again: whatever ends or moves a rollout need not know of claims, and a crash
-between the two loses nothing. A released claim stays until the driver says that nothing is left.
+A claim is needed while the Init or Eval lease under which it was filed is held. A claim of an Init lease is
+also needed afterwards, while its sandbox belongs to its unfinished rollout. A claim of an Eval lease, which
+is for a fresh sandbox to evaluate in, ends with its lease. Whether a claim is needed follows from the
+rollout's row alone, and a claim that is no longer needed is never needed again. The code that ends or moves a
+rollout therefore does not have to know of claims, and a crash between the two steps loses nothing. A released
+claim is kept until the driver reports that nothing of its sandbox is left.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ PENDING, BOUND, FAILED, RELEASED = "Pending", "Bound", "Failed", "Released"
 _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 _FILING = (RolloutState.LEASED_INIT, RolloutState.LEASED_EVAL)
 _KEPT_FOR_EVAL = 8
-"""One of so many claims is kept for Eval, so that sandboxes that wait for Eval can never take them all."""
+"""One in this many claims is reserved for Eval, because sandboxes that wait for Eval could otherwise take
+them all."""
 _NEEDED = sa.exists().where(
     rollouts.c.id == claims.c.rollout_id,
     sa.or_(
@@ -83,12 +85,12 @@ def _write(tx: Transaction, claim: str, **values: Any) -> ClaimRow:
 
 
 def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> ClaimRow:
-    """The claim of this rollout and token, made if it is not there yet; its row.
+    """Return the row of the claim of this rollout and token, and make the claim if there is none yet.
 
     Raises:
-        NotFound: no such rollout.
-        Conflict: its Init or Eval lease is not held with this token, or it has a claim of another shape.
-        QueueFull: `max_claims` stand already; for an Init lease seven eighths of them.
+        NotFound: There is no such rollout.
+        Conflict: Its Init or Eval lease is not held with this token, or it has a claim of another shape.
+        QueueFull: There are `max_claims` claims already, or seven eighths of that for an Init lease.
     """
     holder = tx.conn.execute(_HOLDER, {"b_rollout": asked.rollout}).one_or_none()
     if holder is None:
@@ -124,7 +126,7 @@ def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> ClaimRow:
             "retryable": True,
             "created_at": tx.now,
         }
-        # Another replica may file it at this moment: the one that stands is then the answer.
+        # Another replica may file the claim at this moment. In that case its row is the answer.
         tx.conn.execute(_INSERT["sqlite" if tx.sqlite else "postgresql"], values)
         found = tx.conn.execute(_FILED, key).one()
         _changed(tx, [found.id])
@@ -137,24 +139,24 @@ def file(tx: Transaction, asked: ClaimRequest, max_claims: int) -> ClaimRow:
 
 
 def lease_lost(asked: ClaimRequest) -> Conflict:
-    """The lease that a claim is asked for is not held."""
+    """Return the error for a claim whose lease is not held."""
     return Conflict(
         f"no Init or Eval lease of {asked.rollout!r} with token {asked.token} is held", reason="LeaseLost"
     )
 
 
 def find(conn: Connection, claim: str) -> ClaimRow | None:
-    """The claim's row; None where there is none."""
+    """Return the claim's row, or None if there is no such claim."""
     return read_one(ClaimRow, conn.execute(_ONE, {"b_id": claim}).one_or_none())
 
 
 def unknown(claim: str) -> NotFound:
-    """There is no such claim (any more)."""
+    """Return the error for a claim that does not exist or no longer exists."""
     return NotFound(f"there is no claim {claim!r}", reason="ClaimNotFound")
 
 
 def release(tx: Transaction, claim: str) -> None:
-    """Its worker has no use for it; again, or of an unknown one, changes nothing."""
+    """Release a claim for which its worker has no use. A released or unknown claim stays as it is."""
     row = read_one(ClaimRow, tx.conn.execute(_ONE.with_for_update(), {"b_id": claim}).one_or_none())
     if row is None or row.state == RELEASED:
         return
@@ -165,7 +167,7 @@ def release(tx: Transaction, claim: str) -> None:
 
 
 def release_unneeded(tx: Transaction) -> int:
-    """Release every claim that no rollout needs; returns how many."""
+    """Release every claim that no rollout needs, and return the number of claims that were released."""
     gone = list(tx.conn.scalars(_FORGET))
     released = list(tx.conn.scalars(_RELEASE))
     _changed(tx, gone + released)
@@ -178,10 +180,10 @@ def _forget(tx: Transaction, claim: str) -> None:
 
 
 def check_status(status: ClaimStatus) -> None:
-    """What a driver must give with each state.
+    """Check that a driver's report has the fields that its state requires.
 
     Raises:
-        Invalid: a field is missing or wrong; `errors` names each.
+        Invalid: A field is missing or wrong; `errors` names each of them.
     """
     problems = []
     if status.state == BOUND:
@@ -196,13 +198,13 @@ def check_status(status: ClaimStatus) -> None:
 
 
 def report(tx: Transaction, claim: str, status: ClaimStatus) -> ClaimRow | None:
-    """Take a driver's report; the claim's row after it, None once it said `Removed`.
+    """Apply a driver's report, and return the claim's row after it, or None if the report is `Removed`.
 
-    Only Pending becomes Bound, only Pending and Bound become Failed: any other report changes nothing,
-    and the row says how the claim stands.
+    Only a Pending claim becomes Bound, and only a Pending or Bound claim becomes Failed. Any other report
+    changes nothing, and the returned row shows the state of the claim.
 
     Raises:
-        NotFound: no such claim, and the report is not `Removed`.
+        NotFound: There is no such claim, and the report is not `Removed`.
     """
     row = read_one(ClaimRow, tx.conn.execute(_ONE.with_for_update(), {"b_id": claim}).one_or_none())
     if status.state == "Removed":
@@ -235,7 +237,8 @@ def _fail(tx: Transaction, row: ClaimRow, status: ClaimStatus, *, removed: bool)
 
 
 def _removed(tx: Transaction, row: ClaimRow) -> None:
-    """Nothing is left of its sandbox. While its worker may still ask, it stands as Failed."""
+    """Record that nothing is left of a claim's sandbox. It stays as Failed while its worker may ask for
+    it."""
     if row.state == RELEASED:
         _forget(tx, row.id)
     elif row.state == FAILED:
@@ -248,7 +251,7 @@ def _removed(tx: Transaction, row: ClaimRow) -> None:
 
 
 def document(row: ClaimRow, now: float) -> dict[str, Any]:
-    """A Claim, from its row."""
+    """Return the REST form of a claim from its row; `now` is the time from which its age is computed."""
     return {
         "id": row.id,
         "namespace": row.namespace,
@@ -267,10 +270,10 @@ def document(row: ClaimRow, now: float) -> dict[str, Any]:
 
 
 def listed(conn: Connection, namespace: str | None) -> dict[str, Any]:
-    """A ClaimList: the claims that a driver has to do with, oldest first, and what is to be warm.
+    """Return a ClaimList: the claims that drivers handle, oldest first, and the sandboxes to keep warm.
 
-    The revision is a digest of what the list says (ages apart), so that every replica, and the same
-    one after a restart, gives the same list the same revision and another list another one.
+    The revision is a digest of the list's content without the ages. Every replica therefore gives the same
+    list the same revision, also after a restart, and gives a different list a different revision.
     """
     query = sa.select(claims).where(sa.not_(claims.c.removed)).order_by(claims.c.created_at, claims.c.id)
     if namespace is not None:
@@ -281,7 +284,7 @@ def listed(conn: Connection, namespace: str | None) -> dict[str, Any]:
     digest = hashlib.blake2b(orjson.dumps([told, warm]), digest_size=8).digest()
     now = time.time()
     return {
-        # 53 bits: exact in every reader of JSON.
+        # Every reader of JSON represents an integer of 53 bits exactly.
         "revision": int.from_bytes(digest) >> 11,
         "claims": [document(row, now) for row in rows],
         "warm": warm,

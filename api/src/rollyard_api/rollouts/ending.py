@@ -1,4 +1,4 @@
-"""Ending rollouts: the one place where a rollout gets its result, its group and its job their ends."""
+"""Rollouts end only here: a rollout gets its result, and complete groups and jobs are ended with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollyard_api.storage.schema import groups, jobs, rollouts
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How one rollout ends. `reward` is a number exactly where `state` is SUCCEEDED."""
+    """The way in which one rollout ends. `reward` is a number if and only if `state` is SUCCEEDED."""
 
     rollout: str
     job_id: int
@@ -103,10 +103,10 @@ METRIC_REWARD: Final = "reward"
 
 
 def end(tx: Transaction, endings: Sequence[Ending]) -> None:
-    """Give each rollout its result, in the order of the list; ends groups and jobs that are complete.
+    """Give each rollout its result, in the order of the list, and end the groups and jobs that are complete.
 
-    The update of the job's row, held until the commit, puts the places (`end_seq`) of a job
-    in the order of the commits, so that a reader's cursor skips nothing.
+    The update locks the job's row until the commit. The positions (`end_seq`) of a job's results are
+    therefore in the order of the commits, and a reader's cursor skips nothing.
     """
     by_job: defaultdict[int, list[Ending]] = defaultdict(list)
     for ending in endings:
@@ -191,7 +191,7 @@ def _end_group(tx: Transaction, job_id: int, no: int, min_group: int) -> None:
 
 
 def finish(tx: Transaction, job_id: int) -> None:
-    """Every rollout of a closed job has ended."""
+    """Mark a closed job as finished. This is called when every rollout of the job has ended."""
     tx.conn.execute(_FINISH, {"b_job": job_id, "b_now": tx.now})
     for topic in (job_topic(job_id), QUEUE, CLAIMS, UNFINISHED):
         tx.wake(topic)

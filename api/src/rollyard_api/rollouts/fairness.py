@@ -1,4 +1,8 @@
-"""Sharing leases between jobs: pure. Higher priority first; among equals, fewest active rollouts first."""
+"""Leases are shared between jobs by pure functions.
+
+Jobs of higher priority come first. Among jobs of equal priority, the job with the fewest active rollouts
+comes first.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One job that may have rollouts waiting."""
+    """A job that may have waiting rollouts, with its priority and its number of active rollouts."""
 
     job_id: int
     priority: int
@@ -25,14 +29,18 @@ def allocate(
     fetch: Callable[[int, int], Sequence[R]],
     admit: Callable[[int], bool],
 ) -> list[R]:
-    """Fill up to `places`, each from the job that stands first at that moment.
+    """Take up to `places` rollouts, each from the job that comes first at that moment.
 
     Args:
-        shares: the candidate jobs.
-        places: how many rollouts are wanted.
-        fetch: `fetch(job_id, limit)` gives up to `limit` waiting rollouts of a job, oldest first;
-            called at most once per job.
-        admit: whether the job may have one more, asked once per rollout taken (backends with room).
+        shares: The candidate jobs.
+        places: The number of rollouts that are wanted.
+        fetch: The call `fetch(job_id, limit)` returns up to `limit` waiting rollouts of a job, oldest first.
+            It is called at most once per job.
+        admit: This returns whether the job may have one more rollout, because a backend has room. It is
+            called once per rollout taken.
+
+    Returns:
+        The rollouts that were taken, in the order in which they are to be leased.
     """
     heap = [(-s.priority, s.active, s.job_id) for s in shares]
     heapq.heapify(heap)

@@ -1,4 +1,4 @@
-"""Leases that live on and leases that do not: heartbeats, orphaned sandboxes, expiry."""
+"""Leases are renewed by heartbeats and expire without them; orphaned sandboxes are found here, too."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from rollyard_api.storage.rows import ExpiredRollout, columns, read_all
 from rollyard_api.storage.schema import rollouts
 
 EXPIRY_BATCH = 500
-"""Expired leases taken back in one transaction."""
+"""The number of expired leases that are taken back in one transaction."""
 MAX_EVAL_EXPIRIES = 1
-"""Expired Eval leases after which the sandbox is no longer trusted and the rollout goes back to Init."""
+"""The number of Eval leases that may expire before the sandbox is no longer trusted and the rollout returns
+to Init."""
 
 _NAMED = sa.select(rollouts.c.id, rollouts.c.token, rollouts.c.state).where(
     rollouts.c.id.in_(bindparam("b_ids", expanding=True))
@@ -73,10 +74,10 @@ _GRACE = (
 def renew(
     tx: Transaction, leases: Sequence[tuple[str, int]], lease_seconds: float
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Renew leases by rollout and token.
+    """Renew leases, each of which is named by its rollout and its fencing token.
 
     Returns:
-        Those lost (expired, or fenced off by a newer token) and those cancelled.
+        The lost leases, which have expired or were fenced off by a newer token, and the cancelled ones.
     """
     if not leases:
         return [], []
@@ -94,24 +95,25 @@ def renew(
         else:
             held.append({"b_id": rollout, "b_token": token, "b_expires": tx.now + lease_seconds})
     if held:
-        # In the order of the ids, as every multi-row change, so that two replicas do not deadlock.
+        # Every change of several rows goes in the order of the ids, because two replicas could deadlock
+        # otherwise.
         tx.conn.execute(_RENEW, sorted(held, key=lambda change: str(change["b_id"])))
     return lost, cancelled
 
 
 @dataclass(slots=True)
 class Unclaimed:
-    """When each sandbox that no rollout names was first listed, per node.
+    """The times at which each sandbox that no rollout names was first listed, by node.
 
-    An Init in progress has claimed its sandbox before the control plane hears of it. Such a
-    sandbox was first listed after its lease was given, so one that was listed before every
-    Init lease of its node belongs to none of them.
+    An Init in progress has claimed its sandbox before it reports the sandbox to the control plane. Such a
+    sandbox was first listed after its lease was granted. A sandbox that was listed before every Init lease of
+    its node therefore belongs to none of them.
     """
 
     first_listed: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def orphans(self, node: str, unnamed: Sequence[str], oldest_init: float | None, now: float) -> list[str]:
-        """Return those of the sandboxes without an unfinished rollout that no running Init can own."""
+        """Return the sandboxes that no unfinished rollout names and no running Init can own."""
         before = self.first_listed.get(node, {})
         listed = {sandbox: before.get(sandbox, now) for sandbox in unnamed}
         found = [s for s, first in listed.items() if oldest_init is None or first < oldest_init]
@@ -124,7 +126,10 @@ class Unclaimed:
 
 
 def claims(tx: Transaction, node: str, sandboxes: Sequence[str]) -> tuple[list[str], float | None]:
-    """Which of these sandboxes no unfinished rollout names, and when the node's oldest Init lease began."""
+    """Return the sandboxes that no rollout names, and the start time of the node's oldest Init lease.
+
+    The start time is None if the node has no Init lease or if every sandbox is named.
+    """
     known: set[str] = set()
     for at in range(0, len(sandboxes), 500):
         known.update(tx.conn.scalars(_KNOWN, {"b_ids": list(sandboxes[at : at + 500])}))
@@ -135,10 +140,11 @@ def claims(tx: Transaction, node: str, sandboxes: Sequence[str]) -> tuple[list[s
 
 
 def expire(tx: Transaction, max_expiries: int) -> int:
-    """Take back leases that ran out; returns how many (at most EXPIRY_BATCH, call again if so many).
+    """Take back expired leases, and return their number, which is at most EXPIRY_BATCH.
 
-    Init and Run begin again at Init (the sandbox is dirty or gone); Eval is tried once more in
-    the same sandbox, then at Init.
+    A caller that gets EXPIRY_BATCH calls this function again. After Init and Run the rollout begins again at
+    Init, because its sandbox is dirty or gone. Eval is tried once more in the same sandbox, and then the
+    rollout begins again at Init.
     """
     rows = read_all(ExpiredRollout, tx.conn.execute(_EXPIRED, {"b_now": tx.now}))
     changes: list[dict[str, Any]] = []
@@ -189,5 +195,5 @@ def expire(tx: Transaction, max_expiries: int) -> int:
 
 
 def grace(tx: Transaction, lease_seconds: float) -> None:
-    """After a start: workers could not renew while nobody listened, so every lease gets its full time."""
+    """Give every lease its full time. This is called after a start, before which workers could not renew."""
     tx.conn.execute(_GRACE, {"b_until": tx.now + lease_seconds})

@@ -1,4 +1,4 @@
-"""Giving out leases: stage queues, shares of the jobs, backends, and the lease as its worker reads it."""
+"""Leases are granted here, from the stage queues, with shares of the jobs and a backend for each Run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 from rollyard_api.trajectories.records import fitting
 
 SERVED_ORDER: tuple[StageName, ...] = ("eval", "run", "init")
-"""Later stages first: what is nearly done holds a sandbox."""
+"""The order in which the stages are served. Later stages come first: their rollouts hold a sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A checked LeaseRequest."""
+    """A LeaseRequest that has been checked."""
 
     worker: str
     node: str
@@ -39,7 +39,8 @@ class Ask:
     job: str | None
     namespace: str | None
     job_id: int | None = None
-    """The only job that the asking token reaches, whatever job has its name by now; None for any."""
+    """The only job that the token of the request may reach, whichever job has its name now; None allows any
+    job."""
 
 
 _LIVE = sa.select(*columns(LeasableJob, jobs)).where(
@@ -91,10 +92,10 @@ _PAYLOADS = sa.select(payloads).where(payloads.c.rollout_id.in_(bindparam("b_ids
 
 
 def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> list[dict[str, Any]]:
-    """Lease up to MAX_BATCH rollouts within the worker's capacity; [] when nothing waits for it.
+    """Lease up to MAX_BATCH rollouts within the worker's capacity; return [] if nothing waits for it.
 
-    What the leases carry of tasks and trajectories has at most `max_bytes`, unless it is a single lease;
-    the rest stays in its queue.
+    The tasks and trajectories in the leases have at most `max_bytes` bytes, unless there is only one lease.
+    The remaining rollouts stay in their queues.
     """
     room = max_bytes
     live = {
@@ -165,7 +166,7 @@ def _granted(
     lease_seconds: float,
     room: int,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Leases of what was taken, as far as there is room for what they carry; and its bytes."""
+    """Return the leases of the taken rollouts that fit into `room` bytes, and the bytes that they carry."""
     taken = _fitting(tx, taken, stage, room)
     by_group = _groups(tx, taken)
     kept = {}
@@ -181,7 +182,7 @@ def _granted(
         job, group = live[row.job_id], by_group[row.job_id, row.group_no]
         carried = _carried(group, kept.get(row.id), stage)
         size = sum(map(len, carried.values()))
-        # What is compressed in the database may be far larger here.
+        # Data that is compressed in the database may be far larger here.
         if leases and total + size > room:
             break
         backend, policy_index, assignment = row.backend, row.policy_index, None
@@ -235,7 +236,7 @@ def _granted(
 
 
 def _carried(group: GroupRow, payload: PayloadRow | None, stage: StageName) -> dict[str, bytes]:
-    """The large parts of a lease, as JSON."""
+    """Return the large parts of a lease as JSON."""
     carried = {"task": unpack(group.task)}
     if payload is not None and payload.carry is not None:
         carried["carry"] = unpack(payload.carry)
@@ -247,7 +248,7 @@ def _carried(group: GroupRow, payload: PayloadRow | None, stage: StageName) -> d
 def _fitting(
     tx: Transaction, taken: list[WaitingRollout], stage: StageName, room: int
 ) -> list[WaitingRollout]:
-    """The first of what was taken, as far as their compressed parts have room; one at least."""
+    """Return the first taken rollouts whose compressed parts fit into `room` bytes, but at least one."""
     wanted: defaultdict[int, set[int]] = defaultdict(set)
     for row in taken:
         wanted[row.job_id].add(row.group_no)
@@ -286,13 +287,13 @@ def _route(
     if router is None:
         return None
     group = by_group[row.job_id, row.group_no]
-    # Where an attempt failed, the next one is better off elsewhere; after a hand-over it is not.
+    # After a failed attempt the next one should use another backend; after a hand-over it should not.
     own, avoid = (None, row.backend) if row.failures_run else (row.backend, None)
     chosen = router.choose(own, group.backend, together=group.remaining, avoid=avoid)
     if chosen is None or chosen.url in (group.backend, own):
         return chosen
     if avoid is None or group.backend not in router.backends:
-        # The samples that follow go where this one went: a group that must be split falls in few parts.
+        # The samples that follow use the same backend, which splits a group into as few parts as possible.
         tx.conn.execute(STICK, {"b_job": row.job_id, "b_no": row.group_no, "b_backend": chosen.url})
         by_group[row.job_id, row.group_no] = replace(group, backend=chosen.url)
     return chosen

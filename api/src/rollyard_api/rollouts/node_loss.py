@@ -1,9 +1,10 @@
-"""Nodes whose sandboxes are gone: rollouts that wait for them go back to Init.
+"""When the sandboxes of a node are gone, the rollouts that wait for them are queued at Init again.
 
-A rollout with a sandbox of a node is leased by workers of that node only. Where the last of them
-has ended, nobody would ever lease it: a batch job reached its time limit, a machine was lost. A
-worker whose sandboxes end with it says so in its last heartbeat; a node that nobody speaks for any
-more is silent until its sandboxes have ended by themselves. Neither counts as a failure.
+Only workers of a node lease the rollouts that have a sandbox there. If the last of these workers has ended,
+for example because a batch job reached its time limit or a machine was lost, no worker would ever lease them.
+A worker whose sandboxes end with it reports this in its last heartbeat. A node from which no worker is heard
+counts as lost after a period in which its sandboxes end by themselves. Neither case counts as a failure of
+the rollout.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rollyard_api.storage.rows import HeldRollout, read_all
 from rollyard_api.storage.schema import nodes, rollouts
 
 HEARD_SECONDS = 5.0
-"""A node's row is written again no more often than that."""
+"""The minimum time between two writes of a node's row, in seconds."""
 BATCH = 500
 _WAITING = (RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL)
 _UNFINISHED = UNFINISHED
@@ -67,12 +68,13 @@ _OF_NODE = (
 
 
 def heard(tx: Transaction, node: str, job_id: int | None = None) -> None:
-    """A worker of this node spoke just now.
+    """Record that a worker of this node has just sent a request.
 
     Args:
-        job_id: the only job that it works for. It speaks for that job's rollouts alone, so that nobody
-            keeps another job waiting for a node that is gone; and only where some of them have the node,
-            so that no row is made for a name that is none. None: it speaks for every job.
+        job_id: The only job that the worker works for, or None if it works for every job. A worker of one job
+            counts for the rollouts of that job alone, because it could otherwise keep another job waiting for
+            a node that is gone. It counts only if some of these rollouts are on the node, because no row is
+            to be made for a name that is not a node's.
     """
     if node == NODE or (job_id is not None and not _has_rollouts(tx, node, job_id)):
         return
@@ -81,7 +83,7 @@ def heard(tx: Transaction, node: str, job_id: int | None = None) -> None:
 
 
 def _name(node: str, job_id: int | None) -> str:
-    """The name of a row; a job's own is hashed, since a node's name may be as long as the column."""
+    """Return the name of a row. The node is hashed in a job's own row, as its name may fill the column."""
     if job_id is None:
         return node
     return f"job {job_id}: {hashlib.sha256(node.encode()).hexdigest()}"
@@ -95,10 +97,10 @@ def _has_rollouts(tx: Transaction, node: str, job_id: int) -> bool:
 
 
 def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
-    """Sandboxes that end now with their worker: what waits for them goes back to Init.
+    """Queue the rollouts that wait for these sandboxes at Init, because the sandboxes end with their worker.
 
     Returns:
-        Those that no worker uses just now; they may be removed.
+        The sandboxes that no worker uses at the moment. They may be removed.
     """
     used: set[str] = set()
     for at in range(0, len(sandboxes), BATCH):
@@ -109,9 +111,10 @@ def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
 
 
 def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
-    """Rollouts that wait for a node of which nothing was heard for so long; how many went back to Init.
+    """Queue the rollouts of silent nodes at Init, and return the number of these rollouts.
 
-    A node that is not known yet counts as heard of now. Call it again after BATCH.
+    A node is silent if none of its workers was heard for `silent_seconds`. An unknown node counts as heard
+    now. A caller that gets BATCH or more calls this function again.
     """
     given_up = 0
     waited_for = sorted((row.node, row.job_id) for row in tx.conn.execute(_WAITED_FOR))
@@ -132,7 +135,7 @@ def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
 
 
 def forget(tx: Transaction, silent_seconds: float) -> None:
-    """Drops the rows of nodes that have long been silent, and for which nothing waits."""
+    """Delete the rows of nodes that have long been silent and for which no rollout waits."""
     waits = sa.select(rollouts.c.id).where(rollouts.c.state.in_(_WAITING), rollouts.c.node == nodes.c.name)
     tx.conn.execute(
         sa.delete(nodes).where(nodes.c.heard_at < tx.now - 10 * silent_seconds, ~sa.exists(waits))
@@ -140,7 +143,7 @@ def forget(tx: Transaction, silent_seconds: float) -> None:
 
 
 def grace(tx: Transaction) -> None:
-    """After a start: nobody could speak while nobody listened."""
+    """Count every node as heard now. This is called at a start, as no worker could be heard before it."""
     tx.conn.execute(sa.update(nodes).values(heard_at=tx.now))
 
 

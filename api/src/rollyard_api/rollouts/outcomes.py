@@ -1,4 +1,4 @@
-"""What workers report of their leases: complete and fail, judged by the fencing token."""
+"""Workers report that leases are complete or have failed; the fencing token decides what is accepted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollyard_api.storage.rows import HeldRollout, columns, read_all
 from rollyard_api.storage.schema import jobs, payloads, rollouts
 
 HELD_COLUMNS = columns(HeldRollout, rollouts)
-"""What `advance` and `requeued` read of a rollout."""
+"""The columns of a rollout that `advance` and `requeued` read."""
 
 _HELD = (
     sa.select(*HELD_COLUMNS)
@@ -66,7 +66,10 @@ _KEEP = {
 
 
 def keep(tx: Transaction, rows: Sequence[dict[str, Any]]) -> None:
-    """Store carries and trajectories between stages; rows of {"rollout_id", and one or both}."""
+    """Store carries and trajectories between stages.
+
+    Each row has the key "rollout_id" and one or both of "carry" and "trajectory".
+    """
     dialect = "sqlite" if tx.sqlite else "postgresql"
     for names in (("carry",), ("trajectory",), ("carry", "trajectory")):
         some = [row for row in rows if tuple(sorted(row.keys() - {"rollout_id"})) == names]
@@ -75,13 +78,13 @@ def keep(tx: Transaction, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def drop(tx: Transaction, ids: Sequence[str]) -> None:
-    """Forget carries and trajectories of rollouts that go back to Init."""
+    """Delete the carries and trajectories of rollouts that are queued at Init again."""
     if ids:
         tx.conn.execute(_DROP_PAYLOADS, [{"b_id": rollout} for rollout in ids])
 
 
 def advance(row: HeldRollout, now: float, state: RolloutState, **changes: Any) -> dict[str, Any]:
-    """Parameters of the update that takes a row to `state`, all else kept unless named."""
+    """Return the parameters of the update that takes a row to `state` and changes only the named columns."""
     return {
         "b_id": row.id,
         "b_state": state,
@@ -100,12 +103,12 @@ def advance(row: HeldRollout, now: float, state: RolloutState, **changes: Any) -
 
 
 _BACKENDS_FAULT = ("BackendMismatch",)
-"""Reasons of Run failures that count for a circuit; `route` calls report unreachable backends."""
+"""The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
 STAGE_NAMES: tuple[StageName, ...] = ("init", "run", "eval")
 
 
 def _judge(row: HeldRollout | None, item: dict[str, Any], mark: str) -> str:
-    """The outcome before anything is changed: `accepted` means that the holder speaks."""
+    """Return the outcome of a report before anything is changed; `accepted` means that the holder sent it."""
     if row is None:
         return "unknown"
     if f"{mark}{item['token']}" in row.settled.split():
@@ -118,7 +121,7 @@ def _judge(row: HeldRollout | None, item: dict[str, Any], mark: str) -> str:
 
 
 class _Batch:
-    """The changes of one request, gathered and then made with one statement each."""
+    """The changes of one request, which are gathered and then made with one statement each."""
 
     def __init__(self, tx: Transaction, ids: Sequence[str]) -> None:
         self.tx = tx
@@ -132,7 +135,7 @@ class _Batch:
         self.answering: set[tuple[int, str]] = set()
 
     def judge(self, item: dict[str, Any], mark: str) -> str:
-        """As _judge; a rollout named twice in one request is `repeated` the second time."""
+        """Return what `_judge` returns, but `repeated` for a rollout that the request names a second time."""
         outcome = _judge(self.rows.get(item["rollout"]), item, mark)
         if outcome == "accepted":
             if item["rollout"] in self.seen:
@@ -152,10 +155,10 @@ class _Batch:
 
 
 def complete(tx: Transaction, results: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Accept stage results of the current holders; one outcome per result, in their order.
+    """Accept the stage results of the current holders, and return one outcome per result, in their order.
 
     Args:
-        results: StageResults as checked by `wire.check_results`; a Run's trajectory is already
+        results: The StageResults as `wire.check_results` has checked them. The trajectory of a Run is already
             packed, under "packed".
     """
     batch = _Batch(tx, [item["rollout"] for item in results])
@@ -233,7 +236,8 @@ def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
 
 
 def _tokens(item: dict[str, Any]) -> int:
-    """Tokens that the backend sampled in this Run, those included that no trajectory keeps."""
+    """Return the number of tokens that the backend sampled in this Run, with those that no trajectory
+    keeps."""
     stats = item.get("stats") or {}
     kept: int = stats.get("sampled_tokens", 0) or item.get("sampled_tokens", 0)
     discarded: int = stats.get("discarded_tokens", 0)
@@ -241,7 +245,10 @@ def _tokens(item: dict[str, Any]) -> int:
 
 
 def fail(tx: Transaction, failures: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Take failures of the current holders: back to a queue while attempts are left, else the end."""
+    """Accept failures from the current holders, and return one outcome per failure, in their order.
+
+    A failed rollout returns to a queue while it has attempts left; otherwise it ends.
+    """
     batch = _Batch(tx, [item["rollout"] for item in failures])
     found = {row.job_id for row in batch.rows.values()}
     limits = {row.id: loads(row.limits) for row in tx.conn.execute(_LIMITS, {"b_ids": sorted(found)})}
@@ -294,14 +301,17 @@ def _take_failure(batch: _Batch, row: HeldRollout, item: dict[str, Any], limits:
 
 
 def requeue(tx: Transaction, changes: Sequence[dict[str, Any]]) -> None:
-    """Write what `requeued` gave for rollouts that go back to Init."""
+    """Write the changes that `requeued` returned for rollouts that are queued at Init again."""
     tx.conn.execute(_ADVANCE, changes)
     drop(tx, [change["b_id"] for change in changes])
     tx.wake(QUEUE)
 
 
 def requeued(row: HeldRollout, now: float, stage: StageName, **changes: Any) -> dict[str, Any]:
-    """Back into a stage's queue; Init starts with no sandbox, the others keep theirs and its node."""
+    """Return the changes that put a rollout back into a stage's queue.
+
+    A rollout at Init starts without a sandbox. In the other stages it keeps its sandbox and the node of it.
+    """
     if stage == "init" or row.sandbox is None:
         changes |= {"node": "", "sandbox": None, "sandbox_id": None}
     else:

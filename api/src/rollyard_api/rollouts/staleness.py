@@ -1,7 +1,7 @@
-"""Rollouts that are too old for the pool's weights: they go back to Init, or are cancelled.
+"""Rollouts that are too old for the pool's weights are queued at Init again or cancelled.
 
-A rollout's age is the number of weight updates since it entered Run (`rollouts.policy_index`);
-its job's `maxPolicyLag` bounds it.
+The age of a rollout is the number of weight updates since it entered Run (`rollouts.policy_index`). The
+`maxPolicyLag` of its job is the limit.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _PLACES = (
 
 
 def max_lag(limits: dict[str, Any]) -> int | None:
-    """A job's `maxPolicyLag`, from its limits."""
+    """Return the `maxPolicyLag` of a job from its limits; None means that there is no limit."""
     lag: int | None = limits.get("max_policy_lag")
     return lag
 
 
 def reached(tx: Transaction, namespace: str, pool: str) -> int:
-    """The newest weights that a backend of the pool samples with, as an index; 0 before any update."""
+    """Return the index of the newest weights that a backend of the pool samples with; 0 before any update."""
     return tx.conn.execute(_REACHED, {"b_namespace": namespace, "b_pool": pool}).scalar_one() or 0
 
 
 def enforce(tx: Transaction, namespace: str, pool: str) -> int:
-    """Take back the pool's rollouts that have become too stale in Run or before Eval; returns how many."""
+    """Take back the pool's rollouts that are too stale in Run or before Eval, and return their number."""
     index = reached(tx, namespace, pool)
     query = (
         sa.select(*_AT)
@@ -80,7 +80,7 @@ def enforce(tx: Transaction, namespace: str, pool: str) -> int:
 
 
 def take_back(tx: Transaction, rows: Sequence[AgedRollout]) -> int:
-    """Take these rollouts back to Init, or cancel them, as their jobs say."""
+    """Queue these rollouts at Init again or cancel them, as their jobs specify, and return their number."""
     cancelled = [row for row in rows if loads(row.limits).get("stale_rollouts") == "Cancel"]
     gone = {row.id for row in cancelled}
     restart(tx, [row for row in rows if row.id not in gone], REASON)
@@ -91,7 +91,7 @@ def take_back(tx: Transaction, rows: Sequence[AgedRollout]) -> int:
 
 
 def ending(tx: Transaction, row: AgedRollout) -> Ending:
-    """The end of a rollout that is too stale."""
+    """Return the ending of a rollout that is too stale."""
     stage = row.state.stage or ""
     return Ending(
         rollout=row.id,
@@ -107,10 +107,10 @@ def ending(tx: Transaction, row: AgedRollout) -> Ending:
 
 
 def restart(tx: Transaction, rows: Sequence[AgedRollout], reason: str) -> None:
-    """Back to Init with neither sandbox nor carry; not counted as an attempt.
+    """Queue rollouts at Init again, without sandbox and carry; this does not count as an attempt.
 
-    The lease ends with it: its holder learns so by its next heartbeat, and what it sends is stale.
-    Its sandbox belongs to no rollout any more, so that the heartbeat of its node names it an orphan.
+    The lease ends with it. Its holder learns this from its next heartbeat, and its later reports are stale.
+    The sandbox then belongs to no rollout, and the heartbeat of its node therefore names it an orphan.
     """
     if not rows:
         return
@@ -124,7 +124,7 @@ def restart(tx: Transaction, rows: Sequence[AgedRollout], reason: str) -> None:
 
 
 def complete(tx: Transaction, results: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """`outcomes.complete`, then what has just left Run and is too stale for Eval is taken back."""
+    """Call `outcomes.complete`, and then take back the rollouts that left Run and are too stale for Eval."""
     told = outcomes.complete(tx, results)
     ran = [
         outcome["rollout"]
@@ -139,7 +139,7 @@ def complete(tx: Transaction, results: Sequence[dict[str, Any]]) -> list[dict[st
 
 
 def fence(tx: Transaction, namespace: str, pool: str, url: str) -> int:
-    """Take whatever is in Run on this backend back to Init, and return how many rollouts that were."""
+    """Queue the rollouts in Run on this backend at Init again, and return their number."""
     query = (
         sa.select(*_AT)
         .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)

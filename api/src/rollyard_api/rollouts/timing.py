@@ -1,4 +1,4 @@
-"""A rollout's timings as they accumulate over stages and attempts, kept as JSON in its row."""
+"""The timings of a rollout accumulate over stages and attempts and are kept as JSON in its row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def add(
     attempts: int = 0,
     worker: Mapping[str, Any] | None = None,
 ) -> str:
-    """Add seconds and attempts to one stage; `worker`: what the worker measured (StageTimes)."""
+    """Return the timings with seconds and attempts added to one stage.
+
+    The StageTimes that the worker measured are given as `worker`.
+    """
     document = loads(timings)
     entry = document.setdefault(stage, dict.fromkeys(_STAGE, 0))
     entry["queued_seconds"] = round(entry["queued_seconds"] + queued, 6)

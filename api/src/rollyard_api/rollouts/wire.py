@@ -1,7 +1,7 @@
-"""Checking what workers send. Small bodies by pydantic; trajectories, which are large, by hand.
+"""Requests of workers are checked here: small bodies by pydantic, and large trajectories by hand.
 
-A trajectory's token lists are checked for type, length and mask with C-speed primitives and
-kept as they came, instead of being built as models and taken apart again.
+The token lists of a trajectory are checked for type, length and mask with operations that run at the speed of
+C. They are kept in the form in which they arrive, instead of being converted to models and back.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def _items(document: Any, name: str) -> list[Any]:
 
 
 def check_results(document: Any) -> list[dict[str, Any]]:
-    """A CompleteRequest's results, checked; a Run's trajectory is packed for storage under "packed".
+    """Return the checked results of a CompleteRequest, with the trajectory of a Run packed under "packed".
 
     Raises:
-        Invalid: a result is wrong; none is taken then.
+        Invalid: A result is wrong. None of the results is accepted in this case.
     """
     problems: list[str] = []
     results = _items(document, "results")
@@ -92,7 +92,7 @@ def check_results(document: Any) -> list[dict[str, Any]]:
 
 
 def _without_segments(item: Any) -> Any:
-    """A result without its token lists, which are large, and whose entries are checked for their type."""
+    """Return a result without its token lists, which are large and whose entries are checked elsewhere."""
     trajectory = item.get("trajectory") if isinstance(item, dict) else None
     if not isinstance(trajectory, dict):
         return item
@@ -134,7 +134,7 @@ def _result_problems(item: Any, name: str) -> list[str]:
 
 
 def _reward_problems(item: dict[str, Any], name: str) -> list[str]:
-    """What is wrong with the reward of an Eval."""
+    """Return the problems of the reward of an Eval."""
     problems = []
     reward, components, reason = item.get("reward"), item.get("reward_components"), item.get("reward_reason")
     if not _is_reward(reward):
@@ -166,20 +166,20 @@ def _model_problems(kind: type[BaseModel], value: Any, name: str) -> list[str]:
 
 
 def _is_reward(value: Any) -> bool:
-    # A comparison with NaN is false, so this also refuses what is not finite.
+    # A comparison with NaN is false, and values that are not finite are therefore refused here, too.
     return type(value) in (int, float) and -MAX_REWARD <= value <= MAX_REWARD
 
 
 def _shown(value: Any) -> str:
-    """A wrong value for a message, shortened."""
+    """Return the text of a wrong value for a message, shortened to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def trajectory_problems(document: Any, name: str) -> list[str]:
-    """What is wrong with a trajectory as Run sends it; [] when nothing is.
+    """Return the problems of a trajectory that Run sends, or [] if there are none.
 
-    The token lists are checked here, everything else by the Trajectory model without them.
+    The token lists are checked here, and everything else is checked by the Trajectory model without them.
     """
     if not isinstance(document, dict):
         return [f"{name}: is required in stage run and must be an object"]
@@ -230,7 +230,7 @@ def _turn_problems(turns: list[dict[str, Any]], segments: list[dict[str, Any]], 
     for place, turn in enumerate(turns):
         segment, start, end = turn["segment"], turn["start"], turn["end"]
         if turn["finish_reason"] == "replayed" and (segment, start, end) == (0, 0, 0):
-            continue  # no model sampled it, so it has no tokens
+            continue  # No model sampled this turn, and it has no tokens.
         if not 0 <= segment < len(segments):
             return [f"{name}.turns[{place}].segment: there is no segment {segment}"]
         if not 0 <= start <= end <= len(segments[segment]["response_ids"]):
@@ -239,10 +239,10 @@ def _turn_problems(turns: list[dict[str, Any]], segments: list[dict[str, Any]], 
 
 
 def check_failures(document: Any) -> list[dict[str, Any]]:
-    """A FailRequest's failures, checked.
+    """Return the checked failures of a FailRequest.
 
     Raises:
-        Invalid: a failure is wrong; none is taken then.
+        Invalid: A failure is wrong. None of the failures is accepted in this case.
     """
     items = _items(document, "failures")
     try:

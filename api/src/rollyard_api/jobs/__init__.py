@@ -1,1 +1,1 @@
-"""RolloutJobs: their rows, tasks, uploads, events and their REST form."""
+"""This package manages RolloutJobs: their rows, tasks, uploads, events and REST form."""

@@ -1,8 +1,8 @@
-"""Uploads of a namespace, named by their SHA-256: task files that are too large for a manifest.
+"""Uploads of a namespace are named by their SHA-256. They are task files that are too large for a manifest.
 
-They lie in the database, in pieces, so that every replica of the control plane sees them and an upload
-appears whole or not at all. A piece is compressed by the control plane itself. A job holds the upload that
-it names until the job's own rows are removed; one that no job holds is removed after a while.
+Uploads are stored in the database, in pieces. Every replica of the control plane therefore sees them, and an
+upload appears whole or not at all. The control plane itself compresses each piece. A job holds the upload
+that it names until the job's own rows are removed. An upload that no job holds is removed after some time.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from rollyard_api.storage.schema import blob_pieces, blobs, jobs
 
 PIECE_BYTES: Final = 256 << 10
 UPLOAD_SILENT_SECONDS: Final = 600.0
-"""An upload to which nothing was added for so long has been given up by its process."""
+"""The time in seconds after which an unfinished upload without a new piece counts as abandoned."""
 _REMOVED_AT_ONCE: Final = 64
-"""Pieces removed in one transaction: others' requests go in between."""
+"""The number of pieces that are removed in one transaction. Other requests run between two transactions."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlobLimits:
-    """How much may be uploaded."""
+    """The limits on uploads."""
 
     blob_bytes: int = 1 << 30
-    """The largest size of one upload."""
+    """The largest size of one upload, in bytes."""
     namespace_bytes: int = 4 << 30
-    """The largest size of all uploads of a namespace together, unfinished ones included."""
+    """The largest size of all uploads of a namespace together, in bytes, including unfinished ones."""
     namespace_count: int = 1000
-    """Uploads of a namespace, unfinished ones too."""
+    """The largest number of uploads of a namespace, including unfinished ones."""
     kept_seconds: float = 3600.0
-    """How long one stays that no job holds."""
+    """The number of seconds for which an upload that no job holds is kept."""
 
 
 class BlobsFull(QueueFull):
-    """The namespace holds as many uploads, or as many bytes, as it may."""
+    """The namespace has reached its limit of uploads or of bytes."""
 
     reason = "BlobsFull"
 
 
 class BlobTooLarge(TooLarge):
-    """The upload is longer than one may be."""
+    """The upload is longer than the limit for one upload."""
 
     reason = "BlobTooLarge"
 
 
 def missing(sha256: str) -> ApiError:
-    """What to raise where a namespace has no such upload; other namespaces make no difference."""
+    """Return the error for an upload that the namespace does not have; other namespaces do not matter."""
     return NotFound(f"this namespace has no upload sha256:{sha256}", reason="BlobNotFound")
 
 
 def missing_of_job(sha256: str) -> ApiError:
-    """The same where a job names it."""
+    """Return the error for a job that names an upload that the namespace does not have."""
     text = f"{FIELD}: this namespace has no upload sha256:{sha256}; upload the file first"
     return Invalid(text, reason="BlobNotFound", errors=[text])
 
@@ -71,10 +71,10 @@ def _of(namespace: str, sha256: str) -> sa.Select[Any]:
 
 
 def find(conn: Connection, namespace: str, sha256: str) -> BlobRow:
-    """An upload's row.
+    """Return the row of an upload.
 
     Raises:
-        NotFound: the namespace has none with this content.
+        NotFound: The namespace has no upload with this content.
     """
     row = conn.execute(_of(namespace, sha256)).one_or_none()
     if row is None:
@@ -83,7 +83,7 @@ def find(conn: Connection, namespace: str, sha256: str) -> BlobRow:
 
 
 def touch(tx: Transaction, namespace: str, sha256: str) -> BlobRow:
-    """As `find`; the upload stays as long again as one stays that no job holds."""
+    """Return what `find` returns, and keep the upload for as long as a new upload that no job holds."""
     row = tx.conn.execute(_of(namespace, sha256).with_for_update()).one_or_none()
     if row is None:
         raise missing(sha256)
@@ -92,7 +92,7 @@ def touch(tx: Transaction, namespace: str, sha256: str) -> BlobRow:
 
 
 def piece(conn: Connection, blob_id: int, no: int) -> bytes | None:
-    """A piece of an upload, unpacked; None past the last one."""
+    """Return a piece of an upload, decompressed, or None past the last piece."""
     packed = conn.execute(
         sa.select(blob_pieces.c.data).where(blob_pieces.c.blob_id == blob_id, blob_pieces.c.no == no)
     ).scalar_one_or_none()
@@ -100,10 +100,10 @@ def piece(conn: Connection, blob_id: int, no: int) -> bytes | None:
 
 
 def begin(tx: Transaction, namespace: str, sha256: str, limits: BlobLimits) -> int:
-    """Begin an upload, which nobody sees yet; its id.
+    """Begin an upload, which is not visible before it is complete, and return its id.
 
     Raises:
-        BlobsFull: the namespace holds as many as it may.
+        BlobsFull: The namespace has reached its limit of uploads or of bytes.
     """
     _refuse_full(tx, namespace, limits, adding=1)
     values = {
@@ -140,12 +140,12 @@ def add(
     """Add the next piece.
 
     Args:
-        packed: the piece as `pack` gives it.
-        size: its bytes before that.
+        packed: The piece as `pack` returns it.
+        size: The number of bytes of the piece before compression.
 
     Raises:
-        BlobsFull: the namespace holds as many bytes as it may.
-        NotFound: the upload took so long between two pieces that it was removed.
+        BlobsFull: The namespace has reached its limit of bytes.
+        NotFound: The upload took so long between two pieces that it was removed.
     """
     found = tx.conn.execute(
         sa.update(blobs)
@@ -160,12 +160,16 @@ def add(
 
 
 def pack(data: bytes) -> bytes:
-    """A piece as it is stored."""
+    """Return a piece in its stored form."""
     return zlib.compress(data, 1)
 
 
 def complete(tx: Transaction, blob_id: int, namespace: str, sha256: str) -> bool:
-    """All pieces are there and have this SHA-256; False where the namespace has had it already."""
+    """Make an upload visible once all its pieces are stored and have this SHA-256.
+
+    Returns:
+        False if the namespace already had this content; the new upload is then given up.
+    """
     there = tx.conn.execute(_of(namespace, sha256).with_for_update()).one_or_none()
     if there is not None:
         tx.conn.execute(sa.update(blobs).where(blobs.c.id == there.id).values(touched_at=tx.now))
@@ -176,15 +180,15 @@ def complete(tx: Transaction, blob_id: int, namespace: str, sha256: str) -> bool
 
 
 def give_up(tx: Transaction, blob_id: int) -> None:
-    """From now on nobody sees it; `remove_some` removes it."""
+    """Make an upload invisible; `remove_some` removes it."""
     tx.conn.execute(sa.update(blobs).where(blobs.c.id == blob_id).values(complete=False, touched_at=0.0))
 
 
 def hold(tx: Transaction, namespace: str, sha256: str) -> int:
-    """The id of an upload that a new job is to hold; locked, so that it is not removed meanwhile.
+    """Return the id of an upload that a new job is to hold, locked against removal until the commit.
 
     Raises:
-        Invalid: the namespace has none with this content.
+        Invalid: The namespace has no upload with this content.
     """
     try:
         return int(touch(tx, namespace, sha256).id)
@@ -193,15 +197,16 @@ def hold(tx: Transaction, namespace: str, sha256: str) -> int:
 
 
 def let_go(tx: Transaction, blob_id: int) -> None:
-    """A job that held it is gone; without any other it is removed."""
-    # Locked before it is looked for other jobs: one that is just being made comes first, or finds nothing.
+    """Release an upload when a job that held it is removed; it is given up if no other job holds it."""
+    # The row is locked before the search for other jobs. A job that is being created at this moment is either
+    # found by the search or does not find the upload.
     tx.conn.execute(sa.select(blobs.c.id).where(blobs.c.id == blob_id).with_for_update())
     if tx.conn.execute(sa.select(jobs.c.id).where(jobs.c.blob_id == blob_id).limit(1)).first() is None:
         give_up(tx, blob_id)
 
 
 def expire(tx: Transaction, kept_seconds: float) -> None:
-    """Give up what no job holds and nobody has asked for lately."""
+    """Give up the uploads that no job holds and that were last used more than `kept_seconds` ago."""
     held = sa.exists().where(jobs.c.blob_id == blobs.c.id)
     tx.conn.execute(
         sa.update(blobs)
@@ -211,7 +216,7 @@ def expire(tx: Transaction, kept_seconds: float) -> None:
 
 
 def remove_some(tx: Transaction) -> bool:
-    """Remove some pieces of one upload that was given up, at last its row; False when there is none."""
+    """Remove some pieces of one upload that was given up, and its row last; return False if there is none."""
     old = sa.select(blobs.c.id).where(
         blobs.c.complete.is_(False), blobs.c.touched_at < tx.now - UPLOAD_SILENT_SECONDS
     )

@@ -1,4 +1,4 @@
-"""Cancelling, deadlines, deletion and removal after the time to live."""
+"""Jobs are cancelled, ended at their deadline, deleted, and removed after their time to live."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from rollyard_api.storage.rows import UnfinishedRollout, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 
 BATCH = 2000
-"""Rollouts ended, or removed, in one transaction: others' requests go in between."""
+"""The number of rollouts that are ended or removed in one transaction. Other requests run between two
+transactions."""
 
 
 def _cancel_rows(tx: Transaction, rows: Sequence[UnfinishedRollout], reason: str) -> None:
@@ -53,10 +54,10 @@ def _unfinished(job_id: int) -> sa.Select[Any]:
 
 
 def cancel_job(tx: Transaction, namespace: str, name: str, reason: str) -> int:
-    """Take the job out of all queues. Its rollouts are ended by `cancel_some`, batch by batch.
+    """Remove the job from all queues. Its rollouts are ended by `cancel_some`, batch by batch.
 
     Returns:
-        The job's id.
+        The id of the job.
     """
     job = find_locked(tx, namespace, name)
     if job.cancel_reason is None and job.finished_at is None:
@@ -69,7 +70,7 @@ def cancel_job(tx: Transaction, namespace: str, name: str, reason: str) -> int:
 
 
 def cancel_some(tx: Transaction, job_id: int) -> int:
-    """End up to BATCH rollouts of a cancelled job; returns how many, 0 when none is left."""
+    """End up to BATCH rollouts of a cancelled job, and return their number, which is 0 when none is left."""
     reason = tx.conn.execute(sa.select(jobs.c.cancel_reason).where(jobs.c.id == job_id)).scalar_one_or_none()
     if reason is None:
         return 0
@@ -80,10 +81,10 @@ def cancel_some(tx: Transaction, job_id: int) -> int:
 
 
 def cancel_part(tx: Transaction, namespace: str, name: str, *, group: str | None, rollout: str | None) -> int:
-    """End the unfinished rollouts of one group, or one rollout; returns how many were ended.
+    """End one unfinished rollout, or the unfinished rollouts of one group, and return how many were ended.
 
     Raises:
-        NotFound: the job has no such group or rollout.
+        NotFound: The job has no such group or rollout.
     """
     job = find_locked(tx, namespace, name)
     if rollout is not None:
@@ -107,20 +108,23 @@ def cancel_part(tx: Transaction, namespace: str, name: str, *, group: str | None
 
 
 def delete_job(tx: Transaction, namespace: str, name: str) -> int:
-    """Cancel the job and hide it; its name is free at once, its rows are removed by `purge_some`."""
+    """Cancel the job and hide it, and return its id.
+
+    The name is free at once. The rows are removed by `purge_some`.
+    """
     job_id = cancel_job(tx, namespace, name, DELETED)
     tx.conn.execute(sa.update(jobs).where(jobs.c.id == job_id).values(deleted_at=tx.now))
     return job_id
 
 
 def unfinished_cancellations(conn: Connection) -> list[int]:
-    """Jobs whose cancellation was begun and not ended: also those of before a restart."""
+    """Return the ids of the jobs whose cancellation has begun, perhaps before a restart, and not ended."""
     query = sa.select(jobs.c.id).where(jobs.c.cancel_reason.is_not(None), jobs.c.finished_at.is_(None))
     return list(conn.scalars(query))
 
 
 def enforce(tx: Transaction) -> None:
-    """Cancel jobs past their active deadline; remove finished ones past their time to live."""
+    """Cancel jobs that are past their active deadline, and remove finished jobs past their time to live."""
     late = tx.conn.execute(
         sa.select(jobs.c.namespace, jobs.c.name).where(
             jobs.c.finished_at.is_(None),
@@ -142,7 +146,7 @@ def enforce(tx: Transaction) -> None:
         tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(delete_at=at))
     old = (jobs.c.deleted_at.is_(None), jobs.c.finished_at.is_not(None), jobs.c.delete_at < tx.now)
     tx.conn.execute(sa.update(jobs).where(*old, jobs.c.object_uid.is_(None)).values(deleted_at=tx.now))
-    # The driver of an object would register it again: it deletes the object first.
+    # The driver of an object would register the job again. It therefore deletes the object first.
     tx.conn.execute(
         sa.update(jobs)
         .where(*old, jobs.c.object_uid.is_not(None), jobs.c.cancel_reason.is_distinct_from(DELETED))
@@ -151,7 +155,10 @@ def enforce(tx: Transaction) -> None:
 
 
 def deleted_jobs(conn: Connection) -> list[int]:
-    """Deleted jobs whose rollouts have all ended and lie in the trajectory store: ready to be removed."""
+    """Return the ids of the deleted jobs that can be removed.
+
+    All rollouts of such a job have ended and are in the trajectory store.
+    """
     pending = sa.exists().where(rollouts.c.job_id == jobs.c.id, rollouts.c.pending.is_not(None))
     query = sa.select(jobs.c.id).where(
         jobs.c.deleted_at.is_not(None), jobs.c.finished_at.is_not(None), sa.not_(pending)
@@ -160,7 +167,7 @@ def deleted_jobs(conn: Connection) -> list[int]:
 
 
 def purge_some(tx: Transaction, job_id: int) -> bool:
-    """Remove up to BATCH rollouts of a deleted job, at last the job; True when nothing is left."""
+    """Remove up to BATCH rollouts of a deleted job, and finally the job; return True when nothing is left."""
     ids = list(tx.conn.scalars(sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id).limit(BATCH)))
     for at in range(0, len(ids), 500):
         some = ids[at : at + 500]

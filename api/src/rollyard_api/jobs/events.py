@@ -1,4 +1,4 @@
-"""Server-sent events of a job: a bounded past to resume from, and subscribers that must keep up."""
+"""Server-sent events of a job have a bounded past to resume from, and their subscribers must keep up."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.storage.rows import JobRow
 
 MAX_JOBS = 1024
-"""Jobs whose past events are kept; the one that was silent longest is forgotten first."""
+"""The number of jobs whose past events are kept. The job that has been silent longest is dropped first."""
 MAX_PAST_BYTES = 256 << 20
-"""The most memory that all jobs' past events take together."""
+"""The largest number of bytes that the past events of all jobs take together."""
 EVENT_BYTES = 256
-"""About what an event takes beside its data."""
+"""The approximate number of bytes that an event takes in addition to its data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event; `number` grows by one per job and process. That of what is of one subscriber only is 0."""
+    """An event of a job.
+
+    The `number` grows by one per job and process. An event for one subscriber only has the number 0.
+    """
 
     number: int
     name: str
@@ -33,13 +36,13 @@ class Event:
 
 
 class SlowConsumer(ControlPlaneError):
-    """The subscriber fell behind by a whole buffer and was dropped; it may resume by Last-Event-ID."""
+    """The subscriber fell behind by a whole buffer and was dropped. It may resume with Last-Event-ID."""
 
     reason = "SlowConsumer"
 
 
 class _Stream:
-    """One job's events; the first has the number `first`."""
+    """The events of one job, the first of which has the number `first`."""
 
     def __init__(self, first: int) -> None:
         self.past: deque[Event] = deque()
@@ -48,7 +51,7 @@ class _Stream:
         self.subscribers: set[asyncio.Queue[Event | None]] = set()
 
     def drop_oldest(self) -> int:
-        """Forget the oldest event; returns its bytes."""
+        """Drop the oldest event, and return its size in bytes."""
         size = _bytes(self.past.popleft())
         self.bytes -= size
         return size
@@ -59,16 +62,19 @@ def _bytes(event: Event) -> int:
 
 
 class EventHub:
-    """All jobs' events in this process. Ids name the process and a number; only its own are resumed from."""
+    """The events of all jobs in this process.
+
+    An event id names the process and a number. A subscriber can resume only from ids of this process.
+    """
 
     def __init__(self, buffer: int) -> None:
         self._buffer = buffer
         self._streams: dict[int, _Stream] = {}
         self._bytes = 0
         self._first = 1
-        """The number of the next job's first event.
+        """The number of the first event of the next job.
 
-        It is above every number of a job that was forgotten, so that no id is given twice.
+        It is higher than every number of a job that was dropped, so no id is used twice.
         """
         self.process = secrets.token_hex(4)
 
@@ -82,7 +88,8 @@ class EventHub:
         return stream
 
     def publish(self, job_id: int, name: str, data: dict[str, Any]) -> None:
-        """Add an event; a subscriber whose buffer is full is dropped instead of waited for."""
+        """Add an event; a subscriber with a full buffer is dropped, because publishing must not wait for
+        it."""
         stream = self._stream(job_id)
         event = Event(stream.next, name, dumps(data))
         stream.next += 1
@@ -92,7 +99,8 @@ class EventHub:
                 subscriber.put_nowait(event)
             except asyncio.QueueFull:
                 stream.subscribers.discard(subscriber)
-                # Room for the end mark: what it has not read is in the past, to be resumed from.
+                # This makes room for the end mark. The event that is removed is in the past, from which the
+                # subscriber can resume.
                 subscriber.get_nowait()
                 subscriber.put_nowait(None)
 
@@ -103,27 +111,28 @@ class EventHub:
         while len(stream.past) > self._buffer:
             self._bytes -= stream.drop_oldest()
         if self._bytes > MAX_PAST_BYTES:
-            # The job with the longest past makes room: nobody's events push those of others out.
+            # The job with the longest past makes room, because no job may push out the events of the others.
             longest = max(self._streams.values(), key=lambda one: one.bytes)
             for _ in range((len(longest.past) + 1) // 2):
                 self._bytes -= longest.drop_oldest()
 
     def forget(self, job_id: int) -> None:
-        """Drop a removed job's past; a database may give its number to a later job."""
+        """Drop the past of a removed job, whose number the database may give to a later job."""
         stream = self._streams.pop(job_id, None)
         if stream is not None:
             self._bytes -= stream.bytes
             self._first = max(self._first, stream.next)
 
     def resume_after(self, job: JobRow, last_id: str) -> int | None:
-        """The number of the event after which a subscriber continues; None: from now on ("" as the id).
+        """Return the number of the event after which a subscriber continues.
 
-        An id of another process gives -1: what came after it is not kept here.
+        An empty id gives None, which means that the subscriber gets only new events. An id of another process
+        gives -1, because the events that followed it are not kept here.
 
         Raises:
-            BadRequest: it is no id of an event.
-            Gone: it is one of another job that had this name.
-            Conflict: there was no such event yet.
+            BadRequest: The id is not an id of an event.
+            Gone: The id belongs to another job that had this name.
+            Conflict: There has been no such event yet.
         """
         if not last_id:
             return None
@@ -141,12 +150,13 @@ class EventHub:
         return int(number)
 
     async def subscribe(self, job_id: int, after: int | None, idle: float) -> AsyncIterator[Event | None]:
-        """Events after number `after` (None: from now on); None after each `idle` seconds without one.
+        """Yield the events after number `after`, or only new ones if it is None, and None when idle.
 
-        Where some of them are not kept, the first event is `missed`.
+        None is yielded after every `idle` seconds without an event. If some of the events are not kept, the
+        first event is `missed`.
 
         Raises:
-            SlowConsumer: the subscriber fell behind.
+            SlowConsumer: The subscriber fell behind.
         """
         stream = self._stream(job_id)
         kept = stream.past[0].number if stream.past else stream.next
@@ -173,7 +183,7 @@ class EventHub:
             stream.subscribers.discard(events)
 
     def format(self, uid: str, event: Event) -> bytes:
-        """An event of the job with this uid in the wire form of server-sent events."""
+        """Return an event of the job with this uid in the wire form of server-sent events."""
         body = b"event: %s\ndata: %s\n\n" % (event.name.encode(), event.data)
         if not event.number:
             return body

@@ -1,4 +1,4 @@
-"""RolloutJobs as REST shows them: the manifest with live counts."""
+"""The REST form of a RolloutJob is its manifest with live counts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.trajectories.records import fitting
 
 _JOB_BYTES = 1024
-"""About what a job has in a list beside its manifest."""
+"""The approximate number of bytes that a job takes in a list in addition to its manifest."""
 CLOSED = "rollyard.dev/closed"
-"""Annotation of a job to which no task will be added: every batch job, and a closed stream."""
+"""The annotation of a job to which no task will be added: every batch job, and a closed stream."""
 CANCEL_REASON = "rollyard.dev/cancel-reason"
-"""Annotation of a cancelled job: `Cancelled`, `DeadlineExceeded` or `Deleted`."""
+"""The annotation of a cancelled job: `Cancelled`, `DeadlineExceeded` or `Deleted`."""
 DELETED = "Deleted"
-"""Cancel reason of a job that is to be removed."""
+"""The cancel reason of a job that is to be removed."""
 DELETE_REQUESTED = "rollyard.dev/delete-requested"
-"""Annotation of a pool that is to be removed, for the driver whose object it is."""
+"""The annotation of a pool that is to be removed, which is meant for the driver that owns its object."""
 OBJECT_UID = "rollyard.dev/object-uid"
-"""Annotation with the uid of the Kubernetes object that a job or pool is registered for."""
+"""The annotation with the uid of the Kubernetes object for which a job or pool is registered."""
 
 
 def counts(conn: Connection, job: JobRow) -> dict[str, Any]:
-    """Live RolloutCounts of a job's row."""
+    """Return the live RolloutCounts of a job."""
     waiting = {
         row.state: row.n
         for row in conn.execute(
@@ -65,10 +65,10 @@ def _without_tasks(spec: bytes) -> dict[str, Any]:
 
 
 def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, Any]:
-    """The whole RolloutJob, as REST answers it, with live counts; `bare`: without inline tasks."""
+    """Return the whole RolloutJob as REST answers it, with live counts; `bare` leaves inline tasks out."""
     meta = loads(job.metadata)
     annotations = dict(meta.get("annotations") or {})
-    annotations.pop(OBJECT_UID, None)  # whoever wrote it into a manifest: only registering counts
+    annotations.pop(OBJECT_UID, None)  # Only registration sets it; its value in a manifest is ignored.
     if job.object_uid is not None:
         annotations[OBJECT_UID] = job.object_uid
     if job.closed:
@@ -104,15 +104,19 @@ def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, 
 
 
 def _drivers_concern() -> sa.ColumnElement[bool]:
-    """Not ended; and a job whose object is to be deleted is not off its driver's hands either."""
+    """Return the condition that selects the jobs that drivers handle.
+
+    These are the jobs that have not ended, and those whose object is still to be deleted.
+    """
     leaving = sa.and_(jobs.c.object_uid.is_not(None), jobs.c.cancel_reason == DELETED)
     return sa.or_(jobs.c.finished_at.is_(None), leaving)
 
 
 def unfinished(conn: Connection) -> dict[str, Any]:
-    """UnfinishedJobs: those that drivers have to do with.
+    """Return UnfinishedJobs, which lists the jobs that drivers handle.
 
-    The revision is a digest of what the list says, so that every replica gives the same list the same one.
+    The revision is a digest of the content of the list, so that every replica computes the same revision for
+    the same list.
     """
     columns = (jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.generation, jobs.c.cancel_reason)
     query = sa.select(*columns).where(jobs.c.deleted_at.is_(None), _drivers_concern()).order_by(jobs.c.id)
@@ -127,7 +131,7 @@ def unfinished(conn: Connection) -> dict[str, Any]:
         for row in conn.execute(query)
     ]
     digest = hashlib.blake2b(orjson.dumps(told), digest_size=8).digest()
-    # 53 bits: exact in every reader of JSON.
+    # Every reader of JSON represents an integer of 53 bits exactly.
     return {"revision": int.from_bytes(digest) >> 11, "jobs": told}
 
 
@@ -141,9 +145,9 @@ def listed(
     finished: bool | None,
     max_bytes: int,
 ) -> tuple[list[dict[str, Any]], int | None]:
-    """Jobs made after the one with id `after`, and where to go on, if there are more.
+    """Return the jobs created after the one with id `after`, and the id to continue after if there are more.
 
-    There are at most `limit`, and they have about `max_bytes` at most, unless it is a single one.
+    The list holds at most `limit` jobs of about `max_bytes` bytes together, unless it holds a single job.
     """
     chosen = [jobs.c.deleted_at.is_(None), jobs.c.id > after]
     if namespace is not None:
@@ -165,10 +169,12 @@ def listed(
 
 
 def worker_spec(conn: Connection, namespace: str, name: str, uid: str | None) -> dict[str, Any]:
-    """What a stage worker needs of a job: its spec, inline tasks left out (each lease carries its task).
+    """Return the part of a job that a stage worker needs: its spec without inline tasks.
+
+    Inline tasks are left out because each lease carries its task.
 
     Raises:
-        NotFound: no such job, or another job of this name has replaced it.
+        NotFound: There is no such job, or another job of this name has replaced it.
     """
     job = find(conn, namespace, name)
     if uid is not None and uid != job.uid:

@@ -1,4 +1,4 @@
-"""RolloutJobs: made, found, given tasks, changed."""
+"""RolloutJobs are created, found, changed and given tasks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", 
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A checked manifest with its tasks read."""
+    """A checked manifest whose tasks have been read."""
 
     namespace: str
     name: str
@@ -42,11 +42,11 @@ class NewJob:
     digest: str
     tasks: Sequence[TaskRow]
     object_uid: str | None = None
-    """The uid of the Kubernetes object that the job is registered for."""
+    """The uid of the Kubernetes object for which the job is registered."""
 
 
 def prepare(job: RolloutJob, tasks: Sequence[TaskRow]) -> NewJob:
-    """What `create` stores of a manifest."""
+    """Return what `create` stores of a manifest."""
     meta = {k: v for k, v in job.metadata.to_json().items() if k not in _OWN_METADATA}
     spec = orjson.dumps(job.spec.to_json(), option=orjson.OPT_SORT_KEYS)
     digest = hashlib.sha256(spec).hexdigest()
@@ -54,17 +54,17 @@ def prepare(job: RolloutJob, tasks: Sequence[TaskRow]) -> NewJob:
 
 
 def query(namespace: str, name: str) -> sa.Select[Any]:
-    """Selects the job of this name that is not deleted."""
+    """Return the query that selects the job of this name that is not deleted."""
     return sa.select(jobs).where(
         jobs.c.namespace == namespace, jobs.c.name == name, jobs.c.deleted_at.is_(None)
     )
 
 
 def find(conn: Connection, namespace: str, name: str) -> JobRow:
-    """The job's row.
+    """Return the row of a job.
 
     Raises:
-        NotFound: no such job in this namespace.
+        NotFound: There is no such job in this namespace.
     """
     row = conn.execute(query(namespace, name)).one_or_none()
     if row is None:
@@ -73,7 +73,7 @@ def find(conn: Connection, namespace: str, name: str) -> JobRow:
 
 
 def find_locked(tx: Transaction, namespace: str, name: str) -> JobRow:
-    """As `find`, its row locked until the commit."""
+    """Return what `find` returns, and lock the row until the commit."""
     row = tx.conn.execute(query(namespace, name).with_for_update()).one_or_none()
     if row is None:
         raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
@@ -81,10 +81,10 @@ def find_locked(tx: Transaction, namespace: str, name: str) -> JobRow:
 
 
 def same(conn: Connection, new: NewJob) -> bool:
-    """Whether this job stands already with the same spec.
+    """Return whether this job exists already with the same spec.
 
     Raises:
-        Conflict: it stands with another spec.
+        Conflict: The job exists with another spec.
     """
     row = conn.execute(query(new.namespace, new.name)).one_or_none()
     if row is None:
@@ -99,12 +99,12 @@ def same(conn: Connection, new: NewJob) -> bool:
 
 
 def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
-    """Make the job and queue its tasks; False when the same job stands already.
+    """Create the job and queue its tasks; return False if the same job exists already.
 
     Raises:
-        Conflict: a job of this name has another spec.
-        QueueFull: no room for so many rollouts.
-        Invalid: the upload that it names is gone.
+        Conflict: A job of this name has another spec.
+        QueueFull: There is no room for so many rollouts.
+        Invalid: The upload that the job names is gone.
     """
     if same(tx.conn, new):
         return False
@@ -153,7 +153,7 @@ def create(tx: Transaction, new: NewJob, max_queued: int) -> bool:
 
 
 def limits_of(spec: RolloutJobSpec) -> bytes:
-    """What leases and outcomes need of a spec, so that they need not read all of it."""
+    """Return the fields of a spec that leases and outcomes need, which saves them from reading all of it."""
     return dumps(
         {
             "attempts": {s: getattr(spec.stages, s).max_attempts for s in ("init", "run", "eval")},
@@ -167,14 +167,14 @@ def limits_of(spec: RolloutJobSpec) -> bytes:
 
 
 def warm_of(spec: RolloutJobSpec) -> bytes | None:
-    """Shape and count of the sandboxes that a driver on Kubernetes keeps warm; None where it keeps none."""
+    """Return the shape and number of sandboxes that a driver on Kubernetes keeps warm, or None if none."""
     if spec.sandbox.warm == 0 or spec.placement not in (None, "kubernetes"):
         return None
     return dumps({"shape": shape_of(spec.sandbox).model_dump(), "count": spec.sandbox.warm})
 
 
 def deadline_at(started: float | None, seconds: int | None) -> float | None:
-    """When a job that was admitted at `started` is past its active deadline; None: never."""
+    """Return when a job that was admitted at `started` is past its active deadline; None stands for never."""
     return None if started is None or seconds is None else started + seconds
 
 
@@ -240,14 +240,14 @@ def _enqueue(tx: Transaction, job: JobRow, tasks: Sequence[TaskRow], max_queued:
 def push(
     tx: Transaction, namespace: str, name: str, tasks: Sequence[TaskRow], max_queued: int
 ) -> dict[str, int]:
-    """Add tasks to an open stream; a task whose id is there already changes nothing.
+    """Add tasks to an open stream. A task whose id the job already has changes nothing.
 
     Returns:
-        How many were accepted and how many repeated.
+        The number of accepted tasks and the number of repeated ones.
 
     Raises:
-        Conflict: the job is a batch, closed or cancelled.
-        QueueFull: no room; nothing was added.
+        Conflict: The job is a batch job, closed or cancelled.
+        QueueFull: There is no room for the rollouts. None of the tasks was added.
     """
     job = find_locked(tx, namespace, name)
     if job.cancel_reason is not None:
@@ -271,7 +271,7 @@ def push(
 
 
 def close(tx: Transaction, namespace: str, name: str) -> None:
-    """No more tasks will come; closing twice is the same as once."""
+    """Close a job, to which no more tasks will be added. Closing it twice has no further effect."""
     job = find_locked(tx, namespace, name)
     if not job.closed:
         tx.conn.execute(sa.update(jobs).where(jobs.c.id == job.id).values(closed=True))
@@ -281,7 +281,7 @@ def close(tx: Transaction, namespace: str, name: str) -> None:
 
 
 def patch(tx: Transaction, namespace: str, name: str, *, suspend: bool | None, priority: int | None) -> None:
-    """Suspend, resume, or change the priority. A suspended job's deadline does not run."""
+    """Suspend or resume a job, or change its priority. The deadline of a suspended job does not run."""
     job = find_locked(tx, namespace, name)
     spec = loads(job.spec)
     values: dict[str, Any] = {}
@@ -307,7 +307,7 @@ def patch(tx: Transaction, namespace: str, name: str, *, suspend: bool | None, p
 def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any]) -> None:
     """Take phase, conditions, observedGeneration and message from the driver.
 
-    A condition's lastTransitionTime moves only when its status flips.
+    The lastTransitionTime of a condition changes only when the status of the condition changes.
     """
     job = find_locked(tx, namespace, name)
     before = loads(job.status)
@@ -320,5 +320,5 @@ def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any
 
 
 def by_id(conn: Connection, job_id: int) -> JobRow | None:
-    """A job's row by its number, deleted ones too; None once it is removed."""
+    """Return the row of a job, even of a deleted one, by its number; return None once the row is removed."""
     return read_one(JobRow, conn.execute(sa.select(jobs).where(jobs.c.id == job_id)).one_or_none())

@@ -1,8 +1,8 @@
-"""Jobs and pools whose spec has its home elsewhere, as objects of Kubernetes: their driver registers them.
+"""Drivers register the jobs and pools whose spec is kept elsewhere, as an object of Kubernetes.
 
-Registering is level-based: the driver says what the object is, as often as it likes, and the
-control plane makes, changes or keeps its own. An object that was deleted and created again has another
-uid; what was registered for the old one then makes way.
+Registration is level-based. The driver sends the state of the object as often as it likes, and the control
+plane creates, changes or keeps its own job or pool. An object that was deleted and created again has another
+uid. The job or pool that was registered for the old object is then replaced.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ MUTABLE: Final = frozenset(
         "backoffLimit",
     }
 )
-"""Fields of a job's spec that may change; the others are what the job is."""
+"""The fields of a job's spec that may change. The other fields define what the job is."""
 _NOT_KEPT = frozenset(
     {CLOSED, CANCEL_REASON, DELETE_REQUESTED, "kubectl.kubernetes.io/last-applied-configuration"}
 )
-"""Annotations that say what the control plane says itself, or repeat the whole manifest."""
+"""The annotations that the control plane sets itself or that repeat the whole manifest."""
 _MAX_UID = 128
 
 
 def of_object(meta: ObjectMeta) -> ObjectMeta:
-    """What is kept of an object's metadata: its name, labels and annotations, nothing of its server's.
+    """Return the part of an object's metadata that is kept: its name, namespace, labels and annotations.
+
+    What the Kubernetes server adds to the metadata is not kept.
 
     Raises:
-        Invalid: the annotation with the object's uid is too long to be one.
+        Invalid: The annotation with the object's uid is too long for a uid.
     """
     uid = meta.annotations.get(OBJECT_UID, "")
     if len(uid) > _MAX_UID:
@@ -63,7 +65,7 @@ def of_object(meta: ObjectMeta) -> ObjectMeta:
 
 
 def object_uid(meta: ObjectMeta) -> str | None:
-    """The uid of the object that a manifest speaks of; None where it names none."""
+    """Return the uid of the object that a manifest refers to, or None if it names none."""
     return meta.annotations.get(OBJECT_UID) or None
 
 
@@ -73,24 +75,28 @@ def _another(old: str | None, new: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """`made`: the job was made just now; None: its tasks must be read first, and nothing was changed."""
+    """The result of a registration.
+
+    `made` is True if the job was just created and False if it existed. It is None if the tasks must be read
+    first; in this case nothing was changed.
+    """
 
     made: bool | None
     replaced: int | None = None
-    """Id of the job that made way; its rollouts are still to be ended."""
+    """The id of the job that was replaced. Its rollouts have yet to be ended."""
 
 
 def register_job(tx: Transaction, new: NewJob, max_queued: int, *, with_tasks: bool) -> Registered:
-    """Make the job, or bring what may change of it up to date.
+    """Create the job, or update those of its fields that may change.
 
     Args:
-        new: the manifest; its tasks count only where the job is made.
-        max_queued: as for `jobs.create`.
-        with_tasks: whether its tasks have been read.
+        new: The manifest. Its tasks are used only if the job is created.
+        max_queued: The bound that `jobs.create` takes, in rollouts.
+        with_tasks: Whether the tasks have been read.
 
     Raises:
-        Conflict: a field that cannot change differs, and the object is not known to be another.
-        QueueFull: no room for so many rollouts.
+        Conflict: A field that cannot change differs, and the object is not known to be another one.
+        QueueFull: There is no room for so many rollouts.
     """
     found = tx.conn.execute(jobs.query(new.namespace, new.name).with_for_update()).one_or_none()
     row = read_one(JobRow, found)
@@ -121,8 +127,8 @@ def _update_job(tx: Transaction, row: JobRow, new: NewJob) -> None:
 
 
 def _changes(tx: Transaction, row: JobRow, new: NewJob) -> dict[str, Any]:
-    """Columns that follow from another spec."""
-    # Read by today's model, an old spec has the defaults of the fields that came since.
+    """Return the columns that change with another spec."""
+    # The current model gives an old spec the defaults of the fields that were added since.
     old = RolloutJobSpec.model_validate(loads(row.spec)).to_json()
     spec = loads(new.spec_json)
     differing = {name for name in old.keys() | spec.keys() if old.get(name) != spec.get(name)}
@@ -150,16 +156,16 @@ def _changes(tx: Transaction, row: JobRow, new: NewJob) -> dict[str, Any]:
             values |= {"suspended": new.spec.suspend, "started_at": started}
         values["deadline_at"] = jobs.deadline_at(started, new.spec.active_deadline_seconds)
     if "ttlSecondsAfterFinished" in differing:
-        values["delete_at"] = None  # the sweep counts it again
+        values["delete_at"] = None  # The sweep computes it again.
     return values
 
 
 def register_pool(tx: Transaction, pool: BackendPool) -> bool:
-    """Make the pool, or bring its spec, labels and annotations up to date; whether it was made.
+    """Create the pool, or update its spec, labels and annotations; return whether it was created.
 
     Raises:
-        Conflict: the model, the tokenizer or the engine's type differs, and the object is not known to be
-            another.
+        Conflict: The model, the tokenizer or the type of the engine differs, and the object is not known to
+            be another one.
     """
     meta = pool.metadata
     query = sa.select(pool_table).where(
@@ -189,20 +195,20 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
 
 
 def delete_job(tx: Transaction, namespace: str, name: str) -> int:
-    """Cancel a job; it is removed at once only if it is registered for no object.
+    """Cancel a job, and remove it at once if it is not registered for an object.
 
-    The driver of an object would register it again: it learns of the cancel by its reason, deletes the
-    object, and then removes the job by `cancellation.delete_job`.
+    The driver of an object would register the job again. It learns of the deletion from the cancel reason,
+    deletes the object, and then removes the job with `cancellation.delete_job`.
 
     Returns:
-        The job's id.
+        The id of the job.
     """
     job = jobs.find_locked(tx, namespace, name)
     if job.object_uid is None:
         return cancellation.delete_job(tx, namespace, name)
     cancellation.cancel_job(tx, namespace, name, DELETED)
     if job.cancel_reason != DELETED:
-        # Over another reason, and of a job that has ended, which `cancel_job` leaves alone.
+        # This replaces another reason, and it covers a job that has ended, which `cancel_job` leaves alone.
         tx.conn.execute(sa.update(job_table).where(job_table.c.id == job.id).values(cancel_reason=DELETED))
         for topic in (job_topic(job.id), UNFINISHED):
             tx.wake(topic)
@@ -210,7 +216,10 @@ def delete_job(tx: Transaction, namespace: str, name: str) -> int:
 
 
 def delete_pool(tx: Transaction, namespace: str, name: str) -> bool:
-    """Remove a pool, and say so, or note that its driver is to delete its object and then remove it."""
+    """Remove a pool and return True, or mark it for its driver and return False.
+
+    A driver that finds the mark deletes the object of the pool and then removes the pool.
+    """
     row = pools.find(tx.conn, namespace, name)
     meta = loads(row.metadata)
     annotations = meta.get("annotations") or {}

@@ -1,4 +1,4 @@
-"""Reading what an allowed URL names, piece by piece: a file, a web server's answer, an object of a bucket."""
+"""Allowed URLs are read piece by piece; they name files, answers of web servers, or objects in buckets."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PIECE_BYTES: Final = 256 << 10
 MAX_REDIRECTS: Final = 5
 CONNECT_SECONDS: Final = 10.0
 SILENT_SECONDS: Final = 30.0
-"""A server that sends nothing for so long is given up."""
+"""The number of seconds without data after which a server is given up."""
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _OK: Final = 200
 
 
 class Unreadable(ControlPlaneError):
-    """An allowed source cannot be read. The message shows nothing of what the other side answered."""
+    """An allowed source cannot be read. The message contains nothing of the other side's answer."""
 
     reason = "SourceUnreadable"
 
@@ -43,11 +43,11 @@ class _File(Protocol):
 
 
 class Blocking:
-    """Runs calls that may hang in threads of their own; knows when the last of them has ended.
+    """A runner of calls that may hang, in threads of their own, which knows when the last call has ended.
 
     Args:
-        threads: where they run.
-        free: called once, when `finish` was called and no call runs any more.
+        threads: The executor in which the calls run.
+        free: This is called once, when `finish` was called and no call is running.
     """
 
     def __init__(self, threads: Executor, free: Callable[[], None]) -> None:
@@ -58,11 +58,11 @@ class Blocking:
         self._finished = False
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What the function returns. A call that is no longer awaited still runs to its end."""
+        """Return what the function returns. A call that is no longer awaited still runs to its end."""
         return await asyncio.shield(self._start(lambda: function(*arguments)))
 
     async def open(self, function: Callable[[], _File]) -> _File:
-        """The file that the function opens; it is closed after the last call."""
+        """Return the file that the function opens. The file is closed after the last call."""
 
         def opened() -> _File:
             file = function()
@@ -79,12 +79,12 @@ class Blocking:
 
     def _ended(self, future: asyncio.Future[Any]) -> None:
         if not future.cancelled():
-            future.exception()  # Nobody may wait for it any more.
+            future.exception()  # Without this call, asyncio would log an error if the caller no longer waits.
         self._running -= 1
         self._look()
 
     def finish(self) -> None:
-        """No more calls will come."""
+        """Mark the end of the calls. After this no more calls are made."""
         self._finished = True
         self._look()
 
@@ -101,11 +101,12 @@ class Blocking:
 def pieces(
     source: Source, allowed: AllowList, namespace: str, blocking: Blocking
 ) -> AsyncGenerator[bytes, None]:
-    """The bytes of a source as they come, never more than a piece at once.
+    """Return the bytes of a source as they arrive, never more than one piece at a time.
 
     Raises:
-        TasksNotAllowed: what it leads to is not allowed: the target of a link or of a redirect, an address.
-        Unreadable: it cannot be read.
+        TasksNotAllowed: The source leads to a link target, a redirect target or an address that is not
+            allowed.
+        Unreadable: The source cannot be read.
     """
     match source.location.kind:
         case "web":
@@ -133,20 +134,20 @@ def _read(file: _File) -> bytes:
 
 
 def open_file(source: Source, allowed: AllowList) -> _File:
-    """A regular file beneath the listed folder.
+    """Open a regular file beneath the listed folder.
 
-    The file is taken hold of first, without opening it, and then judged by the path that the kernel has for
-    it: to swap a link or a folder between the check and the opening changes nothing.
+    The file is first held by a descriptor that does not open it, and then judged by the path that the kernel
+    has for it. An author who swaps a link or a folder between the check and the opening gains nothing.
 
     Raises:
-        TasksNotAllowed: it lies elsewhere, once links are followed.
-        Unreadable: there is no such file, or it cannot be read.
+        TasksNotAllowed: The file is elsewhere once links are followed.
+        Unreadable: There is no such file, or it cannot be read.
     """
     path = source.location.path
     try:
         held = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        # Nobody learns what there is outside of the folder.
+        # The answer must not reveal what exists outside of the folder.
         if not allowed.permits_file(source, os.path.realpath(path)):
             raise allowed.refusal(source.url) from error
         raise Unreadable(getattr(error, "strerror", None) or "the path is malformed") from error
@@ -177,7 +178,7 @@ def _open_object(source: Source) -> _File:
 
 
 class _Checked(httpcore.AsyncNetworkBackend):
-    """Connects to addresses that have been checked, and to no others: names are resolved here, once."""
+    """A network backend that connects to checked addresses only; it resolves each name once, itself."""
 
     def __init__(self, source: Source, allowed: AllowList, blocking: Blocking) -> None:
         self._source = source
@@ -209,7 +210,7 @@ class _Checked(httpcore.AsyncNetworkBackend):
         except (OSError, UnicodeError) as error:
             raise Unreadable("its host cannot be resolved") from error
         if not all(self._allowed.permits_address(self._source, address) for address in found):
-            # Which address it was is nothing for the author of a job to know.
+            # The author of a job must not learn which address it was.
             why = "its host has an address that is neither public nor in the installer's networks"
             raise self._allowed.refusal(self._source.url, why)
         return found
@@ -237,7 +238,7 @@ async def _answer(
                     async for data in _body(answer):
                         yield data
                     return
-                # Each target is looked up in the list as if the job had named it.
+                # Each redirect target is checked against the list as if the job had named it.
                 found = (value for name, value in answer.headers if name.lower() == b"location")
                 target = urljoin(source.url, next(found, b"").decode("latin-1"))
                 source = allowed.source(target, namespace)

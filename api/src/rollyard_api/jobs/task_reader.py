@@ -1,4 +1,4 @@
-"""Reads the task files that jobs name: each within limits of time, size and number."""
+"""The task files that jobs name are read within limits of time, size and number."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ from rollyard_api.jobs.task_sources import FIELD, AllowList, blob_of, shown
 from rollyard_api.jobs.tasks import Collector, TaskRow
 
 PARSERS: Final = 2
-"""Threads that unpack and check; they never wait for anything."""
+"""The number of threads that decompress and check. They never wait for anything."""
 RETRY_SECONDS: Final = "1"
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFileLimits:
-    """How much may be read in the name of jobs."""
+    """The limits on what is read for jobs."""
 
     file_bytes: int = 256 << 20
-    """The largest size of one task file, unpacked."""
+    """The largest size of one task file after decompression, in bytes."""
     seconds: float = 60.0
-    """For the whole of one file."""
+    """The number of seconds within which one file must be read."""
     per_namespace: int = 2
-    """Files read at once for the jobs of one namespace."""
+    """The number of files that are read at the same time for the jobs of one namespace."""
     external: int = 16
-    """Files, web servers and buckets read at once in all; each may hold a thread."""
+    """The number of files, web servers and buckets that are read at the same time in all. Each may block a
+    thread."""
     uploads: int = 16
-    """Uploads read at once in all."""
+    """The number of uploads that are read at the same time in all."""
 
 
 class SourcesBusy(QueueFull):
-    """As many task files are read for this namespace as may be; ask again after Retry-After seconds."""
+    """The namespace has reached its limit of task files that are read; retry after Retry-After seconds."""
 
     reason = "SourcesBusy"
 
 
 Pieces = Callable[[str, str], AsyncGenerator[bytes, None]]
-"""Bytes of an upload, by namespace and SHA-256."""
+"""A function that yields the bytes of an upload, which is named by its namespace and SHA-256."""
 
 
 class _Slots:
-    """How many reads of one kind run now."""
+    """The number of reads of one kind that are running."""
 
     def __init__(self, total: int, per_namespace: int) -> None:
         self._total = total
@@ -56,11 +57,11 @@ class _Slots:
         self._taken: Counter[str] = Counter()
 
     def take(self, namespace: str) -> Callable[[], None]:
-        """Take a slot; what is returned gives it back.
+        """Take a slot, and return the function that frees it.
 
         Raises:
-            SourcesBusy: the namespace has as many as it may.
-            Unavailable: all are taken.
+            SourcesBusy: The namespace has reached its limit.
+            Unavailable: All slots are taken.
         """
         retry = {"Retry-After": RETRY_SECONDS}
         if self._taken[namespace] >= self._per_namespace:
@@ -88,8 +89,8 @@ class _Slots:
 class TaskReader:
     """The only way from a URL in a job to its tasks.
 
-    A source that hangs costs its own namespace a slot and one thread of a pool that serves nothing else,
-    until it answers; uploads are read beside it.
+    A source that hangs costs its own namespace a slot, and one thread of a pool that serves nothing else,
+    until it answers. Uploads are read apart from these sources.
     """
 
     def __init__(self, allowed: AllowList, limits: TaskFileLimits, uploads: Pieces) -> None:
@@ -102,12 +103,13 @@ class TaskReader:
         self._parsers = ThreadPoolExecutor(PARSERS, thread_name_prefix="tasks")
 
     async def read(self, url: str, namespace: str) -> list[TaskRow]:
-        """Every task of a JSON-lines file behind a URL, which may be compressed.
+        """Return every task of a JSON-lines file behind a URL. The file may be compressed.
 
         Raises:
-            TasksNotAllowed: the installer's list does not hold it, or what it leads to.
-            Invalid: it cannot be read in time, or a line is refused; the whole list is refused then.
-            SourcesBusy, Unavailable: too many are read now.
+            TasksNotAllowed: The installer's list does not contain the URL, or a place that it leads to.
+            Invalid: The file cannot be read in time, or a line is refused. The whole list is refused in this
+                case.
+            SourcesBusy, Unavailable: Too many files are being read.
         """
         digest = blob_of(url)
         if digest is not None:
@@ -144,7 +146,7 @@ class TaskReader:
             raise _unreadable(url, str(error)) from error
 
     def close(self) -> None:
-        """End without waiting for sources that hang."""
+        """Stop the threads without waiting for sources that hang."""
         self._waiting.shutdown(wait=False)
         self._parsers.shutdown(wait=False, cancel_futures=True)
 

@@ -1,7 +1,7 @@
-"""Which URLs the control plane reads for the author of a job: the installer's list, and the checks by it.
+"""The installer's list and its checks decide which URLs the control plane reads for the author of a job.
 
-Nothing here reads or connects: `readers` does, and asks here about every file that it has opened, every
-address that it is about to connect to and every redirect.
+Nothing here reads or connects. `source_readers` does, and it consults this module about every file that it
+has opened, every address to which it is about to connect, and every redirect.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rollyard_api.core.problems import Invalid
 
 FIELD: Final = "spec.tasks.url"
 NAMESPACE: Final = "{namespace}"
-"""Stands for the job's namespace in a prefix of the list."""
+"""The placeholder for the job's namespace in a prefix of the list."""
 BUCKETS: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos"}
 )
-"""Schemes of object stores that may be listed; fsspec reads them with the credentials of the server."""
+"""The schemes of object stores that may be listed. fsspec reads them with the credentials of the server."""
 _LISTED: Final = ", ".join(["file", "http", "https", *sorted(BUCKETS)])
 _NEVER: Final = ("/proc", "/sys", "/dev")
-"""Folders of the kernel, in which no file is a task list."""
+"""The folders of the kernel, in which no file is a task list."""
 _BLOB = re.compile(r"blob:sha256:([0-9a-f]{64})")
 _HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.(?!-)[a-z0-9-]{1,63})*")
 _SHOWN = 300
@@ -38,26 +38,26 @@ Kind = Literal["file", "web", "bucket"]
 
 
 class TasksNotAllowed(Invalid):
-    """The job names a source that the installer's list does not hold."""
+    """The job names a source that the installer's list does not contain."""
 
     reason = "TasksNotAllowed"
 
 
 class PrefixError(ControlPlaneError, ValueError):
-    """An entry of the installer's list cannot be used; the message names it and says what would be right."""
+    """An entry of the installer's list cannot be used. The message names it and says what would be right."""
 
     reason = "PrefixInvalid"
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A URL taken apart. Two that name the same place by other words need not be equal."""
+    """The parts of a URL. Two URLs that name the same place in different words need not be equal."""
 
     scheme: str
     authority: str
-    """Host and port, or bucket; empty for files."""
+    """The host and port, or the bucket. It is empty for files."""
     path: str
-    """The path, which begins with a slash; that of a file is decoded."""
+    """The path, which begins with a slash. The path of a file is decoded."""
     query: str = ""
 
     @property
@@ -67,25 +67,25 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A URL that the list holds."""
+    """A URL that the list contains."""
 
     url: str
     location: Location
     prefix: Location
-    """The entry of the list that holds it, the namespace filled in."""
+    """The entry of the list that contains the URL, with the namespace filled in."""
 
 
 def shown(url: str) -> str:
-    """A URL as messages give it: bounded, without characters that could begin a line."""
+    """Return a URL for a message, at a bounded length and without characters that could begin a line."""
     text = url if url.isprintable() else repr(url)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 def blob_of(url: str) -> str | None:
-    """The SHA-256 that `blob:sha256:HEX` names; None for every other URL.
+    """Return the SHA-256 that `blob:sha256:HEX` names, or None for every other URL.
 
     Raises:
-        Invalid: the URL begins with `blob:` and is not of that form.
+        Invalid: The URL begins with `blob:` and is not of that form.
     """
     if not url.startswith("blob:"):
         return None
@@ -97,7 +97,7 @@ def blob_of(url: str) -> str | None:
 
 
 class MalformedUrl(ControlPlaneError, ValueError):
-    """A URL that is not well-formed, or that has several readings."""
+    """The URL is not well-formed, or it has several readings."""
 
     reason = "UrlMalformed"
 
@@ -106,10 +106,10 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 
 def parse(url: str) -> Location:
-    """Take a URL apart; a path that begins with a slash is a file's.
+    """Split a URL into its parts; a path that begins with a slash names a file.
 
     Raises:
-        MalformedUrl: its parts could be read in more than one way, or it holds credentials.
+        MalformedUrl: The parts could be read in more than one way, or the URL contains credentials.
     """
     if not url.isprintable() or "\\" in url or url != url.strip():
         raise MalformedUrl("control characters, backslashes and spaces at an end are not allowed")
@@ -134,7 +134,11 @@ def parse(url: str) -> Location:
 
 
 def _steps(path: str) -> str:
-    """A path without `.`, `..` and empty steps, which servers and file systems resolve in various ways."""
+    """Return the path, which must have no `.`, `..` or empty steps: these are resolved in different ways.
+
+    Raises:
+        MalformedUrl: The path has such a step, or a null character.
+    """
     if "\0" in path or any(step in (".", "..") for step in path.split("/")) or "//" in path:
         raise MalformedUrl("a path must not hold '.', '..' or empty steps")
     return path
@@ -162,17 +166,17 @@ def _web(scheme: str, url: str) -> Location:
     path = parts.path or "/"
     if not url.isascii():
         raise MalformedUrl("letters beyond ASCII must be percent-encoded")
-    # Percent-encoded slashes and dots mean different steps to different servers.
+    # Different servers read percent-encoded slashes and dots as different steps.
     if any(code in path.lower() for code in ("%2e", "%2f", "%5c", "%00", ";")):
         raise MalformedUrl("encoded dots, slashes and backslashes, and ';', are not allowed in a path")
     return Location(scheme, f"{host.removesuffix('.')}:{port}", _steps(path), parts.query)
 
 
 def _prefix(text: str) -> Location:
-    """An entry of the list.
+    """Return an entry of the list, as it is written in `text`.
 
     Raises:
-        PrefixError: it cannot be used.
+        PrefixError: The entry cannot be used.
     """
     try:
         found = parse(text)
@@ -196,32 +200,32 @@ def _network(text: str) -> Network:
 
 @dataclass(frozen=True, slots=True)
 class AllowList:
-    """What the installer lets jobs name. Empty: uploads only."""
+    """The sources that the installer allows jobs to name. An empty list allows uploads only."""
 
     prefixes: tuple[Location, ...] = ()
     networks: tuple[Network, ...] = ()
-    """Where hosts of the list may be, beside public addresses."""
+    """The networks in which hosts of the list may be, in addition to public addresses."""
     kept: tuple[Path, ...] = ()
-    """The control plane's own files and folders, which no entry opens."""
+    """The control plane's own files and folders, to which no entry gives access."""
 
     @classmethod
     def of(
         cls, prefixes: Sequence[str], networks: Sequence[str] = (), kept: Sequence[Path] = ()
     ) -> AllowList:
-        """The list as it is written on a command line.
+        """Return the list as it is written on a command line.
 
         Raises:
-            PrefixError: an entry cannot be used.
+            PrefixError: An entry cannot be used.
         """
         return cls(
             tuple(_prefix(text) for text in prefixes), tuple(_network(text) for text in networks), tuple(kept)
         )
 
     def source(self, url: str, namespace: str) -> Source:
-        """A URL that a job of this namespace names, if the list holds it.
+        """Return the source for a URL that a job of this namespace names, if the list contains it.
 
         Raises:
-            TasksNotAllowed: the list does not hold it. Whether it exists makes no difference.
+            TasksNotAllowed: The list does not contain it. Whether the source exists makes no difference.
         """
         try:
             location = parse(url)
@@ -234,9 +238,9 @@ class AllowList:
         raise self.refusal(url)
 
     def refusal(self, url: str, why: str = "") -> TasksNotAllowed:
-        """What to raise for a URL that the list does not hold."""
+        """Return the error for a URL that the list does not contain."""
         allowed = [_written(prefix) for prefix in self.prefixes]
-        # Older clients look for "cannot be read" and send the tasks along then.
+        # Older clients look for "cannot be read" and then send the tasks with the job.
         text = (
             f"{FIELD}: {shown(url)} cannot be read: {why or 'the installer does not allow it'}; allowed are "
             f"uploads (`rollyard submit` makes one of a local file){''.join(f', {one}' for one in allowed)}"
@@ -244,11 +248,11 @@ class AllowList:
         return TasksNotAllowed(text, errors=[text])
 
     def permits_file(self, source: Source, real: str) -> bool:
-        """Whether the file that was opened for a source may be read.
+        """Return whether the file that was opened for a source may be read.
 
         Args:
-            source: as `source` found it.
-            real: path of the opened file without any symbolic links, as the kernel gives it.
+            source: The source as the method `source` returned it.
+            real: The path of the opened file without symbolic links, as the kernel reports it.
         """
         own = [os.path.realpath(path) for path in self.kept]
         if any(_beneath(real, folder) for folder in (*own, *_NEVER)):
@@ -256,10 +260,10 @@ class AllowList:
         return _beneath(real, os.path.realpath(source.prefix.path))
 
     def permits_address(self, source: Source, address: Address) -> bool:
-        """Whether the control plane may connect to an address that a source's host has.
+        """Return whether the control plane may connect to an address of a source's host.
 
-        Public addresses are permitted, those of `networks` too, and the one that the list itself gives in
-        the place of a name. An IPv4 address inside of an IPv6 one counts as itself.
+        Public addresses are permitted, as are addresses in `networks` and an address that the list itself
+        gives in place of a name. An IPv4 address inside an IPv6 address counts as itself.
         """
         address = _plain(address)
         if any(address in network for network in self.networks if network.version == address.version):

@@ -1,4 +1,4 @@
-"""Task lists, checked at submit time: of a file, or pushed to a stream."""
+"""Task lists are checked at submit time, whether they come from a file or are pushed to a stream."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from rollyard_api.core.problems import Invalid
 from rollyard_api.jobs.task_sources import FIELD, shown
 
 MAX_LINES: Final = 1_000_000
-"""In one file, blank ones too."""
+"""The largest number of lines in one file, including blank lines."""
 STEP_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """One task, checked, as it goes into the database."""
+    """A checked task in the form in which it is stored in the database."""
 
     id: str
     packed: bytes
 
 
 def row(task: Task) -> TaskRow:
-    """A checked task in stored form: compact JSON, compressed when that pays."""
+    """Return a checked task in its stored form: compact JSON, compressed if that saves space."""
     return TaskRow(task.id, pack(task.model_dump_json(exclude_none=True, exclude_defaults=True).encode()))
 
 
 class Collector:
-    """Tasks of a JSON-lines file whose bytes come piece by piece; `.gz`, `.bz2` and `.xz` too.
+    """A collector of the tasks of a JSON-lines file, which comes in pieces and may be `.gz`, `.bz2` or `.xz`.
 
     Args:
-        url: as the job names it, for messages.
-        quote: whether messages may show what the file holds.
-        max_bytes: of the file, unpacked.
-        deadline: on the clock `time.monotonic`; unpacking stops then.
+        url: The URL as the job names it, for messages.
+        quote: Whether messages may quote the content of the file.
+        max_bytes: The largest size of the file after decompression, in bytes.
+        deadline: The time on the clock `time.monotonic` at which decompression stops.
     """
 
     def __init__(self, url: str, *, quote: bool, max_bytes: int, deadline: float) -> None:
@@ -62,21 +62,22 @@ class Collector:
         self._count = 0
 
     def feed(self, data: bytes) -> None:
-        """Take some of the file; `step` checks it. To be called once all before it is checked."""
+        """Take a part of the file, which `step` checks. The parts before it must have been checked."""
         self._waiting = self._lines.feed(data)
 
     def finish(self) -> None:
-        """All of the file was fed; `step` checks its last line."""
+        """Mark the end of the file; `step` checks the last line."""
         self._waiting = self._lines.end()
 
     def step(self) -> bool:
-        """Check what was fed, for STEP_SECONDS at most; True once it is checked.
+        """Check what was fed, for at most STEP_SECONDS, and return whether all of it has been checked.
 
-        A small piece of a compressed file may unpack to much: whoever calls this takes turns with others.
+        A small piece of a compressed file may expand to a large text. Callers of this method therefore share
+        the threads in short steps.
 
         Raises:
-            Invalid: a line is refused, or the file is too long or damaged.
-            TimeoutError: the deadline has passed.
+            Invalid: A line is refused, or the file is too long or damaged.
+            TimeoutError: The deadline has passed.
         """
         turn = time.monotonic() + STEP_SECONDS
         try:
@@ -108,10 +109,10 @@ class Collector:
         return True
 
     def rows(self) -> list[TaskRow]:
-        """All tasks, once all is checked.
+        """Return all tasks once everything has been checked.
 
         Raises:
-            Invalid: a line was refused, or there is no task; the whole list is refused then.
+            Invalid: A line was refused, or there is no task. The whole list is refused in this case.
         """
         try:
             self._checked.end()
@@ -125,10 +126,10 @@ class Collector:
 
 
 def read_lines(text: str) -> list[TaskRow]:
-    """Every task of a pushed NDJSON body.
+    """Return every task of a pushed NDJSON body.
 
     Raises:
-        Invalid: a line is refused; nothing is taken then.
+        Invalid: A line is refused. None of the tasks is accepted in this case.
     """
     try:
         return [row(task) for task in parse_lines(text.splitlines())]
@@ -137,10 +138,11 @@ def read_lines(text: str) -> list[TaskRow]:
 
 
 def read_list(documents: Any) -> list[TaskRow]:
-    """Every task of a pushed `{"tasks": [...]}`.
+    """Return every task of a pushed `{"tasks": [...]}`.
 
     Raises:
-        Invalid: not a list, empty, or a task is refused; nothing is taken then.
+        Invalid: This is not a list, the list is empty, or a task is refused. No task is accepted in this
+            case.
     """
     if not isinstance(documents, list) or not documents:
         raise Invalid(

@@ -1,4 +1,4 @@
-"""Taking uploads in and reading them back, piece by piece: none is ever whole in memory."""
+"""Uploads are received and read back piece by piece; no upload is ever whole in memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rollyard_api.jobs.blobs import PIECE_BYTES, BlobLimits, BlobTooLarge
 from rollyard_api.storage.database import Database
 
 AT_ONCE: Final = 4
-"""Uploads to one namespace."""
+"""The number of uploads to one namespace at the same time."""
 PACKERS: Final = 2
-"""Threads that compress."""
+"""The number of threads that compress."""
 SILENT_SECONDS: Final = 60.0
-"""Between two parts of a body."""
+"""The longest time between two parts of a body, in seconds."""
 WHOLE_SECONDS: Final = 6 * 3600.0
-"""For a whole body."""
+"""The longest time for a whole body, in seconds."""
 
 
 class UploadTooSlow(ApiError):
-    """The body did not come in time."""
+    """The body did not arrive in time."""
 
     status = 408
     reason = "UploadTooSlow"
@@ -42,13 +42,15 @@ class Uploads:
         self._packers = ThreadPoolExecutor(PACKERS, thread_name_prefix="uploads")
 
     async def take(self, namespace: str, sha256: str, body: AsyncIterator[bytes]) -> bool:
-        """Store a body under its SHA-256; False where the namespace has had it already.
+        """Store a body under its SHA-256, and return False if the namespace already had it.
+
+        Nothing is kept of a body that is not accepted.
 
         Raises:
-            Invalid: the body has another SHA-256.
-            BlobTooLarge: it is longer than one may be.
-            BlobsFull, QueueFull: the namespace has too much, or too many uploads run.
-            UploadTooSlow: too little came in time. Of a body that is not taken nothing is kept.
+            Invalid: The body has another SHA-256.
+            BlobTooLarge: The body is longer than the limit for one upload.
+            BlobsFull, QueueFull: The namespace has reached its limits, or too many uploads are running.
+            UploadTooSlow: Too little arrived in time.
         """
         if self._running[namespace] >= AT_ONCE:
             raise QueueFull(
@@ -84,11 +86,12 @@ class Uploads:
             return made
         finally:
             if not done:
-                # Also where the caller has gone; a process that is killed leaves it to the sweep.
+                # This also runs if the caller has gone. If the process is killed, the sweep removes the
+                # upload.
                 await asyncio.shield(write(partial(blobs.give_up, blob_id=blob_id), durable=False))
 
     async def _store(self, blob_id: int, namespace: str, body: AsyncIterator[bytes]) -> str:
-        """Store the body's pieces; its SHA-256."""
+        """Store the pieces of the body, and return its SHA-256."""
         digest, waiting, size, no = hashlib.sha256(), bytearray(), 0, 0
 
         async def put(data: bytes) -> None:
@@ -103,7 +106,7 @@ class Uploads:
                 size=len(data),
                 limits=self._limits,
             )
-            # The last commit, which is durable, makes those before it durable too.
+            # The last commit, which is durable, makes the commits before it durable, too.
             await self._database.write(add, durable=False)
             no += 1
 
@@ -126,10 +129,10 @@ class Uploads:
         return digest.hexdigest()
 
     async def pieces(self, namespace: str, sha256: str) -> AsyncGenerator[bytes, None]:
-        """An upload's bytes, for a job that names it.
+        """Yield the bytes of an upload for a job that names it.
 
         Raises:
-            Invalid: the namespace has no such upload.
+            Invalid: The namespace has no such upload.
         """
         try:
             row = await self._database.read(partial(blobs.find, namespace=namespace, sha256=sha256))
@@ -142,11 +145,11 @@ class Uploads:
             yield data
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._packers.shutdown()
 
     async def remove_unneeded(self) -> None:
-        """Remove uploads that no job holds and nobody has asked for lately, and those that were given up."""
+        """Remove uploads that were given up, and those that no job holds and that were not used lately."""
         expire = partial(blobs.expire, kept_seconds=self._limits.kept_seconds)
         await self._database.write(expire, durable=False)
         while await self._database.write(blobs.remove_some, durable=False):

@@ -237,8 +237,7 @@ def _fail(tx: Transaction, row: ClaimRow, status: ClaimStatus, *, removed: bool)
 
 
 def _removed(tx: Transaction, row: ClaimRow) -> None:
-    """Record that nothing is left of a claim's sandbox. It stays as Failed while its worker may ask for
-    it."""
+    """Record that nothing is left of a claim's sandbox. The claim stays Failed while its worker may ask."""
     if row.state == RELEASED:
         _forget(tx, row.id)
     elif row.state == FAILED:

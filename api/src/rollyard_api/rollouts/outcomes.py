@@ -236,8 +236,7 @@ def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
 
 
 def _tokens(item: dict[str, Any]) -> int:
-    """Return the number of tokens that the backend sampled in this Run, with those that no trajectory
-    keeps."""
+    """Return the number of tokens that the backend sampled in this Run, kept in a trajectory or not."""
     stats = item.get("stats") or {}
     kept: int = stats.get("sampled_tokens", 0) or item.get("sampled_tokens", 0)
     discarded: int = stats.get("discarded_tokens", 0)

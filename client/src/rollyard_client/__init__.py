@@ -1,4 +1,4 @@
-"""The REST client, sync and async.
+"""The REST client of the control plane, sync and async.
 
 Example::
 

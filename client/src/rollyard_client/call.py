@@ -1,4 +1,4 @@
-"""A REST call as a value: built once, sent by the sync and the async transport alike."""
+"""A REST call as a value. It is built once, and the sync and the async transport can both send it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ JSON = "application/json"
 
 
 class Upload(Protocol):
-    """A body that may be larger than memory; it can be read again when a call is sent again."""
+    """A body that may be larger than memory. It can be read again when a call is sent again."""
 
     @property
     def size(self) -> int:
-        """Length of the body in bytes."""
+        """The length of the body in bytes."""
         ...
 
     def pieces(self) -> Iterator[bytes]:
-        """Return the body in pieces, from its beginning."""
+        """Return the pieces of the body, from its beginning."""
         ...
 
 
@@ -34,8 +34,10 @@ class Upload(Protocol):
 class Call(Generic[T]):
     """One call and how its answer is read.
 
-    `idempotent`: may be sent again when the connection breaks; true of all calls whose repeat
-    the server answers the same. `wait`: seconds that the server may take to answer (a long poll).
+    Attributes:
+        idempotent: Whether the call may be sent again when the connection breaks. This holds for all calls
+            whose repeat gets the same answer.
+        wait: The seconds beyond the usual timeout that the server may take to answer (a long poll).
     """
 
     method: str
@@ -44,7 +46,7 @@ class Call(Generic[T]):
     query: Mapping[str, Any] = field(default_factory=dict)
     body: bytes | None = None
     upload: Upload | None = None
-    """In the place of `body`: what is read while it is sent."""
+    """A body that is read while it is sent. It takes the place of `body`."""
     content_type: str = JSON
     accept: str = JSON
     wait: float = 0.0
@@ -52,29 +54,29 @@ class Call(Generic[T]):
 
 
 def segment(text: str) -> str:
-    """A path segment, quoted."""
+    """Return the text quoted as one segment of a path."""
     return quote(text, safe="")
 
 
 def encode(document: Any) -> bytes:
-    """A JSON body."""
+    """Return the document as a JSON body."""
     return orjson.dumps(document)
 
 
 def as_json(answer: httpx.Response) -> Any:
-    """The decoded JSON body."""
+    """Return the decoded JSON body of an answer."""
     return orjson.loads(answer.content)
 
 
 def nothing(_answer: httpx.Response) -> None:
-    """For calls whose answer says nothing."""
+    """Return None. This parses the answers of calls that have no result."""
 
 
 def check(answer: httpx.Response) -> httpx.Response:
-    """The answer, if it is a success.
+    """Return the answer if it is a success.
 
     Raises:
-        RollyardError: the exception of its status.
+        RollyardError: The answer is not a success. The subclass depends on its status and reason.
     """
     if answer.is_success:
         return answer

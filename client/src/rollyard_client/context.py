@@ -1,4 +1,4 @@
-"""Which server, and with which token: arguments, environment, or the file that `rollyard up` writes."""
+"""The choice of a server and a token, from arguments, the environment, or the file of `rollyard up`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ class Context:
     url: str
     token: str
     tls: ssl.SSLContext | None = None
-    """Whom to trust for `https:`; default: ROLLYARD_CA_FILE or SSL_CERT_FILE, else the usual authorities."""
+    """The authorities to trust for `https:`. None selects those of ROLLYARD_CA_FILE or SSL_CERT_FILE, or else
+    the usual public authorities."""
 
 
 def context_path(env: Mapping[str, str]) -> Path:
-    """`$ROLLYARD_HOME/context.json`, else `~/.config/rollyard/context.json`."""
+    """Return the path of the context file.
+
+    It is `$ROLLYARD_HOME/context.json`, or else `rollyard/context.json` in `$XDG_CONFIG_HOME`, which is
+    `~/.config` by default.
+    """
     home = env.get("ROLLYARD_HOME")
     if home:
         return Path(home) / "context.json"
@@ -34,10 +39,12 @@ def context_path(env: Mapping[str, str]) -> Path:
 
 
 def read_token(path: Path, role: str = "admin") -> str:
-    """The token in a file: tokens.json, whose entry for `role` is taken, or just the token.
+    """Return the token that a file holds.
+
+    The file is a tokens.json, whose entry for `role` is returned, or it holds just the token.
 
     Raises:
-        ContextError: the file cannot be read or holds no such token.
+        ContextError: The file cannot be read, or it holds no such token.
     """
     try:
         text = path.read_text().strip()
@@ -50,7 +57,7 @@ def read_token(path: Path, role: str = "admin") -> str:
     try:
         token = json.loads(text)[role]
         if isinstance(token, list):
-            token = token[0]  # of those that are valid, the one that is not on its way out
+            token = token[0]  # The first of the valid tokens is the one that is not about to be retired.
     except (ValueError, LookupError) as error:
         raise ContextError(f"{path}: holds no token for the role {role!r}") from error
     return str(token)
@@ -62,10 +69,10 @@ def resolve(
     env: Mapping[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Context:
-    """Arguments first, then ROLLYARD_URL and ROLLYARD_TOKEN, then the context file.
+    """Return the context from the arguments, else ROLLYARD_URL and ROLLYARD_TOKEN, else the context file.
 
     Raises:
-        ContextError: no token is to be found, or the context file is broken.
+        ContextError: No token is found, or the context file is broken.
     """
     env = os.environ if env is None else env
     url = url or env.get("ROLLYARD_URL")

@@ -1,4 +1,4 @@
-"""The client of drivers: the operator, the bridge and the local supervisor."""
+"""The REST client that drivers use: the operator, the Slurm bridge and the local supervisor."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from rollyard_client.paging import Listing
 from rollyard_client.worker import Connected
 
 REGISTER_SECONDS = 120.0
-"""Beyond the usual, for the tasks of a job to be read and stored."""
+"""The seconds beyond the usual timeout in which the server reads and stores the tasks of a job."""
 
 
 class DriverClient(Connected):
-    """What drivers ask and report; all methods raise RollyardError."""
+    """The calls and reports of drivers. All methods can raise RollyardError."""
 
     async def jobs(self) -> list[RolloutJob]:
-        """All jobs of all namespaces, without inline tasks."""
+        """Return all jobs of all namespaces, without inline tasks."""
         return await self._jobs(None)
 
     async def unfinished_jobs(self) -> list[RolloutJob]:
-        """The jobs of all namespaces that have not ended, without inline tasks."""
+        """Return the jobs of all namespaces that have not ended, without inline tasks."""
         return await self._jobs(False)
 
     async def unfinished(self, revision: int | None = None, wait: float = 0.0) -> UnfinishedJobs:
-        """Which jobs have not ended; with `revision`: once there is another answer, or after `wait`.
+        """Return which jobs have not ended.
 
         Args:
-            revision: of the last answer; None: answer at once.
-            wait: seconds, at most 60.
+            revision: The revision of the last answer. The server answers when the answer differs from that
+                one, or after `wait`. With None it answers at once.
+            wait: The seconds that the server waits, at most 60.
         """
         return await self._transport.send(requests.unfinished(revision, wait))
 
@@ -49,80 +50,82 @@ class DriverClient(Connected):
         return found
 
     async def job(self, namespace: str, name: str) -> RolloutJob:
-        """One job, inline tasks included; NotFound when it is gone."""
+        """Return one job with its inline tasks, or raise NotFound if it is gone."""
         return await self._transport.send(requests.job(name, namespace))
 
     async def register_job(
         self, job: RolloutJob, tasks: Sequence[Task | Mapping[str, Any]] | None = None
     ) -> RolloutJob:
-        """Make a job, or bring it up to date; the answer has live counts and no inline tasks.
+        """Create a job or update it, and return it with live counts and without inline tasks.
 
         Args:
-            job: its status is not sent, and of its metadata only name, namespace, labels and annotations;
-                the annotation `rollyard.dev/object-uid` names the object that it is.
-            tasks: those of the ConfigMap of `spec.tasks.configMapRef`; read only where the job is made.
+            job: The job. Its status is not sent, and of its metadata only the name, the namespace, the labels
+                and the annotations are. The annotation `rollyard.dev/object-uid` names its object.
+            tasks: The tasks of the ConfigMap `spec.tasks.configMapRef`. The server reads them only if it
+                creates the job.
 
         Raises:
-            Conflict: another job stands under this name (`AlreadyExists`).
-            Invalid: a field is refused, or the ConfigMap's tasks are needed and were not given.
+            Conflict: There is another job of this name (`AlreadyExists`).
+            Invalid: A field is refused, or the ConfigMap's tasks are needed and were not given.
         """
         return await self._transport.send(requests.register_job(job, tasks, REGISTER_SECONDS))
 
     async def register_pool(self, pool: BackendPool) -> BackendPool:
-        """Make a pool, or bring its spec, labels and annotations up to date; raises as `register_job`."""
+        """Create a pool, or update its spec, labels and annotations. It raises what `register_job` raises."""
         return await self._transport.send(requests.register_pool(pool))
 
     async def delete_job(self, namespace: str, name: str) -> None:
-        """Cancel and remove a job; NotFound when it is gone."""
+        """Cancel and remove a job, or raise NotFound if it is gone."""
         await self._transport.send(requests.delete_job(name, namespace))
 
     async def claims(
         self, revision: int | None = None, wait: float = 0.0, namespace: str | None = None
     ) -> ClaimList:
-        """Claims, and what is to be kept warm; with `revision`: once there is another, or after `wait`.
+        """Return the claims, and which sandboxes to keep warm.
 
         Args:
-            revision: of the last answer for this namespace; None: answer at once.
-            wait: seconds, at most 60.
-            namespace: only what belongs to it; None: all.
+            revision: The revision of the last answer for this namespace. The server answers when the answer
+                differs from that one, or after `wait`. With None it answers at once.
+            wait: The seconds that the server waits, at most 60.
+            namespace: The namespace whose claims are returned. None selects all namespaces.
         """
         return await self._transport.send(requests.claims(namespace, revision, wait))
 
     async def put_claim_status(self, claim: str, status: ClaimStatus) -> Claim | None:
-        """Report a claim as Bound, Failed or Removed; how it stands now, None after `Removed`.
+        """Report a claim as Bound, Failed or Removed, and return its present state, or None after `Removed`.
 
-        A report that came too late changes nothing: look at the answer's state.
+        A report that comes too late changes nothing, so callers look at the state that is returned.
 
         Raises:
-            NotFound: it is gone, and the report is not `Removed`.
+            NotFound: The claim is gone, and the report is not `Removed`.
         """
         return await self._transport.send(requests.put_claim_status(claim, status))
 
     async def pools(self) -> list[BackendPool]:
-        """All pools of all namespaces."""
+        """Return all pools of all namespaces."""
         return await self._transport.send(requests.pools(None))
 
     async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> RolloutJob:
-        """Report phase, conditions, observedGeneration and message."""
+        """Report a job's phase, conditions, observedGeneration and message, and return the job."""
         meta = job.metadata
         return await self._transport.send(requests.put_job_status(meta.name, meta.namespace, status))
 
     async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> BackendPool:
-        """Report conditions, observedGeneration, replicas and selector."""
+        """Report a pool's conditions, observedGeneration, replicas and selector, and return the pool."""
         meta = pool.metadata
         return await self._transport.send(requests.put_pool_status(meta.name, meta.namespace, status))
 
     async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> BackendPool:
-        """Report all backends of a pool that is not external."""
+        """Report all backends of a pool that is not external, and return the pool."""
         meta = pool.metadata
         return await self._transport.send(requests.put_backends(meta.name, meta.namespace, backends))
 
     async def cancel(self, job: RolloutJob) -> RolloutJob:
-        """Cancel a job."""
+        """Cancel a job and return it."""
         return await self._transport.send(requests.cancel(job.metadata.name, job.metadata.namespace, {}))
 
     async def create_pool(self, pool: BackendPool) -> BackendPool:
-        """Make a pool; the same one twice is the same as once."""
+        """Create a pool and return it. Creating the same pool twice has no further effect."""
         return await self._transport.send(requests.create_pool(pool))
 
     async def delete_pool(self, namespace: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a call can raise; every exception has a stable `reason`."""
+"""The exceptions that a call can raise. Every exception has a stable `reason`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 
 class RollyardError(Exception):
-    """Root of the package's exceptions.
+    """The base class of the package's exceptions.
 
     Attributes:
-        reason: CamelCase, stable; the server's where it gave one.
-        status: the HTTP status, None where none came.
-        errors: one line per wrong field, where the server named them.
+        reason: A stable word in CamelCase. It is the server's reason if the server gave one.
+        status: The HTTP status, or None if there was no answer.
+        errors: One line for each wrong field, if the server named them.
+        retry_after: The seconds after which the server asks to repeat the call, or None.
     """
 
     reason = "Error"
@@ -35,76 +36,76 @@ class RollyardError(Exception):
 
 
 class NotFound(RollyardError):
-    """No such job, pool, rollout or claim."""
+    """Raised if there is no such job, pool, rollout or claim."""
 
     reason = "NotFound"
 
 
 class Conflict(RollyardError):
-    """A job of this name has another spec, a stream is closed, a lease is lost."""
+    """Raised if a job of this name has another spec, a stream is closed, or a lease is lost."""
 
     reason = "Conflict"
 
 
 class CursorGone(RollyardError):
-    """The cursor belongs to a job that was deleted, and another job has its name now.
+    """Raised if the cursor belongs to a job that was deleted, and another job has its name now.
 
-    Nothing of that other job was read: begin without a cursor to read it.
+    Nothing of that other job was read. To read it, begin without a cursor.
     """
 
     reason = "CursorGone"
 
 
 class CursorBeyondEnd(Conflict):
-    """The cursor has more results behind it than the job has, so it is not one of this job."""
+    """Raised if the cursor comes after more results than the job has, so it belongs to another job."""
 
     reason = "CursorBeyondEnd"
 
 
 class JobReplaced(RollyardError):
-    """While a job was waited for, it was deleted, and another one was submitted under its name."""
+    """Raised if a job was deleted while a caller waited for it, and another job has its name now."""
 
     reason = "JobReplaced"
 
 
 class Invalid(RollyardError):
-    """The server refused the request; `errors` names each wrong field."""
+    """Raised if the server refused the request. `errors` names each wrong field."""
 
     reason = "Invalid"
 
 
 class Unauthorized(RollyardError):
-    """No token, an unknown one, or one whose role may not make this call."""
+    """Raised if the token is missing or unknown, or if its role may not make this call."""
 
     reason = "Unauthorized"
 
 
 class TooMany(RollyardError):
-    """The queues are full; ask again after `retry_after` seconds."""
+    """Raised if the queues are full. The call can be repeated after `retry_after` seconds."""
 
     reason = "QueueFull"
 
 
 class StorageFull(RollyardError):
-    """The server has no space left; nothing of the request was kept."""
+    """Raised if the server has no space left. It has kept nothing of the request."""
 
     reason = "StorageFull"
 
 
 class ServerUnavailable(RollyardError):
-    """No server answers, or it cannot serve now."""
+    """Raised if no server answers, or if the server cannot serve now."""
 
     reason = "ServerUnavailable"
 
 
 class WaitTimeout(RollyardError):
-    """What was waited for did not come in time."""
+    """Raised if the awaited end did not come in time."""
 
     reason = "WaitTimeout"
 
 
 class ContextError(RollyardError):
-    """No server's address or token was given, or the context file cannot be read."""
+    """Raised if no address or token of a server was given, or if the context file cannot be read."""
 
     reason = "NoContext"
 
@@ -129,7 +130,13 @@ _BY_REASON: dict[str, type[RollyardError]] = {one.reason: one for one in (Cursor
 
 
 def from_answer(status: int, problem: Any, retry_after: str | None) -> RollyardError:
-    """The exception of an HTTP answer; `problem` is its decoded body, or its text."""
+    """Return the exception for an HTTP answer.
+
+    Args:
+        status: The HTTP status.
+        problem: The decoded JSON body, or the text of a body that is not JSON.
+        retry_after: The header Retry-After. Only a number of seconds is understood, not a date.
+    """
     document = problem if isinstance(problem, dict) else {}
     kind = _BY_REASON.get(str(document.get("reason"))) or _BY_STATUS.get(status, RollyardError)
     message = str(document.get("detail") or problem or f"the server answered {status}")
@@ -144,7 +151,7 @@ def from_answer(status: int, problem: Any, retry_after: str | None) -> RollyardE
 
 
 def unreachable(url: str, error: Exception) -> ServerUnavailable:
-    """Nobody answers at this address."""
+    """Return the exception for an address at which no server answers."""
     return ServerUnavailable(
         f"no server at {url}; start one with `rollyard up` ({type(error).__name__}: {error})".replace(
             ": )", ")"

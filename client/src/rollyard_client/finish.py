@@ -1,4 +1,4 @@
-"""Whether a job has ended, by the conditions that its driver reports."""
+"""Functions that decide whether a job has ended, by the conditions that its driver reports."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ WAIT_SECONDS = 20.0
 
 
 def finished(job: RolloutJob) -> bool:
-    """Condition `Finished` is True."""
+    """Return whether the condition `Finished` of the job is True."""
     return any(c.type == "Finished" and c.status == "True" for c in job.status.conditions)
 
 
 def check_same(job: RolloutJob, uid: str | None) -> None:
-    """The job that is waited for is still the one with this uid (None: it was not seen before).
+    """Check that the awaited job still has this uid, which is None before the job was first seen.
 
     Raises:
-        JobReplaced: another one has its name.
+        JobReplaced: Another job has its name now.
     """
     if uid is not None and job.metadata.uid != uid:
         name = job.metadata.name
@@ -31,7 +31,7 @@ def check_same(job: RolloutJob, uid: str | None) -> None:
 
 
 def timed_out(job: RolloutJob, seconds: float) -> str:
-    """What is said of a job that has not ended in time."""
+    """Return the message about a job that has not ended in time."""
     counts = job.status.counts
     ended = counts.succeeded + counts.failed + counts.cancelled
     return (
@@ -41,7 +41,7 @@ def timed_out(job: RolloutJob, seconds: float) -> str:
 
 
 def update_timed_out(update: WeightUpdate, pool: str, seconds: float) -> str:
-    """What is said of a weight update that still runs."""
+    """Return the message about a weight update that has not ended in time."""
     behind = [part.url for part in update.backends if part.step != "Done"]
     return (
         f"weight update {update.id} ({update.policy_version}) of BackendPool {pool!r} has not ended within "

@@ -1,4 +1,4 @@
-"""Walking through pages, without I/O: both clients drive these with their own transport."""
+"""Iteration over pages, without I/O. Both clients drive these classes with their own transport."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 LONG_POLL = 20.0
-"""Seconds of one long poll while following."""
+"""The length of one long poll while a job is followed, in seconds."""
 
 
 class Walk(Protocol[P, T]):
-    """What all of them have in common: pages of type P, items of type T."""
+    """The interface of all iterations, which have pages of type P and items of type T."""
 
     done: bool
 
@@ -32,7 +32,7 @@ class Walk(Protocol[P, T]):
 
 @dataclass(slots=True)
 class Cursor(Generic[T]):
-    """Through a job's results; `make(cursor, wait)` builds the call of the next page."""
+    """An iteration over a job's results. `make(cursor, wait)` builds the call of the next page."""
 
     make: Callable[[str, float], Call[Page]]
     parse: Callable[[bytes], T]
@@ -41,11 +41,11 @@ class Cursor(Generic[T]):
     done: bool = False
 
     def next(self) -> Call[Page]:
-        """The call of the next page."""
+        """Return the call that fetches the next page."""
         return self.make(self.cursor, LONG_POLL if self.follow else 0.0)
 
     def take(self, page: Page) -> list[T]:
-        """What the page held; `done` is set after the last one."""
+        """Return the items of the page, and set `done` after the last page."""
         self.cursor = page.cursor
         self.done = page.finished or (not page.lines and not self.follow)
         return [self.parse(line) for line in page.lines]
@@ -53,18 +53,18 @@ class Cursor(Generic[T]):
 
 @dataclass(slots=True)
 class Listing(Generic[T]):
-    """Through a list with `continue`; `make(after)` builds the call of the next page."""
+    """An iteration over a list with `continue`. `make(after)` builds the call of the next page."""
 
     make: Callable[[str | None], Call[tuple[list[T], str | None]]]
     after: str | None = None
     done: bool = False
 
     def next(self) -> Call[tuple[list[T], str | None]]:
-        """The call of the next page."""
+        """Return the call that fetches the next page."""
         return self.make(self.after)
 
     def take(self, page: tuple[list[T], str | None]) -> list[T]:
-        """What the page held; `done` is set after the last one."""
+        """Return the items of the page, and set `done` after the last page."""
         found, self.after = page
         self.done = self.after is None
         return found
@@ -72,21 +72,21 @@ class Listing(Generic[T]):
 
 @dataclass(slots=True)
 class Files:
-    """Through a job's Parquet files; `make(cursor)` builds the call of the next one."""
+    """An iteration over a job's Parquet files. `make(cursor)` builds the call of the next file."""
 
     make: Callable[[str], Call[tuple[bytes, str, bool]]]
     cursor: str = ""
     done: bool = False
 
     def next(self) -> Call[tuple[bytes, str, bool]]:
-        """The call of the next file."""
+        """Return the call that fetches the next file."""
         return self.make(self.cursor)
 
     def take(self, page: tuple[bytes, str, bool]) -> list[bytes]:
-        """The file, unless it is empty and another came before it."""
+        """Return the file as the only item, or no item if the file has no rows."""
         data, after, finished = page
-        # A page that leaves the cursor where it is has no rows. What a cursor looks like is the server's
-        # business: an empty first page is known by the one after it.
+        # A page that leaves the cursor where it is has no rows. Only the server knows the form of a cursor,
+        # so an empty first page is recognized by the page after it.
         empty = after == self.cursor
         self.done = finished or empty
         self.cursor = after

@@ -1,4 +1,4 @@
-"""Every call of the REST API, built: what is asked and how the answer is read. No I/O."""
+"""Functions that build the calls of the REST API and say how their answers are read, without I/O."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Manifest = RolloutJob | BackendPool | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Some of a job's results: JSON lines, the position to continue from, and whether it is the end."""
+    """A page of a job's results: JSON lines, the cursor after them, and whether no more will follow."""
 
     lines: list[bytes]
     cursor: str
@@ -39,7 +39,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The samples of one task that have a reward, as a GRPO or DAPO trainer wants them."""
+    """The samples of one task that have a reward, as a GRPO or DAPO trainer needs them."""
 
     group_id: str
     task_id: str
@@ -51,7 +51,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSummary:
-    """One rollout in short, ended or not."""
+    """A summary of one rollout, which may have ended or not."""
 
     id: str
     task_id: str
@@ -86,19 +86,19 @@ def _page(answer: httpx.Response) -> Page:
 
 
 def trajectory(line: bytes) -> Trajectory:
-    """One JSON line as a Trajectory."""
+    """Return the Trajectory that a JSON line holds."""
     return Trajectory.model_validate_json(line)
 
 
 def group(line: bytes) -> Group:
-    """One JSON line as a Group."""
+    """Return the Group that a JSON line holds."""
     document = orjson.loads(line)
     members = [Trajectory.model_validate(item) for item in document.pop("trajectories")]
     return Group(**document, trajectories=members)
 
 
 def document_of(manifest: Manifest) -> Mapping[str, Any]:
-    """The JSON form of a manifest given as a model or as a mapping; the status is not sent."""
+    """Return the JSON form of a manifest, which is a model or a mapping. A model's status is left out."""
     if isinstance(manifest, RolloutJob | BackendPool):
         body = manifest.to_json()
         body.pop("status", None)
@@ -107,14 +107,24 @@ def document_of(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def submit(manifest: RolloutJob | Mapping[str, Any], timeout: float) -> Call[RolloutJob]:
-    """`timeout`: seconds beyond the usual that reading a large task list may take."""
+    """Return the call that submits a job.
+
+    The server may take `timeout` seconds beyond the usual timeout to read a large task list.
+    """
     return Call("POST", JOBS, _job, body=encode(document_of(manifest)), wait=timeout)
 
 
 def jobs(
     namespace: str | None, after: str | None, *, bare: bool = False, finished: bool | None = None
 ) -> Call[tuple[list[RolloutJob], str | None]]:
-    """`bare`: without inline tasks; `finished`: only those that are, or that are not."""
+    """Return the call that lists a page of jobs.
+
+    Args:
+        namespace: The namespace of the jobs. None selects all namespaces.
+        after: The continuation of the last page, or None for the first page.
+        bare: Leave out inline tasks.
+        finished: List only jobs that have ended, or only jobs that have not. None lists both.
+    """
 
     def parse(answer: httpx.Response) -> tuple[list[RolloutJob], str | None]:
         document = as_json(answer)
@@ -136,7 +146,7 @@ def job(name: str, namespace: str) -> Call[RolloutJob]:
 
 
 def _registered(manifest: RolloutJob | BackendPool) -> dict[str, Any]:
-    """A manifest with what the control plane keeps of its metadata, as a driver registers it."""
+    """Return a manifest with the part of its metadata that the control plane keeps at a registration."""
     meta = manifest.metadata
     kept = ObjectMeta(
         name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=meta.annotations
@@ -147,7 +157,13 @@ def _registered(manifest: RolloutJob | BackendPool) -> dict[str, Any]:
 def register_job(
     manifest: RolloutJob, tasks: Sequence[Task | Mapping[str, Any]] | None, timeout: float
 ) -> Call[RolloutJob]:
-    """`tasks`: those of its ConfigMap. `timeout`: seconds beyond the usual that reading tasks may take."""
+    """Return the call with which a driver registers a job.
+
+    Args:
+        manifest: The job.
+        tasks: The tasks of its ConfigMap, if it has one.
+        timeout: The seconds beyond the usual timeout that the server may take to read the tasks.
+    """
     meta = manifest.metadata
     body: dict[str, Any] = {"manifest": _registered(manifest)}
     if tasks is not None:
@@ -167,20 +183,23 @@ def register_pool(manifest: BackendPool) -> Call[BackendPool]:
 
 def delete_job(name: str, namespace: str) -> Call[None]:
     """Return the call that cancels and removes a job."""
-    # A repeat would be answered 404: it is not sent again once it may have arrived.
+    # It is not sent again once it may have arrived, because a repeat would be answered with 404.
     return Call(
         "DELETE", f"{JOBS}/{segment(name)}", nothing, query={"namespace": namespace}, idempotent=False
     )
 
 
 def cancel(name: str, namespace: str, target: Mapping[str, str]) -> Call[RolloutJob]:
-    """`target`: {} for the job, {"group": id} or {"rollout": id}."""
+    """Return the call that cancels rollouts of a job.
+
+    `target` is {} for the whole job, or else {"group": id} or {"rollout": id}.
+    """
     path = f"{JOBS}/{segment(name)}/cancel"
     return Call("POST", path, _job, query={"namespace": namespace}, body=encode(target))
 
 
 def close(name: str, namespace: str) -> Call[RolloutJob]:
-    """Return the call that closes a stream: no more tasks will come."""
+    """Return the call that closes a stream, which means that no more tasks will come."""
     return Call("POST", f"{JOBS}/{segment(name)}/close", _job, query={"namespace": namespace}, body=b"{}")
 
 
@@ -191,7 +210,7 @@ def patch(name: str, namespace: str, changes: Mapping[str, Any]) -> Call[Rollout
 
 
 def push_tasks(name: str, namespace: str, tasks: Iterable[Task | Mapping[str, Any]]) -> Call[dict[str, int]]:
-    """Return the call that pushes tasks to a stream, one JSON object a line."""
+    """Return the call that pushes tasks to a stream. Each line of its body is one JSON object."""
     lines = [
         task.model_dump_json(exclude_none=True).encode() if isinstance(task, Task) else encode(task)
         for task in tasks
@@ -212,16 +231,20 @@ def trajectories(
     """Return the call that reads a page of ended rollouts.
 
     Args:
-        cursor: where the page begins; empty: at the first.
-        wait: seconds that the server waits for the first item.
-        limit: items of a page at most.
+        cursor: The cursor at which the page begins. An empty one begins at the first rollout.
+        wait: The seconds that the server waits for the first item.
+        limit: The largest number of items of the page.
+        status: Return only rollouts that ended with this status. None selects all.
     """
     query = {"namespace": namespace, "cursor": cursor, "wait": wait, "limit": limit, "status": status}
     return Call("GET", f"{JOBS}/{segment(name)}/trajectories", _page, query=query, accept=NDJSON, wait=wait)
 
 
 def parquet(name: str, namespace: str, *, cursor: str, limit: int) -> Call[tuple[bytes, str, bool]]:
-    """A Parquet file of up to `limit` trajectories, the cursor after it, and whether nothing follows."""
+    """Return the call that reads a Parquet file of up to `limit` trajectories.
+
+    Its result is the file, the cursor after it, and whether nothing follows.
+    """
 
     def parse(answer: httpx.Response) -> tuple[bytes, str, bool]:
         headers = answer.headers
@@ -237,8 +260,8 @@ def groups(
     """Return the call that reads a page of ended groups; the arguments are those of `trajectories`.
 
     Args:
-        informative: only groups whose rewards are not all equal.
-        dropped: also groups that too few rollouts have survived.
+        informative: Leave out the groups whose rewards are all equal.
+        dropped: Include the groups of which too few rollouts survived.
     """
     query = {
         "namespace": namespace,
@@ -254,7 +277,7 @@ def groups(
 def rollouts(
     name: str, namespace: str, *, stage: str | None, status: str | None, after: str | None
 ) -> Call[tuple[list[RolloutSummary], str | None]]:
-    """Return the call that reads a page of rollouts in short; `after` is the last page's continuation."""
+    """Return the call that reads a page of summaries. `after` is the continuation of the last page."""
 
     def parse(answer: httpx.Response) -> tuple[list[RolloutSummary], str | None]:
         document = as_json(answer)
@@ -275,23 +298,23 @@ def rollout(name: str, namespace: str, rollout_id: str) -> Call[Trajectory]:
 
 
 def events(name: str, namespace: str) -> tuple[str, dict[str, str]]:
-    """Path and query of the event stream."""
+    """Return the path and the query of a job's event stream."""
     return f"{JOBS}/{segment(name)}/events", {"namespace": namespace}
 
 
 def put_job_status(name: str, namespace: str, status: RolloutJobStatus) -> Call[RolloutJob]:
-    """Return the call with which a driver reports what it sees of a job."""
+    """Return the call with which a driver reports the status of a job."""
     path = f"{JOBS}/{segment(name)}/status"
     return Call("PUT", path, _job, query={"namespace": namespace}, body=encode(status.to_json()))
 
 
 def create_pool(manifest: BackendPool | Mapping[str, Any]) -> Call[BackendPool]:
-    """Return the call that makes a pool; the same manifest twice is the same as once."""
+    """Return the call that creates a pool. Creating the same pool twice has no further effect."""
     return Call("POST", POOLS, _pool, body=encode(document_of(manifest)))
 
 
 def pools(namespace: str | None) -> Call[list[BackendPool]]:
-    """Return the call that lists the pools of a namespace; None: of all namespaces."""
+    """Return the call that lists the pools of a namespace. None selects all namespaces."""
 
     def parse(answer: httpx.Response) -> list[BackendPool]:
         return [BackendPool.model_validate(item) for item in as_json(answer)["items"]]
@@ -322,7 +345,7 @@ def _update(answer: httpx.Response) -> WeightUpdate:
 
 def update_weights(name: str, namespace: str, asked: WeightUpdateRequest) -> Call[WeightUpdate]:
     """Return the call that begins a weight update."""
-    # The same version from the same source is answered with the update that stands.
+    # The call is idempotent: the same version from the same source is answered with the existing update.
     path, body = f"{POOLS}/{segment(name)}/weights", encode(asked.to_json())
     return Call("POST", path, _update, query={"namespace": namespace}, body=body, wait=30.0)
 
@@ -337,19 +360,19 @@ def weight_updates(name: str, namespace: str) -> Call[list[WeightUpdate]]:
 
 
 def weight_update(name: str, namespace: str, number: int, wait: float = 0.0) -> Call[WeightUpdate]:
-    """Return the call that reads one weight update; it waits up to `wait` seconds for its end."""
+    """Return the call that reads one weight update. It waits up to `wait` seconds for the update's end."""
     path = f"{POOLS}/{segment(name)}/weights/{number}"
     return Call("GET", path, _update, query={"namespace": namespace, "wait": wait}, wait=wait)
 
 
 def pause_pool(name: str, namespace: str, mode: str, wait: float) -> Call[BackendPool]:
-    """Return the call that pauses a pool; it waits up to `wait` seconds for its servers."""
+    """Return the call that pauses a pool. It waits up to `wait` seconds for the pool's servers."""
     query = {"namespace": namespace, "mode": mode, "wait": wait}
     return Call("POST", f"{POOLS}/{segment(name)}/pause", _pool, query=query, body=b"{}", wait=wait)
 
 
 def resume_pool(name: str, namespace: str, wait: float) -> Call[BackendPool]:
-    """Return the call that resumes a paused pool; it waits up to `wait` seconds for its servers."""
+    """Return the call that resumes a paused pool. It waits up to `wait` seconds for the pool's servers."""
     query = {"namespace": namespace, "wait": wait}
     return Call("POST", f"{POOLS}/{segment(name)}/resume", _pool, query=query, body=b"{}", wait=wait)
 
@@ -361,13 +384,16 @@ def put_backends(name: str, namespace: str, backends: Sequence[BackendStatus]) -
 
 
 def put_pool_status(name: str, namespace: str, status: BackendPoolStatus) -> Call[BackendPool]:
-    """Return the call with which a driver reports what it sees of a pool."""
+    """Return the call with which a driver reports the status of a pool."""
     path = f"{POOLS}/{segment(name)}/status"
     return Call("PUT", path, _pool, query={"namespace": namespace}, body=encode(status.to_json()))
 
 
 def claims(namespace: str | None, revision: int | None, wait: float) -> Call[ClaimList]:
-    """Return the call that lists sandbox claims; it waits up to `wait` seconds for what `revision` lacks."""
+    """Return the call that lists sandbox claims.
+
+    It waits up to `wait` seconds for an answer that differs from that of `revision`.
+    """
 
     def parse(answer: httpx.Response) -> ClaimList:
         return ClaimList.model_validate_json(answer.content)
@@ -377,7 +403,10 @@ def claims(namespace: str | None, revision: int | None, wait: float) -> Call[Cla
 
 
 def unfinished(revision: int | None, wait: float) -> Call[UnfinishedJobs]:
-    """Return the call that lists what has not ended; it waits up to `wait` seconds beyond `revision`."""
+    """Return the call that lists the jobs that have not ended.
+
+    It waits up to `wait` seconds for an answer that differs from that of `revision`.
+    """
 
     def parse(answer: httpx.Response) -> UnfinishedJobs:
         return UnfinishedJobs.model_validate_json(answer.content)
@@ -386,7 +415,7 @@ def unfinished(revision: int | None, wait: float) -> Call[UnfinishedJobs]:
 
 
 def put_claim_status(name: str, status: ClaimStatus) -> Call[Claim | None]:
-    """Return the call that reports a claim's sandbox; its result is None where the claim is gone."""
+    """Return the call that reports the state of a claim. Its result is None if the claim is gone."""
 
     def parse(answer: httpx.Response) -> Claim | None:
         return None if answer.status_code == 204 else claim_of(answer)

@@ -1,4 +1,4 @@
-"""Reading server-sent events, and what they say."""
+"""A parser of server-sent events, and the events of a job that they carry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_LINE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """One event of a job: `transition`, `counts`, `dropped` (you fell behind) or `end`."""
+    """One event of a job: `transition`, `counts`, `dropped` (the reader fell behind) or `end`."""
 
     name: str
     data: dict[str, Any]
@@ -21,7 +21,7 @@ class JobEvent:
 
 
 class Parser:
-    """Lines in, events out, as the HTML standard says ("event stream interpretation")."""
+    """A parser from lines to events, as the HTML standard says ("event stream interpretation")."""
 
     def __init__(self) -> None:
         self._name = ""
@@ -29,7 +29,7 @@ class Parser:
         self._data: list[str] = []
 
     def feed(self, line: str) -> Iterator[JobEvent]:
-        """One line without its newline; yields the event that it ends, if it ends one."""
+        """Take one line without its newline, and yield the event that the line completes, if any."""
         if not line:
             if self._data:
                 yield JobEvent(self._name or "message", orjson.loads("\n".join(self._data)), self._id)

@@ -1,4 +1,4 @@
-"""The sync client."""
+"""The sync client of the control plane."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SUBMIT_SECONDS = 600.0
 
 
 class Client:
-    """Talks to one control plane; all methods raise RollyardError.
+    """A client of one control plane. All methods can raise RollyardError.
 
     Example::
 
@@ -50,11 +50,14 @@ class Client:
                 print(trajectory.id, trajectory.reward)
 
     Args:
-        url: default ROLLYARD_URL, else the context file that `rollyard up` writes.
-        token: default ROLLYARD_TOKEN, else the context file.
-        namespace: of all calls that name none.
-        timeout: seconds per request, a long poll's own wait not counted.
-        tls: whom to trust for `https:`; default: ROLLYARD_CA_FILE, else the usual authorities.
+        url: The control plane's address. The default is ROLLYARD_URL, or else the address in the context
+            file that `rollyard up` writes.
+        token: The bearer token. The default is ROLLYARD_TOKEN, or else the token of the context file.
+        namespace: The namespace of all calls that name none.
+        timeout: The seconds that a request may take; a long poll may take its own wait in addition.
+        retry: How failed calls are repeated; the default is `Retry()`.
+        tls: The authorities to trust for `https:`. The default is ROLLYARD_CA_FILE or SSL_CERT_FILE, or
+            else the usual public authorities.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Client:
         self.close_connections()
 
     def close_connections(self) -> None:
-        """Close all connections; the client is of no use afterwards."""
+        """Close all connections. The client cannot be used afterwards."""
         self._transport.close()
 
     def _walk(self, pages: Walk[P, T]) -> Iterator[T]:
@@ -93,22 +96,23 @@ class Client:
             yield from pages.take(self._transport.send(pages.next()))
 
     def ready(self) -> None:
-        """Returns when the control plane is ready; raises ServerUnavailable otherwise."""
+        """Return if the control plane is ready, and raise ServerUnavailable otherwise."""
         self._transport.send(requests.ready())
 
     def submit(self, manifest: RolloutJob | Mapping[str, Any]) -> RolloutJob:
-        """Submit a RolloutJob; the same one twice is the same as once."""
+        """Submit a RolloutJob and return it. Submitting the same job twice has no further effect."""
         return self._transport.send(requests.submit(manifest, SUBMIT_SECONDS))
 
     def upload(self, path: str | os.PathLike[str], namespace: str | None = None) -> str:
-        """Upload a task file of any size, which may be compressed; its URL for `spec.tasks.url`.
+        """Upload a task file of any size and return its URL for `spec.tasks.url`.
 
-        It belongs to the namespace, and is not sent where the namespace has it already. The server removes
-        it with the last job that uses it; one that no job uses is removed after an hour.
+        The file may be compressed. It belongs to the namespace, and it is not sent if the namespace has it
+        already. The server removes it together with the last job that uses it. A file that no job uses is
+        removed after an hour.
 
         Raises:
-            OSError: the file cannot be read.
-            NotFound: the server is too old to take uploads.
+            OSError: The file cannot be read.
+            NotFound: The server is too old to accept uploads.
         """
         file = uploads.hashed(Path(path))
         where = namespace or self.namespace
@@ -119,19 +123,19 @@ class Client:
         return file.url
 
     def jobs(self, namespace: str | None = None) -> list[RolloutJob]:
-        """All jobs of a namespace, or of all namespaces."""
+        """Return all jobs of a namespace, or of all namespaces if none is given."""
         return list(self._walk(Listing(partial(requests.jobs, namespace))))
 
     def job(self, name: str, namespace: str | None = None) -> RolloutJob:
-        """One job with live counts."""
+        """Return one job with live counts."""
         return self._transport.send(requests.job(name, namespace or self.namespace))
 
     def wait(self, name: str, timeout: float | None = None, namespace: str | None = None) -> RolloutJob:
-        """Wait until the job has ended.
+        """Wait until the job has ended, and return it.
 
         Raises:
-            WaitTimeout: it has not within `timeout` seconds.
-            JobReplaced: it was deleted, and another one was submitted under its name.
+            WaitTimeout: The job has not ended within `timeout` seconds.
+            JobReplaced: The job was deleted, and another one was submitted under its name.
         """
         uid: str | None = None
         end = None if timeout is None else time.monotonic() + timeout
@@ -149,12 +153,12 @@ class Client:
     def cancel(
         self, name: str, *, group: str | None = None, rollout: str | None = None, namespace: str | None = None
     ) -> RolloutJob:
-        """Cancel a job, one of its groups, or one rollout."""
+        """Cancel a job, one of its groups, or one of its rollouts, and return the job."""
         target = {k: v for k, v in (("group", group), ("rollout", rollout)) if v is not None}
         return self._transport.send(requests.cancel(name, namespace or self.namespace, target))
 
     def delete(self, name: str, namespace: str | None = None) -> None:
-        """Cancel and remove a job; stored trajectories stay in the trajectory store."""
+        """Cancel and remove a job. Stored trajectories stay in the trajectory store."""
         self._transport.send(requests.delete_job(name, namespace or self.namespace))
 
     def update(
@@ -165,18 +169,18 @@ class Client:
         priority: int | None = None,
         namespace: str | None = None,
     ) -> RolloutJob:
-        """Suspend, resume, or change the priority."""
+        """Suspend a job, resume it, or change its priority, and return it."""
         changes = {k: v for k, v in (("suspend", suspend), ("priority", priority)) if v is not None}
         return self._transport.send(requests.patch(name, namespace or self.namespace, changes))
 
     def push_tasks(
         self, name: str, tasks: Iterable[Task | Mapping[str, Any]], namespace: str | None = None
     ) -> dict[str, int]:
-        """Push tasks to a stream; gives {"accepted", "repeated"}."""
+        """Push tasks to a stream and return the counts of `accepted` and `repeated` tasks."""
         return self._transport.send(requests.push_tasks(name, namespace or self.namespace, tasks))
 
     def close(self, name: str, namespace: str | None = None) -> RolloutJob:
-        """No more tasks will come."""
+        """Close a stream, which means that no more tasks will come, and return its job."""
         return self._transport.send(requests.close(name, namespace or self.namespace))
 
     def trajectories(
@@ -188,14 +192,17 @@ class Client:
         status: str | None = None,
         namespace: str | None = None,
     ) -> Iterator[Trajectory]:
-        """Ended rollouts in the order of their ends; with `follow` until the job has ended."""
+        """Yield the ended rollouts in the order in which they ended.
+
+        With `follow`, wait for further ones until the job has ended.
+        """
         build = partial(requests.trajectories, name, namespace or self.namespace, limit=100, status=status)
         return self._walk(
             Cursor(lambda at, wait: build(cursor=at, wait=wait), requests.trajectory, follow, cursor)
         )
 
     def trajectory(self, name: str, rollout: str, namespace: str | None = None) -> Trajectory:
-        """One ended rollout."""
+        """Return the trajectory of one ended rollout."""
         return self._transport.send(requests.rollout(name, namespace or self.namespace, rollout))
 
     def groups(
@@ -208,7 +215,13 @@ class Client:
         cursor: str = "",
         namespace: str | None = None,
     ) -> Iterator[Group]:
-        """Whole groups as they end; `informative`: only those whose rewards are not all equal."""
+        """Yield whole groups in the order in which they ended.
+
+        Args:
+            follow: Wait for further groups until the job has ended.
+            informative: Leave out the groups whose rewards are all equal.
+            dropped: Include the groups of which too few rollouts survived.
+        """
         build = partial(
             requests.groups,
             name,
@@ -224,17 +237,17 @@ class Client:
     def rollouts(
         self, name: str, *, stage: str | None = None, status: str | None = None, namespace: str | None = None
     ) -> Iterator[RolloutSummary]:
-        """Rollouts in short, ended or not, ordered by id."""
+        """Yield the summaries of all rollouts, ended or not, ordered by id."""
         build = partial(requests.rollouts, name, namespace or self.namespace, stage=stage, status=status)
         return self._walk(Listing(lambda after: build(after=after)))
 
     def parquet(self, name: str, *, cursor: str = "", namespace: str | None = None) -> Iterator[bytes]:
-        """The job's ended rollouts as Parquet files of up to 1,000 rows each."""
+        """Yield the job's ended rollouts as Parquet files of up to 1,000 rows each."""
         build = partial(requests.parquet, name, namespace or self.namespace, limit=1000)
         return self._walk(Files(lambda at: build(cursor=at), cursor))
 
     def events(self, name: str, *, last_id: str = "", namespace: str | None = None) -> Iterator[JobEvent]:
-        """Stage transitions and counts as they happen, until the job has ended."""
+        """Yield stage transitions and counts as they happen, until the job has ended."""
         path, query = requests.events(name, namespace or self.namespace)
         parser = Parser()
         with self._transport.stream(path, query, last_id) as answer:
@@ -245,19 +258,19 @@ class Client:
                         return
 
     def create_pool(self, manifest: BackendPool | Mapping[str, Any]) -> BackendPool:
-        """Make a BackendPool; the same one twice is the same as once."""
+        """Create a BackendPool and return it. Creating the same pool twice has no further effect."""
         return self._transport.send(requests.create_pool(manifest))
 
     def pools(self, namespace: str | None = None) -> list[BackendPool]:
-        """All pools of a namespace, or of all namespaces."""
+        """Return all pools of a namespace, or of all namespaces if none is given."""
         return self._transport.send(requests.pools(namespace))
 
     def pool(self, name: str, namespace: str | None = None) -> BackendPool:
-        """One pool with its backends."""
+        """Return one pool with its backends."""
         return self._transport.send(requests.pool(name, namespace or self.namespace))
 
     def patch_pool(self, name: str, spec: Mapping[str, Any], namespace: str | None = None) -> BackendPool:
-        """Change a pool's spec by a merge patch (RFC 7386), `{"replicas": 3}` for one.
+        """Change a pool's spec by a merge patch (RFC 7386), such as `{"replicas": 3}`, and return the pool.
 
         The model, the tokenizer and the engine's type cannot be changed.
         """
@@ -281,19 +294,22 @@ class Client:
         require_verified: bool = False,
         namespace: str | None = None,
     ) -> WeightUpdate:
-        """Bring every backend of a pool to new weights; answers at once, see `wait_weights`.
+        """Begin to update every backend of a pool to new weights, and return the update at once.
+
+        Call `wait_weights` to wait for its end.
 
         Args:
-            checkpoint: a model folder that the servers see.
-            lora: an adapter's name and its folder.
-            pushed: the weights are in the servers already.
-            mode: what happens to requests in flight: `abort`, `wait` or `keep`.
-            in_flight: whether rollouts in Run continue from their tokens, or start again.
-            reference: log-probabilities of a prompt under the new weights, to verify against.
+            checkpoint: A model folder that the servers can read.
+            lora: The name of an adapter and its folder.
+            pushed: The weights are in the servers already.
+            mode: What happens to requests in flight: `abort`, `wait` or `keep`.
+            in_flight: Whether rollouts in the stage Run continue from their tokens or start again.
+            reference: Log-probabilities of a prompt under the new weights, which the servers are verified
+                against.
 
         Raises:
-            pydantic.ValidationError: not exactly one source, or a field is wrong.
-            Conflict: the version names other weights already, or a server cannot do what is asked.
+            pydantic.ValidationError: Not exactly one source is given, or a field is wrong.
+            Conflict: The version names other weights already, or a server cannot do what is asked.
         """
         asked = WeightUpdateRequest.model_validate(
             {
@@ -312,16 +328,16 @@ class Client:
         return self._transport.send(requests.update_weights(pool, namespace or self.namespace, asked))
 
     def weight_updates(self, pool: str, namespace: str | None = None) -> list[WeightUpdate]:
-        """A pool's weight updates, the newest first."""
+        """Return a pool's weight updates, the newest first."""
         return self._transport.send(requests.weight_updates(pool, namespace or self.namespace))
 
     def wait_weights(
         self, pool: str, update: int, timeout: float | None = None, namespace: str | None = None
     ) -> WeightUpdate:
-        """Wait until an update runs no more; look at its `state` then.
+        """Wait until a weight update has ended, and return it. Its `state` says how it ended.
 
         Raises:
-            WaitTimeout: it still runs after `timeout` seconds.
+            WaitTimeout: The update still runs after `timeout` seconds.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -338,9 +354,12 @@ class Client:
     def pause_pool(
         self, pool: str, mode: PauseMode = "abort", *, wait: float = 30.0, namespace: str | None = None
     ) -> BackendPool:
-        """No rollout enters Run and the servers sample nothing, until `resume_pool`."""
+        """Pause a pool and return it.
+
+        No rollout enters the stage Run, and the servers sample nothing, until `resume_pool` is called.
+        """
         return self._transport.send(requests.pause_pool(pool, namespace or self.namespace, mode, wait))
 
     def resume_pool(self, pool: str, *, wait: float = 30.0, namespace: str | None = None) -> BackendPool:
-        """Undo `pause_pool`."""
+        """Resume a pool after `pause_pool`."""
         return self._transport.send(requests.resume_pool(pool, namespace or self.namespace, wait))

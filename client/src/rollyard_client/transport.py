@@ -1,4 +1,4 @@
-"""Sending calls over httpx, sync and async, with bounded retries of what may be sent again."""
+"""Transports that send calls over httpx, sync and async. They repeat calls within limits."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often and how long: attempt n waits base × 2ⁿ seconds, at most `longest`, half of it jitter."""
+    """How often a call is sent, and how long the pauses between its attempts are.
+
+    The pause after attempt n is base × 2ⁿ seconds and at most `longest` seconds. Half of it is jitter.
+    """
 
     attempts: int = 5
     base: float = 0.1
     longest: float = 2.0
 
     def pause(self, attempt: int, error: RollyardError) -> float | None:
-        """Seconds before the next attempt; None: there is none, raise."""
+        """Return the seconds before the next attempt, or None if `error` is to be raised instead."""
         if attempt + 1 >= self.attempts:
             return None
         if not isinstance(error, ServerUnavailable | TooMany):
@@ -45,7 +48,7 @@ class Retry:
 
 
 def request(client: httpx.Client | httpx.AsyncClient, call: Call[Any], timeout: float) -> httpx.Request:
-    """The call as an httpx request."""
+    """Return the call as an httpx request."""
     headers = {"Accept": call.accept}
     content: bytes | Iterator[bytes] | AsyncIterator[bytes] | None = call.body
     if call.upload is not None:
@@ -65,13 +68,13 @@ def request(client: httpx.Client | httpx.AsyncClient, call: Call[Any], timeout: 
 
 
 async def _read_beside(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Pieces of a file, read in a thread: a disk may be slow."""
+    """Yield the pieces of a file. They are read in a thread, because a disk may be slow."""
     while data := await asyncio.to_thread(next, pieces, b""):
         yield data
 
 
 def _failed(call: Call[Any], url: str, error: httpx.TransportError) -> tuple[RollyardError, bool]:
-    """A broken connection as an exception, and whether the call may be sent again."""
+    """Return the exception for a broken connection, and whether the call may be sent again."""
     wrapped = unreachable(url, error)
     return wrapped, call.idempotent or isinstance(error, _NEVER_SENT)
 
@@ -80,7 +83,7 @@ def _verify(context: Context) -> ssl.SSLContext | bool:
     if context.tls is not None:
         return context.tls
     if not context.url.startswith("https:"):
-        # Trusts nobody, and has nobody to trust: to read the usual authorities takes 30 ms.
+        # This context trusts no authority, and no connection needs one. Reading the usual ones takes 30 ms.
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     name = CA_FILE if os.environ.get(CA_FILE) else "SSL_CERT_FILE"
     path = os.environ.get(name)
@@ -88,7 +91,7 @@ def _verify(context: Context) -> ssl.SSLContext | bool:
         return True
     try:
         return ssl.create_default_context(cafile=path)
-    except OSError as error:  # an SSLError is one too
+    except OSError as error:  # SSLError is a subclass of OSError.
         raise ContextError(f"{name}={path}: cannot be used: {error.strerror or error}") from error
 
 
@@ -102,7 +105,7 @@ def _stream_headers(last_id: str) -> dict[str, str]:
 
 
 class SyncTransport:
-    """Calls one after the other."""
+    """A transport that sends calls one after the other."""
 
     def __init__(self, context: Context, *, retry: Retry, timeout: float) -> None:
         self.url = context.url
@@ -119,7 +122,7 @@ class SyncTransport:
         )
 
     def send(self, call: Call[T]) -> T:
-        """Send and read the answer; raises RollyardError."""
+        """Send a call and return its result, or raise RollyardError."""
         attempt = 0
         while True:
             again = True
@@ -139,7 +142,7 @@ class SyncTransport:
 
     @contextmanager
     def stream(self, path: str, query: Mapping[str, str], last_id: str) -> Iterator[httpx.Response]:
-        """An event stream; raises RollyardError when it cannot be opened."""
+        """Open an event stream, or raise RollyardError if it cannot be opened."""
         try:
             with self.client.stream("GET", path, params=query, headers=_stream_headers(last_id)) as answer:
                 if not answer.is_success:
@@ -154,7 +157,7 @@ class SyncTransport:
 
 
 class AsyncTransport:
-    """Calls in an event loop; any number at once within the connection limit."""
+    """A transport for an event loop. It sends any number of calls at once, up to `connections`."""
 
     def __init__(self, context: Context, *, retry: Retry, timeout: float, connections: int = 100) -> None:
         self.url = context.url
@@ -175,7 +178,7 @@ class AsyncTransport:
         )
 
     async def send(self, call: Call[T]) -> T:
-        """Send and read the answer; raises RollyardError."""
+        """Send a call and return its result, or raise RollyardError."""
         attempt = 0
         while True:
             again = True
@@ -197,7 +200,7 @@ class AsyncTransport:
     async def stream(
         self, path: str, query: Mapping[str, str], last_id: str
     ) -> AsyncIterator[httpx.Response]:
-        """An event stream; raises RollyardError when it cannot be opened."""
+        """Open an event stream, or raise RollyardError if it cannot be opened."""
         try:
             async with self.client.stream(
                 "GET", path, params=query, headers=_stream_headers(last_id)

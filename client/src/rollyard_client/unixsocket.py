@@ -1,4 +1,7 @@
-"""URLs of servers that listen on a Unix socket: `http+unix://`, then the socket's path, percent-encoded."""
+"""URLs of servers that listen on a Unix socket.
+
+Such a URL is `http+unix://`, followed by the percent-encoded path of the socket.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from urllib.parse import quote, unquote
 
 SCHEME: Final = "http+unix://"
 LONGEST_PATH: Final = 107
-"""Bytes of a socket's path, by sockaddr_un."""
+"""The greatest length of a socket's path in bytes, which sockaddr_un sets."""
 
 
 def socket_url(path: str) -> str:
-    """The URL of the socket with this absolute path."""
+    """Return the URL of the socket with this absolute path."""
     return SCHEME + quote(path, safe="")
 
 
 def socket_of(url: str) -> str | None:
-    """The socket's path; None: the URL is of another kind."""
+    """Return the path of the socket, or None if the URL is of another kind."""
     return unquote(url.removeprefix(SCHEME)) if url.startswith(SCHEME) else None
 
 
 def base_of(url: str) -> str:
-    """What requests over a connection to this server name as their base."""
+    """Return the base URL that requests over a connection to this server name."""
     return "http://rollyard" if url.startswith(SCHEME) else url

@@ -1,4 +1,4 @@
-"""Uploads of files to the control plane, and the calls that make them."""
+"""Files to upload to the control plane, and the calls that upload them."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from rollyard_client.call import Call, nothing
 BLOBS: Final = "/v1/blobs"
 PIECE_BYTES: Final = 1 << 20
 ANSWER_SECONDS: Final = 120.0
-"""Beyond the usual, for the server to store the last of it."""
+"""The seconds beyond the usual timeout in which the server stores the end of the file."""
 _RAW: Final = "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file as it was when it was hashed."""
+    """A file with the size and the hash that it had when it was hashed."""
 
     path: Path
     size: int
-    """Bytes."""
+    """The size in bytes."""
     sha256: str
 
     @property
     def url(self) -> str:
-        """What `spec.tasks.url` of a job names it by, once it is uploaded."""
+        """The URL for `spec.tasks.url` of a job, once the file is uploaded."""
         return f"blob:sha256:{self.sha256}"
 
     def pieces(self) -> Iterator[bytes]:
-        """Its bytes."""
+        """Yield the bytes of the file in pieces of at most `PIECE_BYTES`."""
         with self.path.open("rb") as file:
             while data := file.read(PIECE_BYTES):
                 yield data
 
 
 def hashed(path: Path) -> File:
-    """A file with its SHA-256; it is read once for that.
+    """Return a file with its SHA-256. The whole file is read once for that.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: The file cannot be read.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
@@ -53,12 +53,15 @@ def hashed(path: Path) -> File:
 
 
 def has(file: File, namespace: str) -> Call[None]:
-    """Whether the namespace has it already; NotFound otherwise, and of servers that take no uploads."""
+    """Return the call that succeeds if the namespace has the file already.
+
+    It raises NotFound otherwise, and also if the server is too old to accept uploads.
+    """
     return Call("HEAD", f"{BLOBS}/{file.sha256}", nothing, query={"namespace": namespace})
 
 
 def put(file: File, namespace: str) -> Call[None]:
-    """NotFound only of servers that take no uploads."""
+    """Return the call that uploads the file. It raises NotFound only if the server accepts no uploads."""
     return Call(
         "PUT",
         f"{BLOBS}/{file.sha256}",

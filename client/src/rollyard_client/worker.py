@@ -1,4 +1,4 @@
-"""The client of stage workers."""
+"""The REST client that stage workers use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def _lease_call(
 
 
 def _completed(request: CompleteRequest) -> bytes:
-    """The body, with `reward_reason` only where it says something: older control planes do not know it."""
+    """Return the body. It has `reward_reason` only where that is not empty.
+
+    Older control planes do not know the field.
+    """
     silent: dict[int, dict[str, Any]] = {}
     for place, result in enumerate(request.results):
         silent[place] = {"trajectory": {"reward_reason"}}
@@ -53,7 +56,7 @@ def _completed(request: CompleteRequest) -> bytes:
 
 
 class Connected:
-    """A transport with the lifetime of an `async with`."""
+    """The base class of clients with a transport that `async with` closes."""
 
     def __init__(
         self,
@@ -82,14 +85,15 @@ class Connected:
 
 
 class WorkerClient(Connected):
-    """What stage workers ask; all methods raise RollyardError.
+    """The calls of stage workers. All methods can raise RollyardError.
 
-    `lease` is not sent again once it may have arrived: what it granted would be held by nobody
-    until it expires. All others may be repeated; the fencing token makes that harmless.
+    `lease` is not sent again once it may have arrived, because no worker would hold the leases that the
+    first call granted until they expire. All other calls may be repeated, because the fencing token makes
+    a repeat harmless.
     """
 
     async def lease(self, request: LeaseRequest) -> LeaseResponse:
-        """Up to 64 rollouts; waits up to `request.wait` seconds for the first."""
+        """Lease up to 64 rollouts. The call waits up to `request.wait` seconds for the first."""
         return await self._transport.send(
             _lease_call("", request, LeaseResponse, wait=request.wait, again=False)
         )
@@ -99,37 +103,45 @@ class WorkerClient(Connected):
         return await self._transport.send(_lease_call("/heartbeat", request, HeartbeatResponse))
 
     async def complete(self, request: CompleteRequest) -> OutcomeResponse:
-        """Hand in stage results."""
+        """Report the results of stages."""
         return await self._transport.send(_lease_call("/complete", _completed(request), OutcomeResponse))
 
     async def fail(self, request: FailRequest) -> OutcomeResponse:
-        """Report failures, or hand leases over."""
+        """Report failures, or give leases back so that another worker can take them."""
         return await self._transport.send(_lease_call("/fail", request, OutcomeResponse))
 
     async def route(self, request: RouteRequest) -> RouteResponse:
-        """Another backend for a rollout."""
+        """Return another backend for a rollout."""
         return await self._transport.send(_lease_call("/route", request, RouteResponse))
 
     async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
-        """A job's spec, without inline tasks; NotFound when it is gone or was created again."""
+        """Return a job's spec without inline tasks.
+
+        Raises:
+            NotFound: The job is gone, or it was created again and has another uid.
+        """
         return await self._transport.send(workercalls.job_spec(namespace, name, uid))
 
     async def claim(self, request: ClaimRequest) -> Claim:
-        """Ask for a sandbox; waits up to `request.wait` seconds until it is bound or refused.
+        """Claim a sandbox. The call waits up to `request.wait` seconds until it is bound or refused.
 
-        The same rollout and token again is the same claim.
+        A repeated call with the same rollout and token returns the same claim.
 
         Raises:
-            NotFound: there is no such rollout.
-            Conflict: its Init lease is not held with this token (`LeaseLost`).
-            TooMany: as many claims stand as may.
+            NotFound: There is no such rollout.
+            Conflict: The rollout's Init lease is not held with this token (`LeaseLost`).
+            TooMany: The limit on open claims is reached.
         """
         return await self._transport.send(workercalls.file_claim(request))
 
     async def claim_status(self, claim: str, wait: float = 0.0) -> Claim:
-        """A claim; waits up to `wait` seconds until it is not Pending; NotFound once it is gone."""
+        """Return a claim. The call waits up to `wait` seconds until the claim is not Pending.
+
+        Raises:
+            NotFound: The claim is gone.
+        """
         return await self._transport.send(workercalls.claim(claim, wait))
 
     async def release_claim(self, claim: str) -> None:
-        """Give a sandbox up; again, or of a claim that is gone, changes nothing."""
+        """Release a sandbox. Releasing a claim that is released or gone changes nothing."""
         await self._transport.send(workercalls.release_claim(claim))

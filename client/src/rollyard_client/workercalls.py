@@ -1,4 +1,7 @@
-"""The calls of stage workers beside their leases: apart from the others, whose models they never need."""
+"""The calls of stage workers other than those on leases.
+
+They are apart from the calls of other clients, because workers do not need the models of those calls.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ CLAIMS = "/v1/claims"
 
 
 def job_spec(namespace: str, name: str, uid: str | None) -> Call[RolloutJobSpec]:
-    """Return the call that reads the spec of a job; with `uid` only of the job that has this uid."""
+    """Return the call that reads the spec of a job. With `uid`, only a job with this uid is accepted."""
 
     def parse(answer: httpx.Response) -> RolloutJobSpec:
         return RolloutJobSpec.model_validate(as_json(answer)["spec"])
@@ -21,21 +24,21 @@ def job_spec(namespace: str, name: str, uid: str | None) -> Call[RolloutJobSpec]
 
 
 def claim_of(answer: httpx.Response) -> Claim:
-    """The claim that an answer holds."""
+    """Return the claim that an answer holds."""
     return Claim.model_validate_json(answer.content)
 
 
 def file_claim(asked: ClaimRequest) -> Call[Claim]:
     """Return the call that claims a sandbox for a leased rollout."""
-    # The same rollout and token again is the same claim.
+    # The call is idempotent: a repeat with the same rollout and token is answered with the same claim.
     return Call("POST", CLAIMS, claim_of, body=asked.model_dump_json().encode(), wait=asked.wait)
 
 
 def claim(name: str, wait: float) -> Call[Claim]:
-    """Return the call that reads a claim; it waits up to `wait` seconds for its sandbox."""
+    """Return the call that reads a claim. It waits up to `wait` seconds for the claim's sandbox."""
     return Call("GET", f"{CLAIMS}/{segment(name)}", claim_of, query={"wait": wait}, wait=wait)
 
 
 def release_claim(name: str) -> Call[None]:
-    """Return the call that gives a claimed sandbox back."""
+    """Return the call that releases a claimed sandbox."""
     return Call("DELETE", f"{CLAIMS}/{segment(name)}", nothing)

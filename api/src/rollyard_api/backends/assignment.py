@@ -1,4 +1,4 @@
-"""Where rollouts run: routers filled from the tables, assignments, and moving a rollout elsewhere."""
+"""The assignment of rollouts to backends: fill routers from the tables, assign rollouts and move them."""
 
 from __future__ import annotations
 
@@ -26,24 +26,27 @@ Key = tuple[str, str]
 """A pool's namespace and name."""
 
 FRESH_SECONDS = 300.0
-"""A pace that was measured longer ago holds no rollout back: a slow backend may have become faster."""
+"""The age in seconds up to which a pace holds rollouts back, since a slow backend may have become faster.
+
+See FRESH_RUNS for pools where Run takes long.
+"""
 FRESH_RUNS = 3.0
-"""Likewise where Run takes long: so many times a rollout's time there."""
+"""Where Run takes long, a pace holds rollouts back up to this multiple of a rollout's time in Run."""
 RETRY_SECONDS = 1.0
-"""After which a rollout that found no backend asks again."""
+"""The time in seconds after which a rollout that found no backend asks again."""
 MAX_COUNTED = 5_000
-"""Waiting rollouts that are counted at most; more are many."""
+"""The limit up to which waiting rollouts are counted. Beyond it they are simply many."""
 _SHORTEST_RETRY = 0.25
 _LONGEST_RETRY = 5.0
 _OVERLOADED = re.compile(r"\banswered 429\b")
-"""How a worker reports a server that is too busy: that is no failure, it works as it should."""
+"""How a worker reports a busy server, which is not a failure because the server works as it should."""
 
 ACTIVE = (
     sa.select(rollouts.c.job_id, rollouts.c.state, rollouts.c.backend, sa.func.count().label("n"))
     .where(rollouts.c.lease_expires.is_not(None))
     .group_by(rollouts.c.job_id, rollouts.c.state, rollouts.c.backend)
 )
-"""Leased rollouts by job, state and backend."""
+"""Counts the leased rollouts by job, state and backend."""
 _POOLS = sa.select(
     pools.c.id,
     pools.c.namespace,
@@ -86,14 +89,14 @@ _WAITING = sa.select(sa.func.count()).select_from(
     .limit(bindparam("b_limit"))
     .subquery()
 )
-"""Rollouts of a pool that have not begun Run, up to a limit."""
+"""Counts the rollouts of a pool that have not begun Run, up to a limit."""
 _BEGAN = (
     sa.select(rollouts.c.backend, sa.func.max(rollouts.c.since))
     .where(rollouts.c.lease_expires.is_not(None), rollouts.c.state == RolloutState.LEASED_RUN)
     .where(rollouts.c.backend.in_(bindparam("b_urls", expanding=True)))
     .group_by(rollouts.c.backend)
 )
-"""When a rollout last began on each backend, of those that are there still."""
+"""Selects when a rollout last began on each backend, among the rollouts that are still in Run."""
 _LOCK = (
     sa.select(pools.c.id)
     .where(sa.tuple_(pools.c.namespace, pools.c.name).in_(bindparam("b_keys", expanding=True)))
@@ -108,10 +111,10 @@ STICK = (
 
 
 def lock(tx: Transaction, keys: Iterable[Key]) -> None:
-    """Keep other replicas from giving out places of these pools until this transaction ends.
+    """Keep other replicas from assigning places of these pools until this transaction ends.
 
-    To be called before the active rollouts are counted: two that count at the same moment would
-    give out the same places. With SQLite there is one writer, and nothing to do.
+    This must be called before the active rollouts are counted, because two replicas that count at the
+    same moment would assign the same places. With SQLite there is one writer, and nothing is locked.
     """
     wanted = sorted(set(keys))
     if wanted and not tx.sqlite:
@@ -127,10 +130,10 @@ def _pace(row: RoutedBackend, now: float) -> Pace | None:
 
 
 class Routers:
-    """A router per pool, filled from this transaction's counts of rollouts in Run."""
+    """A router for each pool, filled from this transaction's counts of rollouts in Run."""
 
     def __init__(self, tx: Transaction, active: Iterable[Any]) -> None:
-        """Read the pools; `active`: rows of ACTIVE."""
+        """Read the pools. The argument `active` holds rows of ACTIVE."""
         self.pools: dict[Key, RoutedBackend] = {}
         self._rows: defaultdict[Key, list[RoutedBackend]] = defaultdict(list)
         for row in read_all(RoutedBackend, tx.conn.execute(_POOLS)):
@@ -168,11 +171,11 @@ class Routers:
             for key, rows in self._rows.items()
         }
         self._rehearsals: dict[Key, Router] = {}
-        # Places promised to rows that are taken and not yet routed.
+        # The places promised to rollouts that are taken from the queue but not routed yet.
         self._promised: defaultdict[Key, int] = defaultdict(int)
 
     def _displaced(self, tx: Transaction, running: list[Any]) -> dict[Key, int]:
-        """Rollouts in Run per pool whose backend is gone or fails: they move before new ones begin."""
+        """Count rollouts in Run, by pool, whose backend is gone or fails; they move before new ones begin."""
         sound = {row.url for rows in self._rows.values() for row in rows if row.circuit == "Closed"}
         homeless: defaultdict[int, int] = defaultdict(int)
         for row in running:
@@ -187,16 +190,16 @@ class Routers:
         return counts
 
     def get(self, key: Key) -> Router | None:
-        """The pool's router; None where the pool has no ready backend."""
+        """Return the pool's router, or None if the pool has no ready backend."""
         return self._routers.get(key)
 
     def admit(self, key: Key) -> bool:
-        """Whether the pool takes one more from the queue, all promises of this transaction counted."""
+        """Return whether the pool takes another rollout, with all promises of this transaction counted."""
         router = self._routers.get(key)
         if router is None or router.free <= self._promised[key]:
             return False
         if router.waiting is not None:
-            # Whether the next one would be made to wait: found out on a copy, in the order of the queue.
+            # Whether the next rollout would have to wait is tried on a copy, in the order of the queue.
             if key not in self._rehearsals:
                 self._rehearsals[key] = router.copy()
             if self._rehearsals[key].choose(None, None) is None:
@@ -205,7 +208,7 @@ class Routers:
         return True
 
     def count_waiting(self, tx: Transaction, keys: Iterable[Key]) -> None:
-        """Tell the routers of these pools how many are still to come, where that may matter: near the end."""
+        """Give the routers of these pools the number of waiting rollouts if it may matter, near the end."""
         for key in set(keys):
             router = self._routers.get(key)
             horizon = 0 if router is None else router.horizon(MAX_BATCH)
@@ -228,11 +231,11 @@ class Routers:
                 )
 
     def loads(self) -> dict[str, int]:
-        """Active rollouts of every eligible backend, those given out just now included."""
+        """Return the active rollouts of every eligible backend, including those assigned just now."""
         return {url: count for router in self._routers.values() for url, count in router.active.items()}
 
     def assignment(self, key: Key, chosen: Backend) -> dict[str, Any]:
-        """The BackendAssignment of a rollout."""
+        """Return the BackendAssignment of a rollout."""
         pool = self.pools[key]
         return {
             "pool": pool.name,
@@ -243,7 +246,7 @@ class Routers:
         }
 
     def retry_after(self, key: Key, now: float) -> float:
-        """Seconds after which to ask again where none can be had: after the next probe, if one is due."""
+        """Return the seconds to wait while no backend is available, until after a probe if one is due."""
         waits = [
             due
             for row in self._rows.get(key, ())
@@ -255,7 +258,7 @@ class Routers:
         return min(max(min(waits) + _SHORTEST_RETRY, _SHORTEST_RETRY), _LONGEST_RETRY)
 
     def why_none(self, key: Key) -> NoBackend:
-        """Why a rollout that moves gets no backend now."""
+        """Return why a rollout that moves gets no backend now."""
         rows, router = self._rows.get(key, ()), self._routers.get(key)
         if router is not None and router.backends:
             return "BackendsFull"
@@ -266,27 +269,30 @@ class Routers:
 
 @dataclass(frozen=True, slots=True)
 class Rerouted:
-    """`outcome`: `accepted`, `stale` or `unknown`; `backend`: None while none can be had."""
+    """The answer to `reroute`.
+
+    The `outcome` is `accepted`, `stale` or `unknown`. The `backend` is None while none is available.
+    """
 
     outcome: str
     backend: dict[str, Any] | None = None
     retry_after: float = RETRY_SECONDS
     reason: NoBackend = ""
     opened: bool = False
-    """This failure opened the backend's circuit."""
+    """Whether this failure opened the backend's circuit."""
 
 
 def reroute(
     tx: Transaction, rollout: str, token: int, failed_url: str, *, error: str = "", blame: bool = True
 ) -> Rerouted:
-    """Another backend for a rollout whose own failed, or the same while no other has room.
+    """Return another backend for a rollout whose backend failed, or the same one if no other has room.
 
-    Only the backend that the rollout is assigned to is blamed, in its own pool, and once under each
-    token: whoever holds a lease opens no circuit by naming another server, or by saying it again.
+    Only the backend that the rollout is assigned to is blamed, in its own pool and once per token, so a
+    lease holder cannot open a circuit by naming another server or by repeating its report.
 
-    The limit of a backend holds for rollouts that move, too: where every other is full, and the
-    failed one takes none, the rollout has to ask again; places that become free are kept for
-    such rollouts, none goes to the queue before them (Router.reserved).
+    A backend's limit holds for rollouts that move, too. If every other backend is full and the failed
+    one is not eligible, the rollout has to ask again. Places that become free are kept for such rollouts
+    before any are given to the queue (Router.reserved).
     """
     found = tx.conn.execute(
         sa.select(
@@ -331,7 +337,7 @@ def reroute(
 
 def _elsewhere(tx: Transaction, router: Router, found: Any, failed_url: str) -> Backend | None:
     if found.backend != failed_url and found.backend in router.backends:
-        # Moved already, by a call whose answer was lost.
+        # The rollout was moved by an earlier call whose answer was lost.
         return router.backends[found.backend]
     group = tx.conn.execute(
         sa.select(groups.c.backend, groups.c.remaining).where(
@@ -343,13 +349,13 @@ def _elsewhere(tx: Transaction, router: Router, found: Any, failed_url: str) -> 
     if chosen is None:
         return router.backends.get(failed_url)
     if group.backend not in others.backends:
-        # The group's other samples come after it.
+        # The group's other samples follow it to the new backend.
         tx.conn.execute(STICK, {"b_job": found.id, "b_no": found.group_no, "b_backend": chosen.url})
     return chosen
 
 
 def _blamed(token: int, url: str) -> str:
-    """What a rollout notes once it has blamed this backend under this token."""
+    """Return the mark that a rollout keeps once it has blamed this backend under this token."""
     return f"b{token}:{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
@@ -358,5 +364,5 @@ def _marked(settled: str, token: int) -> str:
 
 
 def moved(settled: str, token: int) -> bool:
-    """Whether the rollout was moved under this token: its model time is then not of one backend."""
+    """Return whether the rollout was moved under this token, so its model time mixes several backends."""
     return f"m{token}" in settled.split()

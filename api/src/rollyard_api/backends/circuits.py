@@ -1,4 +1,4 @@
-"""Circuits of the backends in the tables: failures counted, open ones probed with a real request."""
+"""The circuits of the backends in the tables: count failures, and probe open ones with a real request."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from rollyard_api.storage.schema import backends, jobs, pools
 log = logging.getLogger("rollyard.api")
 
 MAX_AT_ONCE = 32
-"""Probes in flight."""
+"""The number of probes that may be in flight at once."""
 
 
 def of(row: BackendRow) -> Breaker:
-    """The breaker of a row of `backends`."""
+    """Return the breaker of a row of `backends`."""
     return Breaker(row.circuit, row.failures, row.opened_at)
 
 
 def values(breaker: Breaker) -> dict[str, Any]:
-    """Its columns."""
+    """Return the columns that store a breaker."""
     return {"circuit": breaker.circuit, "failures": breaker.failures, "opened_at": breaker.opened_at}
 
 
 def _pool_of(job_id: int) -> sa.Select[tuple[int]]:
-    """Selects the pool of a job. Others that name the same server judge it by their own rollouts alone."""
+    """Return a query for a job's pool; other pools judge the same server by their own rollouts alone."""
     return (
         sa.select(pools.c.id)
         .join_from(pools, jobs, sa.and_(jobs.c.namespace == pools.c.namespace, jobs.c.pool == pools.c.name))
@@ -48,7 +48,7 @@ def _pool_of(job_id: int) -> sa.Select[tuple[int]]:
 
 
 def failed(tx: Transaction, job_id: int, url: str) -> bool:
-    """Count a failed request of this backend of the job's pool; whether its circuit opened."""
+    """Count a failed request of this backend of the job's pool, and return whether its circuit opened."""
     rows = tx.conn.execute(
         sa.select(backends, pools.c.namespace, pools.c.name)
         .join_from(backends, pools, pools.c.id == backends.c.pool_id)
@@ -58,7 +58,7 @@ def failed(tx: Transaction, job_id: int, url: str) -> bool:
     ).all()
     opened = False
     for row in rows:
-        before = of(BackendRow(*row[:-2]))  # the last two columns belong to the pool
+        before = of(BackendRow(*row[:-2]))  # The last two columns belong to the pool.
         after = before.failed(tx.now)
         if after != before:
             _write(tx, row.pool_id, url, after)
@@ -69,7 +69,7 @@ def failed(tx: Transaction, job_id: int, url: str) -> bool:
 
 
 def completed(tx: Transaction, runs: Collection[tuple[int, str]]) -> None:
-    """Runs of these jobs were completed on these backends: their pools count failures from the start."""
+    """Reset the failure counts of the backends, in their jobs' pools, that completed these Runs."""
     for job_id, url in sorted(runs):
         tx.conn.execute(
             sa.update(backends)
@@ -99,7 +99,7 @@ class Suspect:
 
 
 def _suspects(conn: Connection) -> list[Suspect]:
-    # A backend that is paused answers nothing, and one that is not ready is its driver's to mend.
+    # A paused backend answers nothing, and its driver deals with a backend that is not ready.
     rows = conn.execute(
         sa.select(backends, pools.c.model, pools.c.served_model)
         .join_from(backends, pools, pools.c.id == backends.c.pool_id)
@@ -117,7 +117,7 @@ def _suspects(conn: Connection) -> list[Suspect]:
 
 
 def _change(tx: Transaction, suspect: Suspect, after: Breaker) -> bool:
-    """Write `after` if the circuit is still as it was seen: of several replicas, one probes."""
+    """Write `after` if the circuit is unchanged since it was read, so that only one replica probes."""
     where = (backends.c.pool_id == suspect.pool_id, backends.c.url == suspect.url)
     found = tx.conn.execute(sa.select(backends).where(*where).with_for_update()).one_or_none()
     row = read_one(BackendRow, found)
@@ -141,7 +141,7 @@ def _end(tx: Transaction, suspect: Suspect, answered: bool) -> None:
 
 
 async def _problem(transport: Transport, suspect: Suspect) -> str | None:
-    """Why the server does not sample; None where it does."""
+    """Return why the server does not sample, or None if it does."""
     try:
         await health.first_request(transport, suspect.url, suspect.model, PROBE_SECONDS)
     except BackendError as error:
@@ -150,7 +150,7 @@ async def _problem(transport: Transport, suspect: Suspect) -> str | None:
 
 
 async def probe_all(database: Database, transport: Transport) -> None:
-    """Probe every open circuit whose pause is over, once."""
+    """Probe each open circuit whose pause is over, once."""
     places = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def one(suspect: Suspect) -> None:

@@ -19,9 +19,12 @@ from rollyard_api.storage.schema import backends
 from rollyard_api.storage.schema import pools as pools_table
 
 CHECK_TIMEOUT = 5.0
-"""Seconds for each of the requests, the first completion's aside."""
+"""The time limit for each request except the first completion, in seconds."""
 FIRST_REQUEST_SECONDS = 30.0
-"""A server's first completion may compile kernels; a later round tries again."""
+"""The time limit for a server's first completion, in seconds.
+
+The server may compile kernels for it. A later round tries again.
+"""
 MAX_AT_ONCE = 32
 
 
@@ -37,12 +40,12 @@ class CheckedBackend:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check found."""
+    """The result of a check."""
 
     ready: bool
     message: str = ""
     policy_version: str | None = None
-    """The server's label of its weights; None where it has none, or says none that stands."""
+    """The server's label of its weights, or None if it has no label, or none that is final."""
 
 
 def _targets(conn: Connection, ready: bool | None) -> list[CheckedBackend]:
@@ -62,10 +65,10 @@ def _targets(conn: Connection, ready: bool | None) -> list[CheckedBackend]:
 
 
 async def check(transport: Transport, url: str, model: str, *, warm: bool) -> Verdict:
-    """Whether the server is healthy, serves the model and samples; and if not, why.
+    """Check whether the server is healthy, serves the model and samples, and if not, why.
 
     Args:
-        warm: it has answered a first request before, and is not asked for another.
+        warm: Whether the server has answered a first request before, so that it need not be repeated.
     """
     try:
         await inference.check_alive(transport, url, CHECK_TIMEOUT)
@@ -85,12 +88,12 @@ async def _label(transport: Transport, url: str) -> str | None:
         label = await inference.weight_label(transport, url, CHECK_TIMEOUT)
     except BackendError:
         return None
-    # A label between loading and verification is the update's business.
+    # A label between loading and verification concerns only the weight update.
     return None if label is None or label.startswith(UNVERIFIED) else label[:128]
 
 
 async def check_all(database: Database, transport: Transport, *, ready: bool | None = None) -> None:
-    """Check every external backend once, or only those that are ready or are not; changes are written."""
+    """Check each external backend once and write the changes; `ready` selects those that are (not) ready."""
     targets = await database.read(partial(_targets, ready=ready))
     places = asyncio.Semaphore(MAX_AT_ONCE)
 

@@ -1,4 +1,4 @@
-"""BackendPools: stored, and their backends as a driver or the health check reports them."""
+"""Store BackendPools, and their backends as a driver or the health check reports them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _OWN_METADATA = ("name", "namespace", "uid", "generation", "creationTimestamp", 
 
 
 def find(conn: Connection, namespace: str, name: str) -> PoolRow:
-    """The pool's row.
+    """Return the pool's row.
 
     Raises:
-        NotFound: no such pool in this namespace.
+        NotFound: There is no such pool in this namespace.
     """
     row = conn.execute(
         sa.select(pools).where(pools.c.namespace == namespace, pools.c.name == name)
@@ -43,10 +43,10 @@ def find(conn: Connection, namespace: str, name: str) -> PoolRow:
 
 
 def create(tx: Transaction, pool: BackendPool) -> bool:
-    """Make the pool; False when the same one stands already.
+    """Create the pool and return True, or return False if the same pool exists.
 
     Raises:
-        Conflict: a pool of this name has another spec.
+        Conflict: A pool of this name has another spec.
     """
     meta, spec = pool.metadata, pool.spec
     encoded = orjson.dumps(spec.to_json(), option=orjson.OPT_SORT_KEYS)
@@ -87,16 +87,16 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What somebody outside finds out about a backend."""
+    """What a driver or a health check finds out about a backend."""
 
     ready: bool
     message: str
     policy_version: str | None
-    """The server's label of its weights; None where it has none, or none that counts."""
+    """The server's label of its weights, or None if it has no label, or none that counts."""
 
 
 def _put(tx: Transaction, pool: PoolRow, reported: Sequence[BackendStatus]) -> None:
-    """Make these the pool's backends. Rows that stay keep their circuit, speed, weights and stats."""
+    """Make these the pool's backends. Rows that remain keep their circuit, speed, weights and stats."""
     query = sa.select(backends).where(backends.c.pool_id == pool.id).with_for_update()
     rows = {row.url: row for row in read_all(BackendRow, tx.conn.execute(query))}
     wanted = {backend.url: backend for backend in reported}
@@ -122,7 +122,7 @@ def _put(tx: Transaction, pool: PoolRow, reported: Sequence[BackendStatus]) -> N
 
 
 def _of_label(pool: PoolRow, label: str) -> dict[str, Any]:
-    """Columns of a server that has just begun with this label: it is behind unless that is the pool's."""
+    """Return the columns of a server that has just started; unless it has the pool's label, it is behind."""
     if pool.policy_index == 0 or label == pool.policy_version:
         return {"weights": "Current", "weights_message": "", "policy_index": pool.policy_index}
     message = f"it began with weights {label!r}, the pool is at {pool.policy_version!r}"
@@ -130,27 +130,27 @@ def _of_label(pool: PoolRow, label: str) -> dict[str, Any]:
 
 
 def _found(tx: Transaction, pool: PoolRow, row: BackendRow, seen: Seen) -> dict[str, Any]:
-    """Columns that follow from what was seen of a backend."""
+    """Return the columns that follow from what was found out about a backend."""
     values: dict[str, Any] = {"ready": seen.ready, "message": seen.message}
     label, began = seen.policy_version, seen.ready and not row.ready
     if began:
         values |= circuits.values(circuits.of(row).restarted(tx.now)) | {"restart_requested": False}
     if row.weights == "Updating" or (label is not None and label.startswith(UNVERIFIED)):
-        return values  # labels are the update's business now
-    # Drivers know a label from a server's start. The control plane reads those of external servers
-    # itself: another one than before means that the server was restarted.
+        return values  # Labels concern only the weight update now.
+    # Drivers know a label from the start of a server. The control plane reads the labels of external
+    # servers itself, and a label that differs from the last one means that the server was restarted.
     told = pool.policy_index == 0 or pool.external or began
     if label is not None and told and label != row.policy_version:
         values["policy_version"] = label
         if row.weights == "Current":
             values |= _of_label(pool, label)
     elif label is None and began and row.weights == "Current":
-        values |= _of_label(pool, "")  # nobody can say whether it was restarted
+        values |= _of_label(pool, "")  # It is not known whether the server was restarted.
     return values
 
 
 def _update(tx: Transaction, row: BackendRow, values: dict[str, Any]) -> bool:
-    """Write what differs; whether anything did."""
+    """Write the columns that differ, and return whether any did."""
     changes = {name: value for name, value in values.items() if getattr(row, name) != value}
     if changes:
         where = (backends.c.pool_id == row.pool_id, backends.c.url == row.url)
@@ -159,11 +159,11 @@ def _update(tx: Transaction, row: BackendRow, values: dict[str, Any]) -> bool:
 
 
 def put_backends(tx: Transaction, namespace: str, name: str, reported: Sequence[BackendStatus]) -> None:
-    """The driver's report: these are the pool's backends now.
+    """Replace the pool's backends by those that its driver reports.
 
     Raises:
-        NotFound: no such pool.
-        Conflict: the pool is external; the control plane checks its servers itself.
+        NotFound: There is no such pool.
+        Conflict: The pool is external, and the control plane checks its servers itself.
     """
     pool = find(tx.conn, namespace, name)
     if pool.external:
@@ -176,7 +176,7 @@ def put_backends(tx: Transaction, namespace: str, name: str, reported: Sequence[
 
 
 def mark(tx: Transaction, pool_id: int, url: str, before: Seen, after: Seen) -> None:
-    """What a health check found out about one external backend; nothing if it was changed meanwhile."""
+    """Record the result of a health check of an external backend, unless its row has changed since."""
     query = sa.select(backends).where(backends.c.pool_id == pool_id, backends.c.url == url).with_for_update()
     row = read_one(BackendRow, tx.conn.execute(query).one_or_none())
     if row is None or Seen(bool(row.ready), row.message, row.policy_version) != before:
@@ -190,11 +190,11 @@ _FIXED = "cannot be changed; make another pool"
 
 
 def patch(tx: Transaction, namespace: str, name: str, changes: dict[str, Any]) -> None:
-    """Merge `changes` into the spec (RFC 7386): replicas, limits, arguments, external URLs.
+    """Merge `changes` into the spec (RFC 7386): replicas, limits, arguments or external URLs.
 
     Raises:
-        NotFound: no such pool.
-        Invalid: a field is wrong, or may not change: the model, the tokenizer, the engine's type.
+        NotFound: There is no such pool.
+        Invalid: A field is wrong or may not change, such as the model, the tokenizer or the engine's type.
     """
     query = sa.select(pools).where(pools.c.namespace == namespace, pools.c.name == name).with_for_update()
     pool = read_one(PoolRow, tx.conn.execute(query).one_or_none()) or find(tx.conn, namespace, name)
@@ -209,7 +209,7 @@ def patch(tx: Transaction, namespace: str, name: str, changes: dict[str, Any]) -
 
 
 def fixed(before: BackendPoolSpec, after: BackendPoolSpec) -> list[str]:
-    """One line for each field that may not change and does."""
+    """Return one line for each changed field that may not change."""
     return [
         f"spec.{field}: is {old!r} and {_FIXED}"
         for field, old, new in (
@@ -223,7 +223,7 @@ def fixed(before: BackendPoolSpec, after: BackendPoolSpec) -> list[str]:
 
 
 def change(tx: Transaction, pool: PoolRow, after: BackendPoolSpec) -> None:
-    """Give the pool of this row, locked, another spec; the same one again changes nothing."""
+    """Give the pool of this locked row another spec. The same spec changes nothing."""
     external = after.engine.external
     encoded = orjson.dumps(after.to_json(), option=orjson.OPT_SORT_KEYS)
     if encoded == pool.spec:
@@ -239,7 +239,7 @@ def change(tx: Transaction, pool: PoolRow, after: BackendPoolSpec) -> None:
 
 
 def _of_urls(conn: Connection, pool_id: int, urls: Sequence[str]) -> list[BackendStatus]:
-    """An external pool's backends: as they are known, or not checked yet."""
+    """Return an external pool's backends as they are known, or as not checked yet."""
     query = sa.select(backends).where(backends.c.pool_id == pool_id)
     known = {
         row.url: BackendStatus(
@@ -251,7 +251,7 @@ def _of_urls(conn: Connection, pool_id: int, urls: Sequence[str]) -> list[Backen
 
 
 def merge(document: Any, changes: Any) -> Any:
-    """A JSON merge patch (RFC 7386): null removes a member, objects are merged, all else replaces."""
+    """Apply a JSON merge patch (RFC 7386): null removes a member, objects are merged, all else replaces."""
     if not isinstance(changes, dict):
         return changes
     merged = dict(document) if isinstance(document, dict) else {}
@@ -264,7 +264,7 @@ def merge(document: Any, changes: Any) -> Any:
 
 
 def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any]) -> None:
-    """Take conditions, observedGeneration, replicas and selector from the driver."""
+    """Take conditions, observedGeneration, replicas and selector from the driver's report."""
     pool = find(tx.conn, namespace, name)
     before = loads(pool.status)
     status = {
@@ -275,7 +275,7 @@ def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any
 
 
 def delete(tx: Transaction, namespace: str, name: str) -> None:
-    """Remove the pool; jobs that refer to it get no Run lease until there is one of that name again."""
+    """Remove the pool. Jobs that refer to it get no Run lease until there is a pool of that name again."""
     pool = find(tx.conn, namespace, name)
     for table in (backends, weight_updates):
         tx.conn.execute(sa.delete(table).where(table.c.pool_id == pool.id))
@@ -283,7 +283,7 @@ def delete(tx: Transaction, namespace: str, name: str) -> None:
 
 
 def active_rollouts(conn: Connection) -> dict[str, int]:
-    """Rollouts in Run per backend URL."""
+    """Return the number of rollouts in Run for each backend URL."""
     rows = conn.execute(
         sa.select(rollouts.c.backend, sa.func.count().label("n"))
         .where(
@@ -297,7 +297,7 @@ def active_rollouts(conn: Connection) -> dict[str, int]:
 
 
 def listed(conn: Connection, namespace: str | None, name: str | None = None) -> list[dict[str, Any]]:
-    """Pools as REST answers them, with their backends and live counts of active rollouts."""
+    """Return pools as the REST API presents them, with backends and live counts of active rollouts."""
     query = sa.select(pools).order_by(pools.c.id)
     if namespace is not None:
         query = query.where(pools.c.namespace == namespace)
@@ -338,7 +338,7 @@ def _document(pool: PoolRow, rows: Sequence[BackendRow], active: dict[str, int])
 
 
 def _backend(row: BackendRow, active: int) -> dict[str, Any]:
-    """A BackendStatus; what is not known (yet) is left out."""
+    """Return a BackendStatus without the values that are not known yet."""
     message = row.message
     if not message and row.weights != "Current":
         message = row.weights_message

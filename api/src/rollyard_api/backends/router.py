@@ -1,10 +1,11 @@
-"""Choosing a backend for a rollout: pure, over counts of active rollouts and measured speeds.
+"""Choose a backend for a rollout, from counts of active rollouts and measured speeds alone.
 
-A min-heap keyed by (active + 1) / relative speed: the shortest expected delay, so that backends
-of different speeds fill in proportion to them. A rollout stays on its backend (prefix cache), and
-the samples of a group share one, while the load there stays within a bound, as in consistent
-hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2018): without one, a backend drowns.
-The last rollouts of the queue wait for a place on a faster backend where they end sooner so.
+The router keeps a min-heap keyed by (active + 1) / relative speed, which is the shortest expected
+delay, so backends of different speeds fill in proportion to them. A rollout stays on its backend
+(prefix cache), and the samples of a group share one, while the load there stays within a bound, as in
+consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2018). Without a bound, a backend
+could be overloaded. The last rollouts of the queue wait for a place on a faster backend if they end
+sooner that way.
 """
 
 from __future__ import annotations
@@ -16,38 +17,38 @@ from dataclasses import dataclass, field, replace
 from rollyard_api.backends.run_estimates import Pace, Place, worth_waiting
 
 BOUND = 1.25
-"""The samples of a group stay together while their backend has at most this multiple of its fair share."""
+"""A group's samples stay together while their backend has at most this multiple of its fair share."""
 OWN_BOUND = 2.0
-"""Likewise a rollout on its own backend, whose cache holds more than the group's prompt."""
+"""The same multiple for a rollout on its own backend, whose cache holds more than the group's prompt."""
 MIN_RELATIVE_SPEED = 1 / 16
-"""Floor beside the fastest: a backend that was measured slow once must get rollouts to be measured again."""
+"""The floor of relative speeds, so that a backend once measured slow is given rollouts and measured again."""
 _EVEN = 0.5
-"""Backends at least this fast, beside the fastest, take a whole group beyond their fair share."""
+"""Backends of at least this speed relative to the fastest take a whole group beyond their fair share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One eligible server and how many rollouts it holds now."""
+    """One eligible server and the number of rollouts that it holds now."""
 
     url: str
     policy_version: str = ""
     active: int = 0
     speed: float | None = None
-    """Sampled tokens per second of a rollout's model time; None: not measured yet."""
+    """The sampled tokens per second of a rollout's model time, or None if not measured yet."""
     policy_index: int = 0
     pace: Pace | None = None
-    """What completed Runs have shown lately; None: nothing."""
+    """What recently completed Runs have shown, or None if nothing is known."""
     quiet: float = 0.0
-    """Seconds since a rollout last began there."""
+    """The seconds since a rollout last began on the backend."""
 
 
 def eligible(*, ready: bool, weights: str, circuit: str, draining: bool, paused: bool) -> bool:
-    """Whether a backend may be given rollouts: columns of its row, and `paused` of its pool's."""
+    """Return whether a backend may get rollouts, from columns of its row and its pool's `paused`."""
     return ready and weights == "Current" and circuit == "Closed" and not draining and not paused
 
 
 def relative_speeds(backends: Iterable[Backend]) -> dict[str, float]:
-    """Each backend's speed beside the fastest one's, in (0, 1]; the mean for those not measured."""
+    """Return each backend's speed relative to the fastest, in (0, 1]; unmeasured ones get the mean."""
     speeds = {backend.url: backend.speed for backend in backends}
     known = [speed for speed in speeds.values() if speed is not None and speed > 0]
     if not known:
@@ -58,14 +59,14 @@ def relative_speeds(backends: Iterable[Backend]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Router:
-    """One pool's eligible backends while a batch of leases is being given out."""
+    """A pool's eligible backends while a batch of leases is being granted."""
 
     max_active: int
     backends: dict[str, Backend]
     reserved: int = 0
-    """Places that are kept for rollouts whose backend is gone: they hold a sandbox and tokens already."""
+    """The places kept for rollouts whose backend is gone, because those already hold a sandbox and tokens."""
     waiting: int | None = None
-    """Rollouts that are still to come, those before Run included; None: many, or nobody counted."""
+    """The rollouts still to come, including those before Run, or None if there are many or not counted."""
     active: dict[str, int] = field(init=False)
     _speeds: dict[str, float] = field(init=False)
     _speed_sum: float = field(init=False)
@@ -84,24 +85,24 @@ class Router:
     def of(
         cls, max_active: int, backends: Iterable[Backend], reserved: int = 0, waiting: int | None = None
     ) -> Router:
-        """A router over these backends, at most `max_active` rollouts on each."""
+        """Return a router over these backends, with at most `max_active` rollouts on each."""
         return cls(max_active, {backend.url: backend for backend in backends}, reserved, waiting)
 
     def copy(self) -> Router:
-        """Another router that begins where this one does, or did before its first choice."""
+        """Return another router in the state that this one had before its first choice."""
         return replace(self)
 
     @property
     def free(self) -> int:
-        """How many more rollouts the pool takes from the queue."""
+        """The number of further rollouts that the pool takes from the queue."""
         places = sum(max(0, self.max_active - count) for count in self.active.values())
         return max(0, places - self.reserved)
 
     def bound(self, url: str, together: int, factor: float = BOUND) -> float:
-        """Rollouts up to which a sticky choice may load the backend, the one to be placed included.
+        """Return the load up to which a sticky choice may fill the backend, including the rollout to place.
 
-        `factor` times its fair share by speed, or the fair share and as much as a pool whose loads
-        are even needs to take `together` rollouts of one group on one backend:
+        It is `factor` times the backend's fair share by speed, or the fair share plus as much as a pool with
+        even loads needs to take `together` rollouts of one group on one backend, whichever is larger:
         n = share·T + k grows beyond its share of T + k by k·(1 - share).
         """
         share = self._speeds[url] / self._speed_sum
@@ -112,16 +113,16 @@ class Router:
     def choose(
         self, own: str | None, group: str | None, *, together: int = 1, avoid: str | None = None
     ) -> Backend | None:
-        """The backend for one more rollout, counted from now on; None when all are full.
+        """Choose the backend for one more rollout and count it from now on.
 
-        Or, with `waiting`, when it ends sooner if it waits for a faster one; a rollout that has
-        been somewhere is not made to wait.
+        Return None if all are full or, with `waiting`, if the rollout ends sooner when it waits for a faster
+        backend. A rollout that has had a backend before is never made to wait.
 
         Args:
-            own: where the rollout was before; kept while the load there stays within its bound.
-            group: where its group's other samples are; kept likewise.
-            together: unfinished rollouts of its group.
-            avoid: where its last attempt failed; taken only if no other has room.
+            own: The rollout's previous backend, which is kept while the load there stays within its bound.
+            group: The backend of the group's other samples, which is kept in the same way.
+            together: The number of unfinished rollouts of the group.
+            avoid: The backend where the last attempt failed. It is chosen only if no other has room.
         """
         fresh = own is None and avoid is None
         for url, factor in ((own, OWN_BOUND), (group, BOUND)):
@@ -132,7 +133,7 @@ class Router:
         return self._least(avoid, fresh)
 
     def horizon(self, batch: int) -> int:
-        """How many waiting rollouts may matter to the next `batch` choices; 0: none, whatever waits."""
+        """Return how many waiting rollouts may matter to the next `batch` choices; 0 means that none do."""
         places = {url: self._place(url) for url in self.active}
         reach = 0.0
         for url, place in places.items():
@@ -167,9 +168,9 @@ class Router:
         while self._heap and chosen is None:
             key, url = self._heap[0]
             if self.active[url] >= self.max_active:
-                heapq.heappop(self._heap)  # counts only grow while a router lives
+                heapq.heappop(self._heap)  # Counts only grow while a router is in use.
             elif key != self._key(url):
-                # A stale entry: the backend was taken since; its present load is pushed again.
+                # The entry is stale because the backend was chosen since; its current load is pushed again.
                 heapq.heapreplace(self._heap, (self._key(url), url))
             elif url == avoid:
                 avoided = heapq.heappop(self._heap)

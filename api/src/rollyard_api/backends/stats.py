@@ -1,6 +1,6 @@
-"""What backends say of themselves: `/metrics` of every one, read every few seconds.
+"""Read the statistics of every backend from its `/metrics` every few seconds.
 
-The prefix cache's counters become a hit rate over a sliding window; a server that restarts counts
+The counters of the prefix cache become a hit rate over a sliding window. A restarted server counts
 from 0 again.
 """
 
@@ -27,24 +27,24 @@ from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.schema import backends
 
 WINDOW_SECONDS = 300.0
-"""The prefix cache's hit rate is taken over so many seconds."""
+"""The length in seconds of the window of the prefix cache's hit rate."""
 READ_SECONDS = 2.0
-"""A server must give its metrics within this time."""
+"""The time within which a server must return its metrics, in seconds."""
 MAX_AT_ONCE = 32
 MATERIAL_HIT_RATE = 0.005
-"""Smaller changes are not written."""
+"""The smallest change of the hit rate that is written."""
 _MAX_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
 class Window:
-    """Growth of the two counters over the last WINDOW_SECONDS."""
+    """The growth of the two counters over the last WINDOW_SECONDS."""
 
     _steps: deque[tuple[float, float, float]] = field(default_factory=deque)
     _last: tuple[float, float] | None = None
 
     def add(self, now: float, queries: float, hits: float) -> None:
-        """Take a reading; less than before means that the server was restarted."""
+        """Add a reading. Lower counters than before mean that the server was restarted."""
         if self._last is not None:
             before = self._last if queries >= self._last[0] and hits >= self._last[1] else (0.0, 0.0)
             if queries > before[0]:
@@ -55,13 +55,13 @@ class Window:
 
     @property
     def rate(self) -> float | None:
-        """Hits per query in [0, 1]; None while nothing was asked."""
+        """The hits per query in [0, 1], or None without queries."""
         queries = sum(step[1] for step in self._steps)
         return min(1.0, sum(step[2] for step in self._steps) / queries) if queries else None
 
 
 def document(read: ServerMetrics, rate: float | None) -> dict[str, Any]:
-    """The fields of BackendStatus that a reading and the cache's hit rate give."""
+    """Return the fields of BackendStatus that follow from a reading and the cache's hit rate."""
     fields: dict[str, Any] = {}
     if read.running is not None:
         fields["runningRequests"] = int(read.running)
@@ -73,7 +73,7 @@ def document(read: ServerMetrics, rate: float | None) -> dict[str, Any]:
 
 
 def material(before: dict[str, Any] | None, after: dict[str, Any] | None) -> bool:
-    """Whether the change is worth a write."""
+    """Return whether the change is worth a write."""
     if before is None or after is None or before.keys() != after.keys():
         return before != after
     drift = abs(before.get("prefixCacheHitRate", 0.0) - after.get("prefixCacheHitRate", 0.0))
@@ -101,7 +101,7 @@ class Poller:
     _windows: dict[str, Window] = field(default_factory=dict)
 
     async def poll(self, database: Database, transport: Transport) -> None:
-        """One round; what changed is written in one transaction."""
+        """Read all metrics once, and write the changes in one transaction."""
         rows = await database.read(_rows)
         urls = sorted({row.url for row in rows if row.ready})
         self._windows = {url: self._windows.get(url) or Window() for url in {row.url for row in rows}}

@@ -1,8 +1,9 @@
-"""How fast each backend samples: moving averages of completed Runs, written every few seconds.
+"""Measure how fast each backend samples, as moving averages of completed Runs.
 
-Sampled tokens per second of model time, and of the whole Run, as a rollout sees it: batching,
-queues and load included. That falls with the load, so the load is kept beside it.
-Gathered in memory after each commit, so that no completion pays for it.
+The averages are the sampled tokens per second of model time and of the whole Run, as a rollout sees
+them, with batching, queues and load included. They fall with the load, so the load is kept with them.
+They are gathered in memory after each commit and written every few seconds, so no completion pays for
+it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from rollyard_api.storage.database import Database, Measured, Transaction
 from rollyard_api.storage.schema import backends
 
 MIN_TOKENS = 16
-"""Fewer tokens of one rollout say more of the round trip than of the speed."""
+"""The fewest tokens that are measured, since fewer show the round trip rather than the speed."""
 MAX_LOADS = 10_000
-"""Backends whose load is kept; one that is forgotten is counted again at the next lease."""
+"""The number of backends whose load is kept. Forgotten ones are counted again at the next lease."""
 WEIGHT = 0.1
-"""The weight of one rollout in the moving average; k rollouts together weigh 1 - 0.9^k."""
+"""The weight of one rollout in the moving average; k rollouts together have the weight 1 - 0.9^k."""
 
 
 def _averaged(name: str) -> sa.Case[float]:
@@ -52,21 +53,21 @@ class _Sum:
 
 @dataclass(slots=True)
 class Speeds:
-    """What has been measured since the last write, by URL."""
+    """The measurements since the last write, by URL."""
 
     _sums: dict[str, _Sum] = field(default_factory=dict)
     _loads: dict[str, int] = field(default_factory=dict)
 
     def add(self, measured: Iterable[Measured], loads: Mapping[str, int] | None = None) -> None:
-        """Take what completed Runs showed; tiny samples are left out.
+        """Add the measurements of completed Runs, except tiny ones.
 
         Args:
-            measured: of each Run.
-            loads: active rollouts by backend, where they were just counted: when Run was leased.
+            measured: The measurement of each Run.
+            loads: The active rollouts by backend, if they were just counted, which is when Run is leased.
         """
         if loads:
             if len(self._loads) > MAX_LOADS:
-                self._loads.clear()  # most are of servers that are gone
+                self._loads.clear()  # Most are loads of servers that are gone.
             self._loads.update(loads)
         for url, tokens, seconds, run_seconds in measured:
             if tokens < MIN_TOKENS or not (seconds > 0 and math.isfinite(seconds)):
@@ -79,7 +80,7 @@ class Speeds:
             entry.rollouts += 1
 
     def take(self) -> list[dict[str, float | str]]:
-        """What was gathered, as parameters of the update; emptied."""
+        """Return what was gathered, as parameters of the update, and clear it."""
         sums, self._sums = self._sums, {}
         return [
             {
@@ -94,7 +95,7 @@ class Speeds:
         ]
 
     async def write(self, database: Database) -> None:
-        """Fold what was gathered into the backends' rows; nothing is written when there is none."""
+        """Fold what was gathered into the backends' rows. Nothing is written if there is nothing."""
         gathered = self.take()
         if gathered:
 

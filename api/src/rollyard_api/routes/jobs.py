@@ -209,7 +209,7 @@ async def list_jobs(
     omit: Literal["", "tasks"] = "",
     finished: bool | None = None,
 ) -> Response:
-    """List the jobs of one namespace, or of all; `metadata.continue` is given if there are more.
+    """List the jobs of one namespace, or of all. `metadata.continue` is the `continue` of the next page.
 
     `finished=false` selects the jobs that a driver has to handle: they have unfinished rollouts, an open
     stream, or an object that is to be deleted. `finished=true` selects those that have ended.

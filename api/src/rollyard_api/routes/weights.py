@@ -57,7 +57,7 @@ async def _require(
     """Check that the ready servers support the requested mode.
 
     Args:
-        labels: Whether rollouts continue over the update, so servers must label the tokens after it.
+        labels: Whether rollouts continue over the update, so servers must report which tokens came after it.
 
     Raises:
         Conflict: A server lacks support; the message names it.

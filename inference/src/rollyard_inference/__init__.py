@@ -1,1 +1,1 @@
-"""The protocol of inference servers shaped like vLLM or SGLang: health, sampling, weights, metrics."""
+"""The protocol of inference servers that resemble vLLM or SGLang: health, sampling, weights and metrics."""

@@ -1,4 +1,4 @@
-"""What one server can do, found out by asking it."""
+"""The capabilities of one server, which are determined by sending requests to it."""
 
 from __future__ import annotations
 
@@ -17,54 +17,61 @@ Shape = Literal["vllm", "sglang"]
 
 PROBE_SECONDS: Final = 10.0
 FIRST_LABEL: Final = "default"
-"""What servers call the weights that they were started with (vLLM 0.32, SGLang 0.5)."""
+"""The label that servers give to the weights that they were started with (vLLM 0.32, SGLang 0.5)."""
 _MAX_BYTES: Final = 8 << 20
-_WEIGHT_INFO: Final = "/weight_info"  # vLLM's
-_MODEL_INFO: Final = ("/model_info", "/get_model_info")  # SGLang's; the second is the older name
+_WEIGHT_INFO: Final = "/weight_info"  # This is the path of vLLM.
+# These are the paths of SGLang; the second is the older name.
+_MODEL_INFO: Final = ("/model_info", "/get_model_info")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightInfo:
-    """What a server says of its weights."""
+    """What a server reports about its weights."""
 
     path: str | None = None
-    """Path of the call that says it; None: the server has none."""
+    """The path of the call that reports it, or None if the server has no such call."""
     label: str | None = None
-    """The weight version; None where the server does not say."""
+    """The weight version, or None if the server does not say."""
     folder: str | None = None
-    """The folder that they were loaded from, where the server says it."""
+    """The folder that the weights were loaded from, if the server says it."""
 
     @property
     def shape(self) -> Shape:
-        """The protocol of the server, as far as this shows: vLLM's unless it answers like SGLang."""
+        """The protocol of the server, as far as this shows.
+
+        It is vLLM's unless the server answers like SGLang.
+        """
         return "sglang" if self.path in _MODEL_INFO else "vllm"
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a server said about itself."""
+    """What a server reported about itself."""
 
     call: SamplingCall
     """The call that samples."""
     models: Mapping[str, ServedModel] | None
-    """By name; None where the server does not list them."""
+    """The models by name, or None if the server does not list them."""
     weights: WeightInfo
     reports_pause: bool
-    """The server has `/is_paused`."""
+    """Whether the server has `/is_paused`."""
 
     def serves(self, name: str) -> bool:
-        """Whether the server lists a model, or lists none at all."""
+        """Return whether the server lists a model, or lists no models at all."""
         return self.models is None or name in self.models or self._renamed is not None
 
     def model(self, name: str) -> ServedModel:
-        """What is known of a model."""
+        """Return what is known of a model."""
         renamed = self._renamed
         if self.models is not None and name in self.models:
             return self.models[name]
         return ServedModel(name) if renamed is None else replace(renamed, name=name)
 
     def limit(self, name: str) -> int | None:
-        """Context length of a model in tokens: its own, or its base model's."""
+        """Return the context length of a model in tokens, or that of its base model.
+
+        The result is None if the server reports neither.
+        """
         model = self.model(name)
         if model.max_model_len is None and model.parent is not None:
             model = self.model(model.parent)
@@ -76,23 +83,30 @@ class Capabilities:
 
 
 def renamed_model(models: Mapping[str, ServedModel], weights: WeightInfo) -> ServedModel | None:
-    """The model of a SGLang server after an update; SGLang names it by the folder it was loaded from."""
+    """Return the model of an SGLang server whose weights were updated, or None for any other server.
+
+    After an update, SGLang names the model by the folder that it was loaded from.
+    """
     updated = weights.shape == "sglang" and weights.label not in (None, FIRST_LABEL)
     return models.get(weights.folder) if updated and weights.folder is not None else None
 
 
 async def probe(transport: Transport, url: str, seconds: float = PROBE_SECONDS) -> Capabilities:
-    """Ask a server what it has. No request samples anything, so a paused server answers too.
+    """Determine what a server can do.
 
-    A call is there if an empty request to it is refused for what it lacks, rather than with 403
-    (vLLM without `--enable-scale-out`), 404, 405 or 501.
+    No request samples anything, so a paused server answers, too. A call exists if an empty request to it is
+    refused for what the request lacks, rather than with 403 (vLLM without `--enable-scale-out`), 404, 405 or
+    501.
 
     Args:
-        seconds: for each of the requests, of which there are at most nine.
+        transport: Sends the requests.
+        url: The base URL of the server.
+        seconds: The time limit of each request. There are at most nine requests.
 
     Raises:
-        BackendUnavailable: no answer, or an error that says nothing about the call.
-        BackendMismatch: the server has none of the calls that give token ids.
+        BackendUnavailable: The server did not answer, or answered with an error that says nothing about the
+            call.
+        BackendMismatch: The server has none of the calls that return token ids.
     """
     url = base_url(url)
     models = await served_models(transport, url, seconds)
@@ -111,7 +125,7 @@ async def probe(transport: Transport, url: str, seconds: float = PROBE_SECONDS) 
     try:
         status, _ = await get(transport, url + "/is_paused", seconds)
     except BackendUnavailable:
-        # The server's engine may load weights and answer nothing meanwhile; the other calls did answer.
+        # The server's engine may be loading weights and answer nothing meanwhile; the other calls did answer.
         status = 200
     return Capabilities(call, models, weights, reports_pause=status == 200)
 
@@ -119,10 +133,10 @@ async def probe(transport: Transport, url: str, seconds: float = PROBE_SECONDS) 
 async def served_models(
     transport: Transport, url: str, seconds: float = PROBE_SECONDS
 ) -> dict[str, ServedModel] | None:
-    """The models of `/v1/models` by name; None where the server does not list them.
+    """Return the models of `/v1/models` by name, or None if the server does not list them.
 
     Raises:
-        BackendUnavailable: no answer, or the server failed.
+        BackendUnavailable: The server did not answer, or failed.
     """
     status, body = await get(transport, base_url(url) + "/v1/models", seconds)
     if status >= 500 or status == 429:
@@ -145,10 +159,10 @@ async def served_models(
 
 
 async def weight_info(transport: Transport, url: str, seconds: float = PROBE_SECONDS) -> WeightInfo:
-    """Ask a server for the label of its weights, in the calls of vLLM and of SGLang.
+    """Request the label of a server's weights, by the calls of vLLM and of SGLang.
 
     Raises:
-        BackendUnavailable: no answer.
+        BackendUnavailable: The server did not answer.
     """
     for path in (_WEIGHT_INFO, *_MODEL_INFO):
         status, body = await get(transport, base_url(url) + path, seconds)
@@ -163,17 +177,19 @@ async def weight_info(transport: Transport, url: str, seconds: float = PROBE_SEC
 
 
 async def get(transport: Transport, url: str, seconds: float = PROBE_SECONDS) -> tuple[int, Any]:
-    """Status and JSON (None where it is none) of a call that answers at once.
+    """Return the status and the JSON of a call that answers immediately.
+
+    The JSON is None if the answer is not JSON.
 
     Raises:
-        BackendUnavailable: no answer within `seconds`.
+        BackendUnavailable: The server did not answer within `seconds`.
     """
     reply = await transport.request("GET", url, seconds=seconds, limit=_MAX_BYTES)
     return reply.status, json_or_none(reply)
 
 
 def label_in(body: object) -> str | None:
-    """The weight version in an answer of `/weight_info` or `/model_info`."""
+    """Return the weight version in an answer of `/weight_info` or `/model_info`, or None if there is none."""
     label = body.get("weight_version") if isinstance(body, dict) else None
     return None if label is None else str(label)
 

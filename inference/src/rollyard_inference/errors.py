@@ -1,7 +1,7 @@
-"""The exceptions of this package: one tree, each class with a stable `reason`.
+"""The exceptions of this package. They form one tree, and each class has a stable `reason`.
 
-All of them are failures of the infrastructure, except `ContextOverflow`: a prompt that is too long is the
-policy's own doing.
+All of them are failures of the infrastructure, except `ContextOverflow`: a prompt that is too long is caused
+by the policy itself.
 """
 
 from __future__ import annotations
@@ -10,43 +10,50 @@ from typing import ClassVar
 
 
 class BackendError(Exception):
-    """Base of everything that can go wrong with an inference server."""
+    """The base class of everything that can go wrong with an inference server."""
 
     reason: ClassVar[str] = "BackendError"
-    """CamelCase, stable: it becomes a failure's or a condition's reason."""
+    """A stable word in CamelCase, which becomes the reason of a failure or of a condition."""
     retryable: ClassVar[bool] = True
     """Whether the same request may succeed later, or on another server."""
 
 
 class BackendUnavailable(BackendError):
-    """The server cannot be reached, or gave no answer in time, or answered that it failed."""
+    """The server cannot be reached, did not answer in time, or answered that it failed."""
 
     reason = "BackendUnavailable"
 
     def __init__(self, message: str, *, overloaded: bool = False, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.overloaded = overloaded
-        """The server answered that it has too much to do, which is no sign of a broken server."""
+        """Whether the server answered that it has too much to do. This does not indicate that the server is
+        broken."""
         self.retry_after = retry_after
-        """Seconds to wait, where the server says how many."""
+        """The seconds to wait before the next attempt, or None if the server did not say."""
 
 
 class NotListening(BackendUnavailable):
-    """No connection to the server can be made: nothing listens at its address, or nothing can reach it."""
+    """No connection to the server can be made.
+
+    Either nothing listens at its address, or the address cannot be reached.
+    """
 
 
 class ServerFailed(BackendUnavailable):
-    """The server answered that it failed: 5xx, 408, 409, 425 or 429."""
+    """The server answered that it failed, with status 5xx, 408, 409, 425 or 429."""
 
 
 class BackendMismatch(BackendError):
-    """An answer contradicts the request or itself: other prompt ids, unequal lengths, impossible logprobs."""
+    """An answer contradicts the request or itself.
+
+    Examples are other prompt ids, unequal lengths and impossible log-probabilities.
+    """
 
     reason = "BackendMismatch"
 
 
 class ModelNotServed(BackendMismatch):
-    """The server serves another model; the message names both."""
+    """The server serves another model. The message names both."""
 
     reason = "ModelNotServed"
 
@@ -59,7 +66,7 @@ class BackendRefused(BackendError):
 
 
 class NoSuchCall(BackendError):
-    """The server does not have this call (vLLM has some only with VLLM_SERVER_DEV_MODE=1)."""
+    """The server does not have this call. vLLM has some calls only with VLLM_SERVER_DEV_MODE=1."""
 
     reason = "NoSuchCall"
 
@@ -72,15 +79,18 @@ class ContextOverflow(BackendRefused):
     def __init__(self, message: str, limit: int | None = None) -> None:
         super().__init__(message)
         self.limit = limit
-        """Tokens of prompt and answer together, where the server says so."""
+        """The maximum number of prompt and answer tokens together, or None if the server did not say."""
 
 
 class WeightsChanged(BackendError):
-    """The weights changed during a request whose answer does not say which tokens came before."""
+    """The weights changed during a request.
+
+    The answer does not say which tokens were sampled before the change.
+    """
 
     reason = "WeightsChanged"
 
     def __init__(self, message: str, discarded: int) -> None:
         super().__init__(message)
         self.discarded = discarded
-        """Number of sampled tokens that were thrown away."""
+        """The number of sampled tokens that were discarded."""

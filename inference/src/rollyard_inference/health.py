@@ -1,6 +1,6 @@
-"""Whether a server can be used: it lives, serves the model, and samples.
+"""Checks of whether a server can be used: it runs, serves the model, and samples.
 
-`/health` of vLLM only says that the engine's process lives, so a first request is made and checked.
+`/health` of vLLM says only that the process of the engine runs, so a first request is sent and checked.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from rollyard_inference.sampling.request import Sampling
 from rollyard_inference.transports.interface import Transport, base_url
 
 _PROMPT: Final = (1,)
-"""An id that every vocabulary holds."""
+"""A prompt of one id, which every vocabulary contains."""
 _FIRST: Final = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=1, seed=0)
 _MAX_BYTES: Final = 1 << 20
 
 
 async def check_alive(transport: Transport, url: str, seconds: float) -> None:
-    """Ask for `/health`.
+    """Request `/health` and check the answer.
 
     Raises:
-        BackendError: no answer, or another status than 200.
+        BackendError: The server did not answer, or answered with a status other than 200.
     """
     address = f"{base_url(url)}/health"
     reply = await transport.request("GET", address, seconds=seconds, limit=_MAX_BYTES)
@@ -31,11 +31,11 @@ async def check_alive(transport: Transport, url: str, seconds: float) -> None:
 
 
 async def check_model(transport: Transport, url: str, model: str, seconds: float) -> None:
-    """Look for a model in `/v1/models`.
+    """Check that `/v1/models` contains a model.
 
     Raises:
-        ModelNotServed: it is not among the served ones.
-        BackendError: no answer, or no list of models.
+        ModelNotServed: The model is not among the served ones.
+        BackendError: The server did not answer, or did not answer with a list of models.
     """
     served = await served_models(transport, url, seconds)
     if served is None:
@@ -47,16 +47,19 @@ async def check_model(transport: Transport, url: str, model: str, seconds: float
 
 
 async def first_request(transport: Transport, url: str, model: str, seconds: float) -> str | None:
-    """Sample one token, as workers do, with every check of its answer.
+    """Sample one token in the same way as workers do, with every check of the answer.
 
     Args:
-        seconds: for the request; each of the probes before it has `PROBE_SECONDS` at most.
+        transport: Sends the requests.
+        url: The base URL of the server.
+        model: The name of the model.
+        seconds: The time limit of the request. Each of the probes before it may take `PROBE_SECONDS` at most.
 
     Returns:
-        The label of the weights that sampled it; None where the server does not say.
+        The label of the weights that sampled the token, or None if the server does not say.
 
     Raises:
-        BackendError: the server does not sample one token with its log-probability.
+        BackendError: The server does not sample one token with its log-probability.
     """
     can = await probe(transport, url, min(seconds, PROBE_SECONDS))
     if not can.serves(model):
@@ -76,9 +79,9 @@ async def first_request(transport: Transport, url: str, model: str, seconds: flo
 
 
 async def weight_label(transport: Transport, url: str, seconds: float) -> str | None:
-    """The label of a server's weights; None where it does not say.
+    """Return the label of a server's weights, or None if the server does not say.
 
     Raises:
-        BackendUnavailable: no answer.
+        BackendUnavailable: The server did not answer.
     """
     return (await weight_info(transport, url, seconds)).label

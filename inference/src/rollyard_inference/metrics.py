@@ -1,6 +1,6 @@
-"""What servers say of themselves in `/metrics`, under vLLM's names and under SGLang's.
+"""The numbers that servers report in `/metrics`, under the names of vLLM and of SGLang.
 
-The embedded engine has vLLM's names.
+The embedded engine uses vLLM's names.
 """
 
 from __future__ import annotations
@@ -27,22 +27,26 @@ _SAMPLE: Final = re.compile(rb"^(%s)(?:\{[^\n]*\})?[ \t]+([^\s]+)" % b"|".join(_
 
 @dataclass(frozen=True, slots=True)
 class ServerMetrics:
-    """One reading, each number summed over its labels (one for each engine of a server); None: not there."""
+    """One reading of a server's metrics.
+
+    Each number is the sum over its labels, of which a server has one for each engine. It is None if the
+    server does not report it.
+    """
 
     running: float | None = None
-    """Requests that are computed."""
+    """The number of requests that are being computed."""
     waiting: float | None = None
-    """Requests in the server's queue."""
+    """The number of requests in the server's queue."""
     prefix_queries: float | None = None
-    """Prompt tokens that were looked up in the prefix cache since the server's start."""
+    """The number of prompt tokens that were looked up in the prefix cache since the server started."""
     prefix_hits: float | None = None
-    """Those of them that were found there."""
+    """The number of those tokens that were found in the prefix cache."""
 
 
 def parse(text: bytes) -> ServerMetrics:
-    """Read an exposition in Prometheus's text format.
+    """Return the metrics in an exposition in Prometheus's text format.
 
-    Only the lines above are looked at: the whole text of a vLLM server is some 60 KB.
+    Only the metrics listed above are read, because the whole text of a vLLM server is about 60 KB.
     """
     found: defaultdict[str, float] = defaultdict(float)
     for match in _SAMPLE.finditer(text):

@@ -1,4 +1,4 @@
-"""What the status and the content of an answer mean. Nothing here does I/O."""
+"""The meaning of the status and the content of an answer. Nothing in this module does I/O."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from rollyard_inference.errors import (
 from rollyard_inference.transports.interface import Reply
 
 NO_SUCH_CALL: Final = frozenset({403, 404, 405, 501})
-"""How servers answer a call that they do not have (vLLM without `--enable-scale-out` answers 403)."""
-_ERROR_TEXT: Final = 500  # characters of an error answer that are worth repeating
+"""The statuses with which servers answer a call that they do not have. vLLM without `--enable-scale-out`
+answers 403."""
+_ERROR_TEXT: Final = 500  # The number of characters of an error answer that are quoted.
 _TRANSIENT: Final = frozenset({408, 409, 425, 429})
 _CONTEXT = re.compile(
     r"maximum (?:context|model|sequence|input) length|context length|context window|maximum prompt length"
     r"|max_model_len|max_total_tokens|prompt is too long|too many (?:input |prompt )?tokens"
-    # We ask for one token at least; what is left of it is none where the prompt fills the context.
+    # Every request asks for at least one token. If the prompt fills the context, nothing is left of that
+    # number.
     r"|max_tokens must be at least 1, got (?:0|-\d+)",
     re.IGNORECASE,
 )
@@ -41,12 +43,14 @@ def require_ok(call: str, reply: Reply) -> None:
     """Check that the status is 200.
 
     Args:
-        call: the request in words, for messages.
+        call: The request in words, for messages.
+        reply: The answer.
 
     Raises:
-        ServerFailed: 5xx, 408, 409, 425 or 429; `overloaded` with 429, and with 503 that has a Retry-After.
-        BackendMismatch: a redirect, or another 2xx.
-        BackendRefused: another 4xx.
+        ServerFailed: The status is 5xx, 408, 409, 425 or 429. `overloaded` is set for 429, and for 503 with a
+            Retry-After.
+        BackendMismatch: The status is a redirect or another 2xx.
+        BackendRefused: The status is another 4xx.
     """
     status = reply.status
     if status == 200:
@@ -70,10 +74,12 @@ def require_call(call: str, reply: Reply, hint: str = "") -> None:
     """Check that the server has the call at all.
 
     Args:
-        hint: what would give it that call, for the message.
+        call: The request in words, for messages.
+        reply: The answer.
+        hint: What would enable the call on the server, for the message.
 
     Raises:
-        NoSuchCall: 403, 404, 405 or 501.
+        NoSuchCall: The status is 403, 404, 405 or 501.
     """
     if reply.status in NO_SUCH_CALL:
         more = f"; {hint}" if hint else ""
@@ -81,13 +87,13 @@ def require_call(call: str, reply: Reply, hint: str = "") -> None:
 
 
 def sampled(call: str, reply: Reply) -> object:
-    """The JSON of the answer to a sampling request.
+    """Return the JSON of the answer to a sampling request.
 
     Raises:
-        ModelNotServed: the server has no such model.
-        ContextOverflow: the prompt does not fit.
-        BackendMismatch: the answer is not JSON.
-        ServerFailed, BackendMismatch, BackendRefused: see `require_ok`.
+        ModelNotServed: The server has no such model.
+        ContextOverflow: The prompt does not fit into the context.
+        BackendMismatch: The answer is not JSON.
+        ServerFailed, BackendMismatch, BackendRefused: See `require_ok`.
     """
     status = reply.status
     if status in (400, 404, 413, 422):
@@ -107,7 +113,7 @@ def sampled(call: str, reply: Reply) -> object:
 
 
 def json_or_none(reply: Reply) -> Any:
-    """The JSON of an answer; None where it is none."""
+    """Return the JSON of an answer, or None if the answer is not JSON."""
     try:
         return orjson.loads(reply.content)
     except orjson.JSONDecodeError:
@@ -115,7 +121,10 @@ def json_or_none(reply: Reply) -> Any:
 
 
 def _message(content: bytes) -> str:
-    """The message of an error in OpenAI's or FastAPI's form; empty for any other."""
+    """Return the message of an error in the form of OpenAI or FastAPI.
+
+    The result is empty for any other form.
+    """
     try:
         body: Any = orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -129,7 +138,7 @@ def _message(content: bytes) -> str:
 
 
 def _seconds(text: str | None) -> float | None:
-    """A Retry-After in seconds; None without one, or where it is a date."""
+    """Return a Retry-After in seconds, or None if it is missing or a date."""
     try:
         seconds = float(text) if text is not None else math.nan
     except ValueError:

@@ -1,4 +1,7 @@
-"""The checks of an answer: whatever it lacks or contradicts raises `BackendMismatch` that names the place."""
+"""The checks of an answer.
+
+Anything that an answer lacks or contradicts raises `BackendMismatch`, whose message names the place.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from rollyard_inference.sampling.request import Answer, Sampling
 if TYPE_CHECKING:
     from rollyard_crds.trajectory import FinishReason
 
-LOGPROB_TOLERANCE: Final = 1e-3  # nats above 0 that rounding in reduced precision explains
+LOGPROB_TOLERANCE: Final = 1e-3  # This many nats above 0 can be explained by rounding in reduced precision.
 _FINISH: Final[dict[str, FinishReason]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -26,10 +29,11 @@ def checked_answer(
     sampling: Sampling,
     label: str | None = None,
 ) -> Answer:
-    """Build an answer from its parts.
+    """Return an answer that was built from its parts and checked.
 
     Raises:
-        BackendMismatch: unequal lengths, an impossible log-probability, too many tokens or none.
+        BackendMismatch: The lengths differ, a log-probability is impossible, or there are too many tokens or
+            none.
     """
     if len(values) != len(ids):
         raise BackendMismatch(f"{len(ids)} token_ids but {len(values)} logprobs")
@@ -46,7 +50,7 @@ def checked_answer(
 
 def _logprobs(values: Sequence[object]) -> tuple[float, ...]:
     floats = tuple(value for value in values if type(value) is float)
-    # Nearly always all is well, which is quicker to see of all at once; a NaN shows in the sum.
+    # Nearly all answers are valid, and it is faster to check all values together. A NaN shows in the sum.
     if len(floats) == len(values) and math.isfinite(sum(floats)) and max(floats, default=0.0) <= 0.0:
         return floats
     logprobs: list[float] = []
@@ -60,10 +64,10 @@ def _logprobs(values: Sequence[object]) -> tuple[float, ...]:
 
 
 def versions_of(ranges: object, count: int) -> tuple[str | None, ...] | None:
-    """One label a token from `[{version, start, end}]`; None where that says nothing.
+    """Return one label for each token from `[{version, start, end}]`, or None if that is missing or empty.
 
     Raises:
-        BackendMismatch: the ranges do not cover the `count` tokens one after the other.
+        BackendMismatch: The ranges do not cover the `count` tokens one after the other.
     """
     if ranges is None or ranges == []:
         return None
@@ -84,12 +88,12 @@ def versions_of(ranges: object, count: int) -> tuple[str | None, ...] | None:
 
 
 def same_prompt(echoed: object, sent: Sequence[int], what: str = "prompt_token_ids") -> None:
-    """Compare the prompt that a backend says it read with what was sent.
+    """Compare the prompt that a backend reports to have read with the one that was sent.
 
     Raises:
-        BackendMismatch: they differ.
+        BackendMismatch: The prompts differ.
     """
-    # Comparing their JSON is ten times as fast as checking the type of every id, and as strict.
+    # Comparing the JSON is ten times as fast as checking the type of every id, and equally strict.
     if isinstance(echoed, list) and orjson.dumps(echoed) == orjson.dumps(tuple(sent)):
         return
     ids = token_ids(echoed, what)
@@ -100,10 +104,10 @@ def same_prompt(echoed: object, sent: Sequence[int], what: str = "prompt_token_i
 
 
 def same_count(count: object, ids: Sequence[int], what: str) -> None:
-    """Compare a number of tokens that a backend reports with the ids that there are.
+    """Compare a number of tokens that a backend reports with the number of ids.
 
     Raises:
-        BackendMismatch: they differ.
+        BackendMismatch: The numbers differ.
     """
     if type(count) is not int or count != len(ids):
         raise BackendMismatch(f"{what} is {count!r} at the backend, there are {len(ids)} ids")

@@ -1,4 +1,4 @@
-"""A sampling request's parameters, its checked answer, and the interface of a call that samples."""
+"""The parameters of a sampling request, its checked answer, and the interface of a call that samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters of one request."""
+    """The parameters of one request."""
 
     temperature: float
     top_p: float
@@ -20,7 +20,7 @@ class Sampling:
     max_tokens: int
     seed: int
     allowed: tuple[int, ...] = ()
-    """Only these token ids; empty: all."""
+    """The only token ids that may be sampled. If it is empty, all ids are allowed."""
 
     def at_most(self, max_tokens: int) -> Sampling:
         return replace(self, max_tokens=max_tokens)
@@ -32,51 +32,55 @@ class ServedModel:
 
     name: str
     max_model_len: int | None = None
-    """Tokens of prompt and answer together; None where the backend does not say."""
+    """The maximum number of prompt and answer tokens together, or None if the backend does not say."""
     parent: str | None = None
-    """The base model, where this is a LoRA adapter."""
+    """The name of the base model, if this is a LoRA adapter."""
     logprobs_mode: str | None = None
-    """As vLLM names the modes, where the backend says it."""
+    """The mode of log-probabilities, in vLLM's terms, if the backend says it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A checked answer; the sequences are parallel (length n)."""
+    """A checked answer. Its sequences are parallel and have the same length n."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """In nats, of the sampled tokens."""
+    """The log-probabilities of the sampled tokens, in nats."""
     finish_reason: FinishReason
     versions: tuple[str | None, ...] | None
-    """Weight version of each token; None where the answer does not say."""
+    """The weight version of each token, or None if the answer does not say."""
     label: str | None = None
-    """Weight version at the answer's end, where the answer says that much only."""
+    """The weight version at the end of the answer, if the answer reports only that one."""
 
 
 class SamplingCall(Protocol):
-    """One call that takes token ids and gives token ids with log-probabilities."""
+    """A call that takes token ids and returns token ids with log-probabilities."""
 
     @property
     def path(self) -> str:
-        """Path of the call, after the base URL."""
+        """The path of the call, after the base URL."""
 
     def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-        """The request."""
+        """Return the body of the request."""
 
     def parse(self, answer: object, prompt: Sequence[int], sampling: Sampling) -> Answer:
-        """The checked answer.
+        """Return the checked answer.
 
         Raises:
-            BackendMismatch: something is missing, of another length, or impossible.
-            BackendRefused, BackendUnavailable: the answer is an error in the form of an answer.
+            BackendMismatch: Something is missing, has another length, or is impossible.
+            BackendRefused, BackendUnavailable: The answer has the form of an answer but reports an error.
         """
 
     def mode_probes(self, model: ServedModel, ids: tuple[int, int]) -> list[dict[str, Any]]:
-        """Requests of one token each, whose answers tell what log-probabilities are given.
+        """Return requests of one token each, whose answers show the kind of log-probabilities.
 
         Args:
-            ids: two different ids of the model's vocabulary.
+            model: The model to sample from.
+            ids: Two different ids of the model's vocabulary.
         """
 
     def mode(self, answers: Sequence[object], ids: tuple[int, int]) -> str:
-        """`raw_logprobs`, `processed_logprobs`, `temperature_logprobs` or `unknown`."""
+        """Return the kind of the log-probabilities in the answers to the probes.
+
+        It is `raw_logprobs`, `processed_logprobs`, `temperature_logprobs` or `unknown`.
+        """

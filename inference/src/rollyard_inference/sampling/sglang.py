@@ -1,17 +1,16 @@
-"""SGLang's native `/generate` with token ids in and out: pure translation, and every check.
+"""SGLang's native `/generate` with token ids in and out: a pure translation, with every check.
 
-Follows the documentation and the request and answer types of SGLang 0.5 (its "Native APIs" and
-"Sampling Parameters" pages, `GenerateReqInput`, `SamplingParams`): it was held against that
-contract only, never against a running server.
+It follows the documentation and the request and answer types of SGLang 0.5 (its "Native APIs" and "Sampling
+Parameters" pages, `GenerateReqInput`, `SamplingParams`). It was checked against that contract only, and never
+against a running server. These parts of the contract matter here:
 
-What matters here of that contract:
-- `meta_info.output_token_logprobs` is a list of `[logprob, token_id, text or null]`, one for each
-  sampled token, the end-of-turn token included; `output_ids` may lack that last one.
-- Log-probabilities are those after temperature and before top-p and top-k; a server started with
-  `SGLANG_RETURN_ORIGINAL_LOGPROB=1` gives those before temperature.
-- `meta_info.weight_version` is the label at the answer's end; later versions also give
-  `meta_info.weight_versions`, `[{version, start, end}]` as vLLM does.
-- `sampling_seed` has an effect only on servers started with `--enable-deterministic-inference`.
+- `meta_info.output_token_logprobs` is a list of `[logprob, token_id, text or null]`, with one entry for each
+  sampled token, the end-of-turn token included. `output_ids` may lack that last token.
+- Log-probabilities are those after temperature and before top-p and top-k. A server that was started with
+  `SGLANG_RETURN_ORIGINAL_LOGPROB=1` returns those before temperature.
+- `meta_info.weight_version` is the label at the answer's end. Later versions also return
+  `meta_info.weight_versions`, which is `[{version, start, end}]` as in vLLM.
+- `sampling_seed` has an effect only on servers that were started with `--enable-deterministic-inference`.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ from rollyard_inference.sampling.checks import (
 from rollyard_inference.sampling.request import Answer, Sampling, ServedModel
 
 _TEMPERATURES: Final = (1.0, 0.25)
-_SAME: Final = 0.01  # nats, of two logprobs of one token from two runs of the model
+# In nats. This is the tolerance for two logprobs of one token from two runs of the model.
+_SAME: Final = 0.01
 
 
 class SglangGenerate:
-    """`POST /generate`."""
+    """The call `POST /generate`."""
 
     path: Final = "/generate"
 
@@ -46,7 +46,8 @@ class SglangGenerate:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
-                # Said, because a server fills what is left out from the model's generation_config.json.
+                # These are sent because a server takes omitted values from the model's
+                # generation_config.json.
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
                 "max_new_tokens": sampling.max_tokens,
@@ -91,7 +92,11 @@ class SglangGenerate:
         return bodies
 
     def mode(self, answers: Sequence[object], ids: tuple[int, int]) -> str:
-        """The difference of two tokens' logprobs is divided by the temperature, or is not touched by it."""
+        """Return the kind of the log-probabilities in the answers to the probes.
+
+        The difference between the logprobs of two tokens is either divided by the temperature or not affected
+        by it.
+        """
         plain, sharp = (_difference(answer, ids) for answer in answers)
         if plain is None or sharp is None or abs(plain) <= 4 * _SAME:
             return "unknown"
@@ -102,7 +107,11 @@ class SglangGenerate:
 
 
 def _finish(meta: dict[str, Any]) -> dict[str, Any]:
-    """`meta_info.finish_reason`, unless it says that the request failed."""
+    """Return `meta_info.finish_reason`.
+
+    Raises:
+        BackendUnavailable, BackendRefused: The finish reason says that the request failed.
+    """
     finish = mapping(meta.get("finish_reason"), "meta_info.finish_reason")
     status = finish.get("status_code")
     if finish.get("type") == "abort" and isinstance(status, int):
@@ -122,7 +131,7 @@ def _pair(place: int, entry: object) -> tuple[object, object]:
 def _same_output(output: list[int], ids: list[int], finish: dict[str, Any]) -> None:
     if output == ids:
         return
-    # The token that ended the turn is trimmed from output_ids by some versions.
+    # Some versions trim the token that ended the turn from output_ids.
     if finish.get("type") == "stop" and output == ids[:-1] and finish.get("matched") == ids[-1]:
         return
     raise BackendMismatch(f"output_ids has {len(output)} ids that are not the {len(ids)} with logprobs")

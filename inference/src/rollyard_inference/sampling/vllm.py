@@ -1,7 +1,7 @@
-"""vLLM's two calls with token ids in and out: pure translation, and every check of an answer.
+"""vLLM's two calls with token ids in and out: a pure translation, with every check of an answer.
 
-`/inference/v1/generate` (vLLM with `--enable-scale-out`) also says which weight version sampled
-which token; `/v1/completions` with `return_token_ids` repeats the prompt's ids instead.
+`/inference/v1/generate` (vLLM with `--enable-scale-out`) also reports which weight version sampled which
+token. `/v1/completions` with `return_token_ids` repeats the prompt's ids instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _params(sampling: Sampling) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        # Said, because a server fills what is left out from the model's generation_config.json.
+        # These are sent because a server takes omitted values from the model's generation_config.json.
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "max_tokens": sampling.max_tokens,
@@ -49,9 +49,9 @@ def _mode_samplings(ids: tuple[int, int]) -> list[Sampling]:
 
 
 def _mode(answers: Sequence[Answer], ids: tuple[int, int]) -> str:
-    """From two tokens that were each the only one allowed.
+    """Return the kind of the log-probabilities of two tokens that were each the only one allowed.
 
-    After processing, an only token has probability 1; before it, two tokens cannot both have it.
+    After processing, the only token has probability 1. Before processing, two tokens cannot both have it.
     """
     if [answer.token_ids for answer in answers] != [(one,) for one in ids]:
         return "unknown"
@@ -60,7 +60,7 @@ def _mode(answers: Sequence[Answer], ids: tuple[int, int]) -> str:
 
 
 class _Vllm(ABC):
-    """What both calls share: how the server's logprobs mode is found out."""
+    """The part that both calls share: finding out the server's logprobs mode."""
 
     @abstractmethod
     def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]: ...
@@ -77,7 +77,7 @@ class _Vllm(ABC):
 
 
 class VllmGenerate(_Vllm):
-    """`POST /inference/v1/generate`."""
+    """The call `POST /inference/v1/generate`."""
 
     path: Final = "/inference/v1/generate"
 
@@ -120,7 +120,7 @@ class VllmGenerate(_Vllm):
 
 
 class VllmCompletions(_Vllm):
-    """`POST /v1/completions` with `return_token_ids`."""
+    """The call `POST /v1/completions` with `return_token_ids`."""
 
     path: Final = "/v1/completions"
 

@@ -1,1 +1,1 @@
-"""How requests reach a server: one interface, implemented with aiohttp and with httpx."""
+"""The transports that send requests to a server: one interface, implemented with aiohttp and with httpx."""

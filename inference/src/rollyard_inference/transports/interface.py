@@ -1,4 +1,4 @@
-"""The interface of a transport: one bounded request, one answer."""
+"""The interface of a transport, which sends one bounded request and reads one answer."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from rollyard_inference.errors import BackendMismatch
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 PLAIN: Final = {"Accept-Encoding": "identity"}
-"""Headers of every request: a few packed bytes may stand for gigabytes, so no answer may be compressed."""
+"""The headers of every request. A few compressed bytes may expand to gigabytes, so no answer may be
+compressed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer, whatever its status."""
+    """One answer, whatever its status is."""
 
     status: int
     headers: Mapping[str, str]
-    """Names in lower case."""
+    """The headers of the answer, with names in lower case."""
     content: bytes
 
 
 class Transport(Protocol):
-    """Sends requests to servers; no answer is followed to another address or unpacked."""
+    """A component that sends requests to servers.
+
+    It follows no redirects and decompresses no answers.
+    """
 
     async def request(
         self,
@@ -38,32 +42,38 @@ class Transport(Protocol):
         """Send one request and read the whole answer.
 
         Args:
-            body: sent as JSON; None: no body.
-            seconds: for the whole exchange; None: the caller bounds the time itself.
-            limit: bytes that the answer may have.
+            method: The HTTP method.
+            url: The address of the call.
+            body: The object to send as JSON. With None, the request has no body.
+            seconds: The time limit for the whole exchange. With None, the caller limits the time itself.
+            limit: The maximum size of the answer in bytes.
 
         Raises:
-            NotListening: no connection can be made.
-            BackendUnavailable: the connection broke, or there was no answer in time.
-            BackendMismatch: the answer is longer than `limit`, or compressed.
+            NotListening: No connection can be made.
+            BackendUnavailable: The connection broke, or there was no answer in time.
+            BackendMismatch: The answer is longer than `limit`, or compressed.
         """
 
 
 def base_url(url: str) -> str:
-    """A server's base URL, without `/v1` and without a slash at the end."""
+    """Return a server's base URL, without `/v1` and without a slash at the end."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def check_plain(url: str, encoding: str | None) -> None:
     """Refuse a compressed answer before it is read.
 
+    Args:
+        url: The address of the call, for the message.
+        encoding: The Content-Encoding of the answer.
+
     Raises:
-        BackendMismatch: `encoding`, its Content-Encoding, is not `identity`.
+        BackendMismatch: `encoding` is not `identity`.
     """
     if (encoding or "identity").lower() != "identity":
         raise BackendMismatch(f"{url}: the answer is compressed, though no compression was asked for")
 
 
 def too_long(url: str, limit: int) -> BackendMismatch:
-    """The error for an answer that has more than `limit` bytes."""
+    """Return the error for an answer that has more than `limit` bytes."""
     return BackendMismatch(f"{url}: the answer is longer than {limit} bytes")

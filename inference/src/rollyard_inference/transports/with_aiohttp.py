@@ -1,4 +1,4 @@
-"""Requests by one aiohttp session for the process, opened in the background."""
+"""The transport over aiohttp. The process has one session, which is opened in the background."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from rollyard_inference.transports.interface import MAX_ANSWER_BYTES, PLAIN, Rep
 if TYPE_CHECKING:
     import aiohttp
 
-_KEEP_ALIVE: Final = 4.0  # seconds; less than uvicorn's 5, so that no request meets a closing connection
+# In seconds. This is less than uvicorn's 5, so no request meets a closing connection.
+_KEEP_ALIVE: Final = 4.0
 
 
 class AiohttpTransport:
-    """Requests with bounded answers. Use as an async context manager.
+    """A transport with bounded answers, which is used as an async context manager.
 
     Args:
-        connect_seconds: how long to wait for a connection.
+        connect_seconds: The seconds to wait for a connection.
     """
 
     def __init__(self, connect_seconds: float) -> None:
@@ -35,7 +36,10 @@ class AiohttpTransport:
         return self
 
     def begin(self) -> asyncio.Task[aiohttp.ClientSession]:
-        """Import what requests need, once, in the background: a rollout without a model does not need it."""
+        """Import what requests need, once and in the background.
+
+        The import is not done at the start, because a rollout without a model does not need it.
+        """
         if not self._entered:
             raise RuntimeError("AiohttpTransport is used outside of its 'async with'")
         if self._opening is None:
@@ -46,7 +50,7 @@ class AiohttpTransport:
         await asyncio.to_thread(importlib.import_module, "aiohttp")
         import aiohttp
 
-        # The Run pool's places bound how many requests are in flight, so the connector need not.
+        # The places of the Run pool bound how many requests are in flight, so the connector need not.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds)
         return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
@@ -68,7 +72,7 @@ class AiohttpTransport:
         seconds: float | None = None,
         limit: int = MAX_ANSWER_BYTES,
     ) -> Reply:
-        """Send one request and read the whole answer; see `Transport.request`."""
+        """Send one request and read the whole answer. See `Transport.request`."""
         session = await asyncio.shield(self.begin())
         import aiohttp
 
@@ -86,7 +90,7 @@ class AiohttpTransport:
         except aiohttp.ClientConnectorError as error:
             raise NotListening(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
-            # aiohttp's own timeout, while it connects, is a ClientError as well.
+            # The timeout that aiohttp itself raises while it connects is a ClientError as well.
             if seconds is not None and type(error) is TimeoutError:
                 raise BackendUnavailable(f"{method} {url}: no answer within {seconds:g} s") from error
             raise BackendUnavailable(f"{url} cannot be reached: {type(error).__name__}: {error}") from error

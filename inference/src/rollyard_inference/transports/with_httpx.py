@@ -1,4 +1,4 @@
-"""Requests by a httpx client that its owner opens and closes."""
+"""The transport over an httpx client, which its owner opens and closes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CONNECT_SECONDS: Final = 5.0
 
 
 class HttpxTransport:
-    """Requests with bounded answers.
+    """A transport with bounded answers.
 
     Args:
-        client: used for every request; its own time limits do not count.
-        connect_seconds: how long to wait for a connection.
+        client: The client for every request. Its own time limits do not apply.
+        connect_seconds: The seconds to wait for a connection.
     """
 
     def __init__(self, client: httpx.AsyncClient, connect_seconds: float = CONNECT_SECONDS) -> None:
@@ -35,11 +35,12 @@ class HttpxTransport:
         seconds: float | None = None,
         limit: int = MAX_ANSWER_BYTES,
     ) -> Reply:
-        """Send one request and read the whole answer; see `Transport.request`."""
+        """Send one request and read the whole answer. See `Transport.request`."""
         import httpx
 
         connect = self._connect_seconds if seconds is None else min(seconds, self._connect_seconds)
-        # The limit for the whole exchange is outside: a server that sends a byte now and then meets it, too.
+        # The limit for the whole exchange is outside the client, so it also applies to a server that sends a
+        # byte now and then.
         quiet = httpx.Timeout(seconds, connect=connect)
         try:
             async with (

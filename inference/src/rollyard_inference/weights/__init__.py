@@ -1,1 +1,1 @@
-"""The calls that change a server's weights and tell which it has, for vLLM and for SGLang."""
+"""The calls that change a server's weights and report which it has, for vLLM and for SGLang."""

@@ -1,4 +1,4 @@
-"""Which of the weight calls a server has."""
+"""The choice of the weight calls that a server has."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rollyard_inference.weights.vllm import VllmWeights
 
 
 async def weight_control(transport: Transport, url: str, limits: WeightCallLimits) -> WeightControl:
-    """The weight calls of a server: SGLang's where it answers as SGLang does, else vLLM's.
+    """Return the weight calls of a server: SGLang's if it answers as SGLang does, and vLLM's otherwise.
 
     Raises:
-        BackendUnavailable: no answer.
+        BackendUnavailable: The server did not answer.
     """
     known = await weight_info(transport, url, limits.call)
     if known.shape == "sglang" and known.path is not None:

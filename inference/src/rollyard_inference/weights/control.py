@@ -1,4 +1,4 @@
-"""The interface of a server's weight calls, and how one request of them is made and read."""
+"""The interface of a server's weight calls, and how one of their requests is sent and its answer read."""
 
 from __future__ import annotations
 
@@ -13,74 +13,83 @@ if TYPE_CHECKING:
     from rollyard_crds.weights import PauseMode, WeightSource
 
 PROBE_SECONDS: Final = 10.0
-COMPARE_SECONDS: Final = 60.0  # for the log-probabilities of a fixed prompt
+COMPARE_SECONDS: Final = 60.0  # This limit is for the log-probabilities of a fixed prompt.
 _MAX_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCallLimits:
-    """Seconds within which a server must have done a step."""
+    """The seconds within which a server must have completed a step."""
 
     call: float = 20.0
     pause: float = 300.0
-    """Mode `wait` lets every request in flight end."""
+    """This is long because mode `wait` lets every request in flight end."""
     load: float = 1800.0
 
 
 class WeightControl(Protocol):
     """The weight calls of one server.
 
-    Every method raises `NoSuchCall` where the server does not have the call, `BackendUnavailable` where it
-    does not answer or fails (another try may succeed), and `BackendRefused` where the request is wrong.
+    Every method raises `NoSuchCall` if the server does not have the call, `BackendUnavailable` if it does not
+    answer or fails (another attempt may succeed), and `BackendRefused` if the request is wrong.
     """
 
     @property
     def pause_modes(self) -> frozenset[PauseMode]:
-        """What `pause` can be asked for."""
+        """The modes that `pause` accepts."""
 
     async def label(self) -> str:
-        """What the server calls its weights."""
+        """Return the label of the server's weights."""
 
     async def set_label(self, version: str) -> None:
-        """Give the weights a label, which the tokens sampled from now on carry."""
+        """Set the label of the weights, which all tokens sampled from now on carry."""
 
     async def is_paused(self) -> bool:
-        """Whether the server says that it samples nothing."""
+        """Return whether the server reports that it samples nothing."""
 
     async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing more; `mode` says what happens to requests in flight."""
+        """Stop sampling. The mode says what happens to the requests in flight."""
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Continue sampling."""
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what earlier weights have computed, also for requests that are held over the update."""
+        """Discard what earlier weights have computed.
+
+        This includes the caches of requests that are held during the update.
+        """
 
     async def load(self, source: WeightSource) -> None:
-        """Load a checkpoint or an adapter; weights that the trainer has pushed are there already."""
+        """Load a checkpoint or an adapter.
+
+        Weights that the trainer has pushed are in place already, so nothing is loaded for them.
+        """
 
     async def reload(self, path: str) -> None:
         """Load a checkpoint folder into the running model."""
 
     async def folder(self) -> str | None:
-        """The model folder that the server was started on; None where the server does not say."""
+        """Return the model folder that the server was started on, or None if the server does not say."""
 
     async def reports_versions_of_tokens(self, model: str) -> bool:
-        """Whether an answer says which weights sampled which tokens."""
+        """Return whether an answer says which weights sampled which tokens."""
 
     async def prompt_logprobs(self, model: str, ids: Sequence[int]) -> list[float]:
-        """Log-probabilities (nats) of `ids[1:]` in a prompt of `ids`: n - 1 numbers.
+        """Return the log-probabilities (in nats) of `ids[1:]` in a prompt of `ids`, which are n - 1 numbers.
 
         Raises:
-            BackendMismatch: the answer does not hold them.
+            BackendMismatch: The answer does not contain them.
         """
 
 
 class ControlCalls:
-    """Requests to one server's control calls.
+    """The requests to one server's control calls.
 
     Args:
-        hint: added to the message where the server does not have a call.
+        transport: Sends the requests.
+        url: The base URL of the server.
+        limits: The time limits of the calls.
+        hint: A text that is added to the message if the server does not have a call.
     """
 
     def __init__(self, transport: Transport, url: str, limits: WeightCallLimits, hint: str = "") -> None:
@@ -98,10 +107,14 @@ class ControlCalls:
         *,
         known: bool = False,
     ) -> Any:
-        """The decoded answer; None where it is not JSON.
+        """Return the decoded answer of a call, or None if the answer is not JSON.
 
         Args:
-            known: every server has the call, so that a 404 is about what was asked for.
+            method: The HTTP method.
+            path: The path of the call, after the base URL.
+            body: The object to send as JSON.
+            seconds: The time limit. The default is `limits.call`.
+            known: Whether every server has the call. A 404 then concerns the thing that was requested.
         """
         call = f"{method} {self._base}{path}"
         reply = await self._transport.request(

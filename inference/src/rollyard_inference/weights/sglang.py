@@ -1,13 +1,15 @@
-"""SGLang's weight calls, as its HTTP server and its guide "SGLang for RL Systems" (0.5) have them.
+"""SGLang's weight calls, as documented for its HTTP server and in its guide "SGLang for RL Systems" (0.5).
 
-They were held against that contract only, never against a running server. What matters here of it:
+They were checked against that contract only, and never against a running server. These parts of the contract
+matter here:
+
 - `/pause_generation` has the modes `abort`, `retract` and `in_place`. `retract` puts running requests back
-  into the queue, so that the cache can be flushed and is computed again from their ids: our `keep`. No mode
-  waits for the requests in flight.
-- `/update_weights_from_disk` answers 400 with `success: false` where the folder cannot be loaded, and renames
-  the served model to that folder (see `Capabilities.model`).
-- `/flush_cache` answers 400 while requests run; later versions wait for them for `timeout` seconds.
-- No call says whether the server is paused, and none says what it was started on once weights were loaded.
+  into the queue. The cache can then be flushed, and it is computed again from their ids; this is the mode
+  `keep` of this package. No mode waits for the requests in flight.
+- `/update_weights_from_disk` answers 400 with `success: false` if the folder cannot be loaded. It renames the
+  served model to that folder (see `Capabilities.model`).
+- `/flush_cache` answers 400 while requests run. Later versions wait for them for `timeout` seconds.
+- No call says whether the server is paused, and none says what it was started on after weights were loaded.
 """
 
 from __future__ import annotations
@@ -31,14 +33,18 @@ if TYPE_CHECKING:
     from rollyard_crds.weights import PauseMode, WeightSource
 
 _MODES: Final[dict[PauseMode, str]] = {"abort": "abort", "keep": "retract"}
-_FLUSH_SECONDS: Final = 10.0  # that the server may wait for its last requests to end
+_FLUSH_SECONDS: Final = 10.0  # The server may wait this long for its last requests to end.
 
 
 class SglangWeights(ControlCalls):
-    """One SGLang server's weight calls; see `WeightControl`.
+    """The weight calls of one SGLang server. See `WeightControl`.
 
     Args:
-        info_path: where the server says what it is: `/model_info`, or the older `/get_model_info`.
+        transport: Sends the requests.
+        url: The base URL of the server.
+        limits: The time limits of the calls.
+        info_path: The path at which the server describes itself: `/model_info`, or the older
+            `/get_model_info`.
     """
 
     pause_modes: Final[frozenset[PauseMode]] = frozenset(_MODES)
@@ -48,7 +54,7 @@ class SglangWeights(ControlCalls):
         self._info_path = info_path
 
     async def label(self) -> str:
-        """What the server calls its weights."""
+        """Return the label of the server's weights."""
         found = await self._call("GET", self._info_path)
         if not isinstance(found, dict):
             raise BackendMismatch(f"GET {self._base}{self._info_path} gave no JSON object")
@@ -58,17 +64,17 @@ class SglangWeights(ControlCalls):
         return version
 
     async def set_label(self, version: str) -> None:
-        """Give the weights a label, which the tokens sampled from now on carry."""
-        # SGLang would abort every request in flight unless it is asked not to.
+        """Set the label of the weights, which all tokens sampled from now on carry."""
+        # Without this field, SGLang would abort every request in flight.
         body = {"new_version": version, "abort_all_requests": False}
         await self._call("POST", "/update_weight_version", body)
 
     async def is_paused(self) -> bool:
-        """False: SGLang does not say it, and pausing it twice does no harm."""
+        """Return False, because SGLang does not report it and pausing it twice does no harm."""
         return False
 
     async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing more; `mode` says what happens to requests in flight."""
+        """Stop sampling. The mode says what happens to the requests in flight."""
         if mode not in _MODES:
             raise NoSuchCall(
                 f"{self._base}: SGLang has no pause that waits for the requests in flight: "
@@ -77,18 +83,24 @@ class SglangWeights(ControlCalls):
         await self._call("POST", "/pause_generation", {"mode": _MODES[mode]}, self._limits.pause)
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Continue sampling."""
         await self._call("POST", "/continue_generation", {})
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what earlier weights have computed, also for requests that mode `keep` holds."""
+        """Discard what earlier weights have computed.
+
+        This includes the caches of requests that mode `keep` holds.
+        """
         try:
             await self._call("POST", f"/flush_cache?timeout={_FLUSH_SECONDS:g}")
         except BackendRefused as error:
             raise ServerFailed(f"{error}: its cache is in use") from error
 
     async def load(self, source: WeightSource) -> None:
-        """Load a checkpoint or an adapter; weights that the trainer has pushed are there already."""
+        """Load a checkpoint or an adapter.
+
+        Weights that the trainer has pushed are in place already, so nothing is loaded for them.
+        """
         if source.checkpoint is not None:
             await self.reload(source.checkpoint.path)
         elif source.lora is not None:
@@ -99,15 +111,15 @@ class SglangWeights(ControlCalls):
 
     async def reload(self, path: str) -> None:
         """Load a checkpoint folder into the running model."""
-        # The cache is flushed by a call of its own, after the label was set.
+        # The cache is flushed by a separate call, after the label was set.
         await self._load("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
 
     async def folder(self) -> str | None:
-        """None: after an update, SGLang says the folder of that update."""
+        """Return None, because after an update SGLang reports the folder of that update."""
         return None
 
     async def reports_versions_of_tokens(self, model: str) -> bool:
-        """Whether an answer says which weights sampled which tokens."""
+        """Return whether an answer says which weights sampled which tokens."""
         params = {"max_new_tokens": 1}
         body = {"input_ids": [1], "sampling_params": params, "return_logprob": True, "stream": False}
         try:
@@ -117,7 +129,10 @@ class SglangWeights(ControlCalls):
             return False
 
     async def prompt_logprobs(self, model: str, ids: Sequence[int]) -> list[float]:
-        """Log-probabilities (nats) of `ids[1:]`, by `logprob_start_len` of `/generate`."""
+        """Return the log-probabilities (in nats) of `ids[1:]`.
+
+        They come from `logprob_start_len` of `/generate`.
+        """
         body: dict[str, Any] = {
             "input_ids": list(ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},

@@ -1,4 +1,7 @@
-"""vLLM's weight calls, which the embedded engine has as well (vLLM: only with VLLM_SERVER_DEV_MODE=1)."""
+"""vLLM's weight calls, which the embedded engine has as well.
+
+vLLM has them only with VLLM_SERVER_DEV_MODE=1.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class VllmWeights(ControlCalls):
-    """One vLLM server's weight calls; see `WeightControl`."""
+    """The weight calls of one vLLM server. See `WeightControl`."""
 
     pause_modes: Final[frozenset[PauseMode]] = frozenset(("abort", "wait", "keep"))
 
@@ -28,7 +31,7 @@ class VllmWeights(ControlCalls):
         super().__init__(transport, url, limits, "vLLM has it with VLLM_SERVER_DEV_MODE=1")
 
     async def label(self) -> str:
-        """What the server calls its weights."""
+        """Return the label of the server's weights."""
         found = await self._call("GET", "/weight_info")
         if not isinstance(found, dict) or not isinstance(found.get("weight_version"), str):
             raise BackendMismatch(f"GET {self._base}/weight_info gave no weight_version")
@@ -36,35 +39,39 @@ class VllmWeights(ControlCalls):
         return version
 
     async def set_label(self, version: str) -> None:
-        """Give the weights a label, which the tokens sampled from now on carry."""
+        """Set the label of the weights, which all tokens sampled from now on carry."""
         await self._call("POST", "/update_weight_version", {"new_version": version})
 
     async def is_paused(self) -> bool:
-        """Whether the server says that it samples nothing."""
+        """Return whether the server reports that it samples nothing."""
         found = await self._call("GET", "/is_paused")
         return isinstance(found, dict) and found.get("is_paused") is True
 
     async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing more; `mode` says what happens to requests in flight."""
+        """Stop sampling. The mode says what happens to the requests in flight."""
         await self._call("POST", f"/pause?mode={mode}", seconds=self._limits.pause)
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Continue sampling."""
         await self._call("POST", "/resume")
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what earlier weights have computed, also for requests that mode `keep` holds.
+        """Discard what earlier weights have computed.
 
-        The server computes those again from their ids. Without that, vLLM forgets nothing while there are
-        any (it answers 200 with `success: false`), and every later request with the same beginning would
-        continue from the old weights' cache.
+        This includes the caches of requests that mode `keep` holds; the server computes them again from the
+        ids of the requests. Without `reset_running_requests`, vLLM discards nothing while there are such
+        requests (it answers 200 with `success: false`), and every later request with the same beginning would
+        continue from the cache of the old weights.
         """
         found = await self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
         if isinstance(found, dict) and found.get("success") is False:
             raise ServerFailed(f"POST {self._base}/reset_prefix_cache answered success: false")
 
     async def load(self, source: WeightSource) -> None:
-        """Load a checkpoint or an adapter; weights that the trainer has pushed are there already."""
+        """Load a checkpoint or an adapter.
+
+        Weights that the trainer has pushed are in place already, so nothing is loaded for them.
+        """
         if source.checkpoint is not None:
             await self.reload(source.checkpoint.path)
         elif source.lora is not None:
@@ -81,7 +88,7 @@ class VllmWeights(ControlCalls):
         await self._call("POST", "/collective_rpc", body, self._limits.load)
 
     async def folder(self) -> str | None:
-        """The model folder that the server was started on (`root`); None where the server does not say."""
+        """Return the model folder that the server was started on (`root`), or None if it does not say."""
         for card in await self._cards():
             root = card.get("root")
             if card.get("parent") is None and isinstance(root, str) and root:
@@ -89,9 +96,9 @@ class VllmWeights(ControlCalls):
         return None
 
     async def reports_versions_of_tokens(self, model: str) -> bool:
-        """Whether an answer says which weights sampled which tokens.
+        """Return whether an answer says which weights sampled which tokens.
 
-        A paused server answers no request; one that has `/is_paused` is assumed to report them.
+        A paused server answers no request. A paused server that has `/is_paused` is assumed to report them.
         """
         if await self.is_paused():
             return True
@@ -103,7 +110,10 @@ class VllmWeights(ControlCalls):
             return False
 
     async def prompt_logprobs(self, model: str, ids: Sequence[int]) -> list[float]:
-        """Log-probabilities (nats) of `ids[1:]`, by `prompt_logprobs` of `/v1/completions`."""
+        """Return the log-probabilities (in nats) of `ids[1:]`.
+
+        They come from `prompt_logprobs` of `/v1/completions`.
+        """
         asked = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "stream": False}
         body = {"model": model, "prompt": list(ids), **asked}
         found = await self._call("POST", "/v1/completions", body, COMPARE_SECONDS, known=True)

@@ -1,1 +1,1 @@
-"""Records of rollouts that have ended, and the store that keeps them."""
+"""Trajectory records of rollouts that have ended, and the store that keeps them."""

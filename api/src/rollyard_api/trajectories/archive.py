@@ -1,9 +1,9 @@
-"""Moving ended rollouts' records from the database into the trajectory store, each exactly once.
+"""Move the records of ended rollouts from the database into the trajectory store, each exactly once.
 
-A part is filled in three steps: its members and its number are committed; the object is
-written under that number; offsets are committed and the database's copy is dropped. A
-process killed between any two of them leaves a part that is written again, with the same
-members under the same name, hence the same bytes.
+A part is filled in three steps. First its members and its number are committed, then the object is
+written under that number, and last the offsets are committed and the database's copy is dropped. A
+process that is killed between two steps leaves a part that is written again, with the same members
+under the same name and therefore with the same bytes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rollyard_api.trajectories.object_store import TrajectoryStore
 
 PART_RECORDS = 256
 PART_BYTES = 32 << 20
-"""Bytes of a part's records, unless it has a single one. Another value changes parts that are unfinished."""
+"""The most bytes in a part with several records. A new value changes parts that are unfinished."""
 READ_THREADS = 4
 WRITE_THREADS = 2
 BUILD_THREADS = 2
 MAX_WAITING = 1024
-"""Calls that wait for a thread of each kind."""
+"""The number of calls that may wait for a thread of each kind."""
 BUILD_SECONDS = 60.0
 
 _PLACE = (
@@ -44,19 +44,19 @@ _DROP = sa.delete(payloads).where(payloads.c.rollout_id == bindparam("b_id"))
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One object of the store: some ended rollouts of one job."""
+    """One object of the store, which holds some ended rollouts of one job."""
 
     job_id: int
     number: int
 
 
 def part_path(namespace: str, job: str, uid: str, number: int) -> str:
-    """Where a part lies, relative to the store: one folder a job, its uid tells it from a namesake."""
+    """Return a part's path in the store; each job has a folder, with its uid to distinguish namesakes."""
     return f"{namespace}/{job}-{uid[:8]}/part-{number:06d}.ndjson"
 
 
 def begin_parts(tx: Transaction) -> list[Part]:
-    """Give numbers to what waits: at most one part of PART_RECORDS rollouts per job."""
+    """Assign parts to the waiting rollouts: at most one part of PART_RECORDS rollouts per job."""
     ids = list(
         tx.conn.scalars(
             sa.select(rollouts.c.job_id)
@@ -69,7 +69,7 @@ def begin_parts(tx: Transaction) -> list[Part]:
 
 
 def _begin(tx: Transaction, job_id: int) -> int:
-    # The job's row is locked first: two replicas never put one rollout into two parts.
+    # The job's row is locked first, so two replicas never put one rollout into two parts.
     number: int = tx.conn.execute(
         sa.update(jobs).where(jobs.c.id == job_id).values(parts=jobs.c.parts + 1).returning(jobs.c.parts)
     ).scalar_one()
@@ -86,7 +86,7 @@ def _begin(tx: Transaction, job_id: int) -> int:
 
 
 def unfinished_parts(tx: Transaction) -> list[Part]:
-    """Parts that a killed process began."""
+    """Return the parts that a killed process began."""
     query = (
         sa.select(rollouts.c.job_id, rollouts.c.part)
         .where(rollouts.c.pending.is_not(None), rollouts.c.part.is_not(None))
@@ -97,7 +97,7 @@ def unfinished_parts(tx: Transaction) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The members of a part, as far as they fit into one."""
+    """The members of a part, as many as fit into it."""
 
     namespace: str
     job: str
@@ -125,7 +125,7 @@ def _content(conn: Connection, part: Part) -> _Content | None:
 
 
 def _lines(rows: Sequence[EndedRollout], namespace: str, job: str, max_bytes: int) -> list[bytes]:
-    """Records, each with its newline: as many as fit, at least one."""
+    """Return records, each with its newline: as many as fit, but at least one."""
     lines: list[bytes] = []
     total = 0
     for row in rows:
@@ -144,7 +144,7 @@ def _place(tx: Transaction, part: Part, lines: Sequence[tuple[str, int]]) -> Non
         offset += length
     tx.conn.execute(_PLACE, places)
     tx.conn.execute(_DROP, [{"b_id": rollout} for rollout, _ in lines])
-    # Members that had no room wait for another part.
+    # Members for which there was no room wait for another part.
     left = (rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None))
     tx.conn.execute(sa.update(rollouts).where(*left).values(part=None))
     tx.count("stored", value=len(places))
@@ -163,9 +163,9 @@ class Archive:
     """Writes parts and reads records back, each in threads of its own.
 
     Args:
-        database: where records wait for the store.
-        store: where they go to.
-        seconds: how long a caller waits for the store.
+        database: The database where records wait for the store.
+        store: The store to which they are moved.
+        seconds: How long a caller waits for the store, in seconds.
     """
 
     def __init__(self, database: Database, store: TrajectoryStore, seconds: float) -> None:
@@ -180,24 +180,24 @@ class Archive:
             "encoding of trajectories", threads=BUILD_THREADS, waiting=MAX_WAITING, seconds=BUILD_SECONDS
         )
         self.refused: ApiError | None = None
-        """Why the store took nothing when it was last written to."""
+        """The reason why the store refused the last write, or None if it did not."""
 
     @property
     def full(self) -> bool:
-        """Whether the store last refused for lack of space."""
+        """Whether the store's last refusal was for lack of space."""
         return isinstance(self.refused, StorageFull)
 
     async def open(self) -> None:
-        """Make the store's root where that is needed.
+        """Create the store's root if necessary.
 
         Raises:
-            OSError: it cannot be made.
-            TimedOut: the store does not answer now; it is opened by the first write then.
+            OSError: The root cannot be created.
+            TimedOut: The store does not answer now. In that case the first write opens it.
         """
         await self.writes.run(self._store.open)
 
     def close(self) -> None:
-        """End the threads; what hangs is not waited for."""
+        """End the threads without waiting for calls that hang."""
         for bulkhead in (self.reads, self.writes, self.builds):
             bulkhead.close()
 
@@ -206,10 +206,10 @@ class Archive:
         self._left = await self._database.write(unfinished_parts)
 
     async def flush(self) -> int:
-        """Store one round of what waits; returns the number of records stored.
+        """Store one round of waiting records and return how many were stored.
 
         Raises:
-            StorageFull, TimedOut, Unavailable: the store refused or hangs; the next call tries again.
+            StorageFull, TimedOut, Unavailable: The store refuses or hangs. The next call tries again.
         """
         if not self._left:
             if not await self._database.read(_anything_pending):
@@ -240,18 +240,18 @@ class Archive:
         return len(lines)
 
     async def unstored(self) -> int:
-        """How many ended rollouts wait for the store."""
+        """Return the number of ended rollouts that wait for the store."""
         return await self._database.read(_pending)
 
     async def lines(
         self, rows: Sequence[EndedRollout], namespace: str, job: str, uid: str, max_bytes: int
     ) -> list[bytes]:
-        """The records of ended rollouts, from the store or the database, in the order of the rows.
+        """Return the records of ended rollouts, from the store or the database, in the order of the rows.
 
-        Fewer than asked for where they would have more than `max_bytes` together; at least one.
+        If all together would have more than `max_bytes`, fewer are returned, but at least one.
 
         Raises:
-            TimedOut, Unavailable: the store does not answer, or its object was changed.
+            TimedOut, Unavailable: The store does not answer, or its object was changed.
         """
         waiting = [row for row in rows if row.pending is not None]
         placed = [row for row in rows if row.pending is None]
@@ -284,7 +284,7 @@ class Archive:
 
 
 def _ranges(rows: Sequence[EndedRollout], namespace: str, job: str, uid: str) -> list[_Range]:
-    """Where the records lie; neighbours in a part are read together."""
+    """Return the byte ranges of the records. Neighbours in a part are read together."""
     ranges: list[_Range] = []
     end: tuple[int, int] | None = None
     for row in rows:

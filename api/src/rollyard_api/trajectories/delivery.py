@@ -1,4 +1,4 @@
-"""Answers with results: they are sent in pieces, and only so many are in memory at once."""
+"""Answers with results, which are sent in pieces so that only a limited number is in memory at once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rollyard_api.core.codec import MSGPACK, loads
 PARQUET = "application/vnd.apache.parquet"
 NDJSON = "application/x-ndjson"
 PIECE_BYTES = 256 << 10
-"""What is handed to the connection at a time; the next piece waits until it is taken."""
+"""The size of the pieces passed to the connection. Each waits until the piece before it is taken."""
 
 
 def media_type(accept: str) -> str:
-    """The form of the answer that an Accept header asks for."""
+    """Return the media type of the answer that an Accept header selects."""
     return next((form for form in (PARQUET, MSGPACK) if form in accept), NDJSON)
 
 
 def encode(lines: Sequence[bytes], form: str) -> bytes:
-    """Records, each as JSON, in the form that was asked for. Blocking: call it in a thread."""
+    """Encode JSON records in the media type `form`. This call blocks, so it belongs in a thread."""
     if form == PARQUET:
         from rollyard_api.trajectories.parquet import encode
 

@@ -1,4 +1,4 @@
-"""Groups as a GRPO or DAPO trainer wants them: whole, or dropped with a reason."""
+"""Groups as a GRPO or DAPO trainer needs them: whole, or dropped with a reason."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rollyard_api.trajectories import records
 
 @dataclass(frozen=True, slots=True)
 class EndedGroups:
-    """Some groups of a job that have ended, oldest first; of their trajectories, rows of `records.sizes`."""
+    """Some ended groups of a job, oldest first, with rows of `records.sizes` for their trajectories."""
 
     groups: list[tuple[EndedGroup, list[RolloutSize]]]
     after: int
-    """Up to which place in the order of ends the groups reach, those that were not asked for included."""
+    """The place in the order of ends up to which groups were read, including those not requested."""
     ended: int
-    """How many groups of the job have ended."""
+    """The number of groups of the job that have ended."""
     large: bool
-    """The first group has more than a page's bytes: it is alone, and is to be read in parts."""
+    """Whether the first group has more than a page's bytes. Then it is alone and must be read in parts."""
 
     @property
     def empty(self) -> bool:
-        """Whether there are none."""
+        """Whether there are no groups."""
         return not self.groups
 
     @property
@@ -47,11 +47,11 @@ def ended_after(
     dropped: bool,
     max_bytes: int,
 ) -> EndedGroups:
-    """Groups that ended after a cursor: at most `limit`, and at most `max_bytes` unless it is a single one.
+    """Return groups that ended after a cursor: at most `limit`, with at most `max_bytes` if several.
 
     Args:
-        informative: only groups whose rewards are not all equal.
-        dropped: also those with too few rewards.
+        informative: Whether to return only groups whose rewards are not all equal.
+        dropped: Whether to return also the groups with too few rewards.
     """
     ended = conn.execute(sa.select(jobs.c.groups_ended).where(jobs.c.id == job_id)).scalar_one()
     query = sa.select(*columns(EndedGroup, groups)).where(groups.c.job_id == job_id, groups.c.seq > cursor)
@@ -75,13 +75,13 @@ def ended_after(
 
 
 def rows_of(conn: Connection, job_id: int, of: Sequence[EndedGroup]) -> dict[str, EndedRollout]:
-    """The rows of the trajectories of these groups, by rollout."""
+    """Return the rows of these groups' trajectories, by rollout id."""
     found = conn.execute(records.select().where(*_members(job_id, of)))
     return {row.id: row for row in read_all(EndedRollout, found)}
 
 
 def _members(job_id: int, of: Sequence[EndedGroup]) -> tuple[sa.ColumnElement[bool], ...]:
-    """Select the members of delivered groups that have a reward: an infrastructure failure is not one."""
+    """Select the members of delivered groups that have a reward, which infrastructure failures lack."""
     delivered = [group.no for group in of if group.delivered]
     return (
         rollouts.c.job_id == job_id,
@@ -93,7 +93,7 @@ def _members(job_id: int, of: Sequence[EndedGroup]) -> tuple[sa.ColumnElement[bo
 def some_members(
     conn: Connection, job_id: int, group: EndedGroup, after: int, max_bytes: int
 ) -> list[EndedRollout]:
-    """Rows of a delivered group's trajectories after sample `after`: as many as fit, at least one."""
+    """Return rows of a delivered group's trajectories after sample `after`: as many as fit, at least one."""
     wanted = (*_members(job_id, [group]), rollouts.c.sample > after)
     found = read_all(RolloutSize, conn.execute(records.sizes().where(*wanted).order_by(rollouts.c.sample)))
     if not found:

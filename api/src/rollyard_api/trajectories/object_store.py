@@ -1,4 +1,4 @@
-"""The trajectory store: immutable objects of NDJSON under a URL. Everything here blocks: see `bulkhead`."""
+"""The trajectory store: immutable NDJSON objects under a URL. All calls block: see `bulkhead`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from rollyard_api.core.problems import StorageFull, Unavailable
 from rollyard_api.storage.database import is_storage_full
 
 LEFT_SECONDS = 600.0
-"""Age of a scratch file that nobody writes to any more."""
+"""The age in seconds from which on a scratch file counts as abandoned."""
 RETRY_AFTER = {"Retry-After": "2"}
 
 
 class TrajectoryStore(Protocol):
-    """Objects written whole; writing one again with the same content changes nothing."""
+    """Objects that are written whole. Writing one again with the same content changes nothing."""
 
     def open(self) -> None:
-        """Make the root where that is needed; raises OSError when it cannot be made."""
+        """Create the root if necessary; raises OSError if it cannot be created."""
 
     def write(self, path: str, data: bytes) -> None:
-        """Durably write an object, or raise StorageFull or Unavailable and leave nothing half-done."""
+        """Durably write an object, or raise StorageFull or Unavailable and leave nothing half-written."""
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """A range of an object; raises Unavailable when it cannot be read."""
+        """Return a range of an object; raises Unavailable if it cannot be read."""
 
 
 class LocalStore:
-    """A folder: written beside, synced, renamed."""
+    """A local folder, whose objects are written to a scratch file, synced and renamed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -45,7 +45,7 @@ class LocalStore:
 
     def write(self, path: str, data: bytes) -> None:
         target = self.root / path
-        # An earlier write of the same object may hang still: each has a scratch file of its own.
+        # An earlier write of the same object may still hang, so each has a scratch file of its own.
         scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class LocalStore:
 
 
 def _remove_left(target: Path) -> None:
-    """Remove what killed processes left of this object; another replica may be writing it at this moment."""
+    """Remove old scratch files of killed processes; newer ones may be in use by another replica."""
     for left in target.parent.glob(f".{target.name}.*part"):
         with suppress(FileNotFoundError):
             if left.stat().st_mtime < time.time() - LEFT_SECONDS:
@@ -85,13 +85,13 @@ def _remove_left(target: Path) -> None:
 
 
 class RemoteStore:
-    """Any file system that fsspec knows; its objects must appear whole or not at all (S3 and its like).
+    """Any file system that fsspec knows, if its objects appear whole or not at all (S3 and similar ones).
 
     Args:
-        fs: the file system.
-        root: the folder in it under which everything lies.
-        seconds: after which a call of a file system that is asynchronous inside (S3, GCS, HTTP) is given up;
-            a call of another one hangs as long as the file system lets it.
+        fs: The file system.
+        root: The folder in it under which all objects lie.
+        seconds: The time limit for a call if the file system is asynchronous inside (S3, GCS, HTTP). A call
+            of any other file system hangs as long as the file system lets it.
     """
 
     def __init__(self, fs: Any, root: str, seconds: float) -> None:
@@ -100,7 +100,7 @@ class RemoteStore:
         self._seconds = seconds
 
     def open(self) -> None:
-        """Nothing: the folder is made with the first object."""
+        """Do nothing, because the folder is created with the first object."""
 
     def write(self, path: str, data: bytes) -> None:
         try:
@@ -150,10 +150,10 @@ def _said(error: OSError) -> str:
 
 
 def open_store(url: str, seconds: float) -> TrajectoryStore:
-    """A store by its URL; a plain path or `file://` is a local folder.
+    """Return the store at a URL; a plain path or `file://` is a local folder.
 
     Args:
-        seconds: how long a call of a remote store may take.
+        seconds: How long a call of a remote store may take, in seconds.
     """
     fs, root = url_to_fs(url)
     if isinstance(fs, fsspec.get_filesystem_class("file")):

@@ -1,4 +1,4 @@
-"""Trajectories as Parquet. Kept apart because pyarrow is large and most processes never need it."""
+"""Trajectories as Parquet, in a module of its own because pyarrow is large and seldom needed."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ _DEFAULTS: dict[str, Any] = {
 
 
 GROUP_BYTES = 4 << 20
-"""JSON bytes of a row group: as Python objects, its rows take some five times as much memory."""
+"""The JSON bytes of a row group. As Python objects, its rows take about five times as much memory."""
 
 
 def encode(lines: Sequence[bytes]) -> bytes:
-    """Trajectories, each as JSON bytes, as one Parquet file; an empty list gives a file with no rows."""
+    """Encode trajectories, each as JSON bytes, as one Parquet file. An empty list gives no rows."""
     file = io.BytesIO()
     with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
         rows: list[dict[str, Any]] = []

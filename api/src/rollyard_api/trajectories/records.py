@@ -1,7 +1,7 @@
-"""Trajectory records: a rollout's row and what Run recorded, put together.
+"""Trajectory records, which combine a rollout's row with what Run recorded.
 
-The record is a pure function of what is in the database when a rollout has ended, so that
-writing it twice gives the same bytes.
+The record is a pure function of what the database holds when a rollout has ended, so writing it twice
+gives the same bytes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rollyard_api.storage.rows import EndedRollout, RolloutSize, columns, read_a
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 
 _ROW_BYTES = 1024
-"""About what a record has beside what Run recorded."""
+"""The approximate size in bytes of a record apart from what Run recorded."""
 _STAGE = {"queued_seconds": 0.0, "active_seconds": 0.0, "attempts": 0}
 
 
 def select() -> sa.Select[Any]:
-    """Rows that `record` understands."""
+    """Return a query for the rows that `record` takes."""
     return (
         sa.select(*columns(EndedRollout, rollouts, groups, payloads))
         .join_from(
@@ -37,7 +37,7 @@ def select() -> sa.Select[Any]:
 
 
 def timings(text: str) -> dict[str, Any]:
-    """A row's accumulated timings in the record's form."""
+    """Return a row's accumulated timings in the form of the record."""
     return {
         "init": _STAGE,
         "run": _STAGE,
@@ -50,11 +50,11 @@ def timings(text: str) -> dict[str, Any]:
 
 
 def record(row: EndedRollout, job: str, namespace: str) -> bytes:
-    """The Trajectory of an ended rollout, as one line of JSON without its newline."""
-    document: dict[str, Any] = {"segments": [], "messages": [], "turns": []}  # what never ran has them too
+    """Return the Trajectory of an ended rollout, as one line of JSON without its newline."""
+    document: dict[str, Any] = {"segments": [], "messages": [], "turns": []}  # Records without Run have them.
     if row.trajectory is not None:
         document |= loads(unpack(row.trajectory))
-        document.pop("reward_reason", None)  # it is not Run's to say
+        document.pop("reward_reason", None)  # Run does not decide it.
     document |= {
         "id": row.id,
         "job": job,
@@ -71,7 +71,7 @@ def record(row: EndedRollout, job: str, namespace: str) -> bytes:
         "timings": timings(row.timings),
     }
     if row.reward_reason:
-        # Only where there is one: clients that are older refuse a field that they do not know.
+        # It is given only if there is one, because older clients refuse fields that they do not know.
         document["reward_reason"] = row.reward_reason
     if row.backend and not document.get("backend"):
         document["backend"] = row.backend
@@ -81,10 +81,10 @@ def record(row: EndedRollout, job: str, namespace: str) -> bytes:
 def summaries(
     conn: Connection, job_id: int, wanted: Sequence[RolloutState], limit: int, after: str, max_bytes: int
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Rollouts in these states as short rows, ordered by id, from the one after `after` on.
+    """Return short rows for the rollouts in these states, ordered by id, after the id `after`.
 
     Returns:
-        At most `limit`, with about `max_bytes` at most; and the last one's id, if there are more.
+        At most `limit` rows, of about `max_bytes` at most, and the last one's id if there are more.
     """
     query = (
         sa.select(
@@ -136,13 +136,13 @@ def summaries(
 
 
 def _bytes() -> sa.ColumnElement[int]:
-    """Bytes that a row adds to a page: those of its stored record, or of what the database has of it."""
+    """Return the bytes that a row adds to a page: of its stored record, or of its data in the database."""
     waiting = sa.func.coalesce(sa.func.length(payloads.c.trajectory), 0) + _ROW_BYTES
     return sa.case((rollouts.c.pending.is_(None), rollouts.c.part_length), else_=waiting)
 
 
 def sizes() -> sa.Select[Any]:
-    """Rows like those of `select`, in short: where each belongs, and how many bytes it adds to a page."""
+    """Return a query for short rows of `select`: where each belongs and how many bytes it adds to a page."""
     return sa.select(
         rollouts.c.id,
         rollouts.c.end_seq,
@@ -154,7 +154,7 @@ def sizes() -> sa.Select[Any]:
 
 
 def fitting(sizes: Iterable[int], max_bytes: int) -> int:
-    """How many of these, from the first on, have at most `max_bytes` together; one has room always."""
+    """Return how many of the first sizes have at most `max_bytes` together; the first always fits."""
     total = count = 0
     for size in sizes:
         total += size
@@ -170,13 +170,13 @@ class EndedRollouts:
 
     sizes: list[RolloutSize]
     after: int
-    """Up to which place in the order of ends they reach, those of another status included."""
+    """The place in the order of ends up to which rollouts were read, including those of another status."""
     ended: int
-    """How many rollouts of the job have ended."""
+    """The number of rollouts of the job that have ended."""
 
     @property
     def empty(self) -> bool:
-        """Whether there are none."""
+        """Whether there are no rollouts."""
         return not self.sizes
 
 
@@ -187,12 +187,12 @@ def _chosen(job_id: int, cursor: int, wanted: Sequence[RolloutState]) -> tuple[s
 def ended_after(
     conn: Connection, job_id: int, cursor: int, limit: int, wanted: Sequence[RolloutState], max_bytes: int
 ) -> EndedRollouts:
-    """Read ended rollouts after a cursor: at most `limit`, and `max_bytes` in all where there are several."""
+    """Return ended rollouts after a cursor: at most `limit`, with at most `max_bytes` if several."""
     ended = conn.execute(sa.select(jobs.c.ended).where(jobs.c.id == job_id)).scalar_one()
     query = sizes().where(*_chosen(job_id, cursor, wanted)).order_by(rollouts.c.end_seq).limit(limit)
     found = read_all(RolloutSize, conn.execute(query))
     count = fitting((row.bytes for row in found), max_bytes)
-    # Where the page is not full, all up to `ended` have been looked at, those of another status too.
+    # If the page is not full, all rollouts up to `ended` were read, including those of another status.
     full = count < len(found) or len(found) == limit
     return EndedRollouts(found[:count], found[count - 1].end_seq if full else max(cursor, ended), ended)
 
@@ -200,6 +200,6 @@ def ended_after(
 def rows_of(
     conn: Connection, job_id: int, cursor: int, wanted: Sequence[RolloutState], last: int
 ) -> list[Any]:
-    """The rows of ended rollouts after a cursor, up to the place `last` in the order of ends."""
+    """Return the rows of ended rollouts after a cursor, up to the place `last` in the order of ends."""
     query = select().where(*_chosen(job_id, cursor, wanted), rollouts.c.end_seq <= last)
     return read_all(EndedRollout, conn.execute(query.order_by(rollouts.c.end_seq)))

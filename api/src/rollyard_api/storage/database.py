@@ -1,17 +1,18 @@
-"""The database: one writer with group commit, a few readers with a snapshot each.
+"""The database, with one writer that uses group commit, and a few readers with a snapshot each.
 
-Changes are functions `op(tx) -> result`. The writer thread takes all that wait, runs them
-in one transaction and answers each only after the commit, so that one fsync serves many
-requests. If any of them fails, the transaction is rolled back and each is run again alone:
-ops touch nothing but the connection, and say through `tx` what is to be announced after the commit.
+Changes are functions `op(tx) -> result`. The writer thread takes all waiting ops, runs them in one
+transaction and answers each only after the commit, so one fsync serves many requests. If any op fails,
+the transaction is rolled back and each op is run again alone. For this reason ops use nothing but the
+connection, and record in `tx` what is to be announced after the commit.
 
-SQLite runs in WAL. What was promised to somebody (a job, tasks, a result) is committed with
-synchronous=FULL: on the disk before it is answered, even through a power cut; group commit
-makes the fsync cheap enough. A transaction of ops that say `durable=False` (leases, heartbeats,
-expiry) uses NORMAL: a killed process loses nothing of it either, a power cut may, and then the
-rollout is leased again. Every replica of a
-PostgreSQL control plane has a writer of its own; rows are locked, and a deadlock is
-answered by running the op again.
+SQLite runs in WAL mode. What a caller was promised (a job, tasks, a result) is committed with
+synchronous=FULL, so it is on the disk before it is answered, even through a power cut. Group commit
+makes the fsync cheap enough. A transaction whose ops are all `durable=False` (leases, heartbeats,
+expiry) uses NORMAL. A killed process loses nothing of it either, but a power cut may, and then the
+rollout is leased again.
+
+Every replica of a PostgreSQL control plane has a writer of its own. Rows are locked, and after a
+deadlock the op is run again.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from rollyard_api.core.problems import ApiError, Conflict, StorageFull, Unavaila
 T = TypeVar("T")
 
 MAX_GROUP = 64
-"""Ops in one transaction."""
+"""The largest number of ops in one transaction."""
 MAX_WAITING = 10_000
-"""Ops that wait for the writer, and as many queries for a reader; more is answered 503."""
+"""The number of ops that may wait for the writer, and of queries for a reader. More are answered 503."""
 MAX_RETRIES = 8
 """How often one op is tried again after a deadlock or a serialization failure."""
 READERS = 2
 
 
 Measured = tuple[str, int, float, float]
-"""What one completed Run has measured: backend, sampled tokens, seconds of model time, seconds of Run."""
+"""The measurements of a completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
 
 
 @dataclass(slots=True)
 class Transaction:
-    """One op's view: the connection, the time, and what others learn once it is committed."""
+    """What one op is given: the connection, the time, and lists of what to announce after the commit."""
 
     conn: Connection
     now: float
@@ -61,14 +62,14 @@ class Transaction:
     counted: list[tuple[str, tuple[str, ...], float]] = field(default_factory=list)
     measured: list[Measured] = field(default_factory=list)
     loads: dict[str, int] = field(default_factory=dict)
-    """Active rollouts by backend, where this transaction counted them."""
+    """The active rollouts by backend, if this transaction counted them."""
 
     def wake(self, topic: str) -> None:
-        """Long polls on this topic look again after the commit."""
+        """Make long polls on this topic check again after the commit."""
         self.wakes.add(topic)
 
     def emit(self, job_id: int, **data: Any) -> None:
-        """A stage transition for the job's event stream."""
+        """Add a stage transition to the job's event stream."""
         self.events.append((job_id, data))
 
     def count(self, metric: str, *labels: str, value: float = 1.0) -> None:
@@ -76,7 +77,7 @@ class Transaction:
         self.counted.append((metric, labels, value))
 
     def measure(self, backend: str, tokens: int, seconds: float, run_seconds: float) -> None:
-        """A rollout sampled `tokens` on this backend in `seconds` of model time, `run_seconds` of Run."""
+        """Record that a rollout sampled `tokens` on this backend, in seconds of model time and of Run."""
         self.measured.append((backend, tokens, seconds, run_seconds))
 
 
@@ -97,7 +98,7 @@ def _sqlite_engine(url: URL, max_pages: int, *, writer: bool) -> Engine:
         url,
         pool_size=1 if writer else READERS,
         max_overflow=0,
-        # The transactions are ours (see _begin): sqlite3's implicit ones start too late.
+        # This module begins the transactions (see _begin), because sqlite3's implicit ones start too late.
         connect_args={"timeout": 30.0, "check_same_thread": False, "isolation_level": None},
     )
 
@@ -118,7 +119,7 @@ def _sqlite_engine(url: URL, max_pages: int, *, writer: bool) -> Engine:
 
 
 def is_storage_full(error: BaseException) -> bool:
-    """Whether a database or file error means: no space (left on the device, or within a quota)."""
+    """Return whether a database or file error means that no space is left on the device or in a quota."""
     if isinstance(error, DBAPIError) and error.orig is not None:
         return is_storage_full(error.orig)
     if isinstance(error, sqlite3.Error):
@@ -128,7 +129,7 @@ def is_storage_full(error: BaseException) -> bool:
     return getattr(error, "sqlstate", None) == "53100"
 
 
-# SQLITE_IOERR_WRITE and its shared-memory kin are what a write past RLIMIT_FSIZE or a full WAL gives.
+# A write past RLIMIT_FSIZE or a full WAL gives SQLITE_IOERR_WRITE or one of its shared-memory variants.
 _SQLITE_FULL = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR_WRITE,
@@ -139,7 +140,7 @@ _RETRY_STATES = ("40001", "40P01")
 
 
 def translate(error: Exception) -> Exception:
-    """A database error as the API error that callers are answered with."""
+    """Return a database error as the API error with which callers are answered."""
     if isinstance(error, ApiError):
         return error
     if is_storage_full(error):
@@ -152,7 +153,7 @@ def translate(error: Exception) -> Exception:
 
 
 class Database:
-    """Engines, the writer thread and the readers. Open with `start`, end with `close`."""
+    """The engines, the writer thread and the readers. Open it with `start` and end it with `close`."""
 
     def __init__(self, url: str, *, sqlite_max_pages: int = 0) -> None:
         parsed = make_url(url)
@@ -161,7 +162,7 @@ class Database:
             self.writer = _sqlite_engine(parsed, sqlite_max_pages, writer=True)
             self.reader = _sqlite_engine(parsed, sqlite_max_pages, writer=False)
         else:
-            # READ COMMITTED and row locks for the writer; a reader's statements share one snapshot.
+            # The writer uses READ COMMITTED and row locks. The statements of a reader share one snapshot.
             self.writer = sa.create_engine(parsed, pool_size=1, max_overflow=1, pool_pre_ping=True)
             self.reader = sa.create_engine(
                 parsed,
@@ -186,11 +187,11 @@ class Database:
         self._thread.start()
 
     async def migrate(self, upgrade: Callable[[Engine], None]) -> None:
-        """Bring the schema up to date, before `start`."""
+        """Bring the schema up to date. This must be called before `start`."""
         await asyncio.get_running_loop().run_in_executor(self._readers, upgrade, self.writer)
 
     async def close(self) -> None:
-        """Finish what waits, then close every connection."""
+        """Finish the waiting ops, then close every connection."""
         loop = asyncio.get_running_loop()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -201,16 +202,16 @@ class Database:
         self.reader.dispose()
 
     async def write(self, op: Callable[[Transaction], T], *, durable: bool = True) -> T:
-        """Run `op` in the writer; returns once its changes are committed.
+        """Run `op` in the writer and return its result once its changes are committed.
 
         Args:
-            op: what to do; may be run more than once, each time in a new transaction.
-            durable: whether the commit must survive a power cut, not only a killed process.
+            op: The change. It may be run more than once, each time in a new transaction.
+            durable: Whether the commit must survive a power cut, and not only a killed process.
 
         Raises:
-            Unavailable: too many wait, or the database is gone.
-            StorageFull: no space; nothing was changed.
-            ApiError: what the op raised; nothing was changed.
+            Unavailable: Too many ops wait, or the database is unreachable.
+            StorageFull: There is no space, and nothing was changed.
+            ApiError: The op raised it, and nothing was changed.
         """
         if self._loop is None or self._thread is None:
             raise Unavailable("the database is closed")
@@ -224,11 +225,11 @@ class Database:
         return await future
 
     async def read(self, query: Callable[[Connection], T]) -> T:
-        """Run `query` on a snapshot, in a reader thread. It reads nothing but the database.
+        """Run `query` on a snapshot, in a reader thread. It must read nothing but the database.
 
         Raises:
-            Unavailable: too many wait, or the database is gone.
-            ApiError: what the query raised.
+            Unavailable: Too many queries wait, or the database is unreachable.
+            ApiError: The query raised it.
         """
         if self._reading >= MAX_WAITING:
             raise Unavailable("too many requests wait for the database", headers={"Retry-After": "1"})
@@ -282,7 +283,7 @@ class Database:
         retries = 0
         while _retryable(error) and retries < MAX_RETRIES:
             retries += 1
-            time.sleep(0.005 * retries)  # seconds; lets the other side of the deadlock commit
+            time.sleep(0.005 * retries)  # These seconds let the other side of the deadlock commit.
             try:
                 self._commit([item])
             except Exception as again:
@@ -302,7 +303,7 @@ class Database:
     def _begin(self, conn: Connection, durable: bool) -> RootTransaction:
         level = "FULL" if durable else "NORMAL"
         if self.sqlite and level != self._synchronous:
-            # On the driver's connection: through SQLAlchemy, the pragma would begin a transaction.
+            # The driver's connection is used, because SQLAlchemy would begin a transaction for the pragma.
             driver = conn.connection.driver_connection
             assert driver is not None
             driver.execute(f"PRAGMA synchronous={level}").close()
@@ -314,7 +315,7 @@ class Database:
         try:
             self._loop.call_soon_threadsafe(self._deliver, batch, error)
         except RuntimeError:
-            # The loop is closed: nobody waits any more, and what was committed stays committed.
+            # The loop is closed, so no caller waits any more. What was committed stays committed.
             return
 
     def _deliver(self, batch: list[_Waiting[Any]], error: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""One control plane per state folder, where the database is a SQLite file in it."""
+"""A lock that permits one control plane per state folder, where the database is a SQLite file in it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ FILE_NAME = "lock"
 
 
 class StateFolderInUse(ControlPlaneError):
-    """Another process serves this state folder."""
+    """Another process uses this state folder."""
 
     reason = "StateFolderInUse"
 
 
 @contextmanager
 def held(state_dir: Path) -> Iterator[None]:
-    """Hold the folder's lock; the kernel frees it when the process dies, however it does.
+    """Hold the folder's lock. The kernel frees it when the process ends, even if it is killed.
 
     Raises:
-        StateFolderInUse: another process holds it.
+        StateFolderInUse: Another process holds the lock.
     """
     with (state_dir / FILE_NAME).open("a") as file:
         try:

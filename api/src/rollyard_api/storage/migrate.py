@@ -1,4 +1,4 @@
-"""Bringing a database's schema up to date at start."""
+"""Bring a database's schema up to date at start."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from alembic.config import Config
 from sqlalchemy.engine import Connection, Engine
 
 _LOCK = 7_382_946_110
-"""PostgreSQL advisory lock: of several replicas that start at once, one migrates, the others wait."""
+"""The key of a PostgreSQL advisory lock. If several replicas start at once, one migrates, others wait."""
 
 
 def config(connection: Connection) -> Config:
-    """Alembic's configuration for the packaged migrations on this connection."""
+    """Return Alembic's configuration for the packaged migrations on this connection."""
     made = Config()
     made.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     made.attributes["connection"] = connection

@@ -1,7 +1,7 @@
-"""Rows of the tables as typed values: one class for each table, and one for each shorter reading of it.
+"""Rows of the tables as typed values, with a class for each table and for each partial read of it.
 
-The fields of a class have the names of the columns, in the order in which `columns` selects them, so that a
-row `row` of that query is read by `JobRow(*row)`. `schema` says what the columns mean.
+The fields of a class have the names of the columns, in the order in which `columns` selects them, so a
+row `row` of that query is read by `JobRow(*row)`. `schema` explains what the columns mean.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def columns(kind: type[Any], *tables: sa.Table) -> tuple[sa.Column[Any], ...]:
     """Return the columns that a class of rows reads, each from the first of the tables that has it.
 
     Raises:
-        StopIteration: no table has a column of a field's name.
+        StopIteration: No table has a column with a field's name.
     """
     return tuple(next(t.c[field.name] for t in tables if field.name in t.c) for field in fields(kind))
 
@@ -34,7 +34,7 @@ def read_all(kind: Callable[..., R], found: Iterable[sa.Row[Any]]) -> list[R]:
 
 
 def read_one(kind: Callable[..., R], found: sa.Row[Any] | None) -> R | None:
-    """Return a row of such a query, or None where there is none."""
+    """Return a row of such a query, or None if there is none."""
     return None if found is None else kind(*found)
 
 
@@ -79,7 +79,7 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """What leases read of a row of `groups`."""
+    """The columns of a row of `groups` that leases read."""
 
     job_id: int
     no: int
@@ -91,7 +91,7 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class EndedGroup:
-    """What results read of a row of `groups`."""
+    """The columns of a row of `groups` that results read."""
 
     no: int
     task_id: str
@@ -103,7 +103,7 @@ class EndedGroup:
 
 @dataclass(frozen=True, slots=True)
 class HeldRollout:
-    """What is read of a rollout that moves to another state."""
+    """The columns that are read of a rollout that moves to another state."""
 
     id: str
     job_id: int
@@ -132,7 +132,7 @@ class AgedRollout(HeldRollout):
 
 @dataclass(frozen=True, slots=True)
 class ExpiredRollout(HeldRollout):
-    """A rollout whose lease has run out."""
+    """A rollout whose lease has expired."""
 
     expiries: int
     eval_expiries: int
@@ -141,7 +141,7 @@ class ExpiredRollout(HeldRollout):
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedRollout:
-    """What is read of a rollout that is cancelled."""
+    """The columns that are read of a rollout that is cancelled."""
 
     id: str
     job_id: int
@@ -153,7 +153,7 @@ class UnfinishedRollout:
 
 @dataclass(frozen=True, slots=True)
 class WaitingRollout:
-    """What is read of a rollout that is leased."""
+    """The columns that are read of a rollout that is leased."""
 
     id: str
     job_id: int
@@ -172,7 +172,7 @@ class WaitingRollout:
 
 @dataclass(frozen=True, slots=True)
 class EndedRollout:
-    """All that a trajectory record is made of, with columns of `groups` and `payloads`."""
+    """The columns that make up a trajectory record, including columns of `groups` and `payloads`."""
 
     id: str
     job_id: int
@@ -294,7 +294,7 @@ class BackendRow:
 
 @dataclass(frozen=True, slots=True)
 class RoutedBackend:
-    """What routing reads of a ready backend and its pool; the first eight fields belong to the pool."""
+    """What routing reads of a ready backend and its pool. The first eight fields belong to the pool."""
 
     id: int
     namespace: str
@@ -341,7 +341,7 @@ class WeightUpdateRow:
 
 @dataclass(frozen=True, slots=True)
 class LeasableJob:
-    """What leases read of a job that takes part in them."""
+    """The columns of a job that leases read."""
 
     id: int
     uid: str
@@ -353,7 +353,7 @@ class LeasableJob:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSize:
-    """Where the record of an ended rollout belongs, and how many bytes it adds to a page."""
+    """The place of an ended rollout's record, and the number of bytes that it adds to a page."""
 
     id: str
     end_seq: int

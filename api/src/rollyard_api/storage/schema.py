@@ -1,9 +1,9 @@
-"""Tables of the control plane's database.
+"""The tables of the control plane's database.
 
-Rollouts are narrow rows that change often; what is large and changes rarely (a task, a
-trajectory between Run and Eval) lies in tables of its own, because SQLite rewrites a whole
-row on every update. Times are seconds since the epoch; JSON is kept as bytes, so that it
-goes into a response without being parsed.
+Rollouts are narrow rows that change often. What is large and changes rarely (a task, a trajectory
+between Run and Eval) is in tables of its own, because SQLite rewrites a whole row on every update.
+Times are seconds since the epoch. JSON is kept as bytes, so it goes into a response without being
+parsed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ jobs = sa.Table(
     sa.Column("generation", sa.Integer, nullable=False),
     sa.Column("metadata", sa.LargeBinary, nullable=False),
     sa.Column("spec", sa.LargeBinary, nullable=False),
-    # Digest of the spec as first submitted: a later PATCH must not make a repeat a conflict.
+    # The digest of the spec as first submitted, so that a repeat after a later PATCH is no conflict.
     sa.Column("digest", sa.String(64), nullable=False),
     sa.Column("limits", sa.LargeBinary, nullable=False),
     sa.Column("status", sa.LargeBinary, nullable=False),
@@ -75,11 +75,11 @@ jobs = sa.Table(
     sa.Column("groups", sa.Integer, nullable=False),
     sa.Column("groups_ended", sa.Integer, nullable=False),
     sa.Column("parts", sa.Integer, nullable=False),
-    # The uid of the Kubernetes object that the job was last registered for; null where it has none.
+    # The uid of the Kubernetes object that the job was last registered for, or null if there is none.
     sa.Column("object_uid", sa.String(128)),
-    # The sandboxes to keep warm beside workers on Kubernetes: {"shape", "count"} as JSON; null for none.
+    # The sandboxes to keep warm beside workers on Kubernetes, as JSON ({"shape", "count"}), or null.
     sa.Column("warm", sa.LargeBinary),
-    # The upload that its tasks were read from, which stays as long as the job's row; null for none.
+    # The upload that the tasks were read from, which is kept as long as the job's row, or null.
     sa.Column("blob_id", sa.Integer),
     _partial("uq_jobs_live_name", "namespace", "name", where="deleted_at IS NULL", unique=True),
     _partial("ix_jobs_unfinished", "id", where="finished_at IS NULL"),
@@ -95,7 +95,7 @@ groups = sa.Table(
     sa.Column("task", sa.LargeBinary, nullable=False),
     sa.Column("backend", sa.Text),
     sa.Column("remaining", sa.Integer, nullable=False),
-    # Place in the order in which the job's groups ended; null while members are unfinished.
+    # The place in the order in which the job's groups ended, or null while members are unfinished.
     sa.Column("seq", sa.Integer),
     sa.Column("delivered", sa.Boolean),
     sa.Column("informative", sa.Boolean),
@@ -112,7 +112,7 @@ rollouts = sa.Table(
     sa.Column("group_no", sa.Integer, nullable=False),
     sa.Column("sample", sa.Integer, nullable=False),
     sa.Column("state", _State, nullable=False),
-    # While queued: the node whose workers alone may lease it, "" for any. While leased: its worker's.
+    # While queued, the only node whose workers may lease it, or "" for any. While leased, the worker's node.
     sa.Column("node", sa.String(253), nullable=False),
     sa.Column("place", sa.BigInteger, nullable=False),
     sa.Column("token", sa.Integer, nullable=False),
@@ -124,23 +124,24 @@ rollouts = sa.Table(
     sa.Column("failures_eval", sa.SmallInteger, nullable=False),
     sa.Column("expiries", sa.SmallInteger, nullable=False),
     sa.Column("eval_expiries", sa.SmallInteger, nullable=False),
-    # Tokens whose outcome was accepted, "c3" completed, "f2" failed: by which a repeat is recognised;
-    # "m3": moved to another backend while held under that token, "b3:HASH": has blamed that backend under it.
+    # The tokens whose outcome was accepted, by which a repeat is recognised: "c3" completed, "f2" failed.
+    # "m3" means that the rollout was moved to another backend under that token, and "b3:HASH" that it has
+    # blamed that backend under it.
     sa.Column("settled", sa.Text, nullable=False),
     sa.Column("timings", sa.Text, nullable=False),
     sa.Column("sandbox_id", sa.String(253)),
     sa.Column("sandbox", sa.LargeBinary),
     sa.Column("backend", sa.Text),
-    # The pool's policy_index under which Run began; null before it.
+    # The pool's policy_index under which Run began, or null before Run.
     sa.Column("policy_index", sa.Integer),
     sa.Column("reward", sa.Double),
     sa.Column("components", sa.LargeBinary),
     sa.Column("reward_reason", sa.String(128)),
     sa.Column("reason", sa.String(128)),
     sa.Column("message", sa.Text),
-    # Place in the order in which the job's rollouts ended: the cursor of its trajectories.
+    # The place in the order in which the job's rollouts ended, which is the cursor of its trajectories.
     sa.Column("end_seq", sa.Integer),
-    # 1 from the end until the record lies in the trajectory store.
+    # This is 1 from the end of the rollout until its record is in the trajectory store.
     sa.Column("pending", sa.SmallInteger),
     sa.Column("part", sa.Integer),
     sa.Column("part_offset", sa.BigInteger),
@@ -163,20 +164,20 @@ payloads = sa.Table(
     sa.Column("trajectory", sa.LargeBinary),
 )
 
-# Uploaded files. A row is seen by others once it is complete; one that is not and was last touched long ago
-# is removed, piece by piece.
+# Uploaded files. A row is visible to others once it is complete. An incomplete row that was last touched
+# long ago is removed, piece by piece.
 blobs = sa.Table(
     "blobs",
     metadata,
     sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
     sa.Column("namespace", sa.String(63), nullable=False),
     sa.Column("sha256", sa.String(64), nullable=False),
-    # Bytes and pieces so far.
+    # The bytes and pieces received so far.
     sa.Column("size", sa.BigInteger, nullable=False),
     sa.Column("pieces", sa.Integer, nullable=False),
     sa.Column("complete", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
-    # When a piece was added, or the whole was last asked for.
+    # When a piece was last added, or when the complete upload was last requested.
     sa.Column("touched_at", sa.Double, nullable=False),
     sa.Index("ix_blobs_namespace", "namespace", "sha256"),
     _partial("uq_blobs_complete", "namespace", "sha256", where="complete", unique=True),
@@ -187,11 +188,11 @@ blob_pieces = sa.Table(
     metadata,
     sa.Column("blob_id", sa.Integer, primary_key=True),
     sa.Column("no", sa.Integer, primary_key=True),
-    # A zlib stream.
+    # The data is a zlib stream.
     sa.Column("data", sa.LargeBinary, nullable=False),
 )
 
-# When each node with sandboxes of its own was last heard of.
+# When a worker of each node with sandboxes of its own last sent a request.
 nodes = sa.Table(
     "nodes",
     metadata,
@@ -199,21 +200,21 @@ nodes = sa.Table(
     sa.Column("heard_at", sa.Double, nullable=False),
 )
 
-# A claim outlives the rows of its rollout and job: its sandbox must still be removed by the driver.
+# A claim outlives the rows of its rollout and job, because the driver must still remove its sandbox.
 claims = sa.Table(
     "claims",
     metadata,
     sa.Column("id", sa.String(40), primary_key=True),
     sa.Column("rollout_id", sa.String(128), nullable=False),
-    # Fencing token of the Init lease in whose name it was filed.
+    # The fencing token of the lease under which the claim was filed.
     sa.Column("token", sa.Integer, nullable=False),
     sa.Column("namespace", sa.String(63), nullable=False),
     sa.Column("job", sa.String(63), nullable=False),
     sa.Column("job_uid", sa.String(36), nullable=False),
     sa.Column("shape", sa.LargeBinary, nullable=False),
-    # Pending, Bound, Failed or Released.
+    # The state is Pending, Bound, Failed or Released.
     sa.Column("state", sa.String(16), nullable=False),
-    # The driver has nothing left of it, and only its worker may still ask why.
+    # Whether the driver has nothing left of it, so that only its worker may still ask why.
     sa.Column("removed", sa.Boolean, nullable=False),
     sa.Column("address", sa.String(512), nullable=False),
     sa.Column("secret", sa.String(128), nullable=False),
@@ -240,13 +241,13 @@ pools = sa.Table(
     sa.Column("max_active", sa.Integer, nullable=False),
     sa.Column("external", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
-    # The newest weights that every backend should have; the index orders versions, 0 before any update.
+    # The newest weights that every backend should have. The index orders versions and is 0 before any update.
     sa.Column("policy_version", sa.String(128), nullable=False, server_default=""),
     sa.Column("policy_index", sa.Integer, nullable=False, server_default="0"),
     sa.Column("paused", sa.Boolean, nullable=False, server_default=sa.false()),
-    # While paused: what happens to the requests in flight, `abort`, `wait` or `keep`.
+    # What happens to the requests in flight while the pool is paused: `abort`, `wait` or `keep`.
     sa.Column("pause_mode", sa.String(8)),
-    # The name that requests are to give, where it is not `model`: a LoRA adapter's.
+    # The model name that requests must give if it is not `model`, such as a LoRA adapter's name.
     sa.Column("served_model", sa.Text),
     sa.UniqueConstraint("namespace", "name"),
 )
@@ -260,25 +261,25 @@ backends = sa.Table(
     sa.Column("ready", sa.Boolean, nullable=False),
     sa.Column("policy_version", sa.String(128), nullable=False),
     sa.Column("message", sa.String(1024), nullable=False),
-    # Current, Updating, Stale (behind the pool's policy_index) or Failed; only Current gets rollouts.
+    # Current, Updating, Stale (behind the pool's policy_index) or Failed. Only Current gets rollouts.
     sa.Column("weights", sa.String(16), nullable=False, server_default="Current"),
     sa.Column("weights_message", sa.String(1024), nullable=False, server_default=""),
     sa.Column("policy_index", sa.Integer, nullable=False, server_default="0"),
     sa.Column("restart_requested", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Column("draining", sa.Boolean, nullable=False, server_default=sa.false()),
-    # The circuit breaker: Closed, Open since `opened_at`, or HalfOpen.
+    # The state of the circuit breaker: Closed, Open since `opened_at`, or HalfOpen.
     sa.Column("circuit", sa.String(16), nullable=False, server_default="Closed"),
     sa.Column("failures", sa.Integer, nullable=False, server_default="0"),
     sa.Column("opened_at", sa.Double),
-    # Sampled tokens per second of one rollout's model time, a moving average; null until measured.
+    # The sampled tokens per second of one rollout's model time, a moving average, or null until measured.
     sa.Column("speed", sa.Double),
-    # A rollout's sampled tokens per second of Run, its mean seconds in Run, the active rollouts beside
-    # which that was measured (moving averages), and when; null until measured.
+    # Moving averages of a rollout's sampled tokens per second of Run, its seconds in Run and the active
+    # rollouts on the backend meanwhile, and the time of the last measurement. All are null until measured.
     sa.Column("pace", sa.Double),
     sa.Column("pace_seconds", sa.Double),
     sa.Column("pace_load", sa.Double),
     sa.Column("measured_at", sa.Double),
-    # What the server's own metrics said last, as JSON.
+    # The last values of the server's own metrics, as JSON.
     sa.Column("stats", sa.LargeBinary),
 )
 
@@ -294,9 +295,9 @@ weight_updates = sa.Table(
     sa.Column("verified", sa.Boolean, nullable=False),
     sa.Column("verified_by", sa.String(16), nullable=False),
     sa.Column("message", sa.Text, nullable=False),
-    # Each backend's part, as JSON.
+    # Each backend's part of the update, as JSON.
     sa.Column("progress", sa.LargeBinary, nullable=False),
-    # The control-plane process that carries it out, and until when it says so.
+    # The control-plane process that carries out the update, and when its ownership expires.
     sa.Column("owner", sa.String(64)),
     sa.Column("owner_expires", sa.Double),
     sa.Column("created_at", sa.Double, nullable=False),

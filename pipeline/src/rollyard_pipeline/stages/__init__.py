@@ -1,1 +1,1 @@
-"""What a worker does with one lease: Init, Run or Eval of one rollout."""
+"""The stages that a worker performs under a lease: Init, Run or Eval of one rollout."""

@@ -1,10 +1,10 @@
-"""What of Run's work folder reaches Eval's fresh sandbox: named files, or all that Run has changed.
+"""The carry-over from Run's work folder to Eval's fresh sandbox: named files, or everything that Run changed.
 
-Every process of Run is dead when this begins. What Run left is hostile nevertheless: its names, sizes,
-links and special files are judged here, and every operation inside follows no symbolic link. Nothing of
-it is ever written to the worker's own disk. Only regular files and folders are carried, and of a file's
-mode only whether it is executable. Symbolic links are not: one that Run made could lead a test to the
-answer that the test itself brings.
+Every process of Run is dead when this module is used. What Run left is hostile nevertheless: its names,
+sizes, links and special files are checked here, and no operation inside a sandbox follows a symbolic link.
+Nothing that Run left is ever written to the worker's own disk. Only regular files and folders are carried,
+and of a file's mode only whether the file is executable. Symbolic links are not carried, because a link
+that Run made could lead a test to the answer that the test itself brings.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ from rollyard_sandbox.errors import FileError
 from rollyard_pipeline.errors import CarryRefused, CarryUnusable
 
 MAX_CARRIED: Final = 10_000
-"""Files and folders that are carried."""
-_CHUNK: Final = 8 << 20  # bytes of one read
-_RANGES: Final = 512  # of one request for digests
+"""The largest number of files and folders that can be carried."""
+_CHUNK: Final = 8 << 20  # The largest number of bytes in one read.
+_RANGES: Final = 512  # The largest number of ranges in one request for digests.
 _ABSENT: Final = ("FileNotFound", "NotADirectory", "SymlinkLoop", "PermissionDenied", "NotAFile")
-"""Why a file that Run left cannot be read: it is not carried."""
+"""The reasons why a file that Run left cannot be read. Such a file is not carried."""
 
 Tree = Mapping[bytes, TreeEntry]
 
 
 @dataclass(slots=True)
 class Carried:
-    """What is to be changed in a fresh work folder. Paths are relative to it."""
+    """The changes to make in a fresh work folder. All paths are relative to that folder."""
 
     removed: list[bytes] = field(default_factory=list)
-    """Removed first, with all that is in them."""
+    """Paths that are removed first, with everything in them."""
     folders: list[bytes] = field(default_factory=list)
     files: list[tuple[bytes, bool, bytes]] = field(default_factory=list)
-    """Path, whether it is executable, content."""
+    """The path of each file, whether it is executable, and its content."""
 
 
 async def take_files(run: WorkFolder, carry: EvalCarry) -> Carried:
-    """The named files and folders as Run left them; what is missing or cannot be read is left out.
+    """Return the named files and folders as Run left them.
+
+    Files that are missing or cannot be read are left out.
 
     Raises:
-        CarryRefused: there is more of it than may be carried.
-        rollyard_sandbox.errors.SandboxError: the sandbox failed, or (a FileError) Run has spoilt it.
+        CarryRefused: The files are larger or more numerous than a carry allows.
+        rollyard_sandbox.errors.SandboxError: The sandbox failed, or (with a FileError) Run has damaged it.
     """
     carried, budget = Carried(), _Budget(carry.max_bytes)
     for name in _topmost(carried_path(name).encode("utf-8", "surrogateescape") for name in carry.files):
@@ -68,14 +70,14 @@ async def take_files(run: WorkFolder, carry: EvalCarry) -> Carried:
 
 
 async def take_changes(run: WorkFolder, fresh: WorkFolder, carry: EvalCarry) -> Carried:
-    """What differs between Run's work folder and that of a sandbox that has just been through Init.
+    """Return what differs between Run's work folder and that of a sandbox in which only Init has run.
 
-    Nothing that Run could write decides what the difference is measured from.
+    The difference is measured from the fresh folder only, so Run cannot influence the baseline.
 
     Raises:
-        CarryRefused: Run left what cannot be read, or more than may be carried.
+        CarryRefused: Run left files that cannot be read, or more than a carry allows.
         CarryUnusable: Init itself makes more entries than can be compared.
-        rollyard_sandbox.errors.SandboxError: a sandbox failed, or (a FileError) Run has spoilt its own.
+        rollyard_sandbox.errors.SandboxError: A sandbox failed, or (with a FileError) Run has damaged its own.
     """
     try:
         before = await fresh.tree()
@@ -87,7 +89,7 @@ async def take_changes(run: WorkFolder, fresh: WorkFolder, carry: EvalCarry) -> 
     for path, entry in after.items():
         if entry.kind == "unreadable":
             raise CarryRefused(f"the folder {shown(path)} cannot be read")
-    # Links stay where Init has made them and Run has not touched them.
+    # Links stay where Init made them and Run did not touch them.
     wanted = {
         path: entry
         for path, entry in after.items()
@@ -121,11 +123,11 @@ async def take_changes(run: WorkFolder, fresh: WorkFolder, carry: EvalCarry) -> 
 
 
 async def put(fresh: WorkFolder, carried: Carried) -> None:
-    """Changes a fresh work folder accordingly.
+    """Apply the changes to a fresh work folder.
 
     Raises:
-        CarryRefused: it has no room for what Run left.
-        rollyard_sandbox.errors.SandboxError: the sandbox failed.
+        CarryRefused: The fresh sandbox has no room for what Run left.
+        rollyard_sandbox.errors.SandboxError: The sandbox failed.
     """
     try:
         await fresh.remove(carried.removed)
@@ -139,12 +141,12 @@ async def put(fresh: WorkFolder, carried: Carried) -> None:
 
 
 def shown(path: bytes) -> str:
-    """A path for a message: at most 200 bytes of it, on one line."""
+    """Return a path for a message: at most its first 200 bytes, on one line."""
     return ascii(path[:200].decode("utf-8", "backslashreplace"))
 
 
 class _Budget:
-    """Refuses more than may be carried before any of it is read."""
+    """Counts files and bytes, and refuses too large a carry before any of it is read."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -170,7 +172,7 @@ class _Budget:
 def _topmost(paths: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the paths that lie in none of the others."""
     last = None
-    # NUL sorts before all else, so that what is in a folder comes right after it.
+    # NUL sorts before every other byte, which places the content of a folder right after the folder.
     for path in sorted(set(paths), key=lambda path: path.replace(b"/", b"\0")):
         if last is None or not path.startswith(last):
             yield path
@@ -178,7 +180,10 @@ def _topmost(paths: Iterable[bytes]) -> Iterator[bytes]:
 
 
 async def _content(run: WorkFolder, path: bytes, size: int) -> bytes | None:
-    """The content of a file; None where it cannot be read. What is missing at its end is left out."""
+    """Return the content of a file, or None if it cannot be read.
+
+    If the file has become shorter than `size`, the content ends where the file ends.
+    """
     parts, offset = [], 0
     try:
         while offset < size:
@@ -197,7 +202,7 @@ async def _content(run: WorkFolder, path: bytes, size: int) -> bytes | None:
 
 
 async def _equal(run: WorkFolder, fresh: WorkFolder, files: Sequence[tuple[bytes, int]]) -> set[bytes]:
-    """Those of these files (path, size) whose content is the same in both."""
+    """Return the paths of those files, given as (path, size), whose content is the same in both folders."""
     different: set[bytes] = set()
     batch: list[tuple[bytes, int, int]] = []
     room = MAX_DIGESTED

@@ -1,4 +1,4 @@
-"""Eval's fresh sandbox: started, prepared as Init prepares one, given what is carried over, and released."""
+"""Eval's fresh sandbox: it is started, prepared as Init prepares one, given the carry, and released."""
 
 from __future__ import annotations
 
@@ -28,29 +28,33 @@ from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 log = logging.getLogger(__name__)
 
 CARRIES_AT_ONCE: Final = 4
-"""Rollouts whose files are in the worker's memory at the same time."""
+"""The number of rollouts whose carried files may be in the worker's memory at the same time."""
 
 Attach = Callable[[Lease], AbstractAsyncContextManager[Sandbox | None]]
 
 
 def eval_sandbox(spec: RolloutJobSpec, handler: Handler) -> EvalSandbox:
-    """Where Eval works: as the job says; else fresh if there is a carry; else as the handler says."""
+    """Return which sandbox Eval uses.
+
+    The job's own setting comes first. Without one, Eval gets a fresh sandbox if the job has a carry, and
+    otherwise the kind that the handler prefers.
+    """
     stage = spec.stages.eval
     if not handler.needs_sandbox:
-        return "shared"  # it evaluates in none
+        return "shared"  # This handler does not use a sandbox.
     if stage.sandbox is not None:
         return stage.sandbox
     return "fresh" if stage.carry is not None else handler.eval_sandbox
 
 
 class EvalSandboxes:
-    """Fresh sandboxes for Eval, one for each rollout that is being evaluated.
+    """Provides fresh sandboxes for Eval, one for each rollout that is being evaluated.
 
-    Run's sandbox is kept until the outcome is reported, so that another worker can begin Eval again from what
-    Run left; the fresh one belongs to this process and is released on every way out.
+    Run's sandbox is kept until the outcome is reported, which allows another worker to repeat Eval from what
+    Run left. The fresh sandbox belongs to this process and is released in every case.
 
     Args:
-        attach: a connection to Run's sandbox.
+        attach: Opens a connection to Run's sandbox.
     """
 
     def __init__(self, provider: SandboxProvider, places: SandboxPlaces, attach: Attach) -> None:
@@ -64,21 +68,23 @@ class EvalSandboxes:
     async def fresh(
         self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
     ) -> AsyncIterator[Sandbox]:
-        """The sandbox in which `handler.eval` works; it is gone afterwards.
+        """Provide the sandbox in which `handler.eval` works, and release it afterwards.
 
         Args:
-            context: Eval's; `handler.init` gets one of its own with a copy of what is carried as JSON.
+            context: The context of Eval. `handler.init` gets its own context with a copy of the JSON carry.
 
         Raises:
-            CarryRefused: what Run left cannot be carried; the policy's own failing.
-            EvalOutOfMemory: with what was carried, the evaluation used up the sandbox's memory; likewise.
-            CarryUnusable: the job's Init makes the carry impossible.
-            EvalSandboxFailed: the fresh sandbox could not be made ready, or was lost; Eval can be repeated.
-            SandboxLost: Run's sandbox is gone, and something was to be carried.
-            PipelineError: of `handler.init`, of the provider where no further attempt can help.
+            CarryRefused: What Run left cannot be carried. The policy is to blame.
+            EvalOutOfMemory: With the carried files, the evaluation used up the sandbox's memory. The policy
+                is to blame.
+            CarryUnusable: The job's Init makes the carry impossible.
+            EvalSandboxFailed: The fresh sandbox could not be prepared, or was lost. Eval can be repeated.
+            SandboxLost: Run's sandbox is gone, and the job has a carry.
+            PipelineError: `handler.init` failed, or the provider failed in a way that no further attempt can
+                fix.
         """
         async with self._places.for_eval(held):
-            held.started = time.monotonic()  # the wait for a place counts against no limit
+            held.started = time.monotonic()  # Waiting for a place counts against no limit.
             try:
                 async with await self._prepared(held, spec, handler, context) as sandbox:
                     try:
@@ -166,7 +172,7 @@ class EvalSandboxes:
         handle = held.eval_sandbox
         if handle is None:
             return
-        # Also where the work was cancelled: a task of its own finishes what a second cancellation interrupts.
+        # A separate task completes the release even if this one is cancelled, for example a second time.
         release = asyncio.ensure_future(self._provider.release(handle))
         self._releases.add(release)
         release.add_done_callback(self._releases.discard)

@@ -1,4 +1,4 @@
-"""One evaluation: prepared where Run could not write, done by the handler, judged where it cannot be done."""
+"""One evaluation: prepare the sandbox against tampering by Run, call the handler, and judge failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from rollyard_pipeline.handlers.environment import evaluation_environment
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 30.0
-"""For each small program or request that looks at the sandbox: more than a busy node takes."""
+"""The limit of each small program or request that inspects the sandbox, in seconds.
+
+It is longer than even a busy node needs.
+"""
 _VARIABLES_BYTES: Final = 1 << 20
 _REASON: Final = TypeAdapter[str](RewardReason)
 
@@ -29,20 +32,22 @@ _REASON: Final = TypeAdapter[str](RewardReason)
 async def evaluate(
     handler: Handler, context: StageContext, seconds: float, *, untouched: bool = False
 ) -> Evaluation:
-    """Score an episode.
+    """Return the score of an episode.
 
-    Where the handler uses the sandbox, every process of Run is killed first, and whatever the handler starts
-    in it has the environment of `evaluation_environment`.
+    If the handler uses the sandbox, every process of Run is killed first, and whatever the handler starts in
+    the sandbox gets the environment of `evaluation_environment`.
 
     Args:
-        context: Eval's, with the sandbox's client where there is one.
-        seconds: how long it may take, the time included in which a handler that keeps its own limit says so.
-        untouched: no file of the policy's is in the sandbox: what is wrong with it is not its failing.
+        context: The context of Eval, with the sandbox's client if there is a sandbox.
+        seconds: The time limit in seconds. It includes the time in which a handler that enforces the limit
+            itself reports that it was exceeded.
+        untouched: Whether the sandbox contains no file of the policy. If so, a defect of the sandbox is not
+            the policy's fault.
 
     Raises:
-        EvalTimeout: it took longer, and not for what ran in the sandbox.
-        EvaluationInvalid: the handler's rewards are not what it says they are.
-        Exception: infrastructure failed.
+        EvalTimeout: The evaluation took longer, and not because of what ran in the sandbox.
+        EvaluationInvalid: The handler returned rewards outside of what it declares.
+        Exception: The infrastructure failed.
     """
     client = context.client if handler.needs_sandbox else None
     limit = asyncio.timeout(seconds)
@@ -72,27 +77,27 @@ async def evaluate(
 
 
 async def _begin(client: ExecClient, context: StageContext) -> None:
-    """Leave nothing of Run running, and nothing that Run wrote on the way of what the evaluation starts.
+    """Kill everything that Run left running, and undo its influence on what the evaluation starts.
 
     Raises:
-        SandboxSabotaged: with the evidence.
+        SandboxSabotaged: The sandbox was tampered with. The message gives the evidence.
     """
     place = await client.begin_eval()
     if place.sabotage:
         raise SandboxSabotaged("; ".join(place.sabotage))
     variables = {**context.env, **await _variables(client)}
     environment = evaluation_environment(variables, place, workdir=context.workdir, author=context.env)
-    # For what a handler starts by itself. There is no call that removes a variable: empty ones say nothing.
+    # This is for commands that a handler starts by itself. No call removes a variable, so it is set to "".
     changed = {name: value for name, value in environment.items() if variables.get(name) != value}
     await client.set_env(changed | dict.fromkeys(variables.keys() - environment.keys() - {"_"}, ""))
     context.place, context.eval_env = place, environment
 
 
 async def _variables(client: ExecClient) -> dict[str, str]:
-    """The sandbox's environment; empty where it has no program that shows it.
+    """Return the sandbox's environment, or an empty one if the sandbox has no `env` program.
 
     Raises:
-        SandboxSabotaged: the program did not end as it should.
+        SandboxSabotaged: The program did not end with exit code 0.
     """
     try:
         shown = await client.run(["env", "-0"], cwd="/", timeout=_LOOK_SECONDS, max_output=_VARIABLES_BYTES)
@@ -107,7 +112,7 @@ async def _variables(client: ExecClient) -> dict[str, str]:
 
 
 async def _was_at_work(client: ExecClient) -> bool:
-    """Whether the time went to a request to the sandbox, whose server still answers."""
+    """Return whether the time was spent in a request to the sandbox whose server still answers."""
     if not client.unanswered:
         return False
     try:
@@ -119,7 +124,7 @@ async def _was_at_work(client: ExecClient) -> bool:
 
 
 async def _was_removed(client: ExecClient, error: ExecError) -> bool:
-    """Whether a program that is missing may have been removed by Run: the system can be written to."""
+    """Return whether Run may have removed the missing program, because it can write to the system folders."""
     if error.reason != "ProgramNotFound":
         return False
     try:

@@ -1,4 +1,4 @@
-"""How many sandboxes a node may hold at once, those of Run and the fresh ones of Eval together."""
+"""The number of sandboxes that a node may hold at once, for Run and for fresh Eval sandboxes together."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from rollyard_pipeline.errors import SandboxMissing
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 
 _LOOK_SECONDS: Final = 0.5
-"""Between looks for room that another process may make."""
+"""The time between two checks for room that another process may have made, in seconds."""
 
 
 class SandboxPlaces:
-    """Keeps places free for Eval's fresh sandboxes, so that sandboxes of Run never wait for each other.
+    """Reserves places for Eval's fresh sandboxes, so that Run's sandboxes never wait for each other.
 
-    A rollout whose Eval wants a fresh sandbox holds two for a moment. If Run's could take every place, all of
-    them would wait for ever; so Init leaves some free once a job of this worker evaluates in fresh ones, and
-    Eval uses no more than those. With a limit that was given for the node the places come out of it: a
-    quarter, at least one, at most as many as Eval has. Without a limit they come on top.
+    A rollout whose Eval wants a fresh sandbox holds two sandboxes for a moment. If Run's sandboxes could take
+    every place, all these rollouts would wait forever. Once a job of this worker uses fresh Eval sandboxes,
+    Init therefore leaves some places free, and Eval uses no more than those. If the node has a limit, the
+    reserved places are part of it: a quarter of the limit, but at least one and at most the number of
+    concurrent Evals. Without a limit they are added on top.
 
     Args:
-        provider: counts what the node holds; None: no sandboxes here.
-        usual: sandboxes beyond which Init waits where the node has no limit.
-        limit: sandboxes that the node may hold; None: no such limit.
-        evals: rollouts that this worker evaluates at once.
+        provider: Counts the sandboxes of the node. None means that this worker has no sandboxes.
+        usual: The number of sandboxes beyond which Init waits if the node has no limit.
+        limit: The number of sandboxes that the node may hold. None means that there is no limit.
+        evals: The number of rollouts that this worker evaluates at once.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class SandboxPlaces:
         self._changed = asyncio.Event()
 
     def room(self, coming: int) -> int:
-        """How many more rollouts Init may take; it reads the node's records: call it in a thread.
+        """Return how many more rollouts Init may take.
+
+        This function reads the node's records from disk and should be called in a thread.
 
         Args:
-            coming: rollouts in Init here that have no sandbox yet.
+            coming: The number of this worker's rollouts in Init that have no sandbox yet.
         """
         if self._provider is None:
             return self._usual
@@ -60,12 +63,13 @@ class SandboxPlaces:
 
     @asynccontextmanager
     async def for_init(self, held: HeldLease) -> AsyncIterator[None]:
-        """Waits until there is room for one more sandbox of Run. Only for jobs with fresh Eval sandboxes.
+        """Wait until there is room for one more sandbox of Run, and hold that place.
 
-        Leases that came before the first such job was known may be more than there is room for.
+        Only jobs with fresh Eval sandboxes use this. The leases that were granted before the first such job
+        was known may be more than there is room for.
 
         Raises:
-            SandboxMissing: the node may hold one sandbox only.
+            SandboxMissing: The node may hold only one sandbox.
         """
         if self._limit is not None and self._limit < 2:
             raise SandboxMissing(
@@ -90,7 +94,7 @@ class SandboxPlaces:
 
     @asynccontextmanager
     async def for_eval(self, held: HeldLease) -> AsyncIterator[None]:
-        """Waits for one of the places that are kept for Eval's fresh sandboxes."""
+        """Wait for one of the places that are reserved for Eval's fresh sandboxes, and hold it."""
         self._wanted = True
         while not await self._entered_eval(held):
             await self._change()
@@ -101,7 +105,7 @@ class SandboxPlaces:
             self._changed.set()
 
     async def _change(self) -> None:
-        """Waits until a place here is free, or a moment: other processes of the node make room, too."""
+        """Wait until this process frees a place, or briefly, because other processes free places too."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
                 await self._changed.wait()
@@ -111,8 +115,8 @@ class SandboxPlaces:
         async with self._look:
             if len(self._evaluating) >= self._kept:
                 return False
-            # Other workers of the node may hold more than they should. One Eval at a time goes ahead all the
-            # same, as nothing but an Eval ever makes room.
+            # Other workers of the node may hold more sandboxes than they should. One Eval always proceeds
+            # nevertheless, because only a finished Eval frees a place.
             if self._limit is not None and self._evaluating and self._provider is not None:
                 coming = sum(other.eval_sandbox is None for other in self._evaluating)
                 if len(await asyncio.to_thread(self._provider.in_use)) + coming >= self._limit:

@@ -1,4 +1,4 @@
-"""What a worker does with one lease: Init, Run or Eval of one rollout."""
+"""The stages that a worker performs under a lease: Init, Run or Eval of one rollout."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ from rollyard_pipeline.trajectories.sanitize import clean_text
 
 log = logging.getLogger(__name__)
 
-_CARRY_LIMIT: Final = 1 << 20  # bytes, as the wire bounds it
+_CARRY_LIMIT: Final = 1 << 20  # The limit that the wire format sets, in bytes.
 _ROUTE_RETRY: Final = 1.0  # seconds
-_LONGEST_WAITED: Final = 14_400.0  # seconds of waiting for backends that Run's limit does not count
+_LONGEST_WAITED: Final = 14_400.0  # The longest wait for backends, in seconds, that is added to Run's limit.
 
 
 class Stages:
-    """Works on leases; holds what all rollouts of a worker share.
+    """Performs stages under leases, and holds what all rollouts of a worker share.
 
     Args:
-        control: the control plane (job specs, re-routing).
-        backends: the process's backend client.
-        provider: starts and finds sandboxes; None on a worker without any.
-        extensions: where handlers, agents, tools and parsers come from.
-        backend_budget: seconds without any backend before a rollout gives up.
-        eval_grace: seconds that Eval gets beyond its limit, in which a handler that keeps the
-            limit itself (tests that ran out of time) still gives its score.
-        places: bounds the sandboxes of Run and Eval together.
+        control: The control plane, which provides job specs and new backends.
+        backends: The process's backend client.
+        provider: Starts and finds sandboxes. It is None on a worker without sandboxes.
+        extensions: Loads handlers, agents, tools and parsers.
+        backend_budget: The time in seconds for which a rollout waits without any backend before it gives up.
+        eval_grace: The time in seconds that Eval gets beyond its limit. In this time a handler that enforces
+            the limit itself can still return a score for tests that ran out of time.
+        places: Bounds the sandboxes of Run and Eval together.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Stages:
             await handler.close()
 
     async def work(self, held: HeldLease, times: StageTimes) -> StageResult:
-        """One stage of one rollout. `times` is filled in whatever happens.
+        """Perform one stage of one rollout. `times` is filled in even if the stage fails.
 
         Raises:
-            Exception: infrastructure failed; `worker.failures.stage_failure` says how to report it.
+            Exception: The infrastructure failed. `worker.failures.stage_failure` converts it to a report.
         """
         try:
             spec = await self._jobs.get(held.lease)
@@ -122,7 +122,7 @@ class Stages:
     async def _init(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = held.lease, spec.stages.init.timeout_seconds
         handler, (_, tools) = self._handler(spec), self._agent(spec)
-        # Bad names are found here, before a sandbox is started for them.
+        # Unknown names are detected here, before a sandbox is started.
         self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
         needed = handler.needs_sandbox or any(tool.needs_sandbox for tool in tools.values())
         context = _context(lease, spec, timeout)
@@ -191,7 +191,8 @@ class Stages:
                         raise
                     silence = await session.silence() if session is not None else None
                     if silence is not None:
-                        # The time went to a backend that did not answer: not the policy's failing.
+                        # The time was spent on a backend that did not answer, which is not the policy's
+                        # fault.
                         raise BackendUnavailable(
                             f"no backend answered until Run's limit of {timeout} s; last: {silence}"
                         ) from None
@@ -256,7 +257,7 @@ class Stages:
         )
 
     async def _lost_for_memory(self, lease: Lease) -> bool:
-        """Whether a sandbox that is gone has used up its own memory, which is the policy's failing."""
+        """Return whether a lost sandbox had used up its own memory, which is the policy's fault."""
         if lease.sandbox is None or self._provider is None or self._provider.name != lease.sandbox.provider:
             return False
         if lease.trajectory is not None and lease.trajectory.truncated_reason == OUT_OF_MEMORY:
@@ -269,7 +270,7 @@ class Stages:
             raise SandboxMissing("this worker has no sandboxes (start it with --sandbox)")
         sandbox = await provider.acquire(SandboxRequest.of(spec.sandbox, held.lease.task.sandbox), held.ref)
         held.sandbox = sandbox.handle
-        # Only now: those that are started ahead would take the cores from the one that is waited for.
+        # This comes last because sandboxes that start in advance would compete for the cores with this one.
         if spec.sandbox.warm and held.lease.job_uid not in self._warmed:
             self._warmed.add(held.lease.job_uid)
             await provider.warm(SandboxRequest.of(spec.sandbox), spec.sandbox.warm)
@@ -283,13 +284,13 @@ class Stages:
             yield
             return
         async with self._places.for_init(held):
-            held.started = time.monotonic()  # the wait for a place counts against no limit
+            held.started = time.monotonic()  # Waiting for a place counts against no limit.
             yield
 
     def _eval_place(
         self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
     ) -> AbstractAsyncContextManager[Sandbox | None]:
-        """The sandbox that Eval works in: Run's own, a fresh one, or none where Run had none."""
+        """Return the sandbox for Eval: Run's own, a fresh one, or none if Run had none."""
         fresh = held.lease.sandbox is not None and eval_sandbox(spec, handler) == "fresh"
         if not fresh or self._eval_sandboxes is None:
             return self._attached(held.lease)
@@ -325,7 +326,7 @@ class Stages:
         return agent, tools
 
     async def _vocabulary(self, tokenizer: str, chat: ChatFormat) -> int:
-        """How many token ids the model has."""
+        """Return the number of token ids that the model has."""
         if tokenizer not in self._vocabularies:
             self._vocabularies[tokenizer] = await asyncio.to_thread(
                 vocabulary_size, locate(tokenizer), chat.tokenizer.vocabulary_size
@@ -336,7 +337,7 @@ class Stages:
         if lease.backend is None:
             raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
 
-        self._backends.begin()  # beside the chat template's loading
+        self._backends.begin()  # This proceeds while the chat template is loaded.
 
         async def route(failed_url: str, error: str, blame: bool) -> RouteResponse:
             request = RouteRequest(
@@ -370,14 +371,14 @@ class Stages:
 
 
 def _extend(limit: asyncio.Timeout, session: BackendSession, seconds: float) -> None:
-    """Move Run's limit by time that went to a backend being paused, updated or too busy."""
+    """Extend Run's limit by time in which the backend was paused, updated or too busy."""
     when = limit.when()
     if when is not None and not limit.expired() and session.waited_seconds <= _LONGEST_WAITED:
         limit.reschedule(when + seconds)
 
 
 def _context(lease: Lease, spec: RolloutJobSpec, timeout: float) -> StageContext:
-    # An attempt begins afresh: what an earlier one left or submitted must not reach this one's score.
+    # Each attempt starts clean: what an earlier one left or submitted must not affect this one's score.
     carry = {} if lease.stage == "init" else dict(lease.carry)
     if lease.stage == "run":
         carry.pop(ANSWER, None)

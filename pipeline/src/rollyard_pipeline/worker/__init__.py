@@ -1,1 +1,1 @@
-"""The stage worker: leases for three stages, work on them, heartbeats and reports of outcomes."""
+"""The stage worker: it leases rollouts for three stages, works on them, and reports the outcomes."""

@@ -10,11 +10,11 @@ from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
-_MESSAGE_LIMIT = 4096  # as StageFailure bounds it
+_MESSAGE_LIMIT = 4096  # StageFailure has the same limit.
 
 
 def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFailure:
-    """The failure to report for `error`; anything unforeseen is `InternalError`, and retried."""
+    """Return the failure to report for `error`. An unforeseen error is an `InternalError` and is retried."""
     retryable, return_to, counts = True, _same_stage(lease), True
     match error:
         case PipelineError():
@@ -25,7 +25,7 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
         case BackendError():
             reason, retryable, message = error.reason, error.retryable, str(error)
         case ExecError():
-            # Whatever the exec server could not do, a fresh sandbox may.
+            # A fresh sandbox may succeed where the exec server failed.
             reason, return_to, message = error.reason, "init", str(error)
         case _:
             reason, message = "InternalError", f"{type(error).__name__}: {error}"
@@ -43,7 +43,7 @@ def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFai
 
 
 def hand_over(lease: Lease, times: StageTimes) -> StageFailure:
-    """The rollout goes to another worker; this counts as no failure."""
+    """Return the report that passes the rollout to another worker. It does not count as a failure."""
     return StageFailure(
         rollout=lease.rollout,
         token=lease.token,
@@ -57,5 +57,5 @@ def hand_over(lease: Lease, times: StageTimes) -> StageFailure:
 
 
 def _same_stage(lease: Lease) -> StageName | None:
-    """Where another attempt starts: a Run that has used its sandbox starts from a fresh one."""
+    """Return where the next attempt starts. A Run that used its sandbox starts again from a fresh one."""
     return "init" if lease.stage == "run" and lease.sandbox is not None else None

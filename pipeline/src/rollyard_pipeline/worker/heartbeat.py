@@ -1,4 +1,4 @@
-"""Keeps leases and sandboxes alive, and hears what is to stop."""
+"""The heartbeat, which keeps leases and sandboxes alive and receives requests to stop."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rollyard_pipeline.sandboxes.interface import SandboxProvider
 
 log = logging.getLogger(__name__)
 
-INTERVAL: Final = 2.0  # seconds: how late a cancellation arrives at most
+INTERVAL: Final = 2.0  # The time between beats in seconds, and the longest delay of a cancellation.
 _RENEW_EVERY: Final = 20.0  # seconds
 _SANDBOX_SECONDS: Final = 60.0
-"""A sandbox that nobody renews ends by itself after this time."""
-_SCAN_EVERY: Final = 4.0  # seconds between readings of the run folder
-_DROP_AT_ONCE: Final = 8  # orphans; each costs a few threads' waits
+"""The time in seconds after which a sandbox that is not renewed ends by itself."""
+_SCAN_EVERY: Final = 4.0  # The time between two readings of the run folder, in seconds.
+_DROP_AT_ONCE: Final = 8  # The number of orphans to remove at once. Each one makes a few threads wait.
 _LAST_SECONDS: Final = 10.0
 
 
 class Heartbeat:
-    """One loop for all leases of the process and all sandboxes of the node.
+    """The one heartbeat loop for all leases of the process and all sandboxes of the node.
 
-    The control plane knows which sandboxes belong to no unfinished rollout, and to no Init
-    that is still going on: those are removed, whichever worker started them.
+    The control plane knows which sandboxes belong neither to an unfinished rollout nor to an Init that is
+    still in progress. Those sandboxes are removed, whichever worker started them.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Heartbeat:
         self._renewed = 0.0
 
     async def run(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Beat until cancelled."""
+        """Send heartbeats until cancelled."""
         async with asyncio.TaskGroup() as group:
-            # Apart from the beats: a node full of orphans must not cost a lease.
+            # This runs separately from the beats: a node full of orphans must not cost a lease.
             group.create_task(self._tend(clock), name="sandboxes")
             while True:
                 began = clock()
@@ -68,10 +68,10 @@ class Heartbeat:
                 await asyncio.sleep(max(0.05, min(INTERVAL, shortest / 3) - (clock() - began)))
 
     async def beat(self, now: float, ending: Sequence[str] = ()) -> None:
-        """One heartbeat; what it tells of sandboxes is acted on by `run` and `last`.
+        """Send one heartbeat. `run` and `last` remove the orphaned sandboxes that its response names.
 
         Args:
-            ending: sandboxes that end with this process.
+            ending: The ids of the sandboxes that end with this process.
         """
         sandboxes = await self._scan(now)
         held = list(self._table)
@@ -97,7 +97,10 @@ class Heartbeat:
         self._told.set()
 
     async def last(self, now: float | None = None) -> None:
-        """A final beat, when nothing is held: what a killed worker left may have nobody else to remove it."""
+        """Send a final heartbeat when no lease is held, and remove orphaned sandboxes.
+
+        Sandboxes that a killed worker left may have no other worker that removes them.
+        """
         try:
             async with asyncio.timeout(_LAST_SECONDS):
                 self._scanned = 0.0
@@ -115,7 +118,7 @@ class Heartbeat:
         return self._claimed
 
     async def _tend(self, clock: Callable[[], float]) -> None:
-        """Renews and removes sandboxes after each beat, also while the control plane is away."""
+        """Renew and remove sandboxes after each beat, even while the control plane is unavailable."""
         while True:
             await self._told.wait()
             self._told.clear()

@@ -1,6 +1,6 @@
-"""Reports outcomes to the control plane: soon, in batches, again and again until it answers.
+"""Reporting of outcomes to the control plane, promptly and in batches, with retries until it answers.
 
-An outcome is never dropped for the network's sake; fencing decides whether it still counts.
+A network failure never causes an outcome to be dropped. Fencing decides whether the outcome still counts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rollyard_pipeline.errors import ControlPlaneRefused
 
 log = logging.getLogger(__name__)
 
-BATCH = 8  # outcomes a request: small enough to be answered while the next ones gather
-_SENDERS = 2  # one gathers while the other waits for its answer
+BATCH = 8  # Outcomes per request: few enough to be answered while the next ones are collected.
+_SENDERS = 2  # One sender collects outcomes while the other waits for its answer.
 
 Reported = Callable[[HeldLease, str], Coroutine[None, None, None]]
-"""Called with the lease and the answer of each outcome that the control plane has answered."""
+"""A function that is called with the lease and the control plane's answer for each outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Item:
 
 
 class Outbox:
-    """Bounded by the leases held: each puts one outcome.
+    """The queue of outcomes to report. It is bounded by the leases held, as each lease adds one outcome.
 
     Args:
-        control: the control plane.
-        worker: this worker's name.
-        reported: called when an outcome has been answered.
+        control: The control plane.
+        worker: The name of this worker.
+        reported: Called when the control plane has answered for an outcome.
     """
 
     def __init__(self, control: LeaseCalls, worker: str, reported: Reported) -> None:
@@ -51,13 +51,16 @@ class Outbox:
         self._ready = asyncio.Event()
 
     def put(self, held: HeldLease, outcome: StageResult | StageFailure) -> None:
-        """Report `outcome`; the lease stays held (and heartbeats go on) until it is answered."""
+        """Add an outcome to the queue.
+
+        The lease stays held, and its heartbeats continue, until it is answered.
+        """
         held.reporting = True
         self._items.append(Item(held, outcome))
         self._ready.set()
 
     async def run(self) -> None:
-        """Send until cancelled."""
+        """Send outcomes until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(_SENDERS):
                 group.create_task(self._send())
@@ -70,7 +73,7 @@ class Outbox:
                 await self._deliver(batch)
 
     def _take(self) -> list[Item]:
-        """Up to BATCH outcomes of one kind, in order."""
+        """Return up to BATCH outcomes of one kind, in the order of arrival."""
         batch: list[Item] = []
         while self._items and len(batch) < BATCH:
             if batch and type(self._items[0].outcome) is not type(batch[0].outcome):
@@ -95,7 +98,7 @@ class Outbox:
                 return
             else:
                 outcomes = {item.rollout: item.outcome for item in answer.outcomes}
-                # At once, since each may have a sandbox to remove.
+                # The callbacks run concurrently because each may have a sandbox to remove.
                 async with asyncio.TaskGroup() as group:
                     for item in batch:
                         outcome = outcomes.get(item.held.lease.rollout, "unknown")
@@ -110,7 +113,7 @@ class Outbox:
         return await self._control.fail(FailRequest(worker=self._worker, failures=failures))
 
     async def _refused(self, batch: list[Item], error: ControlPlaneRefused) -> None:
-        """A batch is refused as a whole: find the outcome that is the reason, and fail that rollout."""
+        """Handle the refusal of a whole batch: find the outcome that caused it, and fail that rollout."""
         if len(batch) > 1:
             for item in batch:
                 await self._deliver([item])
@@ -122,7 +125,7 @@ class Outbox:
             return
         lease = item.held.lease
         if item.outcome.reward_reason and "reward_reason: unknown field" in str(error):
-            # A control plane that is older than the field: the reward counts all the same.
+            # The control plane may be too old to know this field. The reward counts nevertheless.
             known = item.outcome.model_copy(update={"reward_reason": ""})
             await self._deliver([Item(item.held, known)])
             return

@@ -1,4 +1,4 @@
-"""One stage's pool: leases what it has places for, by long poll, and never more."""
+"""The pool of one stage, which leases rollouts by long poll, never more than it has places for."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 20.0
-_ROOM_CHECK = 1.0  # seconds between looks for room that another process may make
+_ROOM_CHECK = 1.0  # The time between two checks for room that another process may have made, in seconds.
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who leases, and for which job."""
+    """The identity under which a worker leases, and the job for which it leases."""
 
     worker: str
     node: str
@@ -30,13 +30,13 @@ class WorkerIdentity:
 
 
 class StagePool:
-    """Places of one stage.
+    """The places of one stage.
 
     Args:
-        stage: init, run or eval.
-        places: rollouts at once.
-        start: begins work on a lease; its place is free again when `release` is called.
-        room: how many more rollouts the node can take now (Init is bounded by sandboxes).
+        stage: The stage: init, run or eval.
+        places: The number of rollouts that may be worked on at once.
+        start: Begins work on a lease. Its place is free again when `release` is called.
+        room: Returns how many more rollouts the node can take now. Sandboxes limit this for Init.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class StagePool:
 
     @property
     def busy(self) -> int:
-        """Places taken."""
+        """Return the number of places in use."""
         return self._busy
 
     def release(self) -> None:
-        """A rollout has left its place."""
+        """Free the place of a rollout that has ended."""
         self._busy -= 1
         self._freed.set()
 
     async def run(self) -> None:
-        """Lease until cancelled, or until the control plane says that the job is over."""
+        """Lease rollouts until cancelled, or until the control plane reports that the job is over."""
         tries = 0
         while True:
             free = await self._free()

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT while a worker runs."""
+"""Handling of SIGTERM and SIGINT while a worker runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rollyard_pipeline.worker.worker import Worker
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first drains the worker, the second stops it at once.
+    """Handles SIGTERM and SIGINT: the first signal drains the worker, the second stops it at once.
 
-    They are caught from before the first sandbox until after the last: an uncaught one in
-    the middle of the clean-up would leave sandboxes behind.
+    The signals are handled from before the first sandbox starts until after the last one ends, because an
+    unhandled signal during the clean-up would leave sandboxes behind.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,12 @@ class StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
             if exc[0] is None:
-                # All is done: who asks for the end now, as this process ends, must not make it a failure.
+                # The work is complete, so a signal that arrives while this process exits must not make it a
+                # failure.
                 signal.signal(number, signal.SIG_IGN)
 
     async def run(self, worker: Worker) -> None:
-        """Run the worker to its end."""
+        """Run the worker until it ends."""
         self._worker = worker
         self._running = asyncio.ensure_future(worker.run())
         if self._asked:

@@ -1,4 +1,4 @@
-"""The stage worker: three independent pools, one outbox, one heartbeat."""
+"""The stage worker, with three independent pools, one outbox and one heartbeat."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rollyard_pipeline.worker.stage_pool import StagePool, WorkerIdentity
 log = logging.getLogger(__name__)
 
 _LAST_REPORT_SECONDS: Final = 10.0
-"""How long a drained worker tries to tell a control plane that does not answer."""
+"""How long a drained worker retries reports to a control plane that does not answer, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,25 @@ class WorkerOptions:
     """The options of a worker."""
 
     worker: str
-    """Its name, unique among the live workers."""
+    """The worker's name, which is unique among the live workers."""
     node: str
-    """Sandboxes of a node are reached by the workers of that node."""
+    """The node's name. The sandboxes of a node are reached by the workers of that node."""
     concurrency: Mapping[StageName, int]
-    """Places per stage; a stage left out has no pool here."""
+    """The number of places per stage. A stage that is left out has no pool in this worker."""
     job: str | None = None
     namespace: str | None = None
     max_sandboxes: int | None = None
-    """Sandboxes on the node beyond which Init waits (see `stages.sandbox_places`); None: `sandbox_limit`."""
+    """The number of sandboxes on the node beyond which Init waits (see `stages.sandbox_places`).
+
+    If it is None, `sandbox_limit` applies.
+    """
     sandboxes_end: bool = False
-    """The sandboxes that it started end with it, as those of a batch job do."""
+    """Whether the sandboxes that the worker starts end with it, as those of a batch job do."""
     trouble_file: Path | None = None
-    """Where it says why it takes no Init work; there is no such file while nothing is wrong."""
+    """The file in which the worker explains why it takes no Init work.
+
+    It exists only while there is a reason.
+    """
     drain_seconds: float = 30.0
     backend_budget: float = 60.0
     eval_grace: float = 30.0
@@ -56,7 +62,10 @@ class WorkerOptions:
 
     @property
     def sandbox_limit(self) -> int:
-        """Enough to keep Run and Eval busy while Init prepares the next; more would only use memory."""
+        """Return a limit that keeps Run and Eval busy while Init prepares the next sandboxes.
+
+        A higher limit would only use more memory.
+        """
         if self.max_sandboxes is not None:
             return self.max_sandboxes
         places = dict(self.concurrency)
@@ -65,12 +74,12 @@ class WorkerOptions:
 
 
 class Worker:
-    """Works until drained, or, with a job of its own, until that job is over.
+    """A worker, which runs until it is drained or, if it serves one job, until that job is over.
 
     Args:
-        control: the control plane.
-        backends: an entered backend client.
-        provider: a started sandbox provider; None: rollouts that need a sandbox fail here.
+        control: The control plane.
+        backends: A backend client that has been entered as a context manager.
+        provider: A started sandbox provider. If it is None, rollouts that need a sandbox fail on this worker.
     """
 
     def __init__(
@@ -125,11 +134,11 @@ class Worker:
         }
 
     def drain(self) -> None:
-        """Take no more leases; finish what is held within `drain_seconds`, hand over the rest."""
+        """Take no more leases, finish held ones within `drain_seconds`, and hand over the rest."""
         self._draining.set()
 
     async def run(self) -> None:
-        """Work until the end."""
+        """Work until the job is over or the worker is drained."""
         try:
             async with asyncio.TaskGroup() as services:
                 background = [
@@ -163,7 +172,7 @@ class Worker:
             task.cancel()
 
     async def _finish(self) -> None:
-        """Let held leases finish: without limit when the job is over, within `drain_seconds` in a drain."""
+        """Let held leases finish: within `drain_seconds` in a drain, without a limit if the job is over."""
         drained = asyncio.ensure_future(self._draining.wait())
         empty = asyncio.ensure_future(self._table.empty())
         try:
@@ -178,7 +187,10 @@ class Worker:
             empty.cancel()
 
     async def _last_reports(self) -> None:
-        """Every lease's task has ended; its outcome may still be on its way."""
+        """Wait for the last reports.
+
+        Every lease's task has ended, but its outcome may still be on its way.
+        """
         empty = asyncio.ensure_future(self._table.empty())
         drained = asyncio.ensure_future(self._draining.wait())
         try:
@@ -197,12 +209,12 @@ class Worker:
         self._tell(trouble)
         if trouble:
             return 0
-        # Those in Init that have none yet are about to claim one.
+        # Rollouts in Init that have no sandbox yet are about to claim one.
         coming = sum(held.lease.stage == "init" and held.sandbox is None for held in self._table)
         return self._places.room(coming)
 
     def _tell(self, trouble: str) -> None:
-        """Says what keeps this node from starting sandboxes, once for each change."""
+        """Report what keeps this node from starting sandboxes, once for each change."""
         if trouble == self._trouble:
             return
         if trouble:
@@ -234,7 +246,7 @@ class Worker:
         held.task = self._group.create_task(self._hold(held), name=f"{lease.stage} {lease.rollout}")
 
     async def _hold(self, held: HeldLease) -> None:
-        """One lease from start to report; frees its place at the end."""
+        """Work on one lease from its start to its report, and free its place at the end."""
         times = StageTimes()
         try:
             try:
@@ -257,13 +269,13 @@ class Worker:
             self._pools[held.lease.stage].release()
 
     async def _stopped(self, held: HeldLease, times: StageTimes) -> None:
-        """Stopped from outside: by a cancellation, by fencing, or by a drain."""
+        """Handle a lease that was stopped from outside by a cancellation, by fencing or by a drain."""
         lease = held.lease
         if held.stop == "drained":
             held.done_with_sandbox = lease.stage != "eval"
             self._outbox.put(held, hand_over(lease, times))
             return
-        # A lost Eval may go on elsewhere on this node, in the same sandbox.
+        # A lost Eval may continue under another worker of this node, in the same sandbox.
         if held.stop == "cancelled" or lease.stage != "eval":
             await self._release(held)
         await self._table.remove(held)
@@ -286,7 +298,7 @@ class Worker:
         try:
             await self._provider.release(handle)
         except SandboxError as error:
-            # It has no owner any more: a later heartbeat names it an orphan.
+            # The sandbox has no owner any more, so a later heartbeat reports it as an orphan.
             log.warning("sandbox %s: %s", handle.id, error)
 
     async def _reported(self, held: HeldLease, outcome: str) -> None:

@@ -1,4 +1,4 @@
-"""Sandbox providers: bubblewrap, pods that a driver starts, and bare processes where asked for by name."""
+"""Sandbox providers: bubblewrap, Apptainer, pods that a driver starts and, on request, bare processes."""
 
 from rollyard_pipeline.sandboxes.factory import PROVIDERS, open_provider
 

@@ -1,17 +1,19 @@
-"""`python -m rollyard_pipeline.sandboxes.bundle OUT`: the runtime of sandboxes as one folder.
+"""`python -m rollyard_pipeline.sandboxes.bundle OUT`: write the runtime of sandboxes to one folder.
 
-Mounted read-only at RUNTIME_PATH it starts the exec server in any Linux root folder of this
-machine's processor, whatever its libc and Python, and gives an IPython to images without one:
+When the folder is mounted read-only at RUNTIME_PATH, it starts the exec server in any Linux root folder
+for this machine's processor, whatever its libc and Python, and adds an IPython to images without one:
 
-    exec-server.py, copy-runtime.py   what EXEC_SERVER_ARGV and COPY_ARGV of `rollyard_crds.claims` run
+    exec-server.py, copy-runtime.py   the programs that EXEC_SERVER_ARGV and COPY_ARGV of
+                                      `rollyard_crds.claims` run
     loader                            the dynamic loader that this Python was linked for
     libs/                             the shared libraries that anything below needs
     python/                           the interpreter and its standard library
     lib/                              the exec server and ptyprocess
-    site/                             ipykernel and jupyter_client with what they need
-    venv/                             a virtual environment over all that; bin/python is a script for /bin/sh
+    site/                             ipykernel and jupyter_client with their dependencies
+    venv/                             a virtual environment over all of these; bin/python is a script
+                                      for /bin/sh
 
-Everything is compiled ahead, because it is mounted read-only.
+All modules are compiled in advance, because the folder is mounted read-only.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from rollyard_pipeline.sandboxes.starters.runtime import (
 )
 
 _ROOTS: Final = ("ipykernel", "jupyter-client", "pyzmq")
-# Debugger, completion and time zones: ipykernel and IPython work without them, and they are a third of it.
+# ipykernel and IPython work without a debugger, completion and time zones, which make up a third of it.
 _LEFT_OUT: Final = frozenset({"debugpy", "jedi", "parso", "tzdata"})
 _STDLIB_LEFT_OUT: Final = frozenset(
     {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests",
@@ -52,7 +54,7 @@ _STDLIB_LEFT_OUT: Final = frozenset(
 _MODULES_LEFT_OUT: Final = ("_ctypes_test", "_test", "_tkinter", "_xx", "nis.", "xx")
 _FOR_COMPILERS: Final = frozenset({".pyi", ".pyx", ".pxd", ".pxi", ".h", ".c"})
 _RECORDS: Final = frozenset({"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"})
-# Opened by name at run time, so that no file lists it: libc needs it to end threads.
+# These libraries are opened by name at run time and no file lists them. libc needs this one to end threads.
 _OPENED_BY_NAME: Final = ("libgcc_s.so.1",)
 _START: Final = """import os, sys
 here = os.path.dirname(os.path.abspath(__file__))
@@ -63,12 +65,12 @@ sys.exit(main({arguments}))
 
 
 def write_bundle(out: Path) -> None:
-    """Writes the runtime of the running interpreter to `out`, a new or empty folder.
+    """Write the runtime of the running interpreter to `out`, a new or empty folder.
 
     Raises:
-        FileExistsError: `out` holds something already.
-        SandboxStartFailed: a package of the exec server or of IPython is not installed, or a
-            library that something needs is not on this machine.
+        FileExistsError: `out` is not empty.
+        SandboxStartFailed: A package of the exec server or of IPython is not installed, or a required library
+            is not on this machine.
     """
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
@@ -115,7 +117,10 @@ def _written() -> dict[str, str]:
 
 
 def _standard_library(prefix: Path) -> Iterator[tuple[Path, Path]]:
-    """The modules of the standard library, and where they go; the interpreter finds them by its own place."""
+    """Yield the modules of the standard library with their targets.
+
+    The interpreter finds the modules relative to its own path.
+    """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     target = prefix / sys.platlibdir / version
     for name in dict.fromkeys((sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))):
@@ -132,7 +137,7 @@ def _standard_library(prefix: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _base(path: Path) -> Path:
-    """The same path below the base installation: a virtual environment has no standard library."""
+    """Return the same path below the base installation, as a virtual environment has no standard library."""
     if path.is_relative_to(sys.prefix):
         return Path(sys.base_prefix) / path.relative_to(sys.prefix)
     return path
@@ -150,7 +155,7 @@ def _packages() -> Iterator[tuple[Path, str]]:
 
 
 def _distributions(roots: Iterable[str]) -> list[Distribution]:
-    """The installed distributions `roots` and all they need here."""
+    """Return the installed distributions `roots` and everything that they require on this machine."""
     wanted, found = list(roots), dict[str, Distribution]()
     while wanted:
         name = wanted.pop().lower().replace("_", "-")
@@ -174,7 +179,7 @@ def _native(folder: Path) -> list[Path]:
 
 
 def _libraries(loader: Path, bundle: Path, files: Iterable[Path]) -> list[Path]:
-    """The libraries that `files` need, found as the loader finds them, but those inside the bundle."""
+    """Return the libraries that `files` need, as the loader finds them, except those inside the bundle."""
     found: dict[str, Path] = {}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LD_")}
     for file in files:
@@ -203,13 +208,13 @@ def _compile(out: Path) -> None:
         if source.parent == out:
             continue
         try:
-            # Not checked against the source: nobody can change either.
+            # The .pyc files are not checked against the source, because neither can be changed.
             py_compile.compile(
                 str(source), dfile=f"{RUNTIME_PATH}/{source.relative_to(out)}", doraise=True, quiet=2,
                 invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
             )  # fmt: skip
         except py_compile.PyCompileError:
-            continue  # a file for another Python, such as a template: it is imported by nobody here
+            continue  # This file is for another Python, such as a template. It is never imported here.
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -219,7 +224,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m rollyard_pipeline.sandboxes.bundle",
         description="Write the runtime that is mounted into sandboxes of foreign images.",

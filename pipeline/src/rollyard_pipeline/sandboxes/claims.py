@@ -1,8 +1,8 @@
-"""Sandboxes that a driver starts elsewhere: filed as claims with the control plane, reached over TCP.
+"""Sandboxes that a driver starts elsewhere: claims that the control plane holds, reached over TCP.
 
-This worker starts nothing and holds no credentials of a cluster. A claim belongs to a rollout and
-to the fencing token of its Init or Eval lease, so that filing it again gives the same sandbox. The control
-plane releases claims that no rollout needs any more by itself; a release from here only makes it
+The worker itself starts nothing and holds no credentials of a cluster. A claim belongs to a rollout and to
+the fencing token of its Init or Eval lease, so filing it again returns the same sandbox. The control plane
+releases claims that no rollout needs any more by itself, and a release from here only makes that happen
 sooner.
 """
 
@@ -38,10 +38,13 @@ from rollyard_pipeline.sandboxes.starters.root_folders import WORKDIR
 log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY: Final = "OutOfMemory"
-"""Reason of a claim whose sandbox the kernel has ended for want of memory."""
+"""The reason of a claim whose sandbox was ended by the kernel because it ran out of memory."""
 POLL_SECONDS: Final = 20.0
 CONNECT_SECONDS: Final = 10.0
-"""For a sandbox that is said to be ready: packets may be dropped while the node is busy."""
+"""The time to connect to a sandbox that is reported ready, in seconds.
+
+Packets may be dropped while the node is busy.
+"""
 RELEASE_SECONDS: Final = 10.0
 STATUS_SECONDS: Final = 10.0
 _IMAGE_WORDS: Final = "image"
@@ -54,8 +57,8 @@ class ClaimProvider:
     """A SandboxProvider over claims (see `interface.SandboxProvider`).
 
     Args:
-        claims: the control plane's calls.
-        connect_seconds: how long a sandbox that is said to be ready may take to answer.
+        claims: The control plane's calls.
+        connect_seconds: The time in which a sandbox that is reported ready must answer, in seconds.
     """
 
     def __init__(self, claims: ClaimCalls, *, connect_seconds: float = CONNECT_SECONDS) -> None:
@@ -64,22 +67,22 @@ class ClaimProvider:
 
     @property
     def name(self) -> str:
-        """The name that handles of claimed sandboxes carry."""
+        """Return the provider name that handles of claimed sandboxes carry."""
         return PROVIDER
 
     async def start(self) -> None:
-        """Nothing to prepare: what this needs is another's."""
+        """Do nothing, because the driver prepares the sandboxes."""
 
     async def aclose(self) -> None:
-        """Claimed sandboxes stay; unclaimed ones are the driver's."""
+        """Do nothing: claimed sandboxes stay, and unclaimed ones belong to the driver."""
 
     async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
         """File a claim, wait until a driver has fulfilled it, and connect."""
-        # A claim is filed under a lease and goes with it: Eval's needs nothing beside.
+        # A claim is filed under a lease and ends with it, so a claim for Eval needs no special treatment.
         shape = shape_of_key(request.key)
         filing = ClaimRequest(rollout=owner.rollout, token=owner.token, shape=shape, wait=POLL_SECONDS)
         claim = await _persistent(lambda: self._claims.claim(filing))
-        # A cancelled wait needs no release: the claim goes with its lease.
+        # A cancelled wait needs no release, because the claim ends with its lease.
         while claim.state == "Pending":
             claim = await self._status(claim.id, POLL_SECONDS)
         if claim.state != "Bound":
@@ -94,7 +97,7 @@ class ClaimProvider:
         except SandboxError:
             await self.release(claim.id)
             raise
-        # No command has run yet: whoever answered is the server, and says whether it can prove that later.
+        # No command has run yet, so the peer is the exec server. It states whether it can prove this later.
         token = client.proven_token or claim.secret
         handle = SandboxHandle(provider=PROVIDER, id=claim.id, node=NODE, address=claim.address, token=token)
         return Sandbox(handle, client, WORKDIR, dict(request.env))
@@ -106,12 +109,12 @@ class ClaimProvider:
                 f"sandbox {handle.id} is a {handle.provider} sandbox of node {handle.node!r}; "
                 f"this worker has {PROVIDER} sandboxes"
             )
-        # What `acquire` set is in force for every new session; it is not repeated.
+        # The settings of `acquire` apply to every new session and are not repeated.
         client = await connect(handle.address, self._connect_seconds, handle.token)
         return Sandbox(handle, client, WORKDIR, {})
 
     async def release(self, handle: SandboxHandle | str) -> None:
-        """Give the claim back; the driver removes its sandbox."""
+        """Give the claim back. The driver then removes its sandbox."""
         claim_id = handle if isinstance(handle, str) else handle.id
         try:
             async with asyncio.timeout(RELEASE_SECONDS):
@@ -122,43 +125,44 @@ class ClaimProvider:
             log.warning("claim %s is left to the control plane, which releases it: %s", claim_id, error)
 
     async def sweep(self) -> list[str]:
-        """Nothing here can be left over: the control plane and the driver see to it."""
+        """Return nothing: the control plane and the driver remove leftover sandboxes."""
         return []
 
     def claimed(self) -> list[str]:
-        """None: heartbeats name no claimed sandboxes, the control plane knows them all."""
+        """Return nothing: the control plane knows all claimed sandboxes, so heartbeats name none of them."""
         return []
 
     def in_use(self) -> list[str]:
-        """None: the control plane bounds the claims of all workers together."""
+        """Return nothing: the control plane bounds the claims of all workers together."""
         return []
 
     def own(self) -> list[str]:
-        """None: a claimed pod ends with no worker."""
+        """Return nothing: no claimed pod ends with a worker."""
         return []
 
     async def renew(self, ids: Collection[str], seconds: float) -> None:
-        """Nothing to do: a claim lives as long as its rollout needs it."""
+        """Do nothing, because a claim lives as long as its rollout needs it."""
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
-        """Nothing to do: the driver keeps the job's sandboxes warm."""
+        """Do nothing, because the driver keeps the job's sandboxes warm."""
 
     def trouble(self) -> str:
-        """Return "": the cluster looks after its disks, and places pods elsewhere or says why they wait."""
+        """Return "": the cluster monitors its disks, and places pods elsewhere or reports why they wait."""
         return ""
 
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
-        """Whether the memory limit has ended a process inside, or the sandbox as a whole.
+        """Return whether the memory limit has ended a process inside, or the sandbox as a whole.
 
-        Which of the two happens is the cluster's choice (the kubelet's `singleProcessOOMKill`).
+        The cluster determines which of the two happens (the kubelet's `singleProcessOOMKill`).
         """
         address, secret = (handle.address, handle.token) if isinstance(handle, SandboxHandle) else ("", None)
         claim_id = handle if isinstance(handle, str) else handle.id
         try:
             if not address:
                 claim = await self._asked(claim_id)
-                # Commands have run there: an exec server of an earlier release, which cannot prove that it is
-                # one, is not shown the secret itself, and what the driver says decides.
+                # Commands have run in this sandbox, so the peer must prove that it is the exec server before
+                # it gets the secret. A server of an earlier release cannot prove it; the driver's report
+                # decides in that case.
                 address, secret = claim.address, f"{PROVEN}{claim.secret}"
                 if claim.state != "Bound":
                     return claim.reason == OUT_OF_MEMORY
@@ -171,7 +175,10 @@ class ClaimProvider:
             return await self._ended_for_memory(claim_id)
 
     async def _ended_for_memory(self, claim_id: str) -> bool:
-        """What the driver says of a sandbox that does not answer; it learns of the end a moment later."""
+        """Return the driver's verdict on a sandbox that does not answer.
+
+        The driver learns of the end with a delay.
+        """
         deadline = time.monotonic() + STATUS_SECONDS
         while True:
             try:
@@ -197,7 +204,7 @@ class ClaimProvider:
 
 
 def shape_of_key(key: SandboxKey) -> SandboxShape:
-    """What a claim asks for.
+    """Return the shape that a claim asks for.
 
     Raises:
         ImageNotUsable: `sandbox.image` names a file or a folder, or another kind of image.
@@ -238,12 +245,12 @@ def _failure(claim: Claim, request: SandboxRequest) -> SandboxError:
 
 
 async def _oom_kills(client: ExecClient) -> int:
-    """How many processes the kernel has killed in the container's own control group."""
+    """Return how many processes the kernel has killed in the container's own control group."""
     for path in _COUNTERS:
         try:
             text = (await client.read_file(path, max_bytes=4096)).data.decode(errors="replace")
         except FileError:
-            continue  # the other version of control groups
+            continue  # This is the file of the other version of control groups.
         for line in text.splitlines():
             key, _, value = line.partition(" ")
             if key == "oom_kill":
@@ -252,7 +259,7 @@ async def _oom_kills(client: ExecClient) -> int:
 
 
 async def _persistent(call: Callable[[], Awaitable[T]]) -> T:
-    """Repeats a call while the control plane cannot be reached; the caller bounds it."""
+    """Repeat a call while the control plane cannot be reached. The caller bounds the total time."""
     tries = 0
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Connecting to an exec server, and giving a sandbox what its rollout asked for."""
+"""Connecting to an exec server, and applying a rollout's request to its sandbox."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _APPLY_SECONDS = 60.0
 async def connect(
     address: str, seconds: float, token: str | None = None, secret: bytes | None = None
 ) -> ExecClient:
-    """A connection to the exec server that listens on `address` and wants to be shown `token`.
+    """Return a connection to the exec server at `address`, which expects `token`.
 
-    Where `secret` is given, or `token` is a `proven_token`, the server must prove that it knows it.
+    If `secret` is given, or `token` is a `proven_token`, the server must prove that it knows the secret.
 
     Raises:
-        SandboxLost: nobody listens there, or there is no answer within `seconds`.
-        rollyard_sandbox.errors.SandboxSabotaged: somebody answers who does not know the secret, which only
-            a program of the sandbox can have brought about.
+        SandboxLost: No server listens there, or it does not answer within `seconds`.
+        rollyard_sandbox.errors.SandboxSabotaged: The peer does not know the secret, which only a program of
+            the sandbox can have caused.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -38,19 +38,19 @@ async def connect(
 async def apply(
     client: ExecClient, workdir: str, request: SandboxRequest, lease_seconds: float | None
 ) -> None:
-    """Renews the lease, sets the request's variables for all later sessions and writes its files.
+    """Renew the lease, set the request's variables for all later sessions and write its files.
 
-    `lease_seconds` is None where somebody else decides how long the sandbox lives.
+    `lease_seconds` is None if another component decides how long the sandbox lives.
 
     Raises:
-        SandboxLost: the connection broke.
-        DiskFull: the files exceed the sandbox's disk limit.
-        SandboxFileRefused: a file cannot be written there.
+        SandboxLost: The connection broke.
+        DiskFull: The files exceed the sandbox's disk limit.
+        SandboxFileRefused: A file cannot be written at its path.
     """
     path = ""
     try:
         async with asyncio.timeout(_APPLY_SECONDS):
-            # The server answers in order: one round trip for both.
+            # The server answers in order, which allows both calls in one round trip.
             calls = [client.set_env(dict(request.env))]
             if lease_seconds is not None:
                 calls.append(client.renew(lease_seconds))

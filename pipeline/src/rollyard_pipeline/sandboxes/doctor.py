@@ -1,4 +1,4 @@
-"""What of the sandboxes works on this machine, and what to do about the rest."""
+"""Checks of which sandbox features work on this machine, and advice on how to fix the others."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _NPROC_PER_NAMESPACE = (5, 14)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding."""
+    """The result of one check."""
 
     name: str
     ok: bool
     meaning: str
-    """What the finding means for sandboxes here."""
+    """What the result means for sandboxes on this machine."""
     remedy: str = ""
-    """What to do about it; empty where there is nothing to do."""
+    """What to do about the problem. It is empty if nothing needs to be done."""
 
 
 async def sandbox_checks(
@@ -44,7 +44,7 @@ async def sandbox_checks(
     places: Callable[[], Sequence[CgroupPlace]] = find_places,
     proc: Path = Path("/proc"),
 ) -> list[Check]:
-    """All checks of this package, most important first."""
+    """Run all checks of this package and return their results, the most important first."""
     return [
         *await _bubblewrap(bwrap),
         limits_check(places(), root=os.geteuid() == 0, release=platform.release()),
@@ -56,12 +56,12 @@ async def sandbox_checks(
 async def apptainer_checks(
     program: str | None = None, *, fuse: Path = FUSE, etc: Path = Path("/etc")
 ) -> list[Check]:
-    """What of Apptainer sandboxes works for this user on this node.
+    """Check which features of Apptainer sandboxes work for this user on this node.
 
     Args:
-        program: default: `apptainer`, else `singularity`, from PATH.
-        fuse: the device that mounts of SIF files need.
-        etc: where subuid and subgid are.
+        program: The program. The default is `apptainer`, else `singularity`, from PATH.
+        fuse: The device that mounts of SIF files need.
+        etc: The folder that holds subuid and subgid.
     """
     checks = []
     try:
@@ -91,7 +91,7 @@ def _fuse(device: Path) -> Check:
     remedy = (
         f"ask for squashfuse, and for a {device} that all may open (`chmod 0666 {device}`, as udev sets it)"
     )
-    # Not the end of it: sandboxes start all the same, later and from more disk.
+    # This is not fatal: sandboxes still start, but later and with more disk space.
     return Check("fuse", True, f"{problem}: images are unpacked to folders in the image cache first", remedy)
 
 
@@ -133,7 +133,7 @@ async def _bubblewrap(bwrap: str | None) -> list[Check]:
 
 
 def limits_check(places: Sequence[CgroupPlace], *, root: bool, release: str) -> Check:
-    """Which kind of limits is in force for a user (root or not) on a kernel of this release."""
+    """Return which kind of limits applies for a user (root or not) on a kernel of this release."""
     bound = enforced(places)
     kinds = "cgroup v" + " and v".join(sorted({str(place.version) for place in places}))
     if {"memory", "pids", "cpu"} <= bound:
@@ -155,7 +155,7 @@ def limits_check(places: Sequence[CgroupPlace], *, root: bool, release: str) -> 
             parts.append("the number of processes is limited per sandbox (RLIMIT_NPROC)")
     if "cpu" in missing:
         parts.append("CPU is shared, not limited")
-    # As root a fork bomb would not be stopped; elsewhere the weaker kind still binds.
+    # As root, nothing would stop a fork bomb. For other users the weaker kind of limit still applies.
     return Check("limits", not (root and "pids" in missing), "; ".join(parts), remedy)
 
 

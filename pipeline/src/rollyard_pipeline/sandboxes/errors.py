@@ -1,6 +1,6 @@
 """The exceptions of the sandbox providers: a branch of the package's tree, each with a stable `reason`.
 
-All of them are infrastructure failures: none of them is ever a reward.
+All of them are infrastructure failures, and none of them ever becomes a reward.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from rollyard_pipeline.errors import PipelineError
 
 
 class SandboxError(PipelineError):
-    """Base of the branch; unless said otherwise, another attempt starts at Init, in a fresh sandbox."""
+    """The base of the branch.
+
+    Unless a class states otherwise, the next attempt starts at Init in a new sandbox.
+    """
 
     reason = "SandboxError"
     return_to = "init"
@@ -55,26 +58,26 @@ class RunDirUnusable(SandboxError):
 
 
 class SandboxLost(SandboxError):
-    """The sandbox is gone, on another node, or does not answer."""
+    """The sandbox is gone, is on another node, or does not answer."""
 
     reason = "SandboxLost"
 
 
 class SandboxStartFailed(SandboxError):
-    """The sandbox's exec server did not become ready; the message ends with what it wrote."""
+    """The sandbox's exec server did not become ready. The message ends with the server's output."""
 
     reason = "SandboxStartFailed"
 
 
 class SandboxImpossible(SandboxError):
-    """The driver that starts sandboxes says that no attempt can start this one; the message has its words."""
+    """The driver reports that no attempt can start this sandbox. The message quotes the driver."""
 
     reason = "SandboxImpossible"
     retryable = False
 
 
 class ResourceLimitsUnavailable(SandboxError):
-    """A limit that was asked for cannot be enforced here."""
+    """A requested limit cannot be enforced on this machine."""
 
     reason = "ResourceLimitsUnavailable"
     retryable = False
@@ -88,15 +91,16 @@ class SandboxFileRefused(SandboxError):
 
 
 class DiskFull(SandboxError):
-    """The image cache, or the sandbox's own disk limit, is used up."""
+    """The image cache is full, or the sandbox has reached its own disk limit."""
 
     reason = "DiskFull"
 
 
 class NodeDiskFull(DiskFull):
-    """The disk of the run folder is used up: the rollout goes to another node, or waits for room.
+    """The disk of the run folder is full. The rollout moves to another node, or waits for room.
 
-    It counts as no attempt. The provider takes no more work meanwhile (see `SandboxProvider.trouble`).
+    It does not count as an attempt. The provider takes no more work until there is room (see
+    `SandboxProvider.trouble`).
     """
 
     reason = "NodeDiskFull"

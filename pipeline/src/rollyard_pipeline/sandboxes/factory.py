@@ -1,4 +1,4 @@
-"""A provider by name."""
+"""Construction of a sandbox provider by name."""
 
 from __future__ import annotations
 
@@ -36,19 +36,20 @@ def open_provider(
     claims: ClaimCalls | None = None,
     apptainer: ApptainerOptions | None = None,
 ) -> SandboxProvider:
-    """The provider `name`; await its `start()` before anything else.
+    """Return the provider `name`. The caller must await its `start()` before any other call.
 
     Args:
-        run_dir: shared by all workers of the node; claimed pods need none.
-        node: name of the node, as handles carry it.
-        starts_at_once: default: the number of CPU cores, at least 2.
-        bwrap: path of the bubblewrap program; default: from PATH.
-        find_places: where control groups can be made.
-        claims: the control plane's claims; `kubernetes` needs them.
-        apptainer: for `apptainer` sandboxes.
+        run_dir: The run folder, which all workers of the node share. Claimed pods do not need one.
+        node: The name of the node, which handles carry.
+        starts_at_once: The number of sandboxes that may start at the same time. The default is the number of
+            CPU cores, but at least 2.
+        bwrap: The path of the bubblewrap program. By default it is looked up on PATH.
+        find_places: Returns the places where control groups can be made.
+        claims: The control plane's claims, which `kubernetes` needs.
+        apptainer: The options of `apptainer` sandboxes.
 
     Raises:
-        ValueError: no provider has that name, or it lacks what it needs; the message names the option.
+        ValueError: No provider has that name, or an option that it needs is missing; the message names it.
     """
     if name not in PROVIDERS:
         raise ValueError(f"--sandbox {name}: there is no such provider; choose one of {', '.join(PROVIDERS)}")

@@ -1,4 +1,4 @@
-"""What every sandbox provider offers, and what is asked of it."""
+"""The interface of every sandbox provider, and the requests that it receives."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from rollyard_sandbox.client import ExecClient
 
 @dataclass(frozen=True, slots=True)
 class SandboxKey:
-    """What a sandbox must be started with: two requests of one key can share warm sandboxes."""
+    """The properties with which a sandbox must be started.
+
+    Requests of the same key can share warm sandboxes.
+    """
 
     image: str | None
     cpu: float
-    """Cores."""
+    """The number of CPU cores."""
     memory_bytes: int
-    """All memory of the sandbox, the files in its work folder and /tmp included."""
+    """All memory of the sandbox in bytes, including the files in its work folder and /tmp."""
     disk_bytes: int
-    """The size of the work folder; /tmp has the same again. Each is at most a third of the memory."""
+    """The size of the work folder in bytes, and also that of /tmp. Each is at most a third of the memory."""
     processes: int
-    """Processes and threads at once."""
+    """The number of processes and threads that may exist at once."""
     network: Literal["none"] = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxRequest:
-    """A sandbox as one rollout wants it: `env` and `files` are applied when it is handed out."""
+    """The sandbox that one rollout needs. `env` and `files` are applied when it is handed out."""
 
     image: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
-    """Path (relative to the work folder, or absolute) to text."""
+    """The text of each file by its path, which is absolute or relative to the work folder."""
     cpu: float = 1.0
     memory_bytes: int = 1 << 30
     disk_bytes: int = 1 << 28
@@ -46,17 +49,17 @@ class SandboxRequest:
 
     @property
     def key(self) -> SandboxKey:
-        """What the warm pool is keyed by."""
+        """Return the key of the warm pool for this request."""
         return SandboxKey(
             self.image, self.cpu, self.memory_bytes, self.disk_bytes, self.processes, self.network
         )
 
     @classmethod
     def of(cls, spec: SandboxSpec, task: TaskSandbox | None = None) -> SandboxRequest:
-        """The request of a job's sandbox with what one task adds to it.
+        """Return the request for a job's sandbox with what one task adds to it.
 
         Raises:
-            ValueError: a quantity of the spec is malformed.
+            ValueError: A quantity of the spec is malformed.
         """
         return cls(
             image=task.image if task is not None and task.image is not None else spec.image,
@@ -77,12 +80,12 @@ class Sandbox:
     handle: SandboxHandle
     client: ExecClient
     workdir: str
-    """The work folder as programs inside see it."""
+    """The path of the work folder as programs inside see it."""
     env: Mapping[str, str]
-    """The request's variables; those of `acquire` are already in force for every new session."""
+    """The request's variables. Those of `acquire` already apply to every new session."""
 
     async def close(self) -> None:
-        """Closes the connection; the sandbox lives on."""
+        """Close the connection. The sandbox itself continues to run."""
         await self.client.close()
 
     async def __aenter__(self) -> Self:
@@ -95,63 +98,64 @@ class Sandbox:
 
 
 class SandboxProvider(Protocol):
-    """Starts, hands out, finds again and removes the sandboxes of one node, or of a cluster.
+    """Starts, hands out, finds and removes the sandboxes of one node or of a cluster.
 
-    Several worker processes may share one run folder; each has a provider of its own. A
-    claimed sandbox outlives the worker that started it: any other attaches to it.
+    Several worker processes may share one run folder, and each has its own provider. A claimed sandbox
+    outlives the worker that started it, and any other worker can attach to it.
     """
 
     @property
     def name(self) -> str:
-        """The kind of its sandboxes, as handles carry it."""
+        """Return the kind of the provider's sandboxes, which handles carry."""
         ...
 
     async def start(self) -> None:
-        """Checks that sandboxes can be started here, then sweeps.
+        """Check that sandboxes can be started here, then sweep.
 
         Raises:
-            BubblewrapMissing, UserNamespacesForbidden, RunDirUnusable: with what to do.
+            BubblewrapMissing, UserNamespacesForbidden, RunDirUnusable: Sandboxes cannot be started. The
+                message says what to do.
         """
         ...
 
     async def aclose(self) -> None:
-        """Removes this provider's unclaimed sandboxes; claimed ones stay."""
+        """Remove this provider's unclaimed sandboxes. Claimed ones stay."""
         ...
 
     async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
-        """A fresh sandbox for the rollout of the lease `owner`; a warm one where there is one.
+        """Return a fresh sandbox for the rollout of the lease `owner`, a warm one if there is one.
 
-        It takes as long as starting one takes: the caller bounds the wait. With `for_eval` it serves the one
-        lease only: it is not among those of `claimed`, and it ends with this process if not released before.
+        A start can take long, so the caller bounds the wait. With `for_eval` the sandbox serves only this
+        lease: it is not listed by `claimed`, and it ends with this process unless it is released earlier.
 
         Raises:
-            ImageNotUsable, SandboxStartFailed, SandboxImpossible, SandboxLost, DiskFull,
-                NodeDiskFull, SandboxFileRefused.
+            ImageNotUsable, SandboxStartFailed, SandboxImpossible, SandboxLost, DiskFull, NodeDiskFull,
+                SandboxFileRefused: The sandbox could not be started or prepared.
         """
         ...
 
     async def attach(self, handle: SandboxHandle) -> Sandbox:
-        """A connection to a sandbox that any worker of this node claimed.
+        """Return a connection to a sandbox that any worker of this node has claimed.
 
         Raises:
-            SandboxLost: it is gone, on another node, or does not answer.
+            SandboxLost: The sandbox is gone, is on another node, or does not answer.
         """
         ...
 
     async def release(self, handle: SandboxHandle | str) -> None:
-        """Kills everything inside and removes its folder and limits; harmless when it is gone."""
+        """Kill everything inside and remove its folder and limits. A sandbox that is gone is no error."""
         ...
 
     async def sweep(self) -> list[str]:
-        """Removes dead sandboxes and unclaimed ones of dead workers; returns their ids."""
+        """Remove dead sandboxes and the unclaimed ones of dead workers, and return their ids."""
         ...
 
     def claimed(self) -> list[str]:
-        """Ids of the claimed sandboxes that this node has to look after, whichever worker claimed them."""
+        """Return the ids of the claimed sandboxes that this node maintains, whichever worker claimed them."""
         ...
 
     def in_use(self) -> list[str]:
-        """Ids of `claimed` and of those acquired `for_eval`, whichever worker of the node did so."""
+        """Return the ids of `claimed` and of sandboxes acquired with `for_eval` by any worker of the node."""
         ...
 
     def own(self) -> list[str]:
@@ -159,20 +163,20 @@ class SandboxProvider(Protocol):
         ...
 
     async def renew(self, ids: Collection[str], seconds: float) -> None:
-        """Lets these sandboxes live for another `seconds`; those that are gone are passed over."""
+        """Let these sandboxes live for another `seconds`. Sandboxes that are gone are skipped."""
         ...
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
-        """Keeps `count` unclaimed sandboxes of this request's key ready (0: none)."""
+        """Keep `count` unclaimed sandboxes of this request's key ready. A count of 0 keeps none."""
         ...
 
     def trouble(self) -> str:
-        """Why no further sandbox can be started here just now (the disk is full); empty: nothing is wrong.
+        """Return why no further sandbox can be started now (the disk is full), or "" if nothing is wrong.
 
-        It may ask the disk: call it in a thread.
+        The method may test the disk and should be called in a thread.
         """
         ...
 
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
-        """Whether the kernel has killed a process inside for want of memory."""
+        """Return whether the kernel has killed a process inside because memory ran out."""
         ...

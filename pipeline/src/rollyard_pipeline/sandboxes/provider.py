@@ -1,4 +1,4 @@
-"""The provider of one node: claims, attaches, releases and sweeps sandboxes of one kind."""
+"""The provider of one node, which claims, attaches, releases and sweeps sandboxes of one kind."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ class NodeProvider:
     """A SandboxProvider over one kind of sandbox (see `interface.SandboxProvider`).
 
     Args:
-        folder: the run folder's sandboxes, shared with the other workers of the node.
-        starter: how this kind is started and killed.
-        places: where control groups can be made; empty where they cannot.
-        starts_at_once: sandboxes started at the same time, refills of the warm pool included.
+        folder: The run folder's sandboxes, which the provider shares with the other workers of the node.
+        starter: Starts and kills sandboxes of this kind.
+        places: The places where control groups can be made. It is empty if there are none.
+        starts_at_once: The number of sandboxes that may start at the same time, including refills of the warm
+            pool.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class NodeProvider:
 
     @property
     def name(self) -> str:
-        """The name of the kind that its starter starts."""
+        """Return the name of the kind that the starter starts."""
         return self._starter.name
 
     async def start(self) -> None:
@@ -123,19 +124,19 @@ class NodeProvider:
         await in_thread(self._remove, sandbox_id)
 
     async def sweep(self) -> list[str]:
-        """Remove what dead sandboxes and dead workers have left; return the ids."""
+        """Remove what dead sandboxes and dead workers have left, and return the ids."""
         return await in_thread(self._sweep)
 
     def claimed(self) -> list[str]:
-        """Return the ids of claimed sandboxes that live. It reads the run folder."""
+        """Return the ids of the claimed sandboxes that are alive. This reads the run folder."""
         return [record.id for record in self._records() if record.state == "claimed"]
 
     def in_use(self) -> list[str]:
-        """Return the ids of all sandboxes that have an owner. It reads the run folder."""
+        """Return the ids of all sandboxes that have an owner. This reads the run folder."""
         return [record.id for record in self._records() if record.owner is not None]
 
     def own(self) -> list[str]:
-        """Return the ids of claimed sandboxes that this process started. It reads the run folder."""
+        """Return the ids of the claimed sandboxes that this process started. This reads the run folder."""
         return [
             record.id
             for record in self._records()
@@ -149,7 +150,7 @@ class NodeProvider:
                 yield record
 
     async def renew(self, ids: Collection[str], seconds: float) -> None:
-        """Let sandboxes live on; those that do not answer are logged and passed over."""
+        """Renew the leases of sandboxes. Those that do not answer are logged and skipped."""
         at_once = asyncio.Semaphore(_RENEW_AT_ONCE)
 
         async def one(sandbox_id: str) -> None:
@@ -176,30 +177,30 @@ class NodeProvider:
         self._warm.want(request.key, count)
 
     def trouble(self) -> str:
-        """Say why no sandbox can be started just now. It may ask the disk."""
+        """Return why no sandbox can be started now, or "". This may test the disk."""
         trouble = self._room.trouble()
         return f"node {self._node} starts no sandboxes: {trouble}" if trouble else ""
 
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
-        """Ask the sandbox's control groups whether the kernel has killed a process inside."""
+        """Return whether the sandbox's control groups report that the kernel killed a process inside."""
         record = self._folder.load(handle if isinstance(handle, str) else handle.id)
         if record is None:
             return False
         return await in_thread(cgroups.oom_kills, [Path(path) for path in record.cgroups]) > 0
 
     async def _start_warm(self, key: SandboxKey) -> WarmSandbox:
-        """Starts a sandbox and connects to it; on any failure nothing of it is left.
+        """Start a sandbox and connect to it. After a failure nothing of it is left.
 
         Raises:
-            NodeDiskFull: there was no room for it; `trouble` says so until there is.
+            NodeDiskFull: There was no room for the sandbox. `trouble` reports this until there is room.
         """
         try:
             warm = await self._start(key)
         except DiskRefuses:
             raise
         except (DiskFull, ImageNotUsable, SandboxStartFailed, OSError) as error:
-            # The disk is asked whatever the words: what a program says of a full disk may be of the
-            # sandbox's own, and on a full disk many a program says nothing of it.
+            # The disk is always tested, because an error about a full disk may concern the sandbox's own
+            # disk, and many programs do not mention a full disk at all.
             if isinstance(error, NodeDiskFull) or is_full(error):
                 await in_thread(self._room.failed, str(error))
             elif not await in_thread(self._room.full):
@@ -213,10 +214,11 @@ class NodeProvider:
     async def _start(self, key: SandboxKey) -> WarmSandbox:
         await self._starter.prepare(key)
         async with self._starts:
-            # Before the look: what is created after the disk is known to be full is not started.
+            # The time is taken before the test, so no sandbox created after the disk is known to be full is
+            # started.
             created = time.time()
             if full := await in_thread(self._room.look):
-                # A little room would do for a start, and be missing to the sandboxes that run.
+                # The little room that is left would allow a start, but running sandboxes would then lack it.
                 raise DiskRefuses(full)
             sandbox_id = self._folder.new_id()
             groups = cgroups.group_paths(self._places, sandbox_id)
@@ -244,7 +246,8 @@ class NodeProvider:
                 self._folder.save(record)
                 client = await self._connect(sandbox_id)
             except BaseException as error:
-                # By what is known here: the record on a full disk may be an older one.
+                # The removal uses the record in memory, because on a full disk the file may hold an older
+                # one.
                 await in_thread(self._remove, sandbox_id, record if record.root is not None else None)
                 if isinstance(error, SandboxLost):
                     raise SandboxStartFailed(f"the exec server ended at once: {error}") from error
@@ -263,8 +266,8 @@ class NodeProvider:
     async def _claim(
         self, warm: WarmSandbox, request: SandboxRequest, owner: LeaseRef, for_eval: bool
     ) -> Sandbox:
-        # A sandbox of Eval alone stays "warm": like one that nobody has claimed it is swept once its worker
-        # is dead, and no heartbeat asks the control plane for the rollout that it belongs to.
+        # A sandbox of Eval alone stays "warm". Like an unclaimed one, it is swept once its worker is dead,
+        # and no heartbeat asks the control plane about its rollout.
         state: Literal["warm", "claimed"] = "warm" if for_eval else "claimed"
         record = replace(warm.record, state=state, owner=owner.rollout, env=dict(request.env))
         try:
@@ -299,7 +302,7 @@ class NodeProvider:
         return f"unix:{self._folder.socket_path(sandbox_id)}"
 
     def _remove(self, sandbox_id: str, known: SandboxRecord | None = None) -> None:
-        """Kills and removes; blocking, bounded, harmless when there is nothing."""
+        """Kill and remove a sandbox. This blocks for a bounded time, and a missing sandbox is no error."""
         record = known if known is not None else self._folder.load(sandbox_id)
         if record is not None:
             if not self._starter.kill(record, RELEASE_SECONDS):
@@ -328,7 +331,7 @@ class NodeProvider:
         return removed
 
     async def _housekeeping(self) -> None:
-        """Keeps this worker's warm sandboxes alive, and clears away what died."""
+        """Keep this worker's warm sandboxes alive, and remove dead ones."""
         while True:
             await asyncio.sleep(LEASE_SECONDS / 3)
             try:

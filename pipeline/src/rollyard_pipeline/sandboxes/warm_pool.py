@@ -1,4 +1,4 @@
-"""Sandboxes started ahead of need, keyed by what they must be started with."""
+"""Sandboxes that are started before they are needed, keyed by the properties of their start."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _START_AGAIN: Final = Backoff(first=1.0, longest=30.0)
 
 @dataclass(frozen=True, slots=True)
 class WarmSandbox:
-    """Started, connected, claimed by nobody."""
+    """A sandbox that is started and connected, but not claimed."""
 
     record: SandboxRecord
     client: ExecClient
 
 
 class WarmPool:
-    """Keeps as many sandboxes of each key ready as `want` says; refills one key with one task.
+    """Keeps as many sandboxes of each key ready as `want` requests. One task refills one key.
 
     Args:
-        start: starts one sandbox; the caller bounds how many starts run at once.
-        remove: removes one that will not be used.
+        start: Starts one sandbox. The caller bounds how many starts run at once.
+        remove: Removes a sandbox that will not be used.
     """
 
     def __init__(
@@ -52,16 +52,19 @@ class WarmPool:
         self._waiting: dict[SandboxKey, deque[asyncio.Future[WarmSandbox | None]]] = {}
 
     def ready(self, key: SandboxKey) -> int:
-        """How many sandboxes of this key are ready now."""
+        """Return how many sandboxes of this key are ready now."""
         return len(self._ready.get(key, ()))
 
     def want(self, key: SandboxKey, count: int) -> None:
-        """Sets how many are kept ready; starts or removes in the background."""
+        """Set how many sandboxes are kept ready. They are started or removed in the background."""
         self._wanted[key] = count
         self.refill(key)
 
     def take(self, key: SandboxKey) -> WarmSandbox | None:
-        """The oldest ready sandbox, or None; call `refill` once it is in use: starting one more costs CPU."""
+        """Return the oldest ready sandbox, or None.
+
+        Call `refill` only when the sandbox is in use, because starting another one costs CPU time.
+        """
         ready = self._ready.get(key)
         while ready:
             warm = ready.popleft()
@@ -71,10 +74,10 @@ class WarmPool:
         return None
 
     async def next(self, key: SandboxKey) -> WarmSandbox | None:
-        """One of those that are being started now; None where others wait for all of them, or it fails.
+        """Return one of the sandboxes that are being started now.
 
-        Who needs one and finds none ready is served sooner so than by a further start, which would come
-        after these.
+        The result is None if other callers wait for all of them, or if the start fails. A caller that finds
+        none ready is served sooner this way than by an additional start, which would come after these.
         """
         waiting = self._waiting.setdefault(key, deque())
         if self._starting[key] <= len(waiting):
@@ -93,14 +96,15 @@ class WarmPool:
                 waiting.remove(future)
 
     async def renew(self, seconds: float) -> None:
-        """Lets every ready sandbox live on; those that do not answer are removed."""
+        """Renew the lease of every ready sandbox, and remove those that do not answer."""
         for key, ready in list(self._ready.items()):
             for warm in list(ready):
                 try:
                     async with asyncio.timeout(5):
                         await warm.client.renew(seconds)
                 except (ExecError, TimeoutError) as error:
-                    # It may have been handed out while we asked: then it is no longer ours.
+                    # The sandbox may have been handed out during the request. It then no longer belongs to
+                    # the pool.
                     if warm in ready:
                         ready.remove(warm)
                         log.warning("warm sandbox %s is lost: %s", warm.record.id, error)
@@ -108,7 +112,7 @@ class WarmPool:
                         self.refill(key)
 
     async def aclose(self) -> None:
-        """Stops refilling and removes what is ready."""
+        """Stop refilling and remove the ready sandboxes."""
         self._wanted.clear()
         refills = list(self._refills.values())
         for task in refills:
@@ -121,7 +125,7 @@ class WarmPool:
                 group.create_task(self._removed(warm))
 
     def refill(self, key: SandboxKey) -> None:
-        """Starts what is missing of this key in the background."""
+        """Start the missing sandboxes of this key in the background."""
         task = self._refills.get(key)
         if self._wanted.get(key, 0) != self.ready(key) and (task is None or task.done()):
             self._refills[key] = asyncio.create_task(self._fill(key), name="sandbox-refill")
@@ -159,7 +163,7 @@ class WarmPool:
         finally:
             self._starting[key] -= 1
             while len(waiting) > self._starting[key]:
-                # The one that it waited for failed.
+                # The start for which this caller waited has failed.
                 if not (future := waiting.pop()).done():
                     future.set_result(None)
 

@@ -1,12 +1,12 @@
-"""SIF files (or root folders) built from other images once, for all workers and nodes that share a folder.
+"""A cache of SIF files (or root folders), each built once for all workers and nodes that share a folder.
 
-    <cache>/<key>.sif     an image; <key>.dir where SIF files cannot be mounted
-    <cache>/<key>.json    what it was built from
-    <cache>/<key>.lock    held by whoever builds it (see `shared_lock`)
-    <cache>/.new-<…>      what is being built: renamed when it is whole
-    <cache>/.layers-<…>   what a build has downloaded that was not finished: the next one continues from there
+    <cache>/<key>.sif     an image; <key>.dir if SIF files cannot be mounted
+    <cache>/<key>.json    the source from which it was built
+    <cache>/<key>.lock    held by the process that builds it (see `shared_lock`)
+    <cache>/.new-<…>      a build in progress, which is renamed when it is complete
+    <cache>/.layers-<…>   what an unfinished build has downloaded; the next build continues from there
 
-A name in a registry that is no digest is looked up once; remove the file to have it looked up again.
+A registry name without a digest is looked up once. Remove the file to have it looked up again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 100 << 30
 BUILD_SECONDS: Final = 3600.0
-"""The most that a build may take; usually the Init stage's own limit is reached before."""
+"""The longest time of a build in seconds. The Init stage's own limit is usually reached earlier."""
 _IN_USE_SECONDS: Final = 3600.0
 _ZSTD: Final = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
 NO_ROOM: Final = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
@@ -48,12 +48,12 @@ _PASSING: Final = re.compile(
 
 
 class ImageCache:
-    """Built images in one folder, at most `max_bytes` of them as far as those in use allow.
+    """Built images in one folder, limited to `max_bytes` as far as the images in use allow.
 
     Args:
-        folder: on storage that the nodes share, or on this node.
-        max_bytes: beyond it, what has not been used for the longest time is removed.
-        stale_seconds: after which a builder that shows no sign of life is taken for dead.
+        folder: A folder on storage that the nodes share, or on this node.
+        max_bytes: The size limit in bytes. Beyond it, the least recently used images are removed.
+        stale_seconds: The time in seconds after which a builder without a sign of life is considered dead.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class ImageCache:
         self._builds: dict[Path, asyncio.Lock] = {}
 
     def prepare(self) -> None:
-        """Makes the folder.
+        """Make the folder.
 
         Raises:
-            RunDirUnusable: it cannot be made or written to.
+            RunDirUnusable: The folder cannot be made or written to.
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,15 +79,15 @@ class ImageCache:
             raise RunDirUnusable(f"--image-cache {self.folder} cannot be used: {error}") from error
 
     async def ready(self, image: Image, program: Program, *, unpacked: bool) -> Path:
-        """The image as a SIF file, or as a folder where `unpacked`; built where it is not there yet.
+        """Return the image as a SIF file, or as a folder if `unpacked`. It is built if it is missing.
 
-        It takes as long as the build, of this or of another node: the caller bounds the wait. A
-        cancelled wait ends the build and leaves nothing.
+        A build on this or another node can take long, so the caller bounds the wait. A cancelled wait ends
+        the build and leaves nothing.
 
         Raises:
-            ImageNotUsable: it can never be built.
-            SandboxStartFailed: it could not be built this time (the network, the registry).
-            DiskFull: no room for it.
+            ImageNotUsable: The image can never be built.
+            SandboxStartFailed: The image could not be built this time (the network, the registry).
+            DiskFull: There is no room for the image.
         """
         if image.path is not None and (image.kind == "folder" or (image.kind == "sif" and not unpacked)):
             return image.path
@@ -141,7 +141,7 @@ class ImageCache:
     async def _run(
         self, image: Image, program: Program, built: Path, target: Path, options: tuple[str, ...]
     ) -> tuple[int, str]:
-        env = dict(os.environ)  # registries want proxies, certificates and credentials
+        env = dict(os.environ)  # Registries need proxies, certificates and credentials.
         for prefix in ("APPTAINER", "SINGULARITY"):
             env[f"{prefix}_TMPDIR"] = str(built.parent)
             env[f"{prefix}_CACHEDIR"] = str(self._layers(target))
@@ -150,7 +150,7 @@ class ImageCache:
         return await run_program(argv, seconds=BUILD_SECONDS, env=env)
 
     def _make_room(self, wanted: Path) -> None:
-        """Removes what builders have left that died, and what has not been used for longest."""
+        """Remove the leftovers of dead builders, and the least recently used images."""
         now = time.time()
         for path in [*self.folder.glob(".new-*"), *self.folder.glob(".layers-*")]:
             with contextlib.suppress(OSError):
@@ -191,13 +191,13 @@ def _failure(image: Image, code: int, text: str) -> Exception:
 
 
 def _used(path: Path) -> bool:
-    """Marks the entry as used now; False where it is not there."""
+    """Mark the entry as used now, and return whether it exists."""
     try:
         os.utime(path)
     except FileNotFoundError:
         return False
     except OSError:
-        return path.exists()  # another user's, or read-only storage
+        return path.exists()  # The file may belong to another user, or the storage may be read-only.
     return True
 
 
@@ -213,7 +213,7 @@ def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         for folder, _, _ in os.walk(path):
             with contextlib.suppress(OSError):
-                os.chmod(folder, 0o700)  # an image may hold folders that their owner may not change
+                os.chmod(folder, 0o700)  # An image may contain folders that their owner may not change.
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Images of Apptainer sandboxes: which words of `sandbox.image` mean what, checked before anything starts."""
+"""Images of Apptainer sandboxes: the meaning of `sandbox.image`, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPECTED: Final = (
     "name a SIF file or a root folder by its absolute path, or docker://NAME, oras://NAME, library://NAME, "
     "docker-archive:/PATH.tar or oci-archive:/PATH.tar"
 )
-# The first bytes of a SIF: what starts it as a program, then the format's own name (SIF specification 1.0).
+# A SIF begins with the text that starts it as a program, then the format's own name (SIF specification 1.0).
 _SIF_MAGIC: Final = b"SIF_MAGIC\0"
 _SIF_MAGIC_AT: Final = 32
 _SIF_SIZES_AT: Final = 112
@@ -29,25 +29,27 @@ _SIF_HEADER_BYTES: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A `sandbox.image` that is understood."""
+    """A parsed `sandbox.image`."""
 
     kind: Literal["sif", "folder", "archive", "registry"]
     text: str
-    """As it was given."""
+    """The text as it was given."""
     path: Path | None = None
-    """The file or folder; None of an image in a registry."""
+    """The file or folder, or None for an image in a registry."""
     scheme: str = ""
 
     @property
     def source(self) -> str:
-        """What `apptainer build` builds from."""
+        """Return the source from which `apptainer build` builds."""
         return f"{self.scheme}:{self.path}" if self.kind == "archive" else self.text
 
     def key(self) -> str:
-        """Names the content, as far as it can be known without a registry: a tag stands for itself.
+        """Return a name for the content, as far as it can be known without a registry.
+
+        A tag stands for itself.
 
         Raises:
-            ImageNotUsable: the archive cannot be read.
+            ImageNotUsable: The archive cannot be read.
         """
         if self.kind == "registry":
             return _hash(self.text)
@@ -59,11 +61,11 @@ class Image:
 
 
 def parse_image(text: str, private: Iterable[Path] = ()) -> Image:
-    """What `text` names.
+    """Return the image that `text` names.
 
     Raises:
-        ImageNotUsable: nothing that Apptainer starts, a file that is missing or broken, or a folder that
-            is no root folder or shows one of `private` (see `root_folders.check_image`).
+        ImageNotUsable: Apptainer cannot start it: the kind is unknown, a file is missing or broken, or a
+            folder is no root folder or shows one of `private` (see `root_folders.check_image`).
     """
     scheme, colon, rest = text.partition(":")
     if colon and scheme in _REGISTRIES:
@@ -88,10 +90,10 @@ def parse_image(text: str, private: Iterable[Path] = ()) -> Image:
 
 
 def check_sif(text: str, path: Path) -> None:
-    """Whether the file has a SIF's head, and is as long as its head says.
+    """Check that the file has a SIF's header, and is as long as its header says.
 
     Raises:
-        ImageNotUsable: it is another kind of file, or only a part of a SIF.
+        ImageNotUsable: It is another kind of file, or only a part of a SIF.
     """
     with path.open("rb") as file:
         head = file.read(_SIF_HEADER_BYTES)
@@ -100,7 +102,7 @@ def check_sif(text: str, path: Path) -> None:
             f"sandbox.image {text!r}: {path} is no SIF file (`apptainer build` makes one; archives are named "
             "docker-archive:/PATH.tar or oci-archive:/PATH.tar)"
         )
-    # Offset and length of the part that holds the data objects.
+    # These are the offset and length of the part that holds the data objects.
     offset, length = struct.unpack_from("<qq", head, _SIF_SIZES_AT)
     size = path.stat().st_size
     if length <= 0 or offset <= 0 or offset + length > size:
@@ -122,7 +124,7 @@ def _check_file(text: str, path: Path) -> None:
 
 
 def _archive_digests(text: str, path: Path) -> list[str]:
-    """What an archive's own index says of its content: digests, without reading the layers."""
+    """Return the digests in an archive's own index, without reading the layers."""
     try:
         with tarfile.open(path) as archive:
             for name in ("manifest.json", "index.json"):

@@ -1,8 +1,9 @@
-"""Apptainer's instances of one run folder: their processes, and how each ends without leaving any.
+"""Apptainer's instances of one run folder: their processes, and how each instance is ended completely.
 
 An instance is a process that keeps it (`Apptainer instance: USER [NAME]`, daemonized), its child `appinit`,
-which is process 1 inside, and helpers that serve its file systems. Killing process 1 ends all inside at once,
-and then the keeper, which ends the helpers. A keeper that is killed first leaves the helpers behind.
+which is process 1 inside, and helpers that serve its file systems. Killing process 1 immediately ends
+everything inside, and then the keeper, which ends the helpers. If the keeper is killed first, it leaves the
+helpers behind.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ class Instance:
 
 
 def instance_name(sandbox_id: str) -> str:
-    """The name under which `apptainer instance list` shows a sandbox."""
+    """Return the name under which `apptainer instance list` shows a sandbox."""
     return f"{_PREFIX}{sandbox_id}"
 
 
 def filed(config: Path) -> list[str]:
-    """Ids of the sandboxes that Apptainer has filed below `config`, alive or not."""
+    """Return the ids of the sandboxes that Apptainer has filed below `config`, alive or not."""
     names = {path.name for path in config.glob(f"instances/*/*/*/{_PREFIX}*") if path.is_dir()}
     return sorted(name.removeprefix(_PREFIX) for name in names)
 
 
 def load(config: Path, name: str) -> Instance | None:
-    """What Apptainer has filed below `config` of the instance; None where it is not there or not alive."""
+    """Return the instance that Apptainer has filed below `config`, or None if it is missing or dead."""
     for file in config.glob(f"instances/*/*/*/{name}/{name}.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             filed = json.loads(file.read_bytes())
@@ -66,15 +67,16 @@ def _helpers(root: ProcessRef, keeper: ProcessRef) -> tuple[ProcessRef, ...]:
 
 
 def search(name: str, sessions: Iterable[int] = ()) -> list[ProcessRef]:
-    """This user's processes whose command line names the instance, and all that belongs to them.
+    """Return this user's processes whose command line names the instance, with the related processes.
 
-    That is what is below them and what is in their sessions, or in `sessions`; keepers come last.
+    Related processes are their descendants, those in their sessions, and those in `sessions`. Keepers come
+    last.
     """
     own = f"Uid:\t{os.geteuid()}\t"
     keepers, others, theirs = [], dict[ProcessRef, int](), set(sessions)
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            # Its owner by the status: the folder itself is root's where a process may not be traced.
+            # The status gives the owner: the folder itself belongs to root if a process may not be traced.
             if pid == os.getpid() or own not in Path(f"/proc/{pid}/status").read_text(errors="replace"):
                 continue
             line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
@@ -95,7 +97,7 @@ def search(name: str, sessions: Iterable[int] = ()) -> list[ProcessRef]:
 def end(
     root: ProcessRef | None, keeper: ProcessRef | None, helpers: Sequence[ProcessRef], seconds: float
 ) -> bool:
-    """Ends an instance in the order that leaves nothing. Blocking; returns whether all of it is gone."""
+    """End an instance in the order that leaves nothing, and return whether all of it is gone. This blocks."""
     deadline = time.monotonic() + seconds
     gone = root is None or kill_and_wait(root, deadline - time.monotonic())
     if keeper is not None and not ends(keeper, min(_KEEPER_SECONDS, deadline - time.monotonic())):
@@ -108,14 +110,14 @@ def end(
 
 
 def end_by_name(name: str, seconds: float, sessions: Iterable[int] = ()) -> bool:
-    """Ends whatever runs of an instance whose processes nobody has noted. Blocking; whether all is gone.
+    """End an instance whose processes are not recorded, and return whether all of it is gone. This blocks.
 
     Args:
-        sessions: in which processes of it are known to be, beside those that it is found by.
+        sessions: Sessions that are known to contain its processes, in addition to those found by name.
     """
     deadline = time.monotonic() + seconds
-    # Stopped first, until there is nothing new: what is being started starts more, and a helper whose
-    # keeper is dead has nothing by which it could be found.
+    # Processes are stopped first, until no new one appears: a starting instance starts more of them, and a
+    # helper whose keeper is dead can no longer be found.
     stopped: dict[ProcessRef, None] = {}
     while fresh := [ref for ref in search(name, sessions) if ref not in stopped and ref.alive()]:
         for ref in reversed(fresh):
@@ -132,7 +134,7 @@ def end_by_name(name: str, seconds: float, sessions: Iterable[int] = ()) -> bool
 
 
 def forget(config: Path, name: str) -> None:
-    """Removes what Apptainer files of an instance: its entry and its logs."""
+    """Remove what Apptainer files for an instance: its entry and its logs."""
     for path in [*config.glob(f"instances/*/*/*/{name}/*"), *config.glob(f"instances/logs/*/*/{name}.*")]:
         path.unlink(missing_ok=True)
     for folder in config.glob(f"instances/*/*/*/{name}"):
@@ -141,7 +143,7 @@ def forget(config: Path, name: str) -> None:
 
 
 def ends(ref: ProcessRef, seconds: float) -> bool:
-    """Whether it ends by itself within `seconds`."""
+    """Return whether the process ends by itself within `seconds`."""
     try:
         pidfd = os.pidfd_open(ref.pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Apptainer, or SingularityCE: found by what it answers, called without the worker's environment."""
+"""Apptainer or SingularityCE: identified by its output, and called without the worker's environment."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Program:
     path: str
     kind: Literal["apptainer", "singularity-ce"]
     version: str
-    """As it answered, without the name."""
+    """The version from its output, without the name."""
     options: tuple[str, ...]
-    """What every start needs: where a site has made OCI mode the default, there are no instances."""
+    """Options of every start. If a site has made OCI mode the default, there would be no instances."""
     takes_config: bool
-    """An unprivileged installation, which lets its users give a configuration of their own."""
+    """Whether the installation is unprivileged, which lets users give their own configuration."""
 
 
 async def find_program(wanted: str | None = None) -> Program:
-    """The program `wanted`, or the first on the PATH that answers as Apptainer or SingularityCE do.
+    """Return the program `wanted`, or the first on PATH that identifies itself as Apptainer or SingularityCE.
 
     Raises:
-        ApptainerMissing: none answers so; the message says what was found instead.
+        ApptainerMissing: There is no such program. The message says what was found instead.
     """
     names = [wanted] if wanted else ["apptainer", "singularity"]
     found = []
@@ -57,7 +57,7 @@ async def find_program(wanted: str | None = None) -> Program:
         if path is None:
             found.append(f"{name}: not found")
             continue
-        # Side by side: a worker's first rollout waits for both.
+        # Both run concurrently, because a worker's first rollout waits for both.
         (code, text), takes = await asyncio.gather(
             run_program([path, "--version"], seconds=20, env=dict(os.environ)), _takes_config(path)
         )
@@ -65,7 +65,7 @@ async def find_program(wanted: str | None = None) -> Program:
         if code != 0 or match is None:
             found.append(f"{path} answers {text.strip()[:200]!r}")
             continue
-        # The Singularity before the two parted has neither name.
+        # The Singularity from before the two projects split has neither name.
         kind, version = match[1].lower(), (int(match[2]), int(match[3]))
         if kind not in _OLDEST or version < _OLDEST[kind]:
             found.append(f"{path} is {match[0]}, which is too old")
@@ -79,7 +79,7 @@ async def find_program(wanted: str | None = None) -> Program:
 
 
 async def _takes_config(path: str) -> bool:
-    """Whether there is no set-user-id part, with which only the administrator configures."""
+    """Return whether there is no set-user-id part, with which only the administrator may configure it."""
     code, text = await run_program([path, "buildcfg"], seconds=20, env=dict(os.environ))
     values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     if code != 0 or not values:
@@ -88,7 +88,7 @@ async def _takes_config(path: str) -> bool:
 
 
 def fuse_problem(device: Path = FUSE) -> str | None:
-    """Why SIF images cannot be mounted by this user; None where they can."""
+    """Return why this user cannot mount SIF images, or None if it is possible."""
     if not device.exists():
         return f"there is no {device}"
     if not os.access(device, os.R_OK | os.W_OK):
@@ -99,19 +99,19 @@ def fuse_problem(device: Path = FUSE) -> str | None:
 
 
 async def userns_problem() -> str | None:
-    """Why this process may not make user namespaces; None where it may."""
+    """Return why this process may not make user namespaces, or None if it may."""
     code = "import ctypes, os, sys; l = ctypes.CDLL(None, use_errno=True)\n"
-    # User, mounts and processes: what the sandbox is made of.
+    # These are the user, mount and process namespaces that a sandbox needs.
     code += "sys.exit(os.strerror(ctypes.get_errno()) if l.unshare(0x10000000 | 0x20000 | 0x20000000) else 0)"
     status, text = await run_program([sys.executable, "-I", "-S", "-c", code], seconds=20, env={})
     return None if status == 0 else text.strip() or f"exit status {status}"
 
 
 async def run_program(argv: Sequence[str], *, seconds: float, env: Mapping[str, str]) -> tuple[int, str]:
-    """Exit status and output, both streams together, of a program; at most `seconds`.
+    """Run a program for at most `seconds`, and return its exit status and its output.
 
-    It runs in a session of its own; on timeout (status 124) and on cancellation all of that session's
-    group is killed.
+    The output contains both streams. The program runs in its own session. On timeout (status 124) and on
+    cancellation, that session's whole group is killed.
     """
     process = await asyncio.create_subprocess_exec(
         *argv,
@@ -145,9 +145,9 @@ async def run_program(argv: Sequence[str], *, seconds: float, env: Mapping[str, 
 
 
 def program_env(folder: Path) -> dict[str, str]:
-    """The environment of a container's start: its state in `folder`, nothing of the worker's.
+    """Return the environment for starting a container: its state in `folder`, nothing of the worker's.
 
-    `folder` replaces ~/.apptainer: a full or missing home is no matter.
+    `folder` replaces ~/.apptainer, so a full or missing home folder causes no problem.
     """
     env = {name: os.environ[name] for name in ("PATH", "HOME", "USER", "LOGNAME") if os.environ.get(name)}
     env.setdefault("PATH", os.defpath)

@@ -1,9 +1,9 @@
-"""A lock of several nodes on shared storage, where flock(2) may bind on one node only.
+"""A lock for several nodes on shared storage, where flock(2) may apply to one node only.
 
-The lock is a file that its holder touches again and again. One that has not been touched for STALE_SECONDS
-belongs to a dead holder, and whoever waits takes it. All times are the storage's own: the nodes' clocks may
-differ. A holder that was frozen for so long may find another beside it, so that what the lock protects must
-stay right then: it saves work, it does not guard data.
+The lock is a file that its holder touches repeatedly. A file that has not been touched for STALE_SECONDS
+belongs to a dead holder, and a waiting process takes it. All times come from the storage, because the
+nodes' clocks may differ. If a holder was frozen for that long, there may be a second one. The protected
+work must stay correct in that case: the lock saves work, it does not guard data.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _POLL_SECONDS = 0.5
 async def shared_lock(
     path: Path, *, until: Callable[[], bool] = lambda: False, stale_seconds: float = STALE_SECONDS
 ) -> AsyncIterator[bool]:
-    """Holds the lock file `path`, whose folder must exist; the caller bounds the wait.
+    """Hold the lock file `path`, whose folder must exist. The caller bounds the wait.
 
-    Gives False, and holds nothing, as soon as `until` says that there is nothing left to do.
+    The value is False, and nothing is held, once `until` returns that there is nothing left to do.
 
     Raises:
-        OSError: the storage refuses the file.
+        OSError: The storage refuses the file.
     """
     mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}\n"
     while not await asyncio.to_thread(_taken, path, mine, stale_seconds):
@@ -54,7 +54,7 @@ async def shared_lock(
 async def _touch(path: Path, stale_seconds: float) -> None:
     while True:
         await asyncio.sleep(min(TOUCH_SECONDS, stale_seconds / 3))
-        # Without times of ours: the storage writes its own.
+        # No times are passed, so the storage writes its own.
         with contextlib.suppress(OSError):
             await asyncio.to_thread(os.utime, path)
 
@@ -73,7 +73,7 @@ def _taken(path: Path, mine: str, stale_seconds: float) -> bool:
 
 
 def _clear_stale(path: Path, stale_seconds: float) -> None:
-    """Removes the lock of a dead holder. Of those that try, one succeeds."""
+    """Remove the lock of a dead holder. Of several processes that try, one succeeds."""
     probe = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
         holder, touched = path.read_text(), path.stat().st_mtime
@@ -91,7 +91,7 @@ def _clear_stale(path: Path, stale_seconds: float) -> None:
         return
     try:
         if probe.read_text() != holder:
-            # Another was faster, and what has been moved away is a new holder's: back with it.
+            # Another process was faster, and the moved lock is a new holder's. It is put back.
             with contextlib.suppress(FileExistsError):
                 os.link(probe, path)
         else:

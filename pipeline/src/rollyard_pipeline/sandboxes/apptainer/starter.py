@@ -1,8 +1,8 @@
 """Apptainer sandboxes: rootless instances of SIF files, of container images and of root folders.
 
-Apptainer gives the image, a writable layer and the closed network; inside, before the exec server
-starts, `rollyard_sandbox.isolation.container` adds what an instance lacks: a user of its own, sizes for
-what can be written, and an exec server that nothing inside can see around or end.
+Apptainer provides the image, a writable layer and the closed network. Inside, before the exec server
+starts, `rollyard_sandbox.isolation.container` adds what an instance lacks: its own user, size limits for
+what can be written, and an exec server that nothing inside can bypass or end.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ log = logging.getLogger(__name__)
 
 NO_BASH: Final = "NoBash"
 _START_SECONDS: Final = 2 * START_SECONDS
-"""A cold image on a busy file server takes its time."""
+"""The time for a start in seconds. A cold image on a busy file server takes long to read."""
 _USERS_OVERLAY_SINCE: Final = (5, 11)
 _LAYER_MB: Final = 16
 _BASHES: Final = ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash")
-# What programs of Apptainer add to the environment of those that they start.
+# Programs of Apptainer add these variables to the environment of the programs that they start.
 _ADDED: Final = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND")
 _LIBRARIES: Final = "/.singularity.d/libs"
 _OF_THE_IMAGE: Final = re.compile(
@@ -91,17 +91,17 @@ enable overlay = yes
 
 @dataclass(frozen=True, slots=True)
 class ApptainerOptions:
-    """What a worker may say of its Apptainer sandboxes."""
+    """A worker's settings for Apptainer sandboxes."""
 
     program: str | None = None
-    """Default: `apptainer`, else `singularity`, from PATH."""
+    """The program. The default is `apptainer`, else `singularity`, from PATH."""
     default_image: str | None = None
-    """The image of jobs that name none."""
+    """The image for jobs that name none."""
     image_cache: Path | None = None
-    """Where built images are kept, best on storage that the nodes share; default: in the run folder."""
+    """The folder for built images, best on storage that the nodes share. The default is in the run folder."""
     image_cache_bytes: int = 100 << 30
     fakeroot: bool = False
-    """Programs inside are root of the image, and may change all of it."""
+    """Whether programs inside are root of the image and may change all of it."""
 
 
 class ApptainerStarter:
@@ -124,16 +124,17 @@ class ApptainerStarter:
         self._reaper = Reaper()
 
     def workdir(self, folder: Path) -> str:
-        """The same path in every sandbox."""
+        """Return the work folder, which has the same path in every sandbox."""
         return WORKDIR
 
     async def probe(self) -> None:
-        """Finds the program and what this node lets it do.
+        """Find the program and check what this node lets it do.
 
         Raises:
-            ApptainerMissing, UserNamespacesForbidden, RunDirUnusable, ImageNotUsable (the default image).
+            ApptainerMissing, UserNamespacesForbidden, RunDirUnusable: This node cannot run such sandboxes.
+            ImageNotUsable: The default image cannot be used.
         """
-        # Side by side: a worker's first rollout waits for all of it.
+        # All checks run concurrently, because a worker's first rollout waits for them.
         finding = asyncio.create_task(find_program(self._options.program))
         preparing = asyncio.create_task(in_thread(self._prepare))
         try:
@@ -156,7 +157,8 @@ class ApptainerStarter:
                 problem,
                 self._cache.folder,
             )
-            # Without FUSE the writable layer is the kernel's own, which users may mount since then.
+            # Without FUSE the writable layer is the kernel's own, which users may mount since that kernel
+            # version.
             self._layered = _kernel(platform.release()) >= _USERS_OVERLAY_SINCE
             if not self._layered:
                 log.warning("Linux %s lets users mount no overlay: images are read-only", platform.release())
@@ -170,7 +172,7 @@ class ApptainerStarter:
         self._runtime = make_runtime(self._folder.run_dir)
         self._write("start", '#!/bin/sh\nexec "$@"\n', 0o755)
         (self._own / "runtime" / Path(EVAL_FOLDER).relative_to(INSIDE)).mkdir(parents=True, exist_ok=True)
-        # The runtime's mount points, so that none of them must be made in an image.
+        # These are the runtime's mount points, so none of them must be made in an image.
         for source, target in self._runtime.binds:
             point = self._own / "runtime" / Path(target).relative_to(INSIDE)
             if Path(source).is_dir():
@@ -180,7 +182,7 @@ class ApptainerStarter:
                 point.touch()
 
     def _end_strays(self) -> None:
-        """Ends instances whose folders are gone: no sweep of the node's records finds them."""
+        """End instances whose folders are gone, because no sweep of the node's records finds them."""
         known = set(self._folder.ids())
         for sandbox_id in instances.filed(self._own):
             if sandbox_id not in known:
@@ -219,11 +221,11 @@ class ApptainerStarter:
     async def start(
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
-        """Start an instance and in it the exec server; see `Starter.start`."""
+        """Start an instance with the exec server in it; see `Starter.start`."""
         image = await self._ready(key)
         name = instances.instance_name(folder.name)
         launch = Launch(
-            # An instance begins in the folder where it is started from, if the image has such a folder.
+            # An instance begins in the folder from which it is started, if the image has such a folder.
             argv=["/bin/sh", "-c", 'cd / && exec "$@"', "sh", *self._command(key, image, name)],
             env=program_env(self._own),
             socket_path=folder / SOCKET_NAME,
@@ -244,7 +246,7 @@ class ApptainerStarter:
         return StartedSandbox(found.root, found.keeper, found.helpers)
 
     async def _filed(self, name: str, starter: ProcessRef) -> instances.Instance:
-        """The instance's processes, once Apptainer has filed them and its own start has ended."""
+        """Return the instance's processes, once Apptainer has filed them and its start command has ended."""
         await in_thread(instances.ends, starter, START_SECONDS)
         found = await in_thread(instances.load, self._own, name)
         if found is None:
@@ -273,7 +275,10 @@ class ApptainerStarter:
         ]  # fmt: skip
 
     def _config(self, key: SandboxKey) -> list[str]:
-        """A configuration of ours sizes the writable layer, where a user may bring one."""
+        """Return options for a configuration of our own, which sets the size of the writable layer.
+
+        They are empty if a user may not give a configuration.
+        """
         if self._program is None or not self._program.takes_config:
             return []
         megabytes = max(_LAYER_MB, disk_sizes(key)[0] >> 20)
@@ -281,7 +286,7 @@ class ApptainerStarter:
         return ["--config", str(self._write(f"layer-{megabytes}.conf", text, 0o600))]
 
     def _write(self, name: str, text: str, mode: int) -> Path:
-        """A file of ours, which other workers may be using already: it is there whole or not at all."""
+        """Write a file atomically, because other workers may be using it already."""
         path = self._own / name
         if not path.exists():
             temporary = self._own / f".{name}.{os.getpid()}"
@@ -291,7 +296,7 @@ class ApptainerStarter:
         return path
 
     def _confine(self, key: SandboxKey) -> list[str]:
-        """Python's lines that run inside, before the exec server."""
+        """Return the lines of Python code that run inside, before the exec server."""
         work, tmp = disk_sizes(key)
         sizes = {
             WORKDIR: (work, 0o755),
@@ -314,7 +319,7 @@ class ApptainerStarter:
         ]
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
-        """Kill the instance with all of its processes, and report whether they are gone."""
+        """Kill the instance with all of its processes, and return whether they are gone."""
         name = instances.instance_name(record.id)
         if record.root is None:
             gone = instances.end_by_name(name, seconds)
@@ -352,7 +357,7 @@ class ApptainerStarter:
 
 
 def forbidden_text(answer: str) -> str:
-    """The message for refused namespaces: what was answered and what can be done."""
+    """Return the message for refused namespaces: the program's output and what can be done."""
     return (
         f"Apptainer cannot make a sandbox here: no user namespaces ({answer.strip()[:300]}). What to do: "
         f"{'; '.join(namespace_advice())}"
@@ -360,7 +365,7 @@ def forbidden_text(answer: str) -> str:
 
 
 def namespace_advice() -> list[str]:
-    """What forbids user namespaces here, as far as /proc tells, with what to ask for."""
+    """Return what forbids user namespaces here, as far as /proc shows it, with what to ask for."""
     return userns_advice() or [
         "in a container: run it with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
         "--security-opt systempaths=unconfined`; inside a chroot the kernel refuses them always"
@@ -372,7 +377,7 @@ def _kernel(release: str) -> tuple[int, ...]:
 
 
 def _mount(source: str, target: str) -> str:
-    """A read-only bind for --mount, which is read as a line of CSV."""
+    """Return a read-only bind for --mount, which is parsed as a line of CSV."""
     line = io.StringIO()
     fields = ["type=bind", f"source={source}", f"destination={target}", "ro"]
     csv.writer(line, lineterminator="").writerow(fields)

@@ -1,8 +1,8 @@
 """Limits through control groups, version 1 (one hierarchy per controller) and version 2.
 
-A sandbox's groups are made below the first place where this process may make them; the
-processes join before they become bubblewrap. Where there is no such place the caller falls
-back to resource limits, which bind per process (`getrlimit(2)`).
+A sandbox's groups are made below the first place where this process may make them. The processes join
+before they become bubblewrap. If there is no such place, the caller falls back to resource limits, which
+apply per process (`getrlimit(2)`).
 
 Files: Documentation/admin-guide/cgroup-v1/memory.rst, pids.rst, and cgroup-v2.rst of Linux.
 """
@@ -21,9 +21,9 @@ from typing import Literal
 CPU_PERIOD_US = 100_000
 _WANTED = ("memory", "pids", "cpu")
 _GROUP = "rollyard"
-# All sandboxes together weigh as much as so many busy processes per core. With the kernel's default of
-# one process in all, any load beside them starves them, and a sandbox starts several times slower;
-# with many more they would starve the workers that serve them.
+# All sandboxes together weigh as much as this number of busy processes per core. With the kernel's default of
+# one process in total, any other load starves them, and a sandbox starts several times slower. With a much
+# larger weight they would starve the workers that serve them.
 _WEIGHT_PER_CORE = 4
 
 
@@ -38,16 +38,19 @@ class CgroupPlace:
 
 @dataclass(frozen=True, slots=True)
 class CgroupLimits:
-    """What all processes of one sandbox may use together."""
+    """The limits for all processes of one sandbox together."""
 
     cpu: float
-    """Cores."""
+    """The number of CPU cores."""
     memory_bytes: int
     processes: int
 
 
 def find_places(proc: Path = Path("/proc/self")) -> list[CgroupPlace]:
-    """Where groups can be made now; tries it, so that the answer holds. Empty: nowhere."""
+    """Return the places where groups can be made now.
+
+    Each place is tested by making a group. The list is empty if there are none.
+    """
     try:
         mounts = (proc / "mountinfo").read_text().splitlines()
         own = dict(_own_groups((proc / "cgroup").read_text()))
@@ -71,27 +74,27 @@ def find_places(proc: Path = Path("/proc/self")) -> list[CgroupPlace]:
 
 
 def enforced(places: Sequence[CgroupPlace]) -> frozenset[str]:
-    """Which of memory, pids and cpu these places can limit."""
+    """Return which of memory, pids and cpu these places can limit."""
     return frozenset().union(*(place.controllers for place in places))
 
 
 def group_paths(places: Sequence[CgroupPlace], sandbox_id: str) -> list[Path]:
-    """Where the groups of one sandbox go."""
+    """Return the paths for the groups of one sandbox."""
     return [place.path / sandbox_id for place in places]
 
 
 def create(places: Sequence[CgroupPlace], sandbox_id: str, limits: CgroupLimits) -> list[Path]:
-    """Makes the groups of one sandbox and sets its limits; returns their folders.
+    """Make the groups of one sandbox, set its limits and return the groups' folders.
 
     Raises:
-        OSError: a group could not be made or a limit not be set; what was made is removed.
+        OSError: A group could not be made or a limit could not be set. The groups that were made are removed.
     """
     made: list[Path] = []
     try:
         for place in places:
             path = place.path / sandbox_id
             if not place.path.exists():
-                # The last worker to end removes it.
+                # The last worker to end removes the place.
                 place.path.mkdir(exist_ok=True)
                 if place.version == 2:
                     _switch_on(place.path)
@@ -111,10 +114,10 @@ def create(places: Sequence[CgroupPlace], sandbox_id: str, limits: CgroupLimits)
 
 
 def remove(paths: Sequence[Path], seconds: float) -> bool:
-    """Kills what is left in these groups and removes them. Blocking; returns whether they are gone.
+    """Kill what is left in these groups, remove them and return whether they are gone. This blocks.
 
-    The kernel refuses to remove a group for a moment after its last process ended, and gives
-    no event for it: hence the retries.
+    The kernel refuses to remove a group for a moment after its last process ended, and provides no event for
+    it. The removal is therefore retried.
     """
     deadline = time.monotonic() + seconds
     left = list(paths)
@@ -128,14 +131,14 @@ def remove(paths: Sequence[Path], seconds: float) -> bool:
 
 
 def remove_places(places: Sequence[CgroupPlace]) -> None:
-    """Removes the places themselves where no sandbox of any worker uses them any more."""
+    """Remove the places that no sandbox of any worker uses any more."""
     for place in places:
         with contextlib.suppress(OSError):
             place.path.rmdir()
 
 
 def oom_kills(paths: Sequence[Path]) -> int:
-    """How many processes of these groups the kernel has killed for want of memory."""
+    """Return how many processes of these groups the kernel has killed because memory ran out."""
     total = 0
     for path in paths:
         for name in ("memory.events", "memory.oom_control"):
@@ -147,10 +150,11 @@ def oom_kills(paths: Sequence[Path]) -> int:
 
 
 def _weigh(place: CgroupPlace) -> CgroupPlace:
-    """Gives the place its weight against everything else on this machine; the place itself."""
+    """Set the weight of a place against everything else on this machine, and return the place."""
     if "cpu" in place.controllers:
         processes = _WEIGHT_PER_CORE * (os.cpu_count() or 1)
-        # A process of default niceness weighs 1024 in version 1; in version 2 100, and 10000 is the most.
+        # A process of default niceness weighs 1024 in version 1 and 100 in version 2, where the maximum is
+        # 10000.
         shares, weight = 1024 * processes, min(10_000, 100 * processes)
         name, value = ("cpu.shares", shares) if place.version == 1 else ("cpu.weight", weight)
         with contextlib.suppress(OSError):
@@ -159,7 +163,10 @@ def _weigh(place: CgroupPlace) -> CgroupPlace:
 
 
 def _settings(place: CgroupPlace, limits: CgroupLimits) -> list[tuple[str, str]]:
-    """Files and values; a leading `?` marks one that may be missing (swap accounting)."""
+    """Return the files and values to write.
+
+    A leading `?` marks a file that may be missing (swap accounting).
+    """
     memory, pids = str(limits.memory_bytes), str(limits.processes)
     quota = str(max(1000, int(limits.cpu * CPU_PERIOD_US)))
     settings: list[tuple[str, str]] = []
@@ -181,7 +188,7 @@ def _settings(place: CgroupPlace, limits: CgroupLimits) -> list[tuple[str, str]]
 
 
 def _own_groups(text: str) -> list[tuple[str, str]]:
-    """(`controller`, path) pairs of /proc/<pid>/cgroup; the controller of version 2 is ''."""
+    """Return the (`controller`, path) pairs of /proc/<pid>/cgroup. The controller of version 2 is ''."""
     pairs = []
     for line in text.splitlines():
         _, names, path = line.split(":", 2)
@@ -190,7 +197,7 @@ def _own_groups(text: str) -> list[tuple[str, str]]:
 
 
 def _below(mount: Path, mounted: str, own: str) -> Path:
-    """The folder of group `own` in a mount whose root is the group `mounted`."""
+    """Return the folder of the group `own` in a mount whose root is the group `mounted`."""
     if own == mounted or not own.startswith(mounted.rstrip("/") + "/"):
         return mount
     return mount / own[len(mounted.rstrip("/")) :].lstrip("/")
@@ -205,11 +212,11 @@ def _usable_v1(base: Path, mount: Path, controller: str) -> CgroupPlace | None:
 
 
 def _usable_v2(mount: Path, own: Path) -> CgroupPlace | None:
-    """The nearest ancestor that may hold groups beside processes that are not in leaves.
+    """Return a place in the nearest suitable ancestor of the group `own`, or None if there is none.
 
-    A version 2 group with processes of its own cannot hand controllers to children, so the
-    worker's own group is no place; an ancestor that hands them on already is (a systemd
-    user's slice), and so is the root group, where root may switch them on.
+    A version 2 group with processes of its own cannot delegate controllers to children, so the worker's own
+    group is not suitable. An ancestor that already delegates them is (a systemd user's slice), and so is the
+    root group, in which root may enable them.
     """
     candidate = own
     while True:
@@ -259,7 +266,7 @@ def _remove_one(path: Path) -> bool:
     except OSError:
         with contextlib.suppress(OSError, ValueError):
             for pid in map(int, (path / "cgroup.procs").read_text().split()):
-                if pid > 1:  # 0 stands for a process that this pid namespace does not show
+                if pid > 1:  # 0 stands for a process that this pid namespace does not show.
                     os.kill(pid, signal.SIGKILL)
         return False
     return True

@@ -1,4 +1,4 @@
-"""Whether the disk of a run folder takes another sandbox."""
+"""Tests of whether the disk of a run folder has room for another sandbox."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ from rollyard_crds.backoff import Backoff
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull
 
 ROOM_BYTES: Final = 4 << 20
-"""More than a sandbox's records, logs and socket take."""
+"""The room in bytes that the test takes. It is more than a sandbox's records, logs and socket need."""
 LOOK_SECONDS: Final = 1.0
 LONGEST_PAUSE_SECONDS: Final = 120.0
 _PAUSES: Final = Backoff(first=2.0, longest=LONGEST_PAUSE_SECONDS)
 
 
 class DiskRefuses(NodeDiskFull):
-    """The disk said itself that it has no room: nothing was tried, and nothing outlasts its being full."""
+    """The disk test found no room.
+
+    No start was attempted, and the state ends when the disk has room again.
+    """
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an OSError says that a disk, or what this user may have of it, is used up."""
+    """Return whether an OSError reports that a disk, or this user's share of it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskRoom:
-    """Asks the disk itself, by taking some room and giving it back: so that quotas and inodes count too.
+    """Tests the disk by taking some room and giving it back, which also covers quotas and inodes.
 
-    Where a start finds no room all the same, a growing pause keeps a node that fails at once from
-    taking one rollout after the other. Methods that ask the disk block, shortly; threads may share it.
+    If a start finds no room although the test succeeded, a growing pause keeps a node whose starts fail at
+    once from taking one rollout after the other. The methods that test the disk block briefly. Threads may
+    share an instance.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,25 +54,25 @@ class DiskRoom:
         self._why = ""
 
     def trouble(self) -> str:
-        """Why no sandbox should be started now; empty: nothing is known against it."""
-        # The disk's own word first: it stays the same while the disk is full.
+        """Return why no sandbox should be started now, or "" if no reason is known."""
+        # The test's own text comes first, because it stays the same while the disk is full.
         return self.look() or (self._why if self._clock() < self._paused_until else "")
 
     def look(self) -> str:
-        """What the disk said last, at most LOOK_SECONDS ago; empty: there was room."""
+        """Return the result of the last test, which is at most LOOK_SECONDS old, or "" if there was room."""
         with self._asking:
             if self._clock() >= self._looked + LOOK_SECONDS:
                 self._ask()
             return self._full
 
     def full(self) -> str:
-        """What the disk says now; empty: there is room."""
+        """Test the disk now and return the problem, or "" if there is room."""
         with self._asking:
             self._ask()
             return self._full
 
     def _ask(self) -> None:
-        # One at a time: an older answer never replaces a later one.
+        # Callers hold the lock, so an older result never replaces a later one.
         self._looked = self._clock()
         self._full = self._take_room()
 
@@ -77,7 +81,7 @@ class DiskRoom:
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                os.unlink(path)  # whoever is killed now leaves nothing
+                os.unlink(path)  # Nothing is left if the process is killed now.
                 os.posix_fallocate(fd, 0, ROOM_BYTES)
             finally:
                 os.close(fd)
@@ -89,15 +93,19 @@ class DiskRoom:
         return ""
 
     def failed(self, why: str) -> None:
-        """A sandbox found no room. No pause where the disk says so too: that holds as long as it is so."""
+        """Record that a sandbox found no room.
+
+        There is no pause if the test fails as well, because then the test's result applies as long as the
+        disk is full.
+        """
         with self._asking:
             self._ask()
             now = self._clock()
-            if not self._full and now >= self._paused_until:  # starts that fail together count once
+            if not self._full and now >= self._paused_until:  # Starts that fail together count once.
                 self._failures += 1
                 self._paused_until, self._why = now + _PAUSES.pause(self._failures), why
 
     def worked(self) -> None:
-        """A sandbox has started: there is no more reason for a pause."""
+        """Record that a sandbox has started, which ends any pause."""
         self._failures = 0
         self._paused_until = float("-inf")

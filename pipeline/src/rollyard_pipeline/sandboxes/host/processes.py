@@ -1,7 +1,7 @@
-"""Processes that outlive the worker which started them: identity, and killing for certain.
+"""Processes that outlive the worker which started them: their identity, and killing them reliably.
 
-A process id alone is no identity: the kernel reuses it. Together with the start time
-(field 22 of /proc/<pid>/stat, clock ticks since boot; proc(5)) it is.
+A process id alone is not an identity, because the kernel reuses it. Together with the start time (field 22
+of /proc/<pid>/stat, clock ticks since boot; proc(5)) it is one.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ProcessRef:
-    """One process for certain."""
+    """A reference that identifies one process reliably."""
 
     pid: int
     started: int
-    """Clock ticks since boot."""
+    """The start time in clock ticks since boot."""
 
     def alive(self) -> bool:
-        """Whether it runs (a zombie does not)."""
+        """Return whether the process runs. A zombie does not count as running."""
         stat = _stat(self.pid)
         return stat is not None and stat[1] == self.started and stat[0] not in ("Z", "X")
 
 
 def process_ref(pid: int) -> ProcessRef | None:
-    """The identity of the process that has `pid` now, or None if there is none."""
+    """Return the identity of the process that has `pid` now, or None if there is none."""
     stat = _stat(pid)
     return None if stat is None else ProcessRef(pid, stat[1])
 
 
 def this_process() -> ProcessRef:
-    """The identity of the calling process."""
+    """Return the identity of the calling process."""
     ref = process_ref(os.getpid())
     if ref is None:
         raise OSError("/proc does not show this process: is /proc mounted?")
@@ -45,9 +45,9 @@ def this_process() -> ProcessRef:
 
 
 def kill_and_wait(ref: ProcessRef, seconds: float) -> bool:
-    """SIGKILL, then wait until it is gone. Blocking; returns whether it is gone.
+    """Send SIGKILL, wait until the process is gone, and return whether it is gone. This blocks.
 
-    Signals go through a pidfd, so that a reused process id is never hit.
+    The signal is sent through a pidfd and therefore never hits a reused process id.
     """
     try:
         pidfd = os.pidfd_open(ref.pid)
@@ -64,14 +64,14 @@ def kill_and_wait(ref: ProcessRef, seconds: float) -> bool:
 
 
 def wait_gone(pidfd: int, seconds: float) -> bool:
-    """Waits until the process of `pidfd` has ended. Blocking; returns whether it has."""
+    """Wait until the process of `pidfd` has ended, and return whether it has. This blocks."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(max(0.0, seconds) * 1000))
 
 
 def descendants(pid: int) -> list[ProcessRef]:
-    """All processes below `pid`, children before grandchildren, as /proc shows them now."""
+    """Return all processes below `pid`, children before grandchildren, as /proc shows them now."""
     children: dict[int, list[ProcessRef]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -90,10 +90,10 @@ def descendants(pid: int) -> list[ProcessRef]:
 
 
 def kill_tree(root: ProcessRef, seconds: float) -> bool:
-    """Kills `root` and everything below it. Blocking; returns whether all of it is gone.
+    """Kill `root` and everything below it, and return whether all of it is gone. This blocks.
 
-    `root` must be the reaper of its descendants (PR_SET_CHILD_SUBREAPER), so that none
-    escapes by losing its parent; it is killed last for the same reason.
+    `root` must be the reaper of its descendants (PR_SET_CHILD_SUBREAPER), so none of them escapes when its
+    parent dies. For the same reason it is killed last.
     """
     deadline = time.monotonic() + seconds
     while root.alive() and time.monotonic() < deadline:
@@ -106,19 +106,19 @@ def kill_tree(root: ProcessRef, seconds: float) -> bool:
 
 
 class Reaper:
-    """Collects the exit of child processes as they end, without a thread per child."""
+    """Collects the exit status of child processes as they end, without a thread per child."""
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}
 
     def watch(self, pid: int) -> None:
-        """Reaps the child `pid` of this process when it ends. Call on the event loop."""
+        """Reap the child `pid` of this process when it ends. This must be called on the event loop."""
         pidfd = os.pidfd_open(pid)
         self._pidfds[pid] = pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._ended, pid)
 
     def close(self) -> None:
-        """Stops watching; children that still run are left running."""
+        """Stop watching. Children that still run are left running."""
         for pid in list(self._pidfds):
             self._ended(pid)
 
@@ -137,7 +137,7 @@ def _stat_fields(pid: int) -> list[str] | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name (field 2) may hold spaces and parentheses: count from the last one.
+    # The name (field 2) may contain spaces and parentheses, so fields are counted from the last one.
     return text[text.rindex(")") + 2 :].split()
 
 

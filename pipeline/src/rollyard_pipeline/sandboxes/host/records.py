@@ -1,11 +1,12 @@
-"""The sandboxes of a node as its run folder holds them: one private folder each.
+"""The sandboxes of a node as its run folder records them, with one private folder for each.
 
     <run dir>/sandboxes/<id>/sandbox.json   the record below, replaced atomically
     <run dir>/sandboxes/<id>/exec.sock      the control socket of that sandbox
-    <run dir>/sandboxes/<id>/secret         what the server on that socket proves to know, never seen inside
+    <run dir>/sandboxes/<id>/secret         the secret that the server on that socket must prove to know;
+                                            it is never visible inside
 
-Every worker of the node reads all records; the worker that started a sandbox writes its
-record until it is claimed, and nobody writes it after that.
+Every worker of the node reads all records. The worker that started a sandbox writes its record until the
+sandbox is claimed, and no process writes it after that.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rollyard_pipeline.sandboxes.host.processes import ProcessRef
 
 SOCKET_NAME = "exec.sock"
 _SECRET_NAME = "secret"
-# sockaddr_un.sun_path holds 108 bytes, the last of them 0 (unix(7)).
+# sockaddr_un.sun_path holds 108 bytes, of which the last is 0 (unix(7)).
 SOCKET_PATH_MAX = 107
 ID_LENGTH = 12
 _STATES = ("starting", "warm", "claimed")
@@ -39,43 +40,47 @@ _STATES = ("starting", "warm", "claimed")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A ProcessRef on disk."""
+    """A ProcessRef in the form in which it is stored on disk."""
 
     pid: int
     started: int
 
     def ref(self) -> ProcessRef:
-        """Return the reference that can be asked whether the process lives."""
+        """Return the reference that can report whether the process lives."""
         return ProcessRef(self.pid, self.started)
 
     @classmethod
     def of(cls, ref: ProcessRef) -> Process:
-        """Return what is written to disk for a reference."""
+        """Return the stored form of a reference."""
         return cls(ref.pid, ref.started)
 
     @classmethod
     def from_json(cls, document: Any) -> Process:
-        """Raises KeyError, TypeError or ValueError for what is none."""
+        """Return the process that a JSON document describes.
+
+        Raises:
+            KeyError, TypeError, ValueError: The document does not describe a process.
+        """
         return cls(int(document["pid"]), int(document["started"]))
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxRecord:
-    """What is known of one sandbox: enough for any process of the node to use or remove it."""
+    """The record of one sandbox, with which any process of the node can use or remove it."""
 
     id: str
     provider: str
     state: Literal["starting", "warm", "claimed"]
     worker: Process
-    """Who started it."""
+    """The worker that started the sandbox."""
     created: float
-    """Unix time, seconds."""
+    """The time of creation as Unix time in seconds."""
     owner: str | None = None
-    """The rollout that claimed it; in state `warm`, the one whose Eval has it to itself."""
+    """The rollout that claimed the sandbox or, in state `warm`, the rollout whose Eval uses it alone."""
     root: Process | None = None
-    """Killing this one kills everything inside."""
+    """The process whose end kills everything inside."""
     monitor: Process | None = None
-    """The process outside that keeps it (bubblewrap's, Apptainer's), which ends by itself after `root`."""
+    """The outer process that maintains it (bubblewrap's, Apptainer's), which ends by itself after `root`."""
     helpers: tuple[Process, ...] = ()
     """Further processes outside, which end after `monitor`."""
     cgroups: tuple[str, ...] = ()
@@ -83,17 +88,17 @@ class SandboxRecord:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def alive(self) -> bool:
-        """Whether its processes run; a starting sandbox lives as long as its worker."""
+        """Return whether its processes run. A starting sandbox is alive as long as its worker."""
         if self.root is None:
             return self.worker.ref().alive()
         return self.root.ref().alive()
 
     @classmethod
     def from_json(cls, text: bytes) -> SandboxRecord:
-        """The record that `sandbox.json` holds.
+        """Return the record that `sandbox.json` holds.
 
         Raises:
-            ValueError: it holds none: a part of one, or one of another version.
+            ValueError: The file holds no record, only a part of one, or one of another version.
         """
         try:
             document = json.loads(text)
@@ -125,10 +130,10 @@ class SandboxFolder:
         self.path = self.run_dir / "sandboxes"
 
     def prepare(self) -> None:
-        """Makes the run folder and its `sandboxes`, which nobody else can reach or replace.
+        """Make the run folder and its `sandboxes` folder, which no other user can access or replace.
 
         Raises:
-            RunDirUnusable: the path is too long for a socket, is not writable, or could be reached or
+            RunDirUnusable: The path is too long for a socket, is not writable, or could be accessed or
                 replaced by another user of the machine.
         """
         length = len(os.fsencode(self.socket_path("0" * ID_LENGTH)))
@@ -146,16 +151,16 @@ class SandboxFolder:
 
     @staticmethod
     def new_id() -> str:
-        """Return a fresh random id for a sandbox."""
+        """Return a new random id for a sandbox."""
         return secrets.token_hex(ID_LENGTH // 2)
 
     def create(self, record: SandboxRecord) -> None:
-        """Makes a sandbox's private folder with its first record.
+        """Make a sandbox's private folder with its first record.
 
-        Both appear at once, so that no sweep ever sees a folder without a record.
+        Both appear atomically, so no sweep ever sees a folder without a record.
 
         Raises:
-            NodeDiskFull: no room on the run folder's disk.
+            NodeDiskFull: There is no room on the run folder's disk.
         """
         with self._disk():
             self._hidden(record.id).mkdir(mode=0o700)
@@ -163,17 +168,17 @@ class SandboxFolder:
             self._hidden(record.id).rename(self.folder(record.id))
 
     def save(self, record: SandboxRecord) -> None:
-        """Replaces the record.
+        """Replace the record.
 
         Raises:
-            FileNotFoundError: the sandbox was removed meanwhile.
-            NodeDiskFull: no room on the run folder's disk; the record is as it was.
+            FileNotFoundError: The sandbox was removed in the meantime.
+            NodeDiskFull: There is no room on the run folder's disk. The old record is unchanged.
         """
         with self._disk():
             self._write(self.folder(record.id), record)
 
     def load(self, sandbox_id: str) -> SandboxRecord | None:
-        """The record, or None where there is no such sandbox (or its record is unreadable)."""
+        """Return the record, or None if there is no such sandbox or its record is unreadable."""
         if not _is_id(sandbox_id):
             return None
         try:
@@ -182,14 +187,14 @@ class SandboxFolder:
             return None
 
     def ids(self) -> list[str]:
-        """Every sandbox folder on this node, sorted."""
+        """Return the ids of all sandbox folders on this node, sorted."""
         try:
             return sorted(name for name in os.listdir(self.path) if _is_id(name))
         except FileNotFoundError:
             return []
 
     def remove_abandoned(self, now: float) -> None:
-        """Removes folders of starts that died before their record was written (older than a minute)."""
+        """Remove the folders of starts that died before their record was written, if older than a minute."""
         for name in os.listdir(self.path):
             if name.startswith(".new-"):
                 with contextlib.suppress(FileNotFoundError):
@@ -197,7 +202,7 @@ class SandboxFolder:
                         shutil.rmtree(self.path / name, ignore_errors=True)
 
     def remove(self, sandbox_id: str) -> None:
-        """Removes the folder with all that is in it; harmless when it is gone."""
+        """Remove the folder with everything in it. A missing folder is no error."""
         if _is_id(sandbox_id):
             shutil.rmtree(self.folder(sandbox_id), ignore_errors=True)
             shutil.rmtree(self._hidden(sandbox_id), ignore_errors=True)
@@ -211,12 +216,13 @@ class SandboxFolder:
         return self.folder(sandbox_id) / SOCKET_NAME
 
     def new_secret(self, sandbox_id: str) -> bytes:
-        """Writes a new secret beside the record, for every process that attaches to the sandbox later.
+        """Write a new secret beside the record, for every process that attaches to the sandbox later.
 
-        It has a file of its own, as workers of an older version would take a record with it for none.
+        The secret has its own file, because workers of an older version would reject a record that contains
+        it.
 
         Raises:
-            NodeDiskFull: no room on the run folder's disk.
+            NodeDiskFull: There is no room on the run folder's disk.
         """
         secret = secrets.token_bytes(SECRET_BYTES)
         with self._disk():
@@ -229,7 +235,7 @@ class SandboxFolder:
         return secret
 
     def secret(self, sandbox_id: str) -> bytes | None:
-        """What the sandbox's server must prove to know; None where an older worker has started it."""
+        """Return the secret that the server must know, or None if an older worker started the sandbox."""
         try:
             return (self.folder(sandbox_id) / _SECRET_NAME).read_bytes()
         except FileNotFoundError:
@@ -237,7 +243,7 @@ class SandboxFolder:
 
     @contextmanager
     def sweeping(self) -> Iterator[bool]:
-        """Holds the node's sweep lock; gives False where another process sweeps right now."""
+        """Hold the node's sweep lock. The value is False if another process is sweeping now."""
         fd = os.open(self.path / ".sweep", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:

@@ -1,4 +1,4 @@
-"""Blocking work off the event loop that is never left half done."""
+"""Blocking work outside the event loop that is never left half finished."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs `work` in a thread. When cancelled it waits for the thread's end first, then raises.
+    """Run `work` in a thread and return its result. When cancelled, wait for the thread's end, then raise.
 
-    Without that, a cancelled start could go on making what its clean-up has just removed.
+    Without that, a cancelled start could continue to create what its clean-up has just removed.
     """
     running = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
     try:

@@ -1,1 +1,1 @@
-"""How a sandbox is started: bubblewrap, bare processes, and what all kinds of sandboxes share."""
+"""Starters of sandboxes: bubblewrap, bare processes, and what all kinds of sandboxes share."""

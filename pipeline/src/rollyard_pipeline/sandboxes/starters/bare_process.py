@@ -1,4 +1,4 @@
-"""Bare processes in place of sandboxes: no isolation; only where a user asks for them by name."""
+"""Bare processes in place of sandboxes. They provide no isolation and are used only if asked for by name."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class ProcessStarter:
         self._reaper = Reaper()
 
     def workdir(self, folder: Path) -> str:
-        """A folder of this machine within the sandbox's own."""
+        """Return the work folder, which lies on this machine inside the sandbox's own folder."""
         return str(folder / "work")
 
     async def probe(self) -> None:
-        """Bare processes run everywhere."""
+        """Do nothing, because bare processes run everywhere."""
 
     def check(self, key: SandboxKey) -> None:
-        """Raise ImageNotUsable for every image: there are none here."""
+        """Raise ImageNotUsable for every image, because bare processes have none."""
         if key.image is not None:
             raise ImageNotUsable(
                 f"sandbox.image {key.image!r}: bare processes use this machine's own system; leave "
@@ -46,7 +46,7 @@ class ProcessStarter:
             )
 
     async def prepare(self, key: SandboxKey) -> None:
-        """There is nothing to prepare."""
+        """Do nothing, because there is nothing to prepare."""
 
     async def start(
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
@@ -73,7 +73,7 @@ class ProcessStarter:
         return StartedSandbox(started.child, None)
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
-        """Kill the server and all of its descendants, and report whether they are gone."""
+        """Kill the server with all of its descendants, and return whether they are gone."""
         return record.root is None or kill_tree(record.root.ref(), seconds)
 
     def close(self) -> None:
@@ -82,5 +82,8 @@ class ProcessStarter:
 
 
 def _path() -> list[str]:
-    """This worker's sys.path: parts of it may come from PYTHONPATH and .pth files, which -I and -S ignore."""
+    """Return this worker's sys.path.
+
+    Parts of it may come from PYTHONPATH and .pth files, which -I and -S ignore.
+    """
     return [entry for entry in sys.path if entry]

@@ -1,4 +1,4 @@
-"""How one kind of sandbox is started and killed; the provider around it is common to all."""
+"""The interface for starting and killing one kind of sandbox. All kinds share the provider around it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SANDBOX_ENV = {
     "TERM": "dumb",
     "TMPDIR": "/tmp",
 }
-"""The environment of programs inside; an image may have another PATH and add to it."""
+"""The environment of programs inside. An image may have another PATH and add further variables."""
 LEASE_SECONDS = 60.0
-"""Life of a sandbox that nobody renews."""
+"""The life of a sandbox that is not renewed, in seconds."""
 START_SECONDS = 30.0
 EVAL_BYTES = 64 << 20
 
@@ -39,57 +39,71 @@ class StartedSandbox:
     root: ProcessRef
     monitor: ProcessRef | None
     helpers: tuple[ProcessRef, ...] = ()
-    """Processes outside that serve it, such as those of its file systems; they end after `monitor`."""
+    """Outer processes that serve it, such as those of its file systems. They end after `monitor`."""
 
 
 class Starter(Protocol):
-    """One kind of sandbox."""
+    """The starter of one kind of sandbox."""
 
     name: str
 
     def workdir(self, folder: Path) -> str:
-        """The work folder as programs inside see it, for a sandbox whose own folder is `folder`."""
+        """Return the work folder as programs inside see it, for a sandbox whose own folder is `folder`."""
         ...
 
     async def probe(self) -> None:
-        """Raises a SandboxError with what to do where this machine cannot run such sandboxes."""
+        """Check that this machine can run such sandboxes.
+
+        Raises:
+            SandboxError: This machine cannot run them. The message says what to do.
+        """
         ...
 
     def check(self, key: SandboxKey) -> None:
-        """Raises ImageNotUsable for a key that can never be started here."""
+        """Check that a sandbox of this key can be started here.
+
+        Raises:
+            ImageNotUsable: It can never be started here.
+        """
         ...
 
     async def prepare(self, key: SandboxKey) -> None:
-        """Gets ready what may take minutes and many starts share, such as an image; raises as `start`."""
+        """Prepare what may take minutes and is shared by many starts, such as an image.
+
+        It raises the same exceptions as `start`.
+        """
         ...
 
     async def start(
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
-        """Starts a sandbox whose socket is `folder`/exec.sock and waits until it is ready.
+        """Start a sandbox whose socket is `folder`/exec.sock and wait until it is ready.
 
-        Its server proves to know `secret`, which nothing else inside ever sees.
+        Its server proves to clients that it knows `secret`, which is visible to nothing else inside.
         """
         ...
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
-        """Kills all processes of a sandbox. Blocking; returns whether they are gone."""
+        """Kill all processes of a sandbox and return whether they are gone. This blocks."""
         ...
 
     def close(self) -> None:
-        """Frees what the starter holds; running sandboxes are left running."""
+        """Release what the starter holds. Running sandboxes are left running."""
         ...
 
 
 def inside(key: SandboxKey, uid: int | None) -> str:
-    """Python's expression for the namespaces of commands; `uid` None: they are the image's root."""
+    """Return the Python expression for the namespaces of commands.
+
+    If `uid` is None, commands run as the image's root.
+    """
     size = min(EVAL_BYTES, key.memory_bytes // 8)
     place = f"eval_folder={EVAL_FOLDER!r}, eval_bytes={size}"
     return f"NamespaceOptions(uid={uid!r}, hidden={PROC_HIDDEN!r}, {place})"
 
 
 def limits_of(key: SandboxKey) -> CgroupLimits:
-    """The control-group limits of a key. What keeps it and the exec server count too."""
+    """Return the control-group limits of a key, including the outer process and the exec server."""
     return CgroupLimits(cpu=key.cpu, memory_bytes=key.memory_bytes, processes=key.processes + 5)
 
 
@@ -102,26 +116,33 @@ def server_code(
     inside: str | None,
     before: Sequence[str] = (),
 ) -> list[str]:
-    """Python's arguments that run the exec server under resource limits, without `site` and argparse.
+    """Return Python's arguments that run the exec server under resource limits, without `site` and argparse.
 
-    Where control groups do not bind, resource limits do (getrlimit(2)): RLIMIT_NPROC is
-    counted per user namespace since Linux 5.14, so it must be set inside; RLIMIT_DATA is per
-    process. `path` goes at the end of sys.path. `inside`: the namespaces of commands (see
-    `inside`); None: the server lives among this machine's other processes. `before`: lines that run first.
+    Resource limits apply where control groups do not (getrlimit(2)). RLIMIT_NPROC is counted per user
+    namespace since Linux 5.14, so it must be set inside. RLIMIT_DATA is per process.
+
+    Args:
+        key: The properties of the sandbox.
+        places: The places of control groups, which determine the limits that are still needed.
+        workdir: The work folder.
+        path: The folders to append to sys.path.
+        inside: The namespaces of commands (see `inside`). None means that the server is one of this machine's
+            ordinary processes.
+        before: Lines of code that run first.
     """
     shared = inside is None
     bound = enforced(places)
     lines = [
         "import resource as r, sys",
         f"sys.path += {list(path)!r}",
-        # First of all, while nothing but these lines runs.
+        # The secret is read first, while nothing but these lines runs.
         "from rollyard_sandbox.proof import read_secret",
         f"secret = read_secret({SECRET_FD})",
         *before,
         "r.setrlimit(r.RLIMIT_CORE, (0, 0))",
     ]
     if "pids" not in bound and not shared:
-        # Without a user namespace of its own the count would be that of the whole account.
+        # Without its own user namespace, the limit would count the processes of the whole account.
         lines.append(f"r.setrlimit(r.RLIMIT_NPROC, ({key.processes}, {key.processes}))")
     if "memory" not in bound:
         lines.append(f"r.setrlimit(r.RLIMIT_DATA, ({key.memory_bytes}, {key.memory_bytes}))")

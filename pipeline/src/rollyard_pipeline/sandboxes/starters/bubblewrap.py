@@ -1,4 +1,4 @@
-"""bubblewrap sandboxes: rootless, in namespaces of their own, over a read-only system."""
+"""bubblewrap sandboxes: they are rootless and run in their own namespaces over a read-only system."""
 
 from __future__ import annotations
 
@@ -53,13 +53,16 @@ _SYSCTLS = (
 
 
 def bwrap_version(text: str) -> tuple[int, ...]:
-    """The numbers of `bwrap --version`'s answer (`bubblewrap 0.8.0`)."""
+    """Return the numbers in the output of `bwrap --version` (`bubblewrap 0.8.0`)."""
     match = re.search(r"(\d+(?:\.\d+)+)", text)
     return tuple(int(part) for part in match[1].split(".")) if match else ()
 
 
 def userns_advice(sysctl: Path = Path("/proc/sys")) -> list[str]:
-    """What forbids user namespaces here, each with the command that allows them, as far as /proc tells."""
+    """Return what forbids user namespaces here, each with the command that allows them.
+
+    The result is limited to what /proc shows.
+    """
     advice = []
     for name, bad, remedy in _SYSCTLS:
         try:
@@ -72,11 +75,11 @@ def userns_advice(sysctl: Path = Path("/proc/sys")) -> list[str]:
 
 
 async def probe_bwrap(bwrap: str | None = None) -> tuple[int, ...]:
-    """Runs `bwrap` once with all the namespaces of a sandbox; returns its version.
+    """Run `bwrap` once with all the namespaces of a sandbox, and return its version.
 
     Raises:
-        BubblewrapMissing: no such program, or it does not run.
-        UserNamespacesForbidden: the namespaces are refused; the message says what to do.
+        BubblewrapMissing: There is no such program, or it does not run.
+        UserNamespacesForbidden: The namespaces are refused. The message says what to do.
     """
     program = bwrap or shutil.which("bwrap")
     if program is None or not os.access(program, os.X_OK):
@@ -94,7 +97,7 @@ async def probe_bwrap(bwrap: str | None = None) -> tuple[int, ...]:
 
 
 def forbidden_text(answer: str, sysctl: Path = Path("/proc/sys")) -> str:
-    """The message for a refused namespace: what bwrap answered and what can be done."""
+    """Return the message for a refused namespace: the output of bwrap and what can be done."""
     advice = userns_advice(sysctl) or [
         "in a container: run it with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
         "--security-opt systempaths=unconfined` (Docker, Podman) or with a seccomp profile that allows "
@@ -139,7 +142,7 @@ class BubblewrapStarter:
         self._reaper = Reaper()
 
     def workdir(self, folder: Path) -> str:
-        """The same path in every sandbox."""
+        """Return the work folder, which has the same path in every sandbox."""
         return WORKDIR
 
     async def probe(self) -> None:
@@ -153,12 +156,12 @@ class BubblewrapStarter:
             check_image(key.image, private=[self._folder.run_dir])
 
     async def prepare(self, key: SandboxKey) -> None:
-        """A root folder is there or not."""
+        """Do nothing, because a root folder needs no preparation."""
 
     async def start(
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
-        """Start bwrap and in it the exec server; see `Starter.start`."""
+        """Start the exec server under bwrap; see `Starter.start`."""
         runtime = self._runtime
         if runtime is None:
             raise SandboxStartFailed("the provider has not been started: await its start() first")
@@ -186,10 +189,11 @@ class BubblewrapStarter:
         return StartedSandbox(started.inner, started.child)
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
-        """Kill process 1 inside, and with it all others; report whether they are gone."""
+        """Kill process 1 inside, and with it all others, and return whether they are gone."""
         deadline = time.monotonic() + seconds
         gone = True
-        # Process 1 first: the kernel then kills all of its namespace, and the monitor ends by itself.
+        # Process 1 is killed first: the kernel then kills all of its namespace, and the monitor ends by
+        # itself.
         for process in (record.root, record.monitor):
             if process is not None:
                 gone = kill_and_wait(process.ref(), deadline - time.monotonic()) and gone

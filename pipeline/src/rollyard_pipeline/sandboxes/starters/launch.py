@@ -1,8 +1,8 @@
-"""Starting an exec server: it inherits descriptors, and reports on a pipe that it is ready.
+"""Starting an exec server, which inherits descriptors and reports on a pipe that it is ready.
 
-The server gets a listening socket that the worker has bound: nothing of the run dir needs to
-be visible inside. It runs in a session of its own and is nobody's terminal's child, so that
-neither Ctrl-C nor the death of the worker ends it; its own lease does.
+The server gets a listening socket that the worker has bound, so nothing of the run folder needs to be
+visible inside. It runs in its own session without a terminal. Neither Ctrl-C nor the death of the worker
+ends it; its own lease does.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ from rollyard_pipeline.sandboxes.host.threads import in_thread
 LISTEN_FD, READY_FD, INFO_FD, ARGS_FD, LOG_FD, SECRET_FD = 3, 4, 5, 6, 7, 8
 LOG_BYTES = 64 << 10
 _SPARE = 64
-# Joins the groups first and then becomes the program, so that no instruction of it runs unlimited.
+# The shell joins the groups and then becomes the program, so no instruction of it runs unlimited.
 _JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 125; shift; n=$((n-1)); done; exec "$@"'
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One program to start."""
+    """A program to start."""
 
     argv: Sequence[str]
     env: dict[str, str]
     socket_path: Path
-    """Bound and listened on here; the program inherits it as LISTEN_FD."""
+    """The path of the socket that is bound here. The program inherits it as LISTEN_FD."""
     secret: bytes = b""
-    """What the server proves to know: the program inherits a pipe that holds it as SECRET_FD."""
+    """The secret that the server must prove to know. The program inherits a pipe with it as SECRET_FD."""
     cgroups: Sequence[Path] = ()
     arguments: Sequence[str] | None = None
-    """Given as bwrap's `--args ARGS_FD`: kept out of the command line that the sandbox can read."""
+    """Arguments that bwrap reads by `--args ARGS_FD`, because the sandbox can read its command line."""
     info: bool = False
-    """The program writes bwrap's `--info-fd` JSON on INFO_FD."""
+    """Whether the program writes bwrap's `--info-fd` JSON to INFO_FD."""
     log: bool = False
-    """The program's standard error is LOG_FD too: for one that gives what it starts another."""
+    """Whether LOG_FD is the standard error too, for a program that replaces it in the processes it starts."""
     end: Callable[[ProcessRef], object] | None = None
-    """Ends the program and all it has started, blocking; for one whose death leaves others behind."""
+    """Ends the program and all it has started, for one whose death leaves others behind. This blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A program that reported ready."""
+    """A program that has reported that it is ready."""
 
     child: ProcessRef
     """The process that was started."""
     inner: ProcessRef | None
-    """bwrap's `child-pid`: process 1 of the sandbox, seen from here."""
+    """bwrap's `child-pid`, which is process 1 of the sandbox as seen from outside."""
 
 
 async def start(launch: Launch, reaper: Reaper, seconds: float) -> Started:
-    """Starts the program and waits until it reports ready.
+    """Start the program and wait until it reports that it is ready.
 
     Raises:
-        SandboxStartFailed: it ended, or was not ready within `seconds`; it is killed then, and
-            the message ends with what it wrote on its standard error.
-        NodeDiskFull: no room for the socket.
+        SandboxStartFailed: The program ended, or was not ready within `seconds` and has been killed. The
+            message ends with its standard error.
+        NodeDiskFull: There is no room for the socket.
     """
     with contextlib.ExitStack() as stack:
         log = _log_memfd(stack)
@@ -84,7 +84,7 @@ async def start(launch: Launch, reaper: Reaper, seconds: float) -> Started:
         try:
             async with asyncio.timeout(seconds):
                 if launch.info:
-                    # bwrap may leave the descriptor open: the end of the object is the end.
+                    # bwrap may leave the descriptor open, so the end of the JSON object marks the end.
                     inner = _inner(await _read(info_read, lambda data: data.rstrip().endswith(b"}")))
                 ready = await _read(ready_read, bool)
         except TimeoutError:
@@ -124,11 +124,11 @@ def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO,
     if launch.cgroups:
         joins = [str(path / "cgroup.procs") for path in launch.cgroups]
         argv = ["/bin/sh", "-c", _JOIN, "sh", str(len(joins)), *joins, *argv]
-    # The spares go at once: while one of a pipe's writing end is open here, its end is never seen.
+    # The spares are closed at once: the end of a pipe is never seen while its writing end is open here.
     with contextlib.ExitStack() as spares:
         actions = []
         for target, source in wanted.items():
-            # Out of the way first: a source must not be overwritten by an earlier target.
+            # Each source is first moved to a high number, because an earlier target must not overwrite it.
             spare = _owned(spares, fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _SPARE))
             actions.append((os.POSIX_SPAWN_DUP2, spare, target))
         try:
@@ -156,7 +156,7 @@ def _inner(text: bytes) -> ProcessRef | None:
 
 
 async def _read(file: FileIO, enough: Callable[[bytes], bool]) -> bytes:
-    """Reads the pipe until `enough` or its end, at most 64 KiB."""
+    """Read from the pipe until `enough` returns true or the pipe ends, at most 64 KiB."""
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < 65_536:
@@ -192,7 +192,10 @@ def _owned(stack: contextlib.ExitStack, fd: int) -> int:
 
 
 def _log_memfd(stack: contextlib.ExitStack) -> int:
-    """Standard error of fixed size: a program inside that writes on and on gets EPERM, not our disk."""
+    """Return a descriptor for standard error with a fixed size.
+
+    A program inside that writes without end gets EPERM and does not fill the worker's disk.
+    """
     fd = _owned(stack, os.memfd_create("rollyard-log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(fd, LOG_BYTES)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)

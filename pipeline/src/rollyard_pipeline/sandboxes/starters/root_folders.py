@@ -1,8 +1,8 @@
-"""bubblewrap's arguments: what a sandbox sees, built as a plain list (bwrap(1)).
+"""bubblewrap's arguments: the view of a sandbox on the file system, built as a plain list (bwrap(1)).
 
-The system is bound piece by piece, read-only. The root, /dev and all that is not listed are
-read-only too; only /work, /tmp and /dev/shm can be written, each a memory file system of a
-fixed size that vanishes with the sandbox. No folder of the run dir is bound.
+The system is bound piece by piece, read-only. The root, /dev and everything that is not listed are
+read-only too. Only /work, /tmp and /dev/shm can be written; each is a memory file system of a fixed size
+that vanishes with the sandbox. No folder of the run folder is bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollyard_pipeline.sandboxes.starters.runtime import EVAL_FOLDER, INSIDE, Ru
 
 WORKDIR = "/work"
 SHM_BYTES = 64 << 20
-# Harmless configuration that programs expect; nothing that holds accounts, keys or tokens.
+# This is harmless configuration that programs expect. None of it contains accounts, keys or tokens.
 _ETC = (
     "alternatives", "bash.bashrc", "ca-certificates", "crypto-policies", "debian_version", "fonts",
     "inputrc", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "locale.conf", "localtime",
@@ -27,7 +27,7 @@ _ETC = (
 )  # fmt: skip
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _OWN = {"proc", "dev", "sys", "tmp", "run", "work", ".rollyard"}
-# Names of /proc that tell about the whole machine or act on it.
+# These names of /proc reveal facts about the whole machine or act on it.
 PROC_HIDDEN = (
     "acpi", "asound", "cmdline", "config.gz", "driver", "fs", "iomem", "ioports", "kallsyms", "kcore",
     "key-users", "keys", "kmsg", "latency_stats", "modules", "mtrr", "sched_debug", "scsi", "slabinfo",
@@ -41,22 +41,25 @@ NAMESPACES = (
 
 
 def disk_sizes(key: SandboxKey) -> tuple[int, int]:
-    """Bytes of (/work, /tmp). They are memory: together they leave a third of it to processes."""
+    """Return the sizes of (/work, /tmp) in bytes.
+
+    Both are memory, and together they leave a third of it to processes.
+    """
     size = max(1 << 20, min(key.disk_bytes, key.memory_bytes // 3))
     return size, size
 
 
 def bwrap_arguments(key: SandboxKey, runtime: Runtime, env: Mapping[str, str]) -> list[str]:
-    """Everything between `bwrap` and the command.
+    """Return everything between `bwrap` and the command.
 
     Raises:
-        ImageNotUsable: see `check_image`.
+        ImageNotUsable: The image cannot be used; see `check_image`.
     """
     work, tmp = disk_sizes(key)
     arguments = [
         *NAMESPACES,
-        # The exec server is process 1, and may do in these namespaces what it needs to make others for its
-        # commands. Commands themselves have no right and make no user namespaces (see
+        # The exec server is process 1, and in these namespaces it may do what it needs to make others for its
+        # commands. Commands themselves have no capabilities and make no user namespaces (see
         # `rollyard_sandbox.isolation.command_namespaces`).
         "--as-pid-1", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv",
         "--uid", "0", "--gid", "0", *(part for name in _RIGHTS for part in ("--cap-add", name)),
@@ -85,7 +88,7 @@ def bwrap_arguments(key: SandboxKey, runtime: Runtime, env: Mapping[str, str]) -
 
 
 def host_system(runtime: Runtime) -> list[str]:
-    """The host's read-only system: programs and libraries, no home, no state, no secrets."""
+    """Return arguments for the host's read-only system: programs and libraries, no home, state or secrets."""
     arguments = ["--ro-bind", "/usr", "/usr"]
     for name in _SYSTEM:
         path = Path(name)
@@ -108,7 +111,7 @@ def host_system(runtime: Runtime) -> list[str]:
 
 
 def image_system(root: Path) -> list[str]:
-    """The root folder, entry by entry, so that our own mount points can be made beside them."""
+    """Return arguments for the root folder, entry by entry, which leaves room for our own mount points."""
     arguments: list[str] = []
     for name in sorted(os.listdir(root)):
         path = root / name
@@ -122,11 +125,11 @@ def image_system(root: Path) -> list[str]:
 
 
 def check_image(image: str, private: Iterable[Path] = ()) -> Path:
-    """The root folder that `image` names.
+    """Return the root folder that `image` names.
 
     Raises:
-        ImageNotUsable: not a root folder, without a bash, or one that would show a folder of
-            `private` (this machine's run dir) inside.
+        ImageNotUsable: It is not a root folder, has no bash, or would show a folder of `private` (this
+            machine's run folder) inside.
     """
     if "://" in image or image.endswith((".sif", ".tar", ".img", ".squashfs")):
         raise ImageNotUsable(
@@ -161,7 +164,10 @@ def check_image(image: str, private: Iterable[Path] = ()) -> Path:
 
 
 def in_root(root: Path, name: str) -> Path | None:
-    """The file that `name` is once `root` is the root folder, symbolic links followed inside it."""
+    """Return the file that `name` refers to when `root` is the root folder.
+
+    Symbolic links are followed inside `root`.
+    """
     parts = [part for part in name.split("/") if part]
     at = root
     for _ in range(256):

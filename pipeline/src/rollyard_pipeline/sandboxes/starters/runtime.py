@@ -1,17 +1,17 @@
-"""The injected Python: what of this machine the exec server needs inside a sandbox.
+"""The injected Python: the parts of this machine that the exec server needs inside a sandbox.
 
-Everything appears below `/.rollyard`, read-only, and nothing of it at its own path, so that
-neither a home folder nor a checkout shows through:
+Everything appears read-only below `/.rollyard`, and nothing appears at its own path, so neither a home
+folder nor a checkout is visible:
 
     /.rollyard/python       the base installation of the Python that runs this worker
     /.rollyard/libs/<n>     folders with the shared libraries of this machine
     /.rollyard/site/<n>     the site-packages folders that hold the exec server's dependencies
-    /.rollyard/lib          the exec server and ptyprocess, copied and compiled ahead: sandboxes are
-                            read-only, so that each would compile again what has no .pyc file
-    /.rollyard/venv         a virtual environment over all that, whose bin/python is a script
+    /.rollyard/lib          the exec server and ptyprocess, copied and compiled in advance: sandboxes are
+                            read-only, so each would otherwise compile again what has no .pyc file
+    /.rollyard/venv         a virtual environment over all of these, whose bin/python is a script
 
-Python starts through this machine's own dynamic loader with `--library-path` (ld.so(8)), so
-that it runs in a root folder of another libc too. Its children do not inherit that.
+Python starts through this machine's own dynamic loader with `--library-path` (ld.so(8)), which lets it run
+in a root folder with another libc too. Its children do not inherit that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 INSIDE = RUNTIME_PATH
 PYTHON = f"{INSIDE}/venv/bin/python"
 COPIED = ("rollyard_sandbox", "ptyprocess")
-"""Packages of which only the modules are taken, compiled ahead: the exec server's own."""
+"""The exec server's own packages. Only their modules are copied, compiled in advance."""
 _PACKAGES = ("jupyter_client", "ipykernel", "IPython", "zmq", "traitlets", "tornado")
 _PASSWD = """root:x:0:0:root:/root:/bin/bash
 sandbox:x:{uid}:{uid}:sandbox:/work:/bin/bash
@@ -48,35 +48,35 @@ _GROUP = "root:x:0:\ntty:x:5:\nsandbox:x:{uid}:\nnogroup:x:65534:\n"
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
 SANDBOX_UID = 1000
 EVAL_FOLDER = f"{INSIDE}/eval"
-"""Where the private place of an evaluation is mounted."""
+"""The path at which the private place of an evaluation is mounted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Host folders and where they go inside, and the files that were written for it."""
+    """Host folders with their paths inside, and the files that were written for the runtime."""
 
     binds: tuple[tuple[str, str], ...]
-    """(path on this machine, path inside), read-only."""
+    """Pairs of (path on this machine, path inside), mounted read-only."""
     etc: tuple[tuple[str, str], ...]
-    """Made-up /etc files, for sandboxes that use this machine's system."""
+    """Generated /etc files, for sandboxes that use this machine's system."""
     argv: tuple[str, ...]
-    """Starts Python inside, without a shell."""
+    """The command that starts Python inside, without a shell."""
     path: tuple[str, ...]
-    """For sys.path where Python is started without `site`."""
+    """The folders for sys.path if Python is started without `site`."""
 
 
 def base_python() -> Path:
-    """The program of the installation that this interpreter, or its virtual environment, belongs to."""
+    """Return the interpreter of the base installation, also if this one is in a virtual environment."""
     return Path(sys._base_executable).resolve()  # type: ignore[attr-defined]
 
 
 def make_runtime(cache: Path) -> Runtime:
-    """Collects what the running interpreter needs, and writes the small files below `cache`.
+    """Collect what the running interpreter needs, and write the small files below `cache`.
 
-    The files' folder is named by a hash of their content: several workers share it.
+    The files' folder is named by a hash of their content, which lets several workers share it.
 
     Raises:
-        SandboxStartFailed: the exec server or one of its dependencies is not installed here.
+        SandboxStartFailed: The exec server or one of its dependencies is not installed on this machine.
     """
     executable = base_python()
     python = f"{INSIDE}/python/{executable.relative_to(_prefix(executable))}"
@@ -113,12 +113,12 @@ def make_runtime(cache: Path) -> Runtime:
 
 
 def venv_files(python: str, command: Sequence[str], path: Sequence[str]) -> dict[str, str]:
-    """The virtual environment of the injected Python, as paths below INSIDE and texts.
+    """Return the virtual environment of the injected Python, as texts by their paths below INSIDE.
 
     Args:
-        python: the interpreter, as a path inside.
-        command: what starts it, its loader included.
-        path: folders with packages, as paths inside.
+        python: The interpreter, as a path inside.
+        command: The command that starts it, including its loader.
+        path: Folders with packages, as paths inside.
     """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return {
@@ -134,10 +134,10 @@ def _prefix(executable: Path) -> Path:
 
 
 def package_folder(package: str) -> Path:
-    """Where an installed package is.
+    """Return the folder of an installed package.
 
     Raises:
-        SandboxStartFailed: it is not installed.
+        SandboxStartFailed: The package is not installed.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -180,7 +180,7 @@ def _library_folders() -> list[Path]:
 
 
 def program_loader(executable: Path) -> str | None:
-    """The program interpreter of an ELF file (PT_INTERP, elf(5)); None for a static one."""
+    """Return the program interpreter of an ELF file (PT_INTERP, elf(5)), or None for a static one."""
     with executable.open("rb") as file:
         head = file.read(64)
         if head[:4] != b"\x7fELF" or head[4] != 2:
@@ -200,7 +200,10 @@ def program_loader(executable: Path) -> str | None:
 
 
 def _write(cache: Path, files: dict[str, str], origins: dict[str, Path]) -> Path:
-    """The folder of `files`, made if it is not there; `origins` says where modules were copied from."""
+    """Return the folder of `files`, and make it if it does not exist.
+
+    `origins` gives the paths from which modules are copied.
+    """
     digest = hashlib.sha256(repr((sys.version, sorted(files.items()))).encode()).hexdigest()[:12]
     folder = cache / f"runtime-{digest}"
     if folder.is_dir():
@@ -219,23 +222,23 @@ def _write(cache: Path, files: dict[str, str], origins: dict[str, Path]) -> Path
     try:
         temporary.rename(folder)
     except OSError:
-        # Another worker was first: the content is the same.
+        # Another worker was first, and its content is the same.
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
 def _write_compiled(path: Path, origin: Path, shown: str) -> None:
-    """The .pyc file beside `path`, a copy of `origin`; tracebacks name the module's file `shown`.
+    """Write the .pyc file beside `path`, a copy of `origin`. Tracebacks name the module's file `shown`.
 
     The code is read from the .pyc file beside `origin` if there is one, because compiling everything takes a
-    third of a second, for which the first sandbox would wait.
+    third of a second, which would delay the first sandbox.
     """
     code = SourceFileLoader(origin.stem, str(origin)).get_code(origin.stem)
     if code is None:
         raise SandboxStartFailed(f"{origin} is no Python module")
-    # Not checked against the source (PEP 552, flags 0b01): nobody can change either.
+    # The .pyc file is not checked against the source (PEP 552, flags 0b01), because neither can be changed.
     head = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little")
-    # By name, and not by `cache_from_source`: PYTHONPYCACHEPREFIX is this process's own matter.
+    # `cache_from_source` is not used, because it follows PYTHONPYCACHEPREFIX, which is for this process only.
     target = path.parent / "__pycache__" / f"{path.stem}.{sys.implementation.cache_tag}.pyc"
     target.write_bytes(
         head + importlib.util.source_hash(path.read_bytes()) + marshal.dumps(_shown_as(code, shown))
@@ -243,6 +246,6 @@ def _write_compiled(path: Path, origin: Path, shown: str) -> None:
 
 
 def _shown_as(code: CodeType, name: str) -> CodeType:
-    """The same code, of a file of another name."""
+    """Return the same code with another file name."""
     consts = tuple(_shown_as(each, name) if isinstance(each, CodeType) else each for each in code.co_consts)
     return code.replace(co_filename=name, co_consts=consts)

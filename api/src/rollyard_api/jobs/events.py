@@ -88,8 +88,7 @@ class EventHub:
         return stream
 
     def publish(self, job_id: int, name: str, data: dict[str, Any]) -> None:
-        """Add an event; a subscriber with a full buffer is dropped, because publishing must not wait for
-        it."""
+        """Add an event, and drop every subscriber with a full buffer, because publishing must not wait."""
         stream = self._stream(job_id)
         event = Event(stream.next, name, dumps(data))
         stream.next += 1

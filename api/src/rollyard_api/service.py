@@ -229,7 +229,7 @@ class ControlPlane:
         await circuits.probe_all(self.database, self.transport)
 
     async def read_stats(self) -> None:
-        """Record how fast completed rollouts found the backends, and read the backends' metrics."""
+        """Store the speeds of completed rollouts on their backends, and read the backends' own metrics."""
         await self.speeds.write(self.database)
         await self.poller.poll(self.database, self.transport)
 
@@ -317,7 +317,7 @@ async def _open(archive: Archive) -> None:
 
 
 def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[], Awaitable[None]]]]:
-    """Return the background work, each with the seconds between rounds and before a retry, and a name."""
+    """Return the background work: seconds between two rounds, seconds before a retry, name and function."""
     given = plane.settings
     # A server that is not ready may delay its check by its first request. The check of the others does not
     # wait for it.

@@ -12,7 +12,7 @@ from rollyard_api.weights.limits import UpdateLimits
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The places of the state and the limits of everything else."""
+    """The locations of the state, and the limits and intervals of one process."""
 
     state_dir: Path
     """The folder of tokens.json and, by default, of the database and the trajectories."""
@@ -25,7 +25,7 @@ class Settings:
     """The file with a JSON object of the tokens of each role. The default is `state_dir/tokens.json`,
     which is created if it is missing."""
     tokens_seconds: float = 1.0
-    """The time between two checks whether the token file has changed, in seconds."""
+    """The time between two checks of the token file for changes, in seconds."""
     older_job_tokens: bool = True
     """Whether job tokens without a uid, which older bridges create, are accepted."""
     open_metrics: bool = False
@@ -34,7 +34,7 @@ class Settings:
     """Whether `/docs` and `/openapi.json` need no token."""
     lease_seconds: float = 30.0
     node_seconds: float = 60.0
-    """The time in seconds without a word of any worker of a node after which the node's sandboxes have
+    """The time in seconds without a request of any worker of a node after which the node's sandboxes have
     ended by themselves."""
     max_queued: int = 1_000_000
     """The largest number of unfinished rollouts in all. Further ones are answered with 429."""

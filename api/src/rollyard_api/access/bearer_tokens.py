@@ -157,8 +157,8 @@ def _make(path: Path) -> None:
         file.flush()
         os.fsync(descriptor)
     try:
-        # The file is linked, not renamed, so that of two processes that start at once the first one's tokens
-        # stay.
+        # A link, unlike a rename, fails if the file exists: of two processes that start at once, the tokens
+        # of the first remain.
         os.link(scratch, path)
     except FileExistsError:
         return

@@ -23,7 +23,7 @@ def _whose(key: str) -> str:
 
 
 class Quota:
-    """A limit on the number of open things of one kind, for each key and in total.
+    """A limit on the number of things of one kind that are open, for each key and in total.
 
     Args:
         what: The name of the things in the plural, for messages.

@@ -10,11 +10,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 QUEUE = "queue"
-"""Something can be leased that could not be leased before."""
+"""The topic that is woken when something can be leased that could not be leased before."""
 CLAIMS = "claims"
-"""A claim has changed, or the sandboxes that drivers are to keep warm have."""
+"""The topic that is woken when a claim, or the set of sandboxes that drivers keep warm, has changed."""
 UNFINISHED = "unfinished"
-"""A job that drivers handle was created, has ended, or has changed in another way than by its rollouts."""
+"""The topic that is woken when a job that drivers handle was created, has ended, or has changed in another
+way than by its rollouts."""
 
 
 def job_topic(job_id: int) -> str:

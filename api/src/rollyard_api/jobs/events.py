@@ -149,7 +149,7 @@ class EventHub:
         return int(number)
 
     async def subscribe(self, job_id: int, after: int | None, idle: float) -> AsyncIterator[Event | None]:
-        """Yield the events after number `after`, or only new ones if it is None, and None when idle.
+        """Yield the events after number `after`, or only new ones if it is None.
 
         None is yielded after every `idle` seconds without an event. If some of the events are not kept, the
         first event is `missed`.

@@ -19,7 +19,7 @@ LOWEST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class CompletionShape:
-    """What a completion request asked to see, and what every chunk repeats."""
+    """The options of a completion request, and the fields that every chunk repeats."""
 
     request_id: str
     created: int

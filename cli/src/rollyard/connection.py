@@ -24,7 +24,7 @@ KUBERNETES = "kubernetes://"
 
 
 def server_options(command: F) -> F:
-    """Add `--url`, `--kubernetes`, `--home` and `--namespace`, the options of all commands that use a server."""
+    """Add `--url`, `--kubernetes`, `--home` and `--namespace` to a command that uses a server."""
 
     @functools.wraps(command)
     def folded(*args: Any, url: str | None, kubernetes: str | None, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Functions that find addresses in the cluster: of the controller, and of this host as the nodes see it."""
+"""Functions that find the address of the controller, and that of this host as the nodes see it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bridge: it runs or joins a control plane, and reconciles jobs and pools with Slurm.
+"""The bridge runs or joins a control plane, and reconciles jobs and pools with Slurm.
 
 All state of a bridge is in its home folder: the database of the control plane, one file for each Slurm job,
 and the identity of the home, which every job carries in its comment. When a bridge was killed, the next

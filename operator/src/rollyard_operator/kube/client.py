@@ -353,8 +353,7 @@ class KubeClient:
             try:
                 return await self._pages(kind, namespace, selector)
             except KubeError as error:
-                # Listing took so long that the cluster no longer has the state from which the next page would
-                # come.
+                # Listing took so long that the cluster has forgotten the state that the next page is from.
                 if error.status != GONE or attempt + 1 == ATTEMPTS:
                     raise
                 await asyncio.sleep(PAUSES.pause(attempt + 1, error.retry_after))

@@ -68,7 +68,7 @@ EVENT_PAUSE_SECONDS = 300.0
 """The minimum time between two events with the same reason for the same job, in seconds."""
 _PAUSES: Final = Backoff(first=0.5, longest=10.0)
 OWNER_SECONDS = 1.0
-"""The time between two lookups of the object of a job that has claims but does not exist yet, in seconds."""
+"""The time between two lookups of a job's object that claims need and that does not exist yet, in seconds."""
 _log = logging.getLogger(__name__)
 
 

@@ -317,7 +317,7 @@ class ExecClient:
     # The methods below concern the sandbox as a whole.
 
     async def kill_all(self) -> int:
-        """Kill every process of the sandbox except the server. Sessions and the kernel start afresh.
+        """Kill every process of the sandbox except the server. Sessions and the kernel lose their state.
 
         Returns:
             The number of processes that were killed.

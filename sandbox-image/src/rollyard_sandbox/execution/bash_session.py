@@ -123,7 +123,7 @@ class BashSession:
     # The shell calls these methods.
 
     def shell_ready(self) -> None:
-        """Called when the shell waits for a command."""
+        """This is called when the shell waits for a command."""
         running = self._command
         if running is not None and self._withdrawn:
             self._finish(_INTERRUPTED)
@@ -133,7 +133,7 @@ class BashSession:
             self._dispatch(running)
 
     def shell_reported(self, report: Report) -> None:
-        """Called when the shell, which was ready, reports the end of a command."""
+        """This is called when the shell, which was ready, reports the end of a command."""
         if self._command is not None and report.number == self._command.number:
             self._shell.drain()
             self._finish(report.status)
@@ -143,20 +143,20 @@ class BashSession:
             self._shell.settle()
 
     def shell_not_started(self, text: str) -> None:
-        """Called when the shell has ended before it was ready."""
+        """This is called when the shell has ended before it was ready."""
         self._fail(LaunchError(text))
 
     def shell_lost(self, exit_code: int | None) -> None:
-        """Called when the shell is gone, with its exit code if it ended by itself."""
+        """This is called when the shell is gone, with its exit code if it ended by itself."""
         if self._command is not None:
             self._finish(exit_code)
 
     def shell_replaced(self) -> None:
-        """Called when the running command has replaced the shell by another one (`exec bash`)."""
+        """This is called when the running command has replaced the shell by another one (`exec bash`)."""
         self._finish(0, lost=True)
 
     def printed(self, data: bytes) -> None:
-        """Called when the running command has printed something."""
+        """This is called when the running command has printed something."""
         running = self._command
         assert running is not None
         running.capture.add(data)

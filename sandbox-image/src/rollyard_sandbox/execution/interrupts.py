@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.execution.shell import Shell
 
-INTERRUPT_GRACE = 1.0  # seconds between SIGINT and SIGKILL
+INTERRUPT_GRACE = 1.0  # The seconds between SIGINT and SIGKILL.
 _REPEATS = 2
 _MOST_REPEATS = 20  # The limit of further repeats while a program may have missed the signal.
 _REPEAT_AFTER = 0.1  # seconds
@@ -118,7 +118,7 @@ class Interrupt:
 
 
 class Stragglers:
-    """Ends what an interrupted command has left in the foreground of its terminal: by SIGINT, then SIGKILL.
+    """The jobs that an interrupted command left in the foreground; they are ended by SIGINT, then SIGKILL.
 
     If bash (5.2) receives a SIGINT between its fork of a job and its wait for it, it returns to its prompt,
     and the job survives. At the next builtin, which is that of its report, bash still believes that it is

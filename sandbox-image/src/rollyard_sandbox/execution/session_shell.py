@@ -120,7 +120,7 @@ class SessionShell:
         self.discard()
 
     def reset(self) -> None:
-        """Kill the shell on request. The next one starts where the session began, and counts as no loss."""
+        """Kill the shell on request. The next one starts where the session began and reports no loss."""
         if self.shell is not None:
             self.drain()
             self.discard()
@@ -154,7 +154,7 @@ class SessionShell:
                 self._farewell.cwd += os.fsdecode(message)
 
     def _channel_lost(self, shell: Shell) -> None:
-        """Called when the shell has closed its channel: `exec` replaced it, or it sabotaged itself."""
+        """This is called when the shell closed its channel: `exec` replaced it, or it sabotaged itself."""
         self._loop.unwatch(shell.channel.fileno())
         self._judge_exec()
 

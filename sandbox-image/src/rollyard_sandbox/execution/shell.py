@@ -315,10 +315,10 @@ def _set_terminal_modes(fd: int) -> None:
 
 
 def _prepare_child(inherited: list[int], protections: Protections, cwd: str) -> None:
-    """Prepare the child: set its folder, its descriptors, and the default action for its signals.
+    """Prepare the child: set its folder, its inheritable descriptors, and the default action for signals.
 
-    The terminal's modes are set here, because bash remembers those that it starts with and restores them
-    whenever a signal ends a program. Python ignores some of the signals.
+    Python ignores some of these signals. The terminal's modes are set here, because bash remembers those that
+    it starts with and restores them whenever a signal ends a program.
     """
     os.chdir(cwd)
     _set_terminal_modes(0)

@@ -52,7 +52,7 @@ def wait_isolated(targets: Sequence[ForbiddenAddress], seconds: float) -> str | 
     A refusal is an answer. Silence may also come from a slow peer, and must therefore occur twice in a row.
 
     Returns:
-        None when no target accepts a connection, or else a message after `seconds`.
+        None when no target accepts a connection, or a message if one still does after `seconds`.
     """
     deadline = monotonic() + seconds
     silent_before = False

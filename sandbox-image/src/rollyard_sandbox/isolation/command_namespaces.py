@@ -1,7 +1,7 @@
 """The namespaces between the server and its commands.
 
 The server keeps the right to make namespaces in its sandbox. Commands run in a pid namespace of their own,
-which shows them neither the server nor the processes that keep the sandbox, and in a mount namespace whose
+which shows them neither the server nor the processes that manage the sandbox, and in a mount namespace whose
 /proc belongs to that pid namespace. Unless they are root of an image, they also run in a user namespace in
 which the server does not exist: the kernel then grants them nothing over the server, whatever the two have
 in common. The first process of their pid namespace only reaps. Killing it kills all commands at once, and the

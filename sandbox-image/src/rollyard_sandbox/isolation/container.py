@@ -2,8 +2,8 @@
 
 `confine` gives the server namespaces of its own, below those of the container. They have a user without any
 right, a process table in which the server is process 1 (nothing inside can end it, or see the processes that
-keep the container), and memory file systems of fixed sizes where programs write. The server keeps all rights
-in these namespaces; `command_namespaces` puts further ones between the server and its commands.
+manage the container), and memory file systems of fixed sizes where programs write. The server keeps all
+rights in these namespaces; `command_namespaces` puts further ones between the server and its commands.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _end_container() -> NoReturn:
 def _mounts(libc: ctypes.CDLL, wanted: Confinement) -> None:
     mount = Mount(libc)
     mount("", "/", flags=REC | PRIVATE)
-    # The container's /proc shows the processes that keep it. A new /proc shows this sandbox only. Commands
+    # The container's /proc shows the processes that manage it. A new /proc shows this sandbox only. Commands
     # get another one, which hides more.
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     for folder, (size, mode) in wanted.sizes.items():

@@ -1,4 +1,4 @@
-"""Samples from inference backends, whatever call each of them has."""
+"""A client that samples from inference backends through whatever HTTP call each of them has."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from rollyard_pipeline.trajectories.recorder import Sample
 
 UNKNOWN_MODE: Final = "unknown"
 
-_FACTS_SECONDS: Final = 300.0  # a backend is asked again what it can do: a restart may go unnoticed
-_MODE_SECONDS: Final = 10.0  # for the requests that tell what log-probabilities are given
+_FACTS_SECONDS: Final = 300.0  # A restart of the backend may go unnoticed for this time, in seconds.
+_MODE_SECONDS: Final = 10.0  # The limit of requests that determine the kind of log-probabilities.
 _MODE_TRIES: Final = 3
-_PAUSE_POLL: Final = 1.0  # seconds between questions to a backend whether it is paused
+_PAUSE_POLL: Final = 1.0  # The time between two checks of whether a backend is paused, in seconds.
 
 
 @dataclass(slots=True)
 class _Backend:
-    """What is known of one backend."""
+    """What is known about one backend."""
 
     facts: Capabilities | None = None
     until: float = 0.0
     label: str | None = None
-    """The weight version that it named last."""
+    """The weight version that the backend named last."""
     modes: dict[str, str] = field(default_factory=dict)
     mode_tries: int = 0
     paused: bool = False
@@ -49,19 +49,20 @@ class _Backend:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def forget(self) -> None:
-        """Ask for everything again: the server may be another process now."""
+        """Forget everything known about the backend, because the server may be another process now."""
         self.until = 0.0
         self.modes.clear()
 
 
 class BackendClient:
-    """Asks backends for samples. Use as an async context manager.
+    """Requests samples from backends. It is used as an async context manager.
 
     Args:
-        request_timeout: seconds after which one request counts as hung, while its backend is not paused.
-        connect_timeout: seconds to wait for a connection.
-        pause_limit: seconds that one request waits for a paused backend.
-        max_answer_bytes: what the answer to one request for samples may have.
+        request_timeout: The time in seconds after which one request counts as hung. Time in which its backend
+            is paused does not count.
+        connect_timeout: The time to wait for a connection, in seconds.
+        pause_limit: The time that one request waits for a paused backend, in seconds.
+        max_answer_bytes: The largest size of the response to one request for samples, in bytes.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class BackendClient:
         await self._transport.__aexit__(kind, error, trace)
 
     def begin(self) -> None:
-        """Prepares for requests in the background, beside what comes before the first."""
+        """Prepare for requests in the background, while the work before the first request proceeds."""
         self._transport.begin()
 
     async def sample(
@@ -98,16 +99,16 @@ class BackendClient:
         sampling: Sampling,
         paused: Callable[[float], None] | None = None,
     ) -> Sample:
-        """One request.
+        """Send one request and return its sample.
 
         Args:
-            paused: called with every further second that the backend is paused, as it passes.
+            paused: Called with every further second in which the backend is paused, as it passes.
 
         Raises:
-            BackendUnavailable: no connection, no answer in time, or a 5xx; another try may help.
-            BackendMismatch: the answer fails a check, or the backend serves another model.
-            BackendRefused: the request itself is refused; ContextOverflow where it is too long.
-            WeightsChanged: the answer does not say which weights sampled which tokens.
+            BackendUnavailable: There is no connection, no answer in time, or a 5xx. Another try may help.
+            BackendMismatch: The answer fails a check, or the backend serves another model.
+            BackendRefused: The request itself is refused. ContextOverflow is raised if it is too long.
+            WeightsChanged: The answer does not state which weights sampled which tokens.
         """
         known = self._known.setdefault(backend.url, _Backend())
         facts = await self._facts(known, backend)
@@ -131,7 +132,7 @@ class BackendClient:
                 known.forget()
             raise
         except ContextOverflow:
-            known.until = 0.0  # what it said of its context may be outdated
+            known.until = 0.0  # The known context length may be outdated.
             raise
         if answer.versions is None:
             version = await self._one_version(known, facts, backend, before, answer)
@@ -142,18 +143,18 @@ class BackendClient:
         return Sample(answer.token_ids, answer.logprobs, versions, answer.finish_reason)
 
     async def max_model_len(self, backend: BackendAssignment) -> int | None:
-        """Context length of the backend's model in tokens; None where the server does not say."""
+        """Return the context length of the backend's model in tokens, or None if it is not reported."""
         known = self._known.setdefault(backend.url, _Backend())
         try:
             return (await self._facts(known, backend)).limit(backend.model)
         except BackendError:
-            return None  # asked again at the next turn; sampling reports the trouble
+            return None  # The next turn asks again, and sampling reports the problem.
 
     async def weight_label(self, backend: BackendAssignment) -> str | None:
-        """The label of the backend's weights at this moment; None where it does not say.
+        """Return the current label of the backend's weights, or None if the backend does not report it.
 
         Raises:
-            BackendUnavailable: no answer.
+            BackendUnavailable: The backend does not answer.
         """
         known = self._known.setdefault(backend.url, _Backend())
         path = (await self._facts(known, backend)).weights.path
@@ -166,12 +167,12 @@ class BackendClient:
         return known.label
 
     async def logprobs_mode(self, backend: BackendAssignment, ids: Sequence[int]) -> str:
-        """What log-probabilities the backend gives, as vLLM names the modes.
+        """Return the kind of log-probabilities that the backend gives, as vLLM names the modes.
 
-        Found out once, by two requests of one token; `unknown` where that fails.
+        It is determined once, by two requests of one token. The result is `unknown` if that fails.
 
         Args:
-            ids: of the model's vocabulary, such as a prompt.
+            ids: Token ids of the model's vocabulary, such as a prompt.
         """
         known = self._known.setdefault(backend.url, _Backend())
         if backend.model in known.modes:
@@ -186,7 +187,10 @@ class BackendClient:
         return known.modes.get(backend.model, UNKNOWN_MODE)
 
     async def is_paused(self, url: str) -> bool:
-        """Whether a backend says that it is paused; one that answers nothing is as it was."""
+        """Return whether a backend reports that it is paused.
+
+        Without an answer, its last state is returned.
+        """
         known = self._known.setdefault(url, _Backend())
         if known.facts is None or not known.facts.reports_pause:
             return False
@@ -195,7 +199,7 @@ class BackendClient:
             try:
                 status, body = await get(self._transport, base_url(url) + "/is_paused")
             except BackendError:
-                return known.paused  # while it loads weights it may answer nothing at all
+                return known.paused  # A backend that loads weights may not answer at all.
             known.paused = status == 200 and isinstance(body, dict) and body.get("is_paused") is True
             known.paused_at = time.monotonic()
         return known.paused
@@ -239,7 +243,7 @@ class BackendClient:
         before: str | None,
         answer: Answer,
     ) -> str:
-        """The one version of all tokens of an answer that does not name it for each."""
+        """Return the one version of all tokens of an answer that does not name it for each token."""
         if facts.weights.path is None:
             return backend.policy_version
         after = answer.label
@@ -255,9 +259,9 @@ class BackendClient:
 
 
 class _Watch:
-    """Ends a request after the client's timeout, in which a pause of the backend does not count.
+    """Ends a request after the client's timeout, not counting time in which the backend is paused.
 
-    No request pays for it but those that take longer than a second: only then the backend is asked.
+    Only requests that take longer than a second have a cost, because the backend is asked only then.
     """
 
     def __init__(
@@ -313,7 +317,7 @@ def _names(facts: Capabilities) -> str:
 
 
 def _about_model(url: str, reply: Reply) -> bool:
-    """A 404 because of the model's name, not because the call is gone."""
+    """Return whether a 404 concerns the model's name and not a missing call."""
     try:
         sampled(url, reply)
     except ModelNotServed:

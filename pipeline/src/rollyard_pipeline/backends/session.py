@@ -1,7 +1,7 @@
-"""One rollout's way to the model: retries, moving to another backend, going on after an abort.
+"""One rollout's access to the model: retries, moving to another backend, continuing after an abort.
 
-Whatever happens, the next request holds the same token ids: a backend keeps no state of
-ours but its prefix cache.
+In every case the next request contains the same token ids, because a backend keeps no state of the rollout
+except its prefix cache.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from rollyard_pipeline.trajectories.recorder import Sample
 from rollyard_pipeline.trajectories.request_seeds import request_seed
 
 Route = Callable[[str, str, bool], Awaitable[RouteResponse]]
-"""Asks the control plane for another backend: (url, error, whether the backend failed) to its answer."""
+"""A function of (url, error, whether the backend failed) that asks the control plane for another backend."""
 
 MIXED_MODES: Final = "mixed"
-"""`SamplingRecord.logprobs_mode` of a rollout whose backends give different log-probabilities."""
+"""The `SamplingRecord.logprobs_mode` of a rollout whose backends give different log-probabilities."""
 
 _TRIES_BEFORE_ROUTE: Final = 2
-_MAX_MISMATCHES: Final = 3  # impossible answers in a row, from whatever backend
+_MAX_MISMATCHES: Final = 3  # Impossible answers in a row, from any backend, that end the rollout.
 _FIRST_WAIT: Final = 0.25  # seconds
 _LONGEST_WAIT: Final = 5.0
 _WAITS: Final = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
-_LONGEST_RETRY_AFTER: Final = 30.0  # seconds that a backend's Retry-After can ask for
-_OVERLOAD_SECONDS: Final = 300.0  # of nothing but "too busy" before the rollout gives up
-_UPDATE_SECONDS: Final = 900.0  # that a backend may run with weights that are not verified yet
-_MAX_PARTS: Final = 64  # requests a turn may take when aborts cut it
-_MAX_SHRINKS: Final = 3  # times that a turn is asked again with fewer tokens, for a backend's context
+_LONGEST_RETRY_AFTER: Final = 30.0  # The longest wait that a Retry-After can request, in seconds.
+_OVERLOAD_SECONDS: Final = 300.0  # Seconds of only "too busy" answers before the rollout gives up.
+_UPDATE_SECONDS: Final = 900.0  # Seconds for which a backend may run with unverified weights.
+_MAX_PARTS: Final = 64  # The number of requests that a turn may take if aborts cut it.
+_MAX_SHRINKS: Final = 3  # How often a turn may be repeated with fewer tokens to fit a backend's context.
 
 
 class BackendSession:
     """Samples turns for one rollout.
 
     Args:
-        client: the process's backend client.
-        backend: what the router chose at the lease.
-        route: how to ask for another one.
-        sampling: the job's sampling.
-        task_id, sample_index: what seeds are derived from.
-        budget: seconds without any answer after which the rollout gives up.
-        probe_seconds: within which a backend that does not hang samples one token.
+        client: The process's backend client.
+        backend: The backend that the router chose when the lease was granted.
+        route: Asks for another backend.
+        sampling: The job's sampling.
+        task_id, sample_index: The values from which seeds are derived.
+        budget: The time in seconds without any answer after which the rollout gives up.
+        probe_seconds: The time in seconds in which a backend that does not hang samples one token.
     """
 
     def __init__(
@@ -87,37 +87,37 @@ class BackendSession:
         self._modes: dict[str, str] = {}
         self.backend = backend
         self.vocabulary: int | None = None
-        """Ids of the model are below this; None: not checked."""
+        """The number of token ids of the model, which all ids are below. None disables the check."""
         self.model_seconds = 0.0
-        """The seconds that backends have worked on turns, without `waited_seconds`."""
+        """The time that backends have worked on turns, without `waited_seconds`, in seconds."""
         self.waited_seconds = 0.0
-        """The seconds in which the backend was paused, updated or too busy."""
+        """The time in which the backend was paused, updated or too busy, in seconds."""
         self.on_wait: Callable[[float], None] | None = None
-        """Called with every stretch of such seconds as it passes, because it is not the policy's time."""
+        """Called with every stretch of such seconds as it passes, as it is not counted as the policy's."""
         self.stats = RunStats()
 
     @property
     def failing(self) -> str | None:
-        """The last error while no backend answers; None while all is well."""
+        """Return the last error while no backend answers, or None if there is no problem."""
         well = self._failing_since is None and self._busy_since is None
         return None if well else self._last_error
 
     @property
     def logprobs_mode(self) -> str:
-        """What the log-probabilities of this rollout's tokens are, as vLLM names the modes.
+        """Return the kind of log-probabilities of this rollout's tokens, as vLLM names the modes.
 
-        `temperature_logprobs` are those after temperature and before top-p and top-k (SGLang's), the same
-        as `processed_logprobs` where the job sets neither; `mixed` where backends differ; `unknown`
-        where a backend could not be asked.
+        `temperature_logprobs` are those after temperature and before top-p and top-k (SGLang's). They equal
+        `processed_logprobs` if the job sets neither. `mixed` means that backends differ, and `unknown` that a
+        backend could not be asked.
         """
         modes = {self._mode(mode) for mode in self._modes.values()}
         return modes.pop() if len(modes) == 1 else MIXED_MODES if modes else UNKNOWN_MODE
 
     async def silence(self) -> str | None:
-        """Why the time of an interrupted turn is the backend's and not the policy's; None if it is not so.
+        """Return why an interrupted turn is the backend's fault, or None if the time was the policy's own.
 
-        A turn that merely samples long is the policy's own. So where a request was cut off without an
-        answer, the backend is asked for one token: one that does not give it in time hangs.
+        A turn that merely takes long to sample is the policy's own. If a request was cut off without an
+        answer, the backend is therefore asked for one token. A backend that does not give it in time hangs.
         """
         if self.failing is not None or not self._waiting:
             return self.failing
@@ -134,19 +134,19 @@ class BackendSession:
         return None
 
     async def context_limit(self) -> int | None:
-        """The model's own context length in tokens, where the backend says it."""
+        """Return the model's own context length in tokens, or None if the backend does not report it."""
         return await self._client.max_model_len(self.backend)
 
     async def turn(self, prompt: Sequence[int], max_tokens: int, turn: int) -> Sample:
         """Sample one turn of at most `max_tokens` tokens after `prompt`.
 
         A request that a weight update aborts is continued from the tokens it has. Tokens sampled with
-        weights that are not verified are thrown away, with all that came after them.
+        unverified weights are discarded, with all that came after them.
 
         Raises:
-            BackendUnavailable: no backend answered within the budget.
-            ContextOverflow: not even one token fits after `prompt`.
-            BackendMismatch, BackendRefused, WeightsChanged: see BackendClient.sample.
+            BackendUnavailable: No backend answered within the budget.
+            ContextOverflow: Not even one token fits after `prompt`.
+            BackendMismatch, BackendRefused, WeightsChanged: See BackendClient.sample.
         """
         started, waited = time.monotonic(), self.waited_seconds
         try:
@@ -165,7 +165,7 @@ class BackendSession:
             return Sample(tuple(ids), tuple(logprobs), tuple(versions), reason)
 
         for _ in range(_MAX_PARTS):
-            # A request that gave nothing to keep is asked again with the same seed.
+            # A request without any token to keep is repeated with the same seed.
             seed = request_seed(self._sampling.seed, self._task_id, self._sample_index, turn, part)
             sampling = Sampling(
                 temperature=self._sampling.temperature,
@@ -204,7 +204,7 @@ class BackendSession:
             elif len(ids) == room:
                 return done("length")
             elif not sample.token_ids:
-                await self._wait(_FIRST_WAIT)  # the backend is still being updated
+                await self._wait(_FIRST_WAIT)  # The backend is still being updated.
         raise BackendUnavailable(
             f"{self.backend.url}: a turn was not done after {_MAX_PARTS} requests, which updates of its "
             "weights cut short"
@@ -213,7 +213,7 @@ class BackendSession:
     async def _answered(self, prompt: Sequence[int], sampling: Sampling) -> Sample:
         tries, failures, mismatches = 0, 0, 0
         while True:
-            # Stays true where the turn is cut off in the middle: see silence().
+            # The flag remains true if the turn is cut off in the middle: see silence().
             self._waiting, self._prompt = True, prompt
             try:
                 sample = await self._checked(prompt, sampling)
@@ -251,10 +251,10 @@ class BackendSession:
         return sample
 
     def _left(self, error: BackendUnavailable) -> float:
-        """Seconds until the rollout gives up.
+        """Return the number of seconds until the rollout gives up.
 
         Raises:
-            BackendUnavailable: none are left.
+            BackendUnavailable: No time is left.
         """
         now = time.monotonic()
         self._last_error = str(error)
@@ -270,7 +270,7 @@ class BackendSession:
         return left
 
     async def _move(self, error: str, *, blame: bool) -> float:
-        """Ask for another backend; gives how long to wait before the next try, in seconds."""
+        """Ask for another backend, and return the wait before the next try in seconds."""
         answer = await self._route(self.backend.url, error[:1024], blame)
         if answer.backend is None:
             return min(answer.retry_after, _LONGEST_WAIT)
@@ -279,10 +279,10 @@ class BackendSession:
         return 0.0 if moved else 2 * _FIRST_WAIT
 
     async def _until_verified(self, so_far: float) -> float:
-        """Wait until the backend's weights are verified; gives the seconds waited in this turn.
+        """Wait until the backend's weights are verified, and return the seconds waited in this turn.
 
         Raises:
-            BackendUnavailable: they were not, for too long.
+            BackendUnavailable: The weights remained unverified for too long.
         """
         looks = 0
         while so_far < _UPDATE_SECONDS:
@@ -293,7 +293,7 @@ class BackendSession:
             try:
                 label = await self._client.weight_label(self.backend)
             except BackendError:
-                return so_far  # the next request says what is wrong
+                return so_far  # The next request reports the problem.
             if label is None or not label.startswith(UNVERIFIED):
                 return so_far
         raise BackendUnavailable(
@@ -301,8 +301,8 @@ class BackendSession:
         )
 
     async def _wait(self, seconds: float) -> None:
-        """Sleep for the backend's sake."""
-        self._passed(seconds)  # before, so that a limit moves before it strikes
+        """Sleep because of the backend, and count the time as waited."""
+        self._passed(seconds)  # The time is reported first, which moves a limit before it expires.
         await asyncio.sleep(seconds)
 
     def _passed(self, seconds: float) -> None:
@@ -321,7 +321,7 @@ class BackendSession:
 
 
 def _verified(sample: Sample) -> int:
-    """How many tokens come before the first that was sampled with weights not verified yet."""
+    """Return how many tokens precede the first that was sampled with unverified weights."""
     if not any(version.startswith(UNVERIFIED) for version in set(sample.policy_versions)):
         return len(sample.policy_versions)
     for place, version in enumerate(sample.policy_versions):

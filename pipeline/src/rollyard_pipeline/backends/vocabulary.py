@@ -1,4 +1,4 @@
-"""How many token ids a model has: embeddings are often padded beyond the tokenizer's last id."""
+"""The number of token ids of a model. Embeddings are often padded beyond the tokenizer's last id."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def vocabulary_size(folder: Path, tokenizer_size: int) -> int:
-    """Ids of the model are below this: `config.json`'s `vocab_size`, at least the tokenizer's size.
+    """Return the bound of the model's ids: `config.json`'s `vocab_size`, but at least the tokenizer's size.
 
     Args:
-        folder: of the model or its tokenizer; it need not hold a config.json.
-        tokenizer_size: tokens of the tokenizer, added ones included.
+        folder: The folder of the model or its tokenizer. It need not contain a config.json.
+        tokenizer_size: The number of tokens of the tokenizer, including added ones.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

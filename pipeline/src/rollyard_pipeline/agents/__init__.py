@@ -1,4 +1,4 @@
-"""Agents: from the first prompt to the end of an episode. Entry points of `rollyard.agents`."""
+"""Agents, which play an episode from its first prompt to its end. Entry points of `rollyard.agents`."""
 
 from rollyard_pipeline.agents.base import Agent, AgentContext, AgentTurn
 

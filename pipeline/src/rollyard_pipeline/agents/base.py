@@ -1,11 +1,11 @@
-"""What an agent is, and what it may do.
+"""The base class of agents, and the operations that they can perform.
 
     class Greeter(Agent):
         async def run(self, ctx: AgentContext) -> None:
             ctx.say("Greet me in one word.")
             await ctx.turn()
 
-Every token that `ctx.turn()` samples is recorded; an agent cannot lose or forge one.
+Every token that `ctx.turn()` samples is recorded. An agent cannot lose or forge one.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class AgentTurn:
     """One sampled turn."""
 
     text: str
-    """Outside its tool calls."""
+    """The text of the turn outside its tool calls."""
     calls: tuple[ParsedCall, ...]
     finish_reason: FinishReason
 
 
 class AgentContext:
-    """An agent's hands: sample a turn, run a call, say something, end the episode."""
+    """The operations of an agent: sample a turn, run a call, append a message, end the episode."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class AgentContext:
 
     @property
     def finished(self) -> bool:
-        """The episode has ended: submitted, truncated, or ended by `finish`."""
+        """Return whether the episode has ended: submitted, truncated, or ended by `finish`."""
         return self.episode.finished
 
     async def turn(self) -> AgentTurn | None:
-        """Sample the assistant's next turn.
+        """Sample the assistant's next turn and return it.
 
-        None, with the trajectory truncated, where the turn limit or the context is used
-        up. A turn cut by its token limit is returned and truncates the episode.
+        If the turn limit or the context is used up, the trajectory is truncated and the result is None. A
+        turn that reaches its token limit is returned and truncates the episode.
 
         Raises:
-            BackendError, TemplateError: infrastructure; do not catch.
+            BackendError, TemplateError: The infrastructure failed. Agents should not catch these exceptions.
         """
         session, recorder = self._session, self.episode.recorder
         if session is None or recorder is None:
@@ -97,7 +97,7 @@ class AgentContext:
         max_tokens = min(self._sampling.max_tokens, room)
         try:
             sample = await session.turn(prompt.ids, max_tokens, len(self.episode.turns))
-        except ContextOverflow:  # the server's context is smaller than it said, or it did not say
+        except ContextOverflow:  # The server's context is smaller than it reported, or it did not report it.
             self.episode.truncate("MaxContext")
             return None
         text = recorder.record(prompt, sample)
@@ -109,14 +109,13 @@ class AgentContext:
         return AgentTurn(parsed.text, parsed.calls, sample.finish_reason)
 
     async def call(self, call: ParsedCall) -> ToolResult:
-        """Run one tool call; its result becomes a message.
+        """Run one tool call, and append its result as a message.
 
-        A malformed call, an unknown tool and wrong arguments are observations (`error: …`).
-
-        So is a sandbox that the policy has broken: only infrastructure gives it another try.
+        A malformed call, an unknown tool and wrong arguments are observations (`error: …`). The same applies
+        to a sandbox that the policy has broken, because only infrastructure failures are retried.
 
         Raises:
-            rollyard_sandbox.errors.SandboxError: the sandbox failed; do not catch.
+            rollyard_sandbox.errors.SandboxError: The sandbox failed. Agents should not catch this exception.
         """
         started = time.monotonic()
         tool = self._tools.get(call.name)
@@ -161,7 +160,7 @@ class AgentContext:
             await self.call(ParsedCall("", error=error))
 
     async def replay(self, call: ParsedCall) -> ToolResult:
-        """Run a call that no model sampled; it is recorded as a turn `replayed`."""
+        """Run a call that was not sampled from a model. It is recorded as a turn `replayed`."""
         self.episode.add_assistant("", ParsedTurn("", (call,)), "replayed")
         return await self.call(call)
 
@@ -179,12 +178,15 @@ class AgentContext:
 
 
 class Agent(ABC):
-    """An agent: a class that the entry point group `rollyard.agents` names; each rollout has its own."""
+    """An agent: a class named in the entry point group `rollyard.agents`.
+
+    Each rollout has its own instance.
+    """
 
     uses_model: ClassVar[bool] = True
     uses_tools: ClassVar[bool] = True
-    """False: the job's tools are neither offered to the model nor started."""
+    """Whether the agent uses tools. If not, the job's tools are neither offered to the model nor started."""
 
     @abstractmethod
     async def run(self, ctx: AgentContext) -> None:
-        """Play the episode. Returning ends it; the stage's time limit cancels it."""
+        """Play the episode. Returning ends it, and the stage's time limit cancels it."""

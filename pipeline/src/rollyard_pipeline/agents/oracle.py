@@ -1,4 +1,4 @@
-"""The agent `oracle`: replays a task's reference solution, so that an evaluation can be proven right."""
+"""The agent `oracle` replays a task's reference solution, which proves that an evaluation is correct."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rollyard_pipeline.tool_parsers.base import ParsedCall
 
 
 class OracleAgent(Agent):
-    """Runs `task.solution` through the same tools as a policy would; asks no model."""
+    """Runs `task.solution` through the tools that a policy would use. It asks no model."""
 
     uses_model = False
 
@@ -16,7 +16,7 @@ class OracleAgent(Agent):
         """Replay `task.solution` step by step until it ends the episode.
 
         Raises:
-            TaskInvalid: the task has no solution.
+            TaskInvalid: The task has no solution.
         """
         if not ctx.task.solution:
             raise TaskInvalid(f"task '{ctx.task.id}' has no 'solution', which the agent 'oracle' replays")

@@ -1,4 +1,4 @@
-"""The agent `single_turn`: one answer, no tools."""
+"""The agent `single_turn`, which samples one answer without tools."""
 
 from __future__ import annotations
 

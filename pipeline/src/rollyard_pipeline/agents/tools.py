@@ -1,4 +1,4 @@
-"""The agent `tools`: sample, run the calls, show the results, until the policy is done."""
+"""The agent `tools`, which samples turns, runs the calls and returns the results until the policy is done."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rollyard_pipeline.agents.base import Agent, AgentContext
 
 
 class ToolsAgent(Agent):
-    """Ends on `submit`, on a turn without tool calls, or, truncated, at a limit."""
+    """Ends the episode on `submit`, on a turn without tool calls, or, truncated, at a limit."""
 
     async def run(self, ctx: AgentContext) -> None:
         """Sample turns and run their calls until the episode has ended."""

@@ -1,4 +1,4 @@
-"""From messages to token ids: the model's own chat template and tokenizer."""
+"""The conversion of messages to token ids by the model's own chat template and tokenizer."""
 
 from rollyard_pipeline.chat.format import ChatFormat, ChatMessage, FormatCache
 

@@ -1,22 +1,22 @@
-"""A conversation as text: what comes after a sampled turn, and whether the template rewrites history.
+"""A conversation as text: what follows a sampled turn, and whether the template rewrites history.
 
-Pure, and free of token ids. Written with
+The module is pure and contains no token ids. Let
 
     R(k)   = the template's rendering before turn k
     R(k+1) = its rendering with turn k as it was sampled, and with the messages that came since
 
-the outside text of turn k+1 is what R(k+1) adds to R(k) + turn k. Where R(k+1) does not begin with them, the
-template rewrites history, and the whole conversation has to be read again.
+The outside text of turn k+1 is what R(k+1) adds to R(k) + turn k. If R(k+1) does not begin with them, the
+template rewrites history, and the whole conversation has to be encoded again.
 
-Some templates refuse a turn's raw text (calls must be structured where results follow) or wrap it (channels).
-They are shown the parsed turn. Its rendering differs from what was sampled in form only, so it serves to find
-the outside text, which is what follows the turn's end token.
+Some templates refuse a turn's raw text (calls must be structured if results follow) or wrap it (channels).
+They are given the parsed turn. Its rendering differs from what was sampled in form only, so it can be used
+to find the outside text, which is what follows the turn's end token.
 
-Rendering the whole conversation each time would cost more with every turn. Therefore only the opening and the
-latest turns of a long one are rendered. All of it is rendered again when a role speaks that has not spoken
-since the turns that were left out (a user's message is what strips their thoughts), and whenever the
-conversation has doubled. A template that rewrites turns further back for another reason is found out at the
-next of these.
+Rendering the whole conversation each time would cost more with every turn. Therefore only the opening and
+the latest turns of a long conversation are rendered. All of it is rendered again when a role appears that
+has not appeared since the turns that were left out (a user's message causes their thoughts to be stripped),
+and whenever the conversation has doubled. If a template rewrites earlier turns for another reason, the next
+full rendering detects it.
 """
 
 from __future__ import annotations
@@ -29,24 +29,27 @@ from rollyard_pipeline.chat.format import ChatFormat, ChatMessage
 from rollyard_pipeline.chat.harmony import split_channels
 from rollyard_pipeline.errors import TemplateError
 
-_WINDOW: Final = 3  # turns that are rendered at least
-_WINDOW_LIMIT: Final = 8  # turns that are rendered at most, between two looks at the whole
+_WINDOW: Final = 3  # The smallest number of turns that are rendered.
+_WINDOW_LIMIT: Final = 8  # The largest number of turns that are rendered between two full renderings.
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """The conversation before the next turn. Texts may hold `tokenizer.MARK`."""
+    """The conversation before the next turn. Its texts may contain `tokenizer.MARK`."""
 
     text: str
-    """All of it: R(k+1)."""
+    """The whole text: R(k+1)."""
     outside: str | None
-    """What the last turn and the messages since add, after the sampled text; None: read `text` again."""
+    """What the last turn and the messages since add after the sampled text.
+
+    If it is None, `text` must be encoded again.
+    """
     messages: tuple[ChatMessage, ...]
-    """The last turn and the messages since, in the form that the template took."""
+    """The last turn and the messages since, in the form that the template accepted."""
     window: str | None
-    """The rendering of the opening and the latest turns; None where it has to be made."""
+    """The rendering of the opening and the latest turns, or None if it has yet to be made."""
     whole: bool
-    """The template rendered all of it."""
+    """Whether the template rendered the whole conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +66,36 @@ class _Group:
     turn: _Turn
     new: tuple[ChatMessage, ...]
     start: int
-    """Where in the settled messages the turn stands."""
+    """The index of the turn in the settled messages."""
 
 
 class Conversation:
     """Messages, and the template's view of them.
 
     Args:
-        chat: the model's chat format.
-        messages: what it starts from; their special tokens are the author's and stay.
+        chat: The model's chat format.
+        messages: The initial messages. Their special tokens come from the author and are kept.
     """
 
     def __init__(self, chat: ChatFormat, messages: Sequence[ChatMessage]) -> None:
         self._chat = chat
         self._settled = list(messages)
-        """In the form that the template took; what came since is in `_turn` and `_new`."""
+        """The messages in the form that the template accepted. Later ones are in `_turn` and `_new`."""
         self._turn: _Turn | None = None
         self._new: list[ChatMessage] = []
         self._groups: list[_Group] = []
         self._text = ""  # R(k)
-        self._first = 0  # the group that the window begins with; 0: it is the whole conversation
+        self._first = 0  # The group with which the window begins. 0 stands for the whole conversation.
         self._window: str | None = None
-        self._checked = 0  # settled messages when the whole was rendered last
-        self._formal = chat.wraps  # turns are shown parsed wherever they can be
+        self._checked = 0  # The number of settled messages at the last full rendering.
+        self._formal = chat.wraps  # Whether turns are given in parsed form wherever possible.
 
     def add(self, message: ChatMessage) -> None:
-        """Append a message from outside; text in it that spells a control token stays text."""
+        """Append a message from outside. Text in it that spells a control token stays text."""
         self._new.append(_escaped(message, self._chat.tokenizer.escape))
 
     def structured(self, message: ChatMessage) -> None:
-        """Give the parsed form of the last turn."""
+        """Set the parsed form of the last turn."""
         if self._turn is not None:
             self._turn = replace(self._turn, parsed=message)
 
@@ -111,10 +114,10 @@ class Conversation:
         self._slide()
 
     def next(self) -> Rendering:
-        """The conversation before the next turn.
+        """Return the conversation before the next turn.
 
         Raises:
-            TemplateError: the template refuses the conversation in every form.
+            TemplateError: The template refuses the conversation in every form.
         """
         if self._turn is None:
             messages = (*self._settled, *self._new)
@@ -148,7 +151,7 @@ class Conversation:
             if self._window is None:
                 self._window = self._chat.render(messages)
             found = self._after(messages, self._window, turn)
-        except TemplateError:  # it may be the gap that it refuses
+        except TemplateError:  # The template may refuse only the gap.
             return None
         if found.outside is None:
             return None
@@ -162,7 +165,8 @@ class Conversation:
         except TemplateError:
             if self._formal:
                 raise
-            # It has taken the raw text of turns that called tools, and now refuses what follows from it.
+            # The template accepted the raw text of turns that called tools, and now refuses what follows from
+            # it.
             self._formal = True
             for place, group in enumerate(self._groups):
                 form = self._form("parsed", place, group) or self._form("stand-in", place, group)
@@ -172,7 +176,7 @@ class Conversation:
         return replace(found, window=None if self._first else found.text)
 
     def _after(self, messages: list[ChatMessage], before: str, turn: _Turn) -> Rendering:
-        """What follows `turn`, which was sampled after `messages`, whose rendering is `before`."""
+        """Return what follows `turn`, which was sampled after `messages`, whose rendering is `before`."""
         refused: TemplateError | None = None
         forms = ("parsed", "stand-in", "raw") if self._formal else ("raw", "parsed", "stand-in")
         for form in forms:
@@ -189,7 +193,8 @@ class Conversation:
             if outside is None and form == "raw" and turn.end and text.startswith(before + turn.text):
                 whitespace = text[len(before + turn.text) :].lstrip().startswith(turn.end)
                 if not whitespace and not self._chat.wraps:
-                    # Another special token than the template's end of turn: it is part of what was said.
+                    # The turn ended with another special token than the template's end of turn, which is part
+                    # of its text.
                     turn = _Turn(turn.text + turn.end, "")
                     added = [{"role": "assistant", "content": turn.text}, *self._new]
                     text = self._chat.render([*messages, *added])
@@ -198,7 +203,7 @@ class Conversation:
         raise refused or TemplateError("the chat template has no form for the last turn")
 
     def _form(self, form: str, number: int, group: _Group) -> list[ChatMessage] | None:
-        """Turn `number` and the messages after it, as `form` has them; None where it has not."""
+        """Return turn `number` and the messages after it in the form `form`, or None if there is none."""
         turn, new = group.turn, group.new
         if form == "raw":
             return [{"role": "assistant", "content": turn.text}, *new]
@@ -207,7 +212,7 @@ class Conversation:
         parsed = _escaped(turn.parsed, escape) if turn.parsed and form == "parsed" else {}
         calls = parsed.get("tool_calls") or []
         if form == "stand-in":
-            # The answer to a malformed call needs a call in front of it.
+            # The answer to a malformed call must follow a call.
             calls = [_call(result.get("name") or "unknown") for result in results]
         if not calls and (results or form == "stand-in" or not self._chat.wraps):
             return None
@@ -215,7 +220,7 @@ class Conversation:
             shown: ChatMessage = {"role": "assistant", **split_channels(turn.text, escape, bool(calls))}
         else:
             shown = {"role": "assistant", "content": parsed.get("content") or ""}
-        # Mistral's templates demand ids of nine characters.
+        # Mistral's templates require ids of nine characters.
         ids = [f"{number % 1_000_000:06d}{place % 1_000:03d}" for place in range(len(calls))]
         if calls:
             shown["tool_calls"] = [{**call, "id": name} for call, name in zip(calls, ids, strict=True)]
@@ -229,7 +234,7 @@ class Conversation:
 
 
 def _outside(before: str, turn: _Turn, text: str, parsed: ChatMessage | None) -> str | None:
-    """What of `text` comes after the sampled turn; None where history is rewritten."""
+    """Return what follows the sampled turn in `text`, or None if history is rewritten."""
     known = before + turn.text
     if text.startswith(known):
         rest = text[len(known) :]

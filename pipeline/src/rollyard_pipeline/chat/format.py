@@ -1,4 +1,4 @@
-"""A model's chat format: its template and its tokenizer together."""
+"""A model's chat format, which consists of its template and its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,41 +16,42 @@ from rollyard_pipeline.chat.tokenizer import ChatTokenizer, load_folder, locate
 from rollyard_pipeline.errors import TemplateError
 
 ChatMessage = dict[str, Any]
-"""A message as templates read it: `role`, `content`, and where given `tool_calls`, `tool_call_id`, `name`."""
+"""A message as templates read it: `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name`."""
 
 
 def to_chat(message: Message) -> ChatMessage:
-    """The form that templates read of a task's message."""
+    """Return a task's message in the form that templates read."""
     return message.model_dump(mode="json", exclude_none=True)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Renders conversations for one rollout; `now` is fixed so that a rendering repeats."""
+    """Renders conversations for one rollout. `now` is fixed, which makes a rendering repeatable."""
 
     tokenizer: ChatTokenizer
     template: ChatTemplate
     tools: Sequence[Mapping[str, Any]] | None = None
     now: datetime = field(default_factory=datetime.now)
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the job gives the template beyond messages and tools (`enable_thinking: false`)."""
+    """The job's variables for the template beyond messages and tools (`enable_thinking: false`)."""
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The conversation as text, with the generation prompt at its end."""
+        """Return the conversation as text, with the generation prompt at its end."""
         return self.template.render(messages, tools=self.tools, now=self.now, variables=self.variables)
 
     @property
     def wraps(self) -> bool:
-        """The template puts a control token in front of an assistant's content that no sampling prompt has.
+        """Return whether the template adds a control token before an assistant's content.
 
-        So a turn's text, which has its own (gpt-oss's channels), is no `content`.
+        Only a token that no sampling prompt has counts. In that case a turn's text, which has its own
+        (gpt-oss's channels), is not `content`.
         """
         prefix = self.template.content_prefix
         return self.tokenizer.escape(prefix) != prefix
 
 
 class FormatCache:
-    """Loaded tokenizers and templates, the least recently used dropped beyond `size`; one per worker."""
+    """Loaded tokenizers and templates of a worker. The least recently used are dropped beyond `size`."""
 
     def __init__(self, size: int = 8) -> None:
         self._size = size
@@ -63,13 +64,13 @@ class FormatCache:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> ChatFormat:
-        """The chat format of the tokenizer folder `name`, offering `tools` to the model.
+        """Return the chat format of the tokenizer folder `name`, offering `tools` to the model.
 
         `variables` are the job's `agent.chatTemplateKwargs`.
 
         Raises:
-            TokenizerUnavailable: the folder is not here or is incomplete.
-            TemplateError: the template has a syntax error, or `variables` names what only Rollyard sets.
+            TokenizerUnavailable: The folder is not on this machine or is incomplete.
+            TemplateError: The template has a syntax error, or `variables` names what only Rollyard sets.
         """
         if reserved := RESERVED.intersection(variables or ()):
             raise TemplateError(

@@ -1,7 +1,7 @@
-"""gpt-oss's channels, as its chat template wants them: `thinking` and `content` apart.
+"""gpt-oss's channels in the form that its chat template needs: separate `thinking` and `content`.
 
-A turn is `<|channel|>NAME …<|message|>TEXT` once or more, with `<|end|><|start|>assistant` in between
-(OpenAI's harmony format).
+A turn consists of one or more `<|channel|>NAME …<|message|>TEXT`, with `<|end|><|start|>assistant` in
+between (OpenAI's harmony format).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _MESSAGE: Final = re.compile(
 
 
 def split_channels(text: str, escape: Callable[[str], str], calls: bool) -> dict[str, str]:
-    """`content` and, where the turn has any, `thinking` of a sampled turn.
+    """Return the `content` of a sampled turn and, if the turn has any, its `thinking`.
 
     Args:
-        text: without its end-of-turn token.
-        escape: makes text of any control token that is left in the parts.
-        calls: the turn makes calls, beside which the template takes thinking alone.
+        text: The turn without its end-of-turn token.
+        escape: Turns control tokens that are left in the parts into text.
+        calls: Whether the turn makes calls. The template then accepts only thinking beside them.
     """
     found = _MESSAGE.findall(text)
     if not found:

@@ -1,4 +1,4 @@
-"""Chat templates: jinja2, sandboxed, with the helpers that models' templates expect."""
+"""Chat templates: sandboxed jinja2 with the helper functions that models' templates expect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rollyard_pipeline.errors import TemplateError
 
 RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"})
-"""What a template reads that is no variable of a job's."""
+"""Names that a template reads and that a job's variables may not set."""
 _FAILURES: Final = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
@@ -25,7 +25,7 @@ _DICT_ATTRIBUTES: Final = frozenset(dir(dict))
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}`: marks assistant text for training; rendered as it is."""
+    """`{% generation %}…{% endgeneration %}` marks assistant text for training. It is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance variable
 
@@ -35,7 +35,7 @@ class _GenerationTag(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way to the fields of messages: most of a template's time goes to them."""
+    """The sandbox with a fast path to fields of messages, where a template spends most of its time."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
@@ -56,11 +56,11 @@ class ChatTemplate:
     """A compiled template.
 
     Args:
-        source: the jinja2 text.
-        variables: what every rendering sees (`bos_token`, `eos_token`, …).
+        source: The jinja2 text.
+        variables: The variables that every rendering sees (`bos_token`, `eos_token`, …).
 
     Raises:
-        TemplateError: the source has a syntax error.
+        TemplateError: The source has a syntax error.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
@@ -89,12 +89,12 @@ class ChatTemplate:
     ) -> str:
         """Return the conversation as text, which ends where the assistant is to continue.
 
-        `now` is what `strftime_now` formats; pass one moment per rollout, or a template
-        that prints the date would rewrite history at midnight. `variables` are more of what the
-        template reads (`enable_thinking`); they go before the tokenizer's own.
+        `now` is the time that `strftime_now` formats. Pass the same time for a whole rollout, because a
+        template that prints the date would otherwise rewrite history at midnight. `variables` are further
+        variables of the template (`enable_thinking`). They take precedence over the tokenizer's own.
 
         Raises:
-            TemplateError: the template refuses the conversation, or fails.
+            TemplateError: The template refuses the conversation, or fails.
         """
         moment = now or datetime.now()
         clock: Callable[[str], str] = moment.strftime
@@ -115,9 +115,9 @@ class ChatTemplate:
 
     @functools.cached_property
     def content_prefix(self) -> str:
-        """What the template puts between the generation prompt and an assistant's content; "" mostly.
+        """Return what the template puts between the generation prompt and an assistant's content.
 
-        gpt-oss's names a channel there, which the model samples by itself.
+        It is usually empty. gpt-oss's template names a channel there, which the model samples by itself.
         """
         opening = [{"role": "user", "content": "a"}]
         said = [*opening, {"role": "assistant", "content": "probe"}, {"role": "user", "content": "b"}]

@@ -1,4 +1,4 @@
-"""The model's tokenizer, from its folder's tokenizer.json; no transformers."""
+"""The model's tokenizer, loaded from tokenizer.json in its folder, without transformers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ _OTHER_FORMATS: Final = ("tekken.json", "tokenizer.model*", "*.tiktoken", "vocab
 _BARS: Final = re.compile(r"<[|｜].+[|｜]>")
 
 MARK: Final = "\ufdd0"
-"""Where an encoding is cut, so that text cannot become a control token; no character of Unicode."""
+"""The mark at which an encoding is cut to keep text from becoming a control token.
+
+It is not a character of Unicode.
+"""
 
 
 class ChatTokenizer:
-    """Encodes outside text and decodes sampled ids; never adds special tokens by itself.
+    """Encodes outside text and decodes sampled ids. It never adds special tokens by itself.
 
     Args:
-        tokenizer: as loaded by `tokenizers`.
-        config: tokenizer_config.json.
+        tokenizer: The tokenizer as loaded by `tokenizers`.
+        config: The content of tokenizer_config.json.
     """
 
     def __init__(self, tokenizer: Tokenizer, config: dict[str, Any] | None = None) -> None:
@@ -50,20 +53,20 @@ class ChatTokenizer:
 
     @property
     def vocabulary_size(self) -> int:
-        """How many token ids the tokenizer knows, added tokens included."""
+        """Return how many token ids the tokenizer knows, including added tokens."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property
     def special(self) -> dict[int, str]:
-        """Text of each special token by id."""
+        """Return the text of each special token by its id."""
         return dict(self._special)
 
     def special_text(self, token_id: int) -> str | None:
-        """The text of a special token; None for any other id."""
+        """Return the text of a special token, or None for any other id."""
         return self._special.get(token_id)
 
     def variables(self) -> dict[str, str]:
-        """`bos_token`, `eos_token`, … as templates read them."""
+        """Return `bos_token`, `eos_token`, … as templates read them."""
         found: dict[str, str] = {}
         for name in _TOKEN_NAMES:
             value = self._config.get(name)
@@ -74,20 +77,21 @@ class ChatTokenizer:
         return found
 
     def escape(self, text: str) -> str:
-        """`text` with a MARK inside whatever spells a control token: a special one, or one like `<|user|>`.
+        """Return `text` with a MARK inside everything that spells a control token.
 
-        What `encode` makes of it is the text's ids, but never a control token's.
+        A control token is a special one, or one like `<|user|>`. `encode` then returns the ids of the text,
+        but never the id of a control token.
         """
         if MARK in text:
             text = text.replace(MARK, "")
         return self._control.sub(rf"\1{MARK}", text) if self._may_spell(text) else text
 
     def _may_spell(self, text: str) -> bool:
-        # Many times faster than the pattern, on text that spells none.
+        # This is many times faster than the pattern on text that spells no control token.
         return any(start in text for start in self._control_starts)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; it is cut at each MARK, and none is encoded."""
+        """Return the ids of `text`. It is cut at each MARK, and no MARK is encoded."""
         first, *more = text.split(MARK)
         ids = list(self._tokenizer.encode(first, add_special_tokens=False).ids)
         for piece in more:
@@ -95,10 +99,10 @@ class ChatTokenizer:
         return ids
 
     def encode_after(self, last_id: int | None, text: str) -> list[int]:
-        """Ids of `text` where it follows the token `last_id`.
+        """Return the ids of `text` as it follows the token `last_id`.
 
-        The text is encoded behind a special token (that one, where it is one), because some
-        tokenizers treat the start of an input differently (a leading space mark).
+        The text is encoded after a special token (`last_id`, if that is one), because some tokenizers treat
+        the start of an input differently (a leading space mark).
         """
         if last_id is not None and self._anchor is not None:
             anchor = last_id if last_id in self._special else self._anchor
@@ -108,11 +112,11 @@ class ChatTokenizer:
         return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
+        """Return the text of ids with special tokens spelled out. Broken UTF-8 becomes U+FFFD."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def decode_sampled(self, ids: Sequence[int]) -> str:
-        """Text of sampled ids in the middle of a text, escaped where plain tokens spell a control token."""
+        """Return the text of sampled ids within a text, escaped where plain tokens spell a control token."""
         text = self._decode_inside(ids)
         if not self._may_spell(text):
             return text
@@ -127,7 +131,7 @@ class ChatTokenizer:
         return "".join([*parts, self.escape(self._decode_inside(plain))])
 
     def _decode_inside(self, ids: Sequence[int]) -> str:
-        # Some decoders drop the space that a text begins with.
+        # Some decoders drop the space with which a text begins.
         if not ids:
             return ""
         if self._anchor is not None:
@@ -138,10 +142,10 @@ class ChatTokenizer:
 
 
 def locate(name: str) -> Path:
-    """The folder of a tokenizer: a local path, else Hugging Face's cache on this machine.
+    """Return the folder of a tokenizer: a local path, or else Hugging Face's cache on this machine.
 
     Raises:
-        TokenizerUnavailable: neither; the message says what to set.
+        TokenizerUnavailable: Neither exists. The message says what to set.
     """
     folder = Path(name).expanduser()
     if (folder / "tokenizer.json").is_file():
@@ -155,7 +159,7 @@ def locate(name: str) -> Path:
     if hub is not None and not folder.is_absolute():
         try:
             cached = hub.try_to_load_from_cache(name, "tokenizer.json")
-        except ValueError:  # not of the form "owner/name"
+        except ValueError:  # The name is not of the form "owner/name".
             cached = None
         if isinstance(cached, str):
             return Path(cached).parent
@@ -178,10 +182,10 @@ def _remedy(folder: Path) -> str:
 
 
 def load_folder(folder: Path) -> tuple[ChatTokenizer, str]:
-    """The tokenizer and the source of the chat template that lie in `folder`.
+    """Return the tokenizer and the source of the chat template in `folder`.
 
     Raises:
-        TokenizerUnavailable: a file is missing or cannot be read.
+        TokenizerUnavailable: A file is missing or cannot be read.
     """
     try:
         config = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
@@ -191,7 +195,7 @@ def load_folder(folder: Path) -> tuple[ChatTokenizer, str]:
         raise TokenizerUnavailable(f"{folder}: the tokenizer's files cannot be read: {error}") from error
     except TokenizerUnavailable:
         raise
-    except Exception as error:  # tokenizers raises bare Exception for a bad tokenizer.json
+    except Exception as error:  # tokenizers raises a bare Exception for a bad tokenizer.json.
         raise TokenizerUnavailable(f"{folder}/tokenizer.json cannot be parsed: {error}") from error
     return ChatTokenizer(tokenizer, config), source
 
@@ -210,7 +214,7 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str:
         if (folder / name).is_file():
             return (folder / name).read_text(encoding="utf-8")
     source = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
-    if isinstance(source, list):  # several named templates
+    if isinstance(source, list):  # The configuration contains several named templates.
         named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
         source = named.get("tool_use") or named.get("default")
     if isinstance(source, str):

@@ -1,1 +1,1 @@
-"""The record of a rollout: token ids, messages and turns, made safe to store."""
+"""The record of a rollout: token ids, messages and turns, in a form that is safe to store."""

@@ -1,4 +1,4 @@
-"""What one Run stage has recorded so far: it survives a timeout, so that Eval can score it."""
+"""The record of one Run stage so far. It survives a timeout, which allows Eval to score it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
 from rollyard_pipeline.trajectories.sanitize import TooDeep, clean_text, clean_value
 
-_MAX_CONTENT = 1 << 20  # characters, as Message bounds them
-_MAX_RECORDED_CALLS = 64  # as Message bounds them
+_MAX_CONTENT = 1 << 20  # Message has the same limit, in characters.
+_MAX_RECORDED_CALLS = 64  # Message has the same limit.
 
 
 @dataclass(slots=True)
 class Episode:
-    """Messages, turns and outcome of one rollout's Run stage."""
+    """The messages, turns and outcome of one rollout's Run stage."""
 
     messages: list[Message]
     recorder: TrajectoryRecorder | None = None
-    """None where no model is asked (the `oracle` agent)."""
+    """The token record, or None if no model is asked (the `oracle` agent)."""
     turns: list[Turn] = field(default_factory=list)
     truncated_reason: str = ""
     answer: str | None = None
-    """What `submit` handed in."""
+    """The answer that the `submit` tool received."""
     finished: bool = False
     tool_seconds: float = 0.0
 
@@ -60,7 +60,7 @@ class Episode:
         self.turns.append(turn)
 
     def add_observation(self, call: ParsedCall, text: str, error: str | None, seconds: float) -> None:
-        """Append a tool's result and note the call with its turn."""
+        """Append a tool's result, and record the call with its turn."""
         text = clean_text(text, _MAX_CONTENT)
         name = clean_text(call.name, 128) or None
         self.messages.append(Message(role="tool", content=text, name=name))
@@ -75,21 +75,21 @@ class Episode:
             )
 
     def add_user(self, text: str) -> None:
-        """Append a user's message (a simulated user, say)."""
+        """Append a user's message, for example that of a simulated user."""
         text = clean_text(text, _MAX_CONTENT)
         self.messages.append(Message(role="user", content=text))
         if self.recorder is not None:
             self.recorder.add({"role": "user", "content": text})
 
     def truncate(self, reason: str) -> None:
-        """End the episode before the policy did; the first reason stays."""
+        """End the episode before the policy did. The first reason is kept."""
         self.truncated_reason = self.truncated_reason or reason
         self.finished = True
 
     def trajectory(
         self, lease: Lease, sampling: SamplingSpec, backend: str, logprobs_mode: str
     ) -> Trajectory:
-        """The record as Run hands it on; the control plane adds stage timings and attempt."""
+        """Return the trajectory that Run passes on. The control plane adds stage timings and the attempt."""
         return Trajectory(
             id=lease.rollout,
             job=lease.job,
@@ -120,7 +120,10 @@ class Episode:
 
 
 def clean_turn(parsed: ParsedTurn) -> ParsedTurn:
-    """A parser's result with values that can be stored; a call that cannot be becomes malformed."""
+    """Return a parser's result with values that can be stored.
+
+    A call that cannot be stored becomes malformed.
+    """
     calls: list[ParsedCall] = []
     for call in parsed.calls:
         name = clean_text(call.name, 128)

@@ -1,11 +1,10 @@
-"""Token trajectories: which ids go to the backend next, and what the record keeps of them.
+"""Token trajectories: which ids are sent to the backend next, and what the record keeps of them.
 
-Pure: no I/O, no clock. The rule is that a prompt is, id for id, the segment so far plus
-newly tokenized outside text; sampled ids are never decoded and encoded again within a
-segment. What the outside text is (tool results and the template's glue), and where the
-template rewrites history (thinking stripped, whitespace merged), `chat.conversation`
-finds out. Where it does, a new segment begins, whose prompt is the template's rendering,
-all of it outside the loss mask.
+The module is pure: it has no I/O and no clock. The rule is that a prompt is, id for id, the segment so far
+plus newly tokenized outside text. Sampled ids are never decoded and encoded again within a segment.
+`chat.conversation` determines what the outside text is (tool results and the template's glue), and where
+the template rewrites history (thinking stripped, whitespace merged). Where it does, a new segment begins,
+whose prompt is the template's rendering, all of it outside the loss mask.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from rollyard_pipeline.chat.tokenizer import MARK
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a backend sampled in one request; the three sequences are parallel (length n)."""
+    """The result of one sampling request. The three sequences are parallel (length n)."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """In nats, of the sampled tokens."""
+    """The log-probabilities of the sampled tokens, in nats."""
     policy_versions: tuple[str, ...]
     finish_reason: FinishReason
 
 
 class TokenIds(Sequence[int]):
-    """The first `count` ids of a list that only grows, and some more: no copy of a long history."""
+    """The first `count` ids of a list that only grows, and more ids, without a copy of a long history."""
 
     __slots__ = ("_count", "_head", "_tail")
 
@@ -70,27 +69,27 @@ class TokenIds(Sequence[int]):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The next request's prompt. Nothing is recorded until its sample is."""
+    """The prompt of the next request. It is recorded only together with its sample."""
 
     ids: Sequence[int]
     rendering: Rendering
     outside: tuple[int, ...] | None
-    """Newly tokenized ids at the end of `ids`; None where `ids` opens a new segment."""
+    """The newly tokenized ids at the end of `ids`, or None if `ids` opens a new segment."""
     template_break: bool = False
-    """The template would have rewritten history."""
+    """Whether the template would have rewritten history."""
 
     @property
     def rendered(self) -> str:
-        """The template's rendering of the conversation, as text."""
+        """Return the template's rendering of the conversation as text."""
         return self.rendering.text.replace(MARK, "")
 
 
 @dataclass(slots=True)
 class _OpenSegment:
     ids: list[int]
-    """Prompt and response."""
+    """The ids of prompt and response."""
     prompt: int
-    """How many of them are the prompt."""
+    """The number of ids that belong to the prompt."""
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[str] = field(default_factory=list)
@@ -112,8 +111,8 @@ class TrajectoryRecorder:
     """The token record of one conversation.
 
     Args:
-        chat: the model's chat format.
-        messages: the conversation that the rollout starts from.
+        chat: The model's chat format.
+        messages: The conversation from which the rollout starts.
     """
 
     def __init__(self, chat: ChatFormat, messages: Sequence[ChatMessage]) -> None:
@@ -124,18 +123,18 @@ class TrajectoryRecorder:
         self.template_breaks = 0
 
     def add(self, message: ChatMessage) -> None:
-        """Append a message from outside (a tool's result, a user's word)."""
+        """Append a message from outside, such as a tool's result or a user's message."""
         self._conversation.add(message)
 
     def structured(self, message: ChatMessage) -> None:
-        """Give the parsed form of the last turn, for templates that refuse its raw text."""
+        """Set the parsed form of the last turn, for templates that refuse its raw text."""
         self._conversation.structured(message)
 
     def prompt(self) -> Prompt:
-        """The ids to send for the next turn.
+        """Return the ids to send for the next turn.
 
         Raises:
-            TemplateError: the template refuses the conversation.
+            TemplateError: The template refuses the conversation.
         """
         rendering = self._conversation.next()
         if rendering.outside is None or not self._segments:
@@ -146,7 +145,7 @@ class TrajectoryRecorder:
         return Prompt(TokenIds(so_far, new), rendering, new)
 
     def record(self, prompt: Prompt, sample: Sample) -> str:
-        """Keep what was sampled after `prompt`; gives the turn's text without its end-of-turn token."""
+        """Record what was sampled after `prompt`. Return the turn's text without its end-of-turn token."""
         if prompt.outside is None:
             self._segments.append(_OpenSegment(list(prompt.ids), len(prompt.ids)))
             self.template_breaks += prompt.template_break
@@ -169,7 +168,7 @@ class TrajectoryRecorder:
         return text.replace(MARK, "")
 
     def segments(self) -> list[Segment]:
-        """The record so far."""
+        """Return the record so far."""
         return [
             Segment(
                 prompt_ids=segment.ids[: segment.prompt],

@@ -1,4 +1,4 @@
-"""Values that came from a model, made safe for JSON and for databases. Token ids stay the truth."""
+"""Sanitizing of a model's values for JSON and for databases. The token ids remain the original record."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _INT64: Final = range(-(1 << 63), 1 << 63)
 
 
 class TooDeep(ValueError):
-    """A nested value goes deeper than MAX_DEPTH."""
+    """A nested value is deeper than MAX_DEPTH."""
 
     reason = "TooDeep"
 
 
 def clean_text(text: str, limit: int | None = None) -> str:
-    """`text` without NUL and lone surrogates (U+FFFD in their place), at most `limit` characters."""
+    """Return `text` with U+FFFD for NUL and lone surrogates, cut to at most `limit` characters."""
     if "\0" in text:
         text = text.replace("\0", "�")
     try:
@@ -27,10 +27,10 @@ def clean_text(text: str, limit: int | None = None) -> str:
 
 
 def clean_value(value: Any, depth: int = 0) -> Any:
-    """A parsed JSON value with clean text, and integers beyond 64 bits as floats.
+    """Return a parsed JSON value with clean text, and with integers beyond 64 bits as floats.
 
     Raises:
-        TooDeep: it nests deeper than MAX_DEPTH.
+        TooDeep: The value is nested deeper than MAX_DEPTH.
     """
     if depth > MAX_DEPTH:
         raise TooDeep(f"nested deeper than {MAX_DEPTH}")
@@ -42,7 +42,7 @@ def clean_value(value: Any, depth: int = 0) -> Any:
         case list():
             return [clean_value(item, depth + 1) for item in value]
         case float() if not math.isfinite(value):
-            return str(value)  # JSON has no number for it
+            return str(value)  # JSON has no number for it.
         case int() if not isinstance(value, bool) and value not in _INT64:
             return float(value) if abs(value) < 1 << 1000 else str(value)[:64]
         case _:

@@ -1,4 +1,4 @@
-"""Handlers: how a kind of task is prepared, run and scored. Entry points of `rollyard.handlers`."""
+"""Handlers, which prepare, run and score one kind of task. Entry points of `rollyard.handlers`."""
 
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 

@@ -1,4 +1,4 @@
-"""Where in a text its final answer is. Pure text; what the answer is worth is the verifier's to say."""
+"""Extraction of the final answer from a text. The verifier decides what the answer is worth."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ _BOXED: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _HASHES: Final = re.compile(r"^.*####\s*(.+?)\s*$", re.MULTILINE)
 _ANSWER_IS: Final = re.compile(r"answer\s*(?:is|:|=)\s*:?\s*(.+)", re.IGNORECASE)
 _THOUSANDS: Final = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}|\\,|,\\!)\d{3})+)(?![\d,])")
-_LAST_LINE: Final = 4096  # characters: beyond this nobody states an answer
+_LAST_LINE: Final = 4096  # Characters. No answer is longer than this.
 
 
 def final_answer(text: str) -> str:
-    r"""The answer that `text` ends with.
+    r"""Return the answer with which `text` ends.
 
-    In this order: the last `\boxed{…}`, what follows the last `####`, what follows the
-    last "answer is", else the last line. Thousands separators are taken out, as are a
-    leading currency sign and a final full stop.
+    The answer is the first of these that exists: the last `\boxed{…}`, what follows the last `####`, what
+    follows the last "answer is", or the last line. Thousands separators, a leading currency sign and a final
+    full stop are removed.
     """
-    # What was thought does not count, only what was said.
+    # Only what was said counts, not what was thought.
     said = text.rpartition("</think>")[2]
     found = _boxed(said)
     if found is None:
@@ -37,7 +37,7 @@ def final_answer(text: str) -> str:
 
 
 def _boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}` whose braces balance."""
+    r"""Return the content of the last `\boxed{…}` whose braces balance."""
     last: str | None = None
     for match in _BOXED.finditer(text):
         depth, start = 1, match.end()

@@ -1,7 +1,7 @@
-"""What a handler is: three async methods, of which most handlers write one.
+"""The base class of handlers: three async methods, of which most handlers implement one.
 
-A handler is made once per worker and serves all its rollouts: it keeps no state of a
-rollout. What Init or Run want to tell a later stage goes into `ctx.carry`.
+A handler is created once per worker and serves all its rollouts, so it keeps no state of a rollout. Data
+that Init or Run pass to a later stage belong in `ctx.carry`.
 """
 
 from __future__ import annotations
@@ -20,61 +20,70 @@ from rollyard_pipeline.errors import SetupFailed
 from rollyard_pipeline.handlers.scripts import run_script, run_test
 
 ANSWER = "answer"
-"""The key of `ctx.carry` under which Run leaves what `submit` handed in."""
-_SETUP_OUTPUT = 8192  # bytes kept of a setup script's output, for the error message
+"""The key of `ctx.carry` under which Run stores the answer that `submit` received."""
+_SETUP_OUTPUT = 8192  # The number of bytes of a setup script's output that the error message keeps.
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A score: `reward` within the handler's `reward_range`; `components` for people and reward shaping."""
+    """A score.
+
+    `reward` lies in the handler's `reward_range`; `components` are for people and reward shaping.
+    """
 
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
-    """Why, in one CamelCase word, where the tests could not simply decide: the record's `reward_reason`."""
+    """The record's `reward_reason`: one CamelCase word that explains a score which tests did not decide."""
 
 
 @dataclass(slots=True)
 class StageContext:
-    """What one stage of one rollout may use."""
+    """The data and operations that one stage of one rollout may use."""
 
     task: Task
     spec: RolloutJobSpec
     rollout: str
     sample_index: int
     timeout: float
-    """Seconds that this stage may work. Eval: what its tests may take; a score may come a little later."""
+    """The time that this stage may take, in seconds.
+
+    In Eval this is the time for its tests, and the score may come a little later.
+    """
     client: ExecClient | None = None
-    """The sandbox; None where neither handler nor agent needs one."""
+    """The sandbox, or None if neither the handler nor the agent needs one."""
     workdir: str = "/work"
     """The sandbox's work folder."""
     env: Mapping[str, str] = field(default_factory=dict)
     """The variables of the job and the task."""
     carry: dict[str, Any] = field(default_factory=dict)
-    """JSON; what the stages before left, and what the ones after will get (1 MiB at most)."""
+    """JSON data from the earlier stages, which the later stages receive (1 MiB at most)."""
     trajectory: Trajectory | None = None
-    """Eval only: what Run recorded."""
+    """What Run recorded. It is set in Eval only."""
     place: EvalPlace | None = None
-    """Eval only, of a handler that says `needs_sandbox`: folders and a file that Run could not write to."""
+    """Folders and a file that Run could not write to. It is set in Eval only, if `needs_sandbox` is true."""
     eval_env: Mapping[str, str] = field(default_factory=dict)
-    """Eval only: the environment of whatever is started in the sandbox. See docs/handlers.md."""
+    """The environment of all programs that Eval starts in the sandbox. It is set in Eval only.
+
+    See docs/handlers.md.
+    """
     run_agent: Callable[[], Awaitable[None]] | None = None
-    """Run only: plays the job's agent."""
+    """Plays the job's agent. It is set in Run only."""
 
     @property
     def sandbox(self) -> ExecClient:
-        """The sandbox of a handler that says `needs_sandbox`."""
+        """Return the sandbox of a handler whose `needs_sandbox` is true."""
         if self.client is None:
             raise RuntimeError("the handler uses a sandbox but says needs_sandbox = False")
         return self.client
 
     async def run_test(self, script: str, *, max_output: int = 16_384) -> ExecResult:
-        """Eval only: run a hidden bash script as the handler `shell` does, within `timeout`.
+        """Run a hidden bash script as the handler `shell` does, within `timeout`. This is for Eval only.
 
-        It gets `$ROLLYARD_ANSWER` and `$ROLLYARD_REWARD_FILE`, an empty file at `place.reward_file`.
+        The script gets `$ROLLYARD_ANSWER` and `$ROLLYARD_REWARD_FILE`, an empty file at `place.reward_file`.
 
         Raises:
-            rollyard_sandbox.errors.SandboxError: it cannot be started, or the sandbox failed.
+            rollyard_sandbox.errors.SandboxError: The script cannot be started, or the sandbox failed.
         """
         if self.place is None:
             raise RuntimeError("run_test is for eval, of a handler that says needs_sandbox")
@@ -90,13 +99,13 @@ class StageContext:
 
     @property
     def answer(self) -> str | None:
-        """What the policy submitted; None if it did not."""
+        """Return what the policy submitted, or None if it submitted nothing."""
         value = self.carry.get(ANSWER)
         return value if isinstance(value, str) else None
 
     @property
     def final_text(self) -> str:
-        """The submitted answer, else the last assistant message; empty if there is neither."""
+        """Return the submitted answer, else the last assistant message, else an empty text."""
         if self.answer is not None:
             return self.answer
         for message in reversed(self.trajectory.messages if self.trajectory else ()):
@@ -106,25 +115,34 @@ class StageContext:
 
 
 class Handler(ABC):
-    """Subclass, write `eval`, and name the class in the entry point group `rollyard.handlers`."""
+    """The base of handlers.
+
+    Implement `eval` and name the class in the entry point group `rollyard.handlers`.
+    """
 
     needs_sandbox: ClassVar[bool] = True
-    """False: a sandbox is started only if the agent's tools need one, and Eval does not prepare it."""
+    """Whether the handler needs a sandbox.
+
+    If it does not, a sandbox is started only if the agent's tools need one, and Eval does not prepare it.
+    """
     reward_range: ClassVar[tuple[float, float]] = (-MAX_REWARD, MAX_REWARD)
-    """Least and largest reward that `eval` gives; another one is refused."""
+    """The smallest and the largest reward that `eval` returns. Any other reward is refused."""
     eval_sandbox: ClassVar[EvalSandbox] = "shared"
-    """Where `eval` works if the job's `stages.eval` does not say: in Run's own sandbox, or in a fresh one, in
-    which `init` has run again and into which nothing of Run's comes but what `stages.eval.carry` names."""
+    """The sandbox in which `eval` works if the job's `stages.eval` does not specify one.
+
+    It is either Run's own sandbox or a fresh one. In a fresh one, `init` has run again, and nothing of Run's
+    is copied into it except what `stages.eval.carry` names.
+    """
 
     def check(self, task: Task) -> list[str]:
-        """What is wrong with a task, one line per problem, each beginning with the field's name."""
+        """Return the problems of a task, one line for each. A line begins with the name of the field."""
         return []
 
     async def init(self, ctx: StageContext) -> None:
-        """Prepare the sandbox, whose files and variables are in place. Default: the task's setup script.
+        """Prepare the sandbox, which already has its files and variables. By default, run the setup script.
 
         Raises:
-            SetupFailed: the script did not exit with 0.
+            SetupFailed: The script did not exit with 0.
         """
         script = ctx.task.sandbox.setup
         if script is None or ctx.client is None:
@@ -137,17 +155,21 @@ class Handler(ABC):
             raise SetupFailed(f"task '{ctx.task.id}': sandbox.setup {how}: {result.text()[-1000:]}")
 
     async def run(self, ctx: StageContext) -> None:
-        """Play the episode. Default: the job's agent."""
+        """Play the episode. By default, run the job's agent."""
         if ctx.run_agent is not None:
             await ctx.run_agent()
 
     @abstractmethod
     async def eval(self, ctx: StageContext) -> Evaluation:
-        """Score the episode. Only this gives a reward; an exception is an infrastructure failure.
+        """Return the score of the episode. An exception is an infrastructure failure and gives no reward.
 
-        Tests that the policy's work makes slow or break are the policy's failing: score them. An error of the
-        sandbox that the policy can have caused (`rollyard_pipeline.sabotage`) scores 0 if it is not caught.
+        If the policy's work makes tests slow or breaks them, that is the policy's fault and must be scored.
+        An error of the sandbox that the policy can have caused (`rollyard_pipeline.sabotage`) scores 0 if it
+        is not caught.
         """
 
     async def close(self) -> None:  # noqa: B027 - most handlers hold nothing
-        """Let go of what the handler holds (child processes, connections); the worker stops."""
+        """Release what the handler holds (child processes, connections).
+
+        This is called when the worker stops.
+        """

@@ -1,6 +1,6 @@
-"""The environment of an evaluation: what the image and the author say, and nothing that Run could write.
+"""The environment of an evaluation: what the image and the author set, without what Run could write.
 
-Pure: from the variables of the sandbox to those of its evaluation.
+The module is pure: it maps the variables of the sandbox to those of its evaluation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FOLDERS: Final = frozenset(
         "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME", "npm_config_prefix", "npm_config_userconfig",
     }
 )  # fmt: skip
-"""Variables that say where programs find code and settings: lists of paths, separated by colons or spaces."""
+"""Variables that name folders with code and settings, as paths separated by colons or spaces."""
 
 _OPTIONS: Final = frozenset(
     {
@@ -42,13 +42,13 @@ _ALWAYS: Final = {
     "PYTHONNOUSERSITE": "1",
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": "/dev/null",
-    # Beside a repository's own settings, which Run may have written: these two start programs at every call.
+    # Run may have written a repository's own settings. These two would start programs at every call.
     "GIT_CONFIG_COUNT": "3",
     "GIT_CONFIG_KEY_0": "core.fsmonitor",
     "GIT_CONFIG_VALUE_0": "false",
     "GIT_CONFIG_KEY_1": "core.hooksPath",
     "GIT_CONFIG_VALUE_1": "/dev/null",
-    # A repository of another user id would be refused for want of the user's own settings.
+    # Without the user's own settings, a repository of another user id would be refused.
     "GIT_CONFIG_KEY_2": "safe.directory",
     "GIT_CONFIG_VALUE_2": "*",
     "GIT_PAGER": "cat",
@@ -57,26 +57,26 @@ _ALWAYS: Final = {
     "TERM": "dumb",
 }
 _SWITCHES: Final = {"PYTHONSAFEPATH": "1", "LANG": "C.UTF-8"}
-"""Set unless the job or the task says otherwise."""
+"""Variables that are set unless the job or the task sets them."""
 _SEPARATORS: Final = re.compile(r"[:\s]+")
 
 
 def evaluation_environment(
     variables: Mapping[str, str], place: EvalPlace, *, workdir: str, author: Mapping[str, str]
 ) -> dict[str, str]:
-    """The whole environment of an evaluation.
+    """Return the whole environment of an evaluation.
 
     Args:
-        variables: the sandbox's own environment: what the image, the provider and the author have set.
-        place: the evaluation's private place.
-        workdir: the work folder, which belongs to Run, as do the sandbox's HOME and TMPDIR.
-        author: the variables of the job and of the task.
+        variables: The sandbox's own environment, as set by the image, the provider and the author.
+        place: The evaluation's private place.
+        workdir: The work folder, which belongs to Run, as do the sandbox's HOME and TMPDIR.
+        author: The variables of the job and of the task.
     """
     home, tmp = variables.get("HOME", ""), variables.get("TMPDIR", "")
     written = [folder.rstrip("/") for folder in (workdir, home, tmp, *_SHARED)]
     written = [
         folder for folder in written if folder.startswith("/")
-    ]  # not "/" itself: all would be below it
+    ]  # "/" itself is excluded, because every path is below it.
     found: dict[str, str] = {}
     for name, value in variables.items():
         if name.startswith(("BASH_FUNC_", "GIT_CONFIG_KEY_", "GIT_CONFIG_VALUE_")) or name in _SHELLS_OWN:

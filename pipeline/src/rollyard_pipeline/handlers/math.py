@@ -16,13 +16,13 @@ _VERDICT_SECONDS: Final = 10.0
 
 
 class MathHandler(Handler):
-    r"""Reward 1.0 for the right answer, else 0.0.
+    r"""Returns reward 1.0 for the right answer, else 0.0.
 
-    The answer is what `submit` handed in or the last assistant message says: the last
-    `\boxed{…}`, what follows `####` or "answer is", else the last line. `task.answer` may
-    be a whole solution that ends with `#### n`, as GSM8K has it. An answer that cannot be
-    compared in time scores 0, with the reason VerifyTimeout and the component `verify_timeout`;
-    so does one that kills the process which compares it, with the reason AnswerUnusable.
+    The answer comes from `submit` or from the last assistant message: the last `\boxed{…}`, what follows
+    `####` or "answer is", else the last line. `task.answer` may be a whole solution that ends with `#### n`,
+    as in GSM8K. An answer that cannot be compared in time scores 0, with the reason VerifyTimeout and the
+    component `verify_timeout`. An answer that kills the process which compares it also scores 0, with the
+    reason AnswerUnusable.
     """
 
     needs_sandbox = False
@@ -36,7 +36,7 @@ class MathHandler(Handler):
         return [] if task.answer and final_answer(task.answer) else ["answer: required by the handler 'math'"]
 
     async def eval(self, ctx: StageContext) -> Evaluation:
-        """Score 1.0 if the answer equals the task's, else 0.0."""
+        """Return a score of 1.0 if the answer equals the task's, else 0.0."""
         gold = final_answer(ctx.task.answer or "")
         if not gold:
             raise TaskInvalid(f"task '{ctx.task.id}': answer: required by the handler 'math'")
@@ -48,17 +48,18 @@ class MathHandler(Handler):
         except VerifierTimeout:
             return Evaluation(0.0, {"answered": 1.0, "verify_timeout": 1.0}, VERIFY_TIMEOUT)
         except VerifierFailed:
-            # Evidence: a verifier that can compare the gold answer with itself was ended by the other one.
+            # This is the proof: if the verifier can compare the gold answer with itself, the other answer
+            # ended it.
             await self._compare(gold, gold, ctx.timeout)
             return Evaluation(0.0, {"answered": 1.0}, ANSWER_UNUSABLE)
         return Evaluation(1.0 if equal else 0.0, {"answered": 1.0})
 
     async def _compare(self, gold: str, answer: str, timeout: float) -> bool:
-        """Compare, once more in a fresh process where the first one dies.
+        """Return whether the answers are equal, with a second try in a fresh process if the first one dies.
 
         Raises:
-            VerifierTimeout: there is no verdict in time.
-            VerifierFailed: two processes died.
+            VerifierTimeout: There is no verdict in time.
+            VerifierFailed: Two processes died.
         """
         seconds = min(_VERDICT_SECONDS, timeout)
         try:

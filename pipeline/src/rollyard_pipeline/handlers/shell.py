@@ -1,4 +1,4 @@
-"""The handler `shell`: a hidden test script decides, in the sandbox that the policy worked in."""
+"""The handler `shell`: a hidden test script decides, in the sandbox in which the policy worked."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rollyard_pipeline.sabotage import ANSWER_UNUSABLE, REWARD_INVALID, TEST_TIM
 log = logging.getLogger(__name__)
 
 _REWARD_BYTES: Final = 64
-_ANSWER_BYTES: Final = 100_000  # the kernel takes 128 KiB in one variable
+_ANSWER_BYTES: Final = 100_000  # The kernel accepts 128 KiB in one variable.
 
 
 class ShellHandler(Handler):
-    """Exit status 0 of `test_script` is reward 1.0, any other 0.0.
+    """Returns reward 1.0 if `test_script` exits with status 0, else 0.0.
 
-    Every process of Run is killed first; the script arrives only then and runs in a fresh
-    bash, in an environment to which Run has added nothing. It sees `$ROLLYARD_ANSWER` (what
-    `submit` handed in, else empty) and may write a number between 0 and 1 to the file
-    `$ROLLYARD_REWARD_FILE`, which then is the reward; anything else in it scores 0, with the
-    reason RewardInvalid, since the policy may have caused it. A script past its time limit
-    scores 0, with the reason TestTimeout and the component `test_timeout`.
+    Every process of Run is killed first. Only then is the script sent. It runs in a fresh bash, in an
+    environment to which Run has added nothing. It sees `$ROLLYARD_ANSWER` (what `submit` received, else
+    empty) and may write a number between 0 and 1 to the file `$ROLLYARD_REWARD_FILE`, which then is the
+    reward. Anything else in the file scores 0, with the reason RewardInvalid, since the policy may have
+    caused it. A script that exceeds its time limit scores 0, with the reason TestTimeout and the component
+    `test_timeout`.
     """
 
     reward_range = (0.0, 1.0)
@@ -40,7 +40,7 @@ class ShellHandler(Handler):
         if not ctx.task.test_script:
             raise TaskInvalid(f"task '{ctx.task.id}': test_script: required by the handler 'shell'")
         if len((ctx.answer or "").encode(errors="replace")) > _ANSWER_BYTES:
-            # No program could be started with it, and a test that expects one to fail would be content.
+            # No program could be started with it, and a test that expects a failure would pass.
             return Evaluation(0.0, {}, ANSWER_UNUSABLE)
         result = await ctx.run_test(ctx.task.test_script)
         if result.timed_out:
@@ -60,7 +60,11 @@ class ShellHandler(Handler):
 
 
 async def _written(ctx: StageContext) -> str:
-    """What the reward file holds; raises FileError where the test has made it unreadable."""
+    """Return the content of the reward file.
+
+    Raises:
+        FileError: The test has made the file unreadable.
+    """
     assert ctx.place is not None
     return (await ctx.sandbox.read_file(ctx.place.reward_file, max_bytes=_REWARD_BYTES)).text().strip()
 

@@ -1,9 +1,9 @@
 """Child processes that compare mathematical answers, each one comparison at a time.
 
-math-verify builds on sympy, whose simplification can run for hours on a short hostile
-input, and which a thread cannot interrupt: a comparison past its limit ends with its
-process. `python -m rollyard_pipeline.handlers.verifier` is the child: a JSON line in,
-`{"gold": …, "answer": …}`, a JSON line out, `{"equal": …}`.
+math-verify builds on sympy, whose simplification can run for hours on a short hostile input and cannot be
+interrupted in a thread. A comparison that exceeds its limit is therefore ended with its process.
+`python -m rollyard_pipeline.handlers.verifier` is the child. It reads the JSON line
+`{"gold": …, "answer": …}` and writes the JSON line `{"equal": …}`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Final
 
 from rollyard_pipeline.errors import VerifierFailed
 
-_MEMORY: Final = 2 << 30  # bytes of address space of a child
-_LINE: Final = 1 << 20  # bytes of a request or an answer
-_START_SECONDS: Final = 60.0  # sympy is slow to import on a busy machine
+_MEMORY: Final = 2 << 30  # The size of a child's address space in bytes.
+_LINE: Final = 1 << 20  # The limit of a request or an answer in bytes.
+_START_SECONDS: Final = 60.0  # Importing sympy takes long on a busy machine.
 
 
 class VerifierTimeout(VerifierFailed):
-    """A comparison did not end in time; its process was killed."""
+    """A comparison did not end in time, and its process was killed."""
 
     reason = "VerifierTimeout"
 
 
 class Verifiers:
-    """A bounded set of children, started when first needed and kept.
+    """A bounded set of children, which are started when first needed and kept.
 
     Args:
-        count: children, so comparisons at once.
+        count: The number of children, and therefore of simultaneous comparisons.
     """
 
     def __init__(self, count: int = 2) -> None:
@@ -41,13 +41,13 @@ class Verifiers:
         self._idle: list[asyncio.subprocess.Process] = []
 
     async def equal(self, gold: str, answer: str, seconds: float) -> bool:
-        """Whether `answer` is mathematically the same as `gold`.
+        """Return whether `answer` is mathematically the same as `gold`.
 
         Waiting for a free child does not count against `seconds`.
 
         Raises:
-            VerifierTimeout: not within `seconds`.
-            VerifierFailed: the child could not be started or died.
+            VerifierTimeout: There is no result within `seconds`.
+            VerifierFailed: The child could not be started or died.
         """
         async with self._places:
             child = self._idle.pop() if self._idle else await self._start()
@@ -119,16 +119,16 @@ async def _kill(child: asyncio.subprocess.Process) -> None:
 
 
 def main() -> None:
-    """The child: answers requests until its input ends."""
+    """Answer requests until the input ends. This is the child's main function."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    logging.disable(logging.WARNING)  # it warns of the missing timeouts at every start
+    logging.disable(logging.WARNING)  # It logs a warning about the missing timeouts at every start.
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        # Timeouts are the parent's: math-verify's own rest on signals and do not bind everywhere.
+        # The parent enforces the timeouts: math-verify's own rely on signals and do not always work.
         gold, answer = (
             parse(f"\\boxed{{{request[key]}}}", targets, parsing_timeout=None) for key in ("gold", "answer")
         )

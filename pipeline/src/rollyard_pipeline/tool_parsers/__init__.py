@@ -1,4 +1,4 @@
-"""Tool-call parsers: what calls a model's text makes. Entry points of `rollyard.tool_parsers`."""
+"""Tool-call parsers, which find the calls in a model's text. Entry points of `rollyard.tool_parsers`."""
 
 from rollyard_pipeline.tool_parsers.base import ConfigurableParser, ParsedCall, ParsedTurn, ToolCallParser
 

@@ -1,4 +1,4 @@
-"""What a tool-call parser returns, and how it may be configured before it reads."""
+"""The result of a tool-call parser, and the configuration of a parser before its first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """One tool call; with `error` set it is malformed, and the error is what the model gets to see."""
+    """One tool call. If `error` is set, the call is malformed, and the model sees the error."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class ParsedTurn:
 
 
 class ToolCallParser(Protocol):
-    """Reads a turn's text. Total: malformed calls become `ParsedCall.error`, never an exception."""
+    """Parses a turn's text. Malformed calls become `ParsedCall.error`, never an exception."""
 
     def parse(self, text: str) -> ParsedTurn:
         """Return the calls of one turn, and its text without them."""
@@ -37,10 +37,13 @@ class ToolCallParser(Protocol):
 
 @runtime_checkable
 class ConfigurableParser(Protocol):
-    """A parser that reads by the model's chat template or the offered tools; the method is optional."""
+    """A parser that depends on the model's chat template or the offered tools. The method is optional."""
 
     def configure(self, template: str, schemas: Schemas) -> None:
-        """Called once, before the first `parse`, with the template's jinja2 source."""
+        """Configure the parser with the template's jinja2 source and the tools' schemas.
+
+        This is called once, before the first `parse`.
+        """
         ...
 
 

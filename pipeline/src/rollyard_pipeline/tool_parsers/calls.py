@@ -1,4 +1,4 @@
-"""What the parsers share: JSON at a place of a text, the shape of a call, the words of an error."""
+"""What the parsers share: JSON at a position of a text, the form of a call, and the text of errors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from typing import Any, Final, NoReturn
 from rollyard_pipeline.tool_parsers.base import ParsedCall
 
 NAME_LIMIT: Final = 128
-"""Characters of a tool's name."""
+"""The maximum length of a tool's name in characters."""
 
 
 _FIRST_WINDOW: Final = 4096  # characters
 _CUT: Final = 64
-"""An error nearer than this to the end of a window may come from the cut; the longest token is shorter."""
+"""The distance in characters within which an error may come from the cut at the end of a window.
+
+The longest token is shorter.
+"""
 _SPACE: Final = re.compile(r"[ \t\r\n]*+")
 
 
 class NotJson(ValueError):
-    """No JSON value where one was expected; the message says why, `at` where (an index of the text)."""
+    """There is no JSON value where one was expected.
+
+    The message explains why, and `at` is the index in the text.
+    """
 
     reason = "NotJson"
 
@@ -30,41 +36,41 @@ class NotJson(ValueError):
 
 
 def malformed(why: str, name: str = "") -> ParsedCall:
-    """A call that cannot be run, with the words that the model gets to see."""
+    """Return a call that cannot be run, with the message that the model sees."""
     return ParsedCall(name if len(name) <= NAME_LIMIT else "", error=f"malformed tool call: {why}")
 
 
 def skip_space(text: str, at: int) -> int:
-    """The index of the first character from `at` on that is no JSON whitespace."""
+    """Return the index of the first character from `at` on that is not JSON whitespace."""
     space = _SPACE.match(text, at)
     return at if space is None else space.end()
 
 
 def json_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at `at`, behind whitespace, and the index where it ends.
+    """Return the JSON value at `at`, after whitespace, and the index where it ends.
 
-    Raw newlines in strings are accepted: models write them. NaN and Infinity are not.
+    Raw newlines in strings are accepted, because models write them. NaN and Infinity are not.
 
     Raises:
-        NotJson: none there, or it is nested too deeply.
+        NotJson: There is no value, or it is nested too deeply.
     """
     start = skip_space(text, at)
     window = _FIRST_WINDOW
     while True:
-        # An error in the whole text would cost time in proportion to its place, because its line is counted.
+        # Parsing the whole text would be slow, because an error counts the lines up to its position.
         piece = text[start : start + window]
         whole = start + window >= len(text)
         try:
             value, end = _DECODER.raw_decode(piece)
         except RecursionError as error:
-            # The window before this one was JSON to its cut: nothing in it is looked at again.
+            # The previous window was JSON up to its cut, so nothing in it is parsed again.
             read = 0 if window == _FIRST_WINDOW else window // 2 - _CUT
             raise NotJson("not JSON: too deep", start + read) from error
         except json.JSONDecodeError as error:
             if whole or not (error.pos > window - _CUT or error.msg.startswith("Unterminated string")):
                 why = f"not JSON: {error.msg} at character {error.pos}"
                 raise NotJson(why, start + error.pos) from error
-        except ValueError as error:  # a number of too many digits, or one that is no JSON
+        except ValueError as error:  # The number has too many digits, or is not JSON.
             raise NotJson(f"not JSON: {error}", start) from error
         else:
             if whole or end < len(piece):
@@ -73,7 +79,7 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def named_call(value: object, keys: Sequence[str] = ("arguments",)) -> ParsedCall:
-    """The call that an object with `name` and arguments (under the first of `keys` that it has) makes."""
+    """Return the call of an object with `name` and arguments (under the first of `keys` that it has)."""
     if not isinstance(value, dict):
         return malformed(f"expected a JSON object with 'name' and '{keys[0]}'")
     key = next((key for key in keys if key in value), keys[0])
@@ -81,10 +87,10 @@ def named_call(value: object, keys: Sequence[str] = ("arguments",)) -> ParsedCal
 
 
 def call_of(name: object, arguments: object, key: str = "arguments") -> ParsedCall:
-    """A call if `name` is a tool's name and `arguments` an object; else a malformed one."""
+    """Return a call if `name` is a tool's name and `arguments` is an object, else a malformed call."""
     if not isinstance(name, str) or not 1 <= len(name) <= NAME_LIMIT:
         return malformed("'name' must be the name of a tool")
-    if isinstance(arguments, str):  # some models quote the object once more
+    if isinstance(arguments, str):  # Some models quote the object a second time.
         try:
             quoted, end = json_at(arguments, 0)
         except NotJson:

@@ -27,7 +27,7 @@ _FRAME: Final = re.compile(r"<｜tool▁calls▁(?:begin|end)｜>|<｜end▁of�
 
 
 class DeepSeekParser:
-    """Finds the calls of a turn; what stands before `</think>` is a thought."""
+    """Finds the calls of a turn. Text before `</think>` is a thought."""
 
     def __init__(self) -> None:
         self._reader = TurnReader(f"{_BEGIN}|{_FRAME.pattern}", _calls)
@@ -47,7 +47,7 @@ def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
     head = _HEAD.match(text, mark.end())
     if head is None:
         return [malformed(f"expected the tool's name and {_SEPARATOR}")], _recover(text, mark.end())
-    # V3.1 has the name before the separator, the others 'function' there and the name behind it.
+    # V3.1 has the name before the separator. The others have 'function' there and the name after it.
     name = (head["second"] or head["first"]).strip()
     try:
         value, end = json_at(text, head.end())
@@ -62,7 +62,7 @@ def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
 
 
 def _recover(text: str, at: int) -> int:
-    """Where to go on after a malformed call: behind its end, or at the next call."""
+    """Return where to continue after a malformed call: after its end, or at the next call."""
     mark = _RESUME.search(text, at)
     if mark is None:
         return len(text)

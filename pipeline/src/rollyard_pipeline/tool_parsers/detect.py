@@ -1,4 +1,4 @@
-"""Which parser a model's chat template calls for."""
+"""The choice of a parser according to a model's chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollyard_pipeline.tool_parsers.qwen_coder import QwenCoderParser
 
 DEFAULT: Final = "hermes"
 
-# All of a row's marks in the template's source mean the parser; the first row that fits is taken.
+# The first row is taken whose marks all occur in the template's source.
 _MARKS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("<|channel|>", "<|message|>"), "gpt_oss"),
     (("<｜tool▁calls▁begin｜>",), "deepseek"),
@@ -38,7 +38,7 @@ _PARSERS: Final[dict[str, type[ToolCallParser]]] = {
 
 
 def choose(template: str) -> str:
-    """The name of the parser for a chat template's jinja2 source; `hermes` where nothing else fits."""
+    """Return the name of the parser for a chat template's jinja2 source, by default `hermes`."""
     for marks, name in _MARKS:
         if all(mark in template for mark in marks):
             return name
@@ -46,15 +46,15 @@ def choose(template: str) -> str:
 
 
 class AutoParser:
-    """The parser that the model's template calls for; until it has seen one, `hermes`."""
+    """The parser that the model's template requires. Before it has seen a template, it is `hermes`."""
 
     def __init__(self) -> None:
         self._parser: ToolCallParser = HermesParser()
 
     def configure(self, template: str, schemas: Schemas) -> None:
-        """Choose by the template's source."""
+        """Choose the parser by the template's source."""
         self._parser = configured(_PARSERS[choose(template)](), template, schemas)
 
     def parse(self, text: str) -> ParsedTurn:
-        """Read the turn with the parser that the chat template has decided."""
+        """Parse the turn with the parser that was chosen by the chat template."""
         return self._parser.parse(text)

@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>…<|end|>
     <|start|>assistant<|channel|>commentary to=functions.bash <|constrain|>json<|message|>{…}<|call|>
 
-A call is a message with a recipient (`to=`), which may stand before or behind the channel. The last
-message's ending mark is the turn's end-of-turn token and is not in its text.
+A call is a message with a recipient (`to=`), which may precede or follow the channel. The last message's
+ending mark is the turn's end-of-turn token and is not in its text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _RECIPIENT: Final = re.compile(r"(?:^|\s|(?<=\|>))to=(?P<name>[^\s<]+)")
 _MARK: Final = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
 _HEADER_LIMIT: Final = 1024  # characters
 _PEOPLE: Final = frozenset({"assistant", "user", "all"})
-"""Recipients that are no tools."""
+"""Recipients that are not tools."""
 
 
 class GptOssParser:
-    """Reads a turn message by message; calls are no calls in the text of the channel `analysis`."""
+    """Parses a turn message by message. Calls in the text of the channel `analysis` do not count."""
 
     def parse(self, text: str) -> ParsedTurn:
         """Return the calls of one turn, and its text without them."""
@@ -39,14 +39,14 @@ class GptOssParser:
         at = 0
         while at < len(text):
             at = _message(text, at, said, calls)
-        # A template shows the thought before a call, and no thought before an answer.
+        # A template shows the thought before a call, but no thought before an answer.
         channels = ("analysis", "commentary", "final") if calls else ("commentary", "final")
         parts = [part.strip() for channel in channels for part in said[channel]]
         return ParsedTurn("\n\n".join(part for part in parts if part), tuple(calls))
 
 
 def _message(text: str, at: int, said: dict[str, list[str]], calls: list[ParsedCall]) -> int:
-    """Read the message at `at` into `said` or `calls`; the index behind it."""
+    """Read the message at `at` into `said` or `calls`, and return the index after it."""
     if text.startswith(_START, at):
         at += len(_START)
     mark = _HEADER_END.search(text, at)
@@ -73,12 +73,12 @@ def _message(text: str, at: int, said: dict[str, list[str]], calls: list[ParsedC
 
 
 def _call(text: str, at: int, name: str, calls: list[ParsedCall]) -> int:
-    """Read the call of `name` whose arguments begin at `at`; the index behind its message."""
+    """Read the call of `name` whose arguments begin at `at`, and return the index after its message."""
     if not 1 <= len(name) <= NAME_LIMIT:
         call, after = malformed("'to=' must name a tool: to=functions.NAME"), at
     else:
         try:
-            # The JSON itself says where it ends: a value may hold a mark as text.
+            # The JSON itself determines where it ends, because a value may contain a mark as text.
             value, after = json_at(text, at)
             call = call_of(name, value)
         except NotJson as error:

@@ -15,7 +15,7 @@ _CLOSE: Final = "</tool_call>"
 
 
 class HermesParser:
-    """Finds every call of a turn; calls inside `<think>` are thoughts, not calls."""
+    """Finds every call of a turn. Calls inside `<think>` are thoughts, not calls."""
 
     def __init__(self) -> None:
         self._reader = TurnReader(_OPEN, _call)
@@ -26,7 +26,7 @@ class HermesParser:
 
 
 def _call(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
-    # A value may hold the closing mark as text, so the JSON itself says where it ends.
+    # A value may contain the closing mark as text, so the JSON itself determines where it ends.
     try:
         value, end = json_at(text, mark.end())
     except NotJson as error:

@@ -1,7 +1,7 @@
 """Python literals in a text: strings, numbers, constants, lists, tuples and dictionaries of them.
 
-Read by hand, not by `ast`: the text is a model's, `ast` takes stack and memory as its nesting pleases,
-and it does not say where a literal ends.
+The module does not use `ast`, because the text comes from a model: its nesting determines the stack and
+memory that `ast` needs, and `ast` does not report where a literal ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBER: Final = re.compile(
 )
 _WORD: Final = re.compile(r"[^\W\d]\w*+")
 _CONSTANTS: Final[dict[str, bool | None]] = {
-    # The second three are JSON's: models mix them up.
+    # The second three are JSON's, because models confuse the two.
     "True": True,
     "False": False,
     "None": None,
@@ -57,7 +57,7 @@ _CHARACTERS: Final = {
 
 
 class NotLiteral(ValueError):
-    """No literal where one was expected; `at` is the index in the text."""
+    """There is no literal where one was expected. `at` is the index in the text."""
 
     reason = "NotLiteral"
 
@@ -67,16 +67,16 @@ class NotLiteral(ValueError):
 
 
 def skip_blank(text: str, at: int) -> int:
-    """The index of the first character from `at` on that is no whitespace."""
+    """Return the index of the first character from `at` on that is not whitespace."""
     blank = _BLANK.match(text, at)
     return at if blank is None else blank.end()
 
 
 def literal_at(text: str, at: int, depth: int = 0) -> tuple[Any, int]:
-    """The literal at `at`, behind whitespace, and the index where it ends; tuples become lists.
+    """Return the literal at `at`, after whitespace, and the index where it ends. Tuples become lists.
 
     Raises:
-        NotLiteral: none there, or it nests deeper than MAX_DEPTH.
+        NotLiteral: There is no literal, or it is nested deeper than MAX_DEPTH.
     """
     at = skip_blank(text, at)
     if depth > MAX_DEPTH:
@@ -103,12 +103,12 @@ def _number(match: re.Match[str]) -> int | float:
         if match["hex"] is not None:
             return int(match["hex"], 16)
         return float(match["float"]) if match["float"] is not None else int(match["int"])
-    except ValueError as error:  # more digits than the interpreter converts
+    except ValueError as error:  # The number has more digits than the interpreter converts.
         raise NotLiteral("a number is too long", match.end()) from error
 
 
 def _strings(text: str, at: int) -> tuple[str, int]:
-    """One string literal, or several side by side, which Python joins."""
+    """Read one string literal, or several adjacent ones, which Python joins."""
     pieces: list[str] = []
     end = at
     while (match := _STRING.match(text, skip_blank(text, end))) is not None:
@@ -129,7 +129,7 @@ def _unescaped(match: re.Match[str]) -> str:
             return unicodedata.lookup(match["N"])
         except KeyError:
             return match[0]
-    return _CHARACTERS.get(match["c"], match[0])  # an unknown escape stays as it is, as in Python
+    return _CHARACTERS.get(match["c"], match[0])  # An unknown escape is kept unchanged, as in Python.
 
 
 def _items(text: str, at: int, depth: int) -> tuple[Any, int]:
@@ -147,7 +147,7 @@ def _items(text: str, at: int, depth: int) -> tuple[Any, int]:
         elif not text.startswith(close, at):
             raise NotLiteral(f"expected ',' or '{close}'", at)
     if close == ")" and len(items) == 1 and not commas:
-        return items[0], at + 1  # brackets around a value
+        return items[0], at + 1  # These are parentheses around a value.
     return items, at + 1
 
 

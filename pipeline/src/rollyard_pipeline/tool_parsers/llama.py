@@ -1,7 +1,7 @@
 """Llama 3's JSON calls: `<|python_tag|>{"name": …, "parameters": {…}}`, several separated by `;`.
 
-The mark is optional (Llama 3.2 leaves it out; Llama 4 writes `<|python_start|>`). Without it, an object
-is a call where it begins a line and has a name and parameters: everything else is an answer in JSON.
+The mark is optional (Llama 3.2 omits it; Llama 4 writes `<|python_start|>`). Without it, an object is a
+call only if it begins a line and has a name and parameters. Any other object is an answer in JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
 
 
 def _call(text: str, at: int, *, marked: bool) -> tuple[ParsedCall | None, int]:
-    """The call at `at` and where it ends; None where it is text."""
+    """Return the call at `at` and where it ends. The call is None if the object is text."""
     start = skip_space(text, at)
     try:
         value, end = json_at(text, start)
@@ -62,7 +62,7 @@ def _call(text: str, at: int, *, marked: bool) -> tuple[ParsedCall | None, int]:
     if not isinstance(value, dict) or "name" not in value:
         return None, end
     if not any(key in value for key in _KEYS):
-        # An answer in JSON may have a name; an object of a name alone is a call that lacks the rest.
+        # An answer in JSON may have a name. An object that has only a name is a call without the rest.
         if set(value) - {"name", "type"}:
             return None, end
         return malformed("'parameters' is missing", str(value["name"])), end

@@ -1,5 +1,8 @@
-"""Mistral's calls: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and since the tokenizers of
-version 11 `[TOOL_CALLS]name[ARGS]{…}`, once for each call (`[CALL_ID]…` may stand before `[ARGS]`)."""
+"""Mistral's calls: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or a newer form.
+
+Since the tokenizers of version 11 it is `[TOOL_CALLS]name[ARGS]{…}`, once for each call (`[CALL_ID]…` may
+precede `[ARGS]`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _HEAD: Final = re.compile(
 
 
 class MistralParser:
-    """Finds the calls of a turn; `[THINK]…[/THINK]` are thoughts."""
+    """Finds the calls of a turn. The text of `[THINK]…[/THINK]` is a thought."""
 
     def __init__(self) -> None:
         self._reader = TurnReader(re.escape(_OPEN), _calls, ("[THINK]", "[/THINK]"))

@@ -14,7 +14,7 @@ from rollyard_pipeline.tool_parsers.turn import TurnReader
 _MARK: Final = r"<\|python_(?:tag|start)\|>"
 _NAME: Final = re.compile(r"[^\W\d][\w.]*+")
 _ARGUMENT: Final = re.compile(r"(?P<name>[^\W\d]\w*+)\s*+=(?!=)")
-# Only what is hardly prose: the list's first item is called with a name=, a literal or nothing.
+# Prose must not match: the list's first item is called with a name=, a literal or nothing.
 _LIST: Final = r"""^[ \t]*(?=\[\s*[^\W\d][\w.]*+\s*+\(\s*+(?:\)|[^\W\d]\w*+\s*+=|["'\d\[{-]))"""
 _END: Final = re.compile(r"\s*(?:<\|python_end\|>|<\|eom_id\|>|<\|eot_id\|>)")
 
@@ -37,14 +37,14 @@ def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
     except NotLiteral as error:
         line = text.find("\n", error.at)
         where = error.at - mark.end()
-        # None of the list is run: the model gets to see one error and writes it again.
+        # None of the list is run: the model sees one error and can write the list again.
         return [malformed(f"{error} at character {where}")], len(text) if line < 0 else line
     ended = _END.match(text, at)
     return calls, ended.end() if ended is not None else at
 
 
 def _list(text: str, at: int, calls: list[ParsedCall]) -> int:
-    """Read `[call, call, …]`, or one call without brackets, into `calls`; the index behind it."""
+    """Read `[call, call, …]`, or one call without brackets, into `calls`, and return the index after it."""
     bracket = text.startswith("[", at)
     at = skip_blank(text, at + bracket)
     while True:

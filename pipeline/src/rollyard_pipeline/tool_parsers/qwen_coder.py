@@ -8,11 +8,11 @@
     </function>
     </tool_call>
 
-Values stand without quotes or escapes. So a value ends at the first `</parameter>` that another
-parameter or `</function>` follows, and a call at `</function></tool_call>`: these sequences a value
-cannot hold, nor `</think>` with a `<function=` behind it, which is a draft in a thought. One newline at a
-value's start and one at its end are the template's. What type a value has the tool's JSON schema says;
-without one it is a string.
+Values have no quotes or escapes. A value therefore ends at the first `</parameter>` that is followed by
+another parameter or by `</function>`, and a call ends at `</function></tool_call>`. A value cannot contain
+these sequences, nor `</think>` followed by `<function=`, which is a draft in a thought. One newline at the
+start of a value and one at its end belong to the template. The tool's JSON schema determines the type of a
+value. Without a schema, the value is a string.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollyard_pipeline.tool_parsers.calls import NAME_LIMIT, NotJson, json_at, m
 from rollyard_pipeline.tool_parsers.literals import NotLiteral, literal_at, skip_blank
 from rollyard_pipeline.tool_parsers.turn import THINK, TurnReader
 
-# The opening <tool_call> may be missing: these models leave it out at times.
+# The opening <tool_call> may be missing, because these models sometimes omit it.
 _OPEN: Final = r"<tool_call>|(?=<function=[^<>\n]{1,128}>\s*(?:<parameter=|</function>))"
 _CLOSE: Final = "</tool_call>"
 _FUNCTION: Final = re.compile(r"\s*+<function=(?P<name>[^<>\n]*+)>")
@@ -40,14 +40,14 @@ _RESUME: Final = re.compile(rf"{_CLOSE}|</function>")
 
 
 class QwenCoderParser:
-    """Finds the calls of a turn and gives arguments the types that their tool's schema names."""
+    """Finds the calls of a turn and converts arguments to the types that their tool's schema names."""
 
     def __init__(self) -> None:
         self._schemas: Schemas = {}
         self._reader = TurnReader(_OPEN, self._call)
 
     def configure(self, template: str, schemas: Schemas) -> None:
-        """Keep the schemas, by which values are typed."""
+        """Store the schemas, which determine the types of values."""
         self._schemas = schemas
 
     def parse(self, text: str) -> ParsedTurn:
@@ -75,7 +75,8 @@ class QwenCoderParser:
                 return [malformed(f"parameter '{key}' is given twice", name)], _recover(text, end.end())
             value = _without_frame(text[parameter.end() : end.start()])
             if "<function=" in value.partition(THINK[1])[2]:
-                # A draft within a thought: its value would swallow the call behind the thought.
+                # This is a draft within a thought. Its value would otherwise include the call after the
+                # thought.
                 return [malformed(f"</parameter> of '{key}' is missing", name)], end.end()
             arguments[key] = typed(value, properties.get(key, {}))
             at = end.end()
@@ -90,7 +91,7 @@ class QwenCoderParser:
 
 
 def typed(value: str, rule: Mapping[str, Any]) -> Any:
-    """`value` as the type that the JSON schema `rule` allows; the text itself where it is of none of them."""
+    """Return `value` as a type that the JSON schema `rule` allows, or the text itself if none fits."""
     kinds = _kinds(rule)
     if not kinds or kinds == {"string"}:
         return value
@@ -100,7 +101,7 @@ def typed(value: str, rule: Mapping[str, Any]) -> Any:
     if "boolean" in kinds and word.lower() in ("true", "false"):
         return word.lower() == "true"
     if kinds & {"integer", "number"} and (number := _number(word)) is not None:
-        # 3.0 is an integer by JSON schema's rules.
+        # 3.0 is an integer by the rules of JSON schema.
         if isinstance(number, int) or "number" in kinds:
             return number
         if number.is_integer():
@@ -133,7 +134,10 @@ def _number(word: str) -> int | float | None:
 
 
 def _structure(word: str) -> Any:
-    """A list or an object, in JSON or, since models copy what templates print, as Python writes it."""
+    """Return a list or an object that is written in JSON or in Python.
+
+    Models write Python because they copy what templates print.
+    """
     try:
         value, end = json_at(word, 0)
         if skip_space(word, end) == len(word):
@@ -152,7 +156,7 @@ def _without_frame(value: str) -> str:
 
 
 def _recover(text: str, at: int) -> int:
-    """Where to go on after a malformed call: behind its end."""
+    """Return where to continue after a malformed call: after its end."""
     mark = _RESUME.search(text, at)
     if mark is None:
         return len(text)

@@ -1,4 +1,4 @@
-"""Goes through a turn's text once: thoughts, calls and what is said around them."""
+"""A single pass over a turn's text, which finds thoughts, calls and the text around them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Final, TypeAlias
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 
 ReadCalls: TypeAlias = Callable[[str, re.Match[str]], tuple[Sequence[ParsedCall], int]]
-"""From the text and the match of a call's opening mark: the calls there, and the index behind them.
+"""A function of the text and the match of a call's opening mark that returns the calls and an end index.
 
-The index lies behind the mark. No calls: the mark was text after all.
+The index lies after the mark. If there are no calls, the mark was text after all.
 """
 
 THINK: Final = ("<think>", "</think>")
 
 
 class TurnReader:
-    """Reads turns in which calls stand between marks, in time linear in the text.
+    """Parses turns in which calls stand between marks, in time linear in the text.
 
-    A thought is what stands between the thinking marks, and what stands before a closing mark without
-    an opening one (some templates open the thought in the prompt). Calls in thoughts are no calls. A
-    closing mark within a well-formed call is a piece of its arguments.
+    A thought is the text between the thinking marks, or the text before a closing mark without an opening one
+    (some templates open the thought in the prompt). Calls in thoughts do not count. A closing mark within a
+    well-formed call is a part of its arguments.
 
     Args:
-        opening: matches where a call begins.
-        read: reads the calls there.
-        thought: the opening and the closing mark of thoughts.
+        opening: Matches where a call begins.
+        read: Reads the calls there.
+        thought: The opening and the closing mark of thoughts.
     """
 
     def __init__(self, opening: str, read: ReadCalls, thought: tuple[str, str] = THINK) -> None:
@@ -37,7 +37,7 @@ class TurnReader:
         self._read = read
 
     def parse(self, text: str) -> ParsedTurn:
-        """The turn's text outside its calls, thoughts included, and its calls."""
+        """Return the turn's text outside its calls, thoughts included, and its calls."""
         outside: list[str] = []
         calls: list[ParsedCall] = []
         at = thoughts_end = 0
@@ -57,9 +57,9 @@ class TurnReader:
                 found, end = self._read(text, mark)
                 thought = -1
                 if any(call.error for call in found):
-                    # The last one, so that no part of the text is read more than twice.
+                    # The last mark is used, so no part of the text is read more than twice.
                     thought = text.rfind(self._close, mark.end(), end)
-                if thought >= 0:  # the model thought aloud of a call, and the thought ended there
+                if thought >= 0:  # The model mentioned a call in a thought, and the thought ended there.
                     calls.clear()
                     end = thought + len(self._close)
                     thoughts_end = end

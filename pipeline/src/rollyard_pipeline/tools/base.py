@@ -1,4 +1,4 @@
-"""What a tool is, and the checking of its arguments."""
+"""The base class of tools, and the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from rollyard_sandbox.client import ExecClient, ExecResult
 
 from rollyard_pipeline.tools.render import render_result
 
-_KILLED: Final = (137, -9)  # exit codes of a process that SIGKILL ended
+_KILLED: Final = (137, -9)  # The exit codes of a process that SIGKILL ended.
 
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """What a call may use."""
+    """The data and operations that a call may use."""
 
     client: ExecClient | None
-    """The rollout's sandbox; None where the rollout has none."""
+    """The rollout's sandbox, or None if the rollout has none."""
     timeout: float
-    """Seconds that one call may take (`agent.toolTimeoutSeconds`)."""
+    """The time that one call may take, in seconds (`agent.toolTimeoutSeconds`)."""
     max_output_bytes: int
-    """Bytes of output that the model gets to see (`agent.maxToolOutputBytes`)."""
+    """The number of bytes of output that the model sees (`agent.maxToolOutputBytes`)."""
     oom_killed: Callable[[], Awaitable[bool]] | None = None
-    """Whether the sandbox has lost a process to its memory limit."""
+    """Returns whether the sandbox has lost a process to its memory limit."""
 
     @property
     def sandbox(self) -> ExecClient:
-        """The sandbox of a tool that says `needs_sandbox`."""
+        """Return the sandbox of a tool whose `needs_sandbox` is true."""
         if self.client is None:
             raise RuntimeError("the tool uses a sandbox but says needs_sandbox = False")
         return self.client
 
     async def ran(self, result: ExecResult) -> ToolResult:
-        """The observation of a command or a piece of code that ran."""
+        """Return the observation of a command or a piece of code that ran."""
         suspect = result.killed or result.shell_restarted or result.exit_code in _KILLED
         return ToolResult(
             render_result(result, self.timeout),
@@ -46,41 +46,41 @@ class ToolContext:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the model gets to see, and what it means for the episode."""
+    """What the model sees of a call, and its effect on the episode."""
 
     text: str
     error: str | None = None
-    """Set where the call could not do what it was asked; recorded with the turn."""
+    """The error of a call that could not do what it was asked. It is recorded with the turn."""
     answer: str | None = None
-    """Set by a tool that ends the episode: the submitted answer."""
+    """The submitted answer, set by a tool that ends the episode."""
     out_of_memory: bool = False
-    """The sandbox reached its memory limit during the call."""
+    """Whether the sandbox reached its memory limit during the call."""
 
 
 class Tool(ABC):
-    """One tool: a class, of which every rollout has an instance of its own.
+    """The base of tools. Every rollout has its own instance of each tool class.
 
-    Subclass, set the class variables, implement `call`, and name the class in the entry
-    point group `rollyard.tools`.
+    To write a tool, subclass this class, set the class variables, implement `call`, and name the class in the
+    entry point group `rollyard.tools`.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     parameters: ClassVar[dict[str, Any]]
-    """JSON schema of the arguments: an object with `properties` and `required`."""
+    """The JSON schema of the arguments, an object with `properties` and `required`."""
     needs_sandbox: ClassVar[bool] = True
 
     @abstractmethod
     async def call(self, arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
-        """Run one call; `arguments` have passed `check_arguments`.
+        """Run one call. `arguments` have passed `check_arguments`.
 
-        What goes wrong for the model's own reasons is a `ToolResult` with `error`; a lost
-        sandbox is raised.
+        A failure that the model caused is returned as a `ToolResult` with `error`. A lost sandbox raises an
+        exception.
         """
 
     @classmethod
     def schema(cls) -> dict[str, Any]:
-        """The tool as chat templates and OpenAI's API describe tools."""
+        """Return the description of the tool as chat templates and OpenAI's API expect it."""
         return {
             "type": "function",
             "function": {"name": cls.name, "description": cls.description, "parameters": cls.parameters},
@@ -88,7 +88,7 @@ class Tool(ABC):
 
 
 def refusal(message: str) -> ToolResult:
-    """An observation that says what was wrong with a call."""
+    """Return an observation that describes what was wrong with a call."""
     return ToolResult(f"error: {message}", error=message)
 
 
@@ -103,9 +103,10 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
 
 
 def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """The first problem of a call's arguments, in the model's words; None if there is none.
+    """Return the first problem of a call's arguments in words for the model, or None if there is none.
 
-    Checks what tools here use of JSON schema: required names, unknown names, `type`, `enum`.
+    The check covers the parts of JSON schema that tools use here: required names, unknown names, `type`,
+    `enum`.
     """
     properties: Mapping[str, Any] = schema.get("properties", {})
     for name in schema.get("required", ()):

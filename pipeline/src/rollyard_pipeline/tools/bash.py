@@ -1,4 +1,4 @@
-"""`bash {command}`: one persistent shell per rollout."""
+"""The tool `bash {command}`, which gives each rollout one persistent shell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, refusal
 
 
 class BashTool(Tool):
-    """Runs a command in the rollout's shell; variables and the working folder persist between calls."""
+    """Runs a command in the rollout's shell. Variables and the working folder persist between calls."""
 
     name = "bash"
     description = "Run a command in a persistent bash session and get its output."

@@ -1,4 +1,4 @@
-"""`edit {command, path, …}`: view, create, replace and insert text in files of the sandbox."""
+"""The tool `edit {command, path, …}`, which views, creates and changes text in files of the sandbox."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _MAX_FILE_BYTES: Final = 8 << 20
 
 
 class EditTool(Tool):
-    """Edits UTF-8 text files. Relative paths start at the work folder, wherever the shell has gone."""
+    """Edits UTF-8 text files.
+
+    Relative paths start at the work folder, whatever the shell's current folder is.
+    """
 
     name = "edit"
     description = (
@@ -61,7 +64,7 @@ class EditTool(Tool):
 
 
 async def _text(client: ExecClient, path: str) -> str | None:
-    """The file's text; None where it is too long or not UTF-8."""
+    """Return the file's text, or None if it is too long or not UTF-8."""
     content = await client.read_file(path, max_bytes=_MAX_FILE_BYTES)
     if not content.complete:
         return None
@@ -139,7 +142,7 @@ async def _insert(client: ExecClient, path: str, line: int | None, new: str | No
 
 
 def _cut(text: str, limit: int) -> str:
-    """At most about `limit` bytes of `text`, head and tail kept."""
+    """Return at most about `limit` bytes of `text`, with its head and tail kept."""
     data = text.encode(errors="replace")
     if len(data) <= limit:
         return text

@@ -1,4 +1,4 @@
-"""`ipython {code}`: one persistent IPython kernel per rollout."""
+"""The tool `ipython {code}`, which gives each rollout one persistent IPython kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, refusal
 
 
 class IPythonTool(Tool):
-    """Runs code in the rollout's kernel; names persist between calls."""
+    """Runs code in the rollout's kernel. Names persist between calls."""
 
     name = "ipython"
     description = "Run Python code in a persistent IPython session and get its output."

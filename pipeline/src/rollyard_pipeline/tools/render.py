@@ -1,4 +1,4 @@
-"""How a command's result reads to the model. Policies are trained on this text: it is fixed."""
+"""The text of a command's result for the model. Policies are trained on this text, so it is fixed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from rollyard_sandbox.client import ExecResult
 
 
 def render_result(result: ExecResult, timeout: float) -> str:
-    """Output without trailing newlines, then what the exit says.
+    """Return the output without trailing newlines, followed by a note about the exit.
 
-    `(no output)` for silent success, `[exit code N]` for failure, `[timed out after N s]`
-    at the limit; `[shell restarted]` where the session's shell had to be replaced.
+    The note is `(no output)` for silent success, `[exit code N]` for failure, `[timed out after N s]` at the
+    limit, and `[shell restarted]` if the session's shell had to be replaced.
     """
     # An interrupted terminal adds a carriage return.
     output = result.text().rstrip("\r\n")

@@ -1,4 +1,4 @@
-"""`submit {answer}`: ends the episode."""
+"""The tool `submit {answer}`, which ends the episode."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, refusal
 
-_MAX_ANSWER_BYTES = 64 * 1024  # an environment variable of the test script must hold it
+_MAX_ANSWER_BYTES = 64 * 1024  # An environment variable of the test script must be able to hold it.
 
 
 class SubmitTool(Tool):
-    """Hands in the final answer; a shell test script reads it as `$ROLLYARD_ANSWER`."""
+    """Submits the final answer. A shell test script reads it as `$ROLLYARD_ANSWER`."""
 
     name = "submit"
     description = "Submit the final answer and end the task."
@@ -22,7 +22,7 @@ class SubmitTool(Tool):
     needs_sandbox = False
 
     async def call(self, arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
-        """Hand in the answer, which ends the episode."""
+        """Submit the answer, which ends the episode."""
         answer: str = arguments["answer"]
         size = len(answer.encode(errors="replace"))
         if size > _MAX_ANSWER_BYTES:

@@ -1,4 +1,4 @@
-"""The control plane is one object with database, bus, events, metrics, archive and background work."""
+"""The control plane as one object: database, bus, events, metrics, archive, and what runs beside requests."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ T = TypeVar("T")
 DISK_SECONDS = 30.0
 PARSE_SECONDS = 60.0
 LOOKS = 4
-"""The number of simultaneous looks at the database for long polls of one namespace."""
+"""Looks at the database for long polls of one namespace at the same time."""
 GRANTS = 16
-"""The number of lease requests of one namespace that wait for the database's writer at the same time."""
+"""Requests for leases of one namespace that wait for the database's writer at the same time."""
 FLUSH_SECONDS = 0.25
-"""The time between two looks at the results that wait for the trajectory store, in seconds."""
+"""Between two looks at what waits for the trajectory store."""
 FLUSH_RETRY_SECONDS = 2.0
 
 
 class ControlPlane:
-    """The objects that requests share. They are created by `running`."""
+    """Everything that requests share; made by `running`."""
 
     def __init__(self, settings: Settings, token_file: TokenFile, database: Database) -> None:
         self.settings = settings
@@ -67,9 +67,9 @@ class ControlPlane:
         store = open_store(settings.trajectories_url, 3 * patience)
         self.archive = Archive(database, store, patience)
         self.disk = Bulkhead("folder of weights", threads=4, waiting=256, seconds=DISK_SECONDS)
-        """The threads for the folders of weights that updates name."""
+        """For the folders of weights that updates name."""
         self.parsing = Bulkhead("reading of tasks", threads=2, waiting=256, seconds=PARSE_SECONDS)
-        """The threads for request bodies that take long to read."""
+        """For request bodies that take long to read."""
         self.token_reads = Bulkhead("token file", threads=1, waiting=16, seconds=DISK_SECONDS)
         self.polls = Quota("long polls", each=settings.max_polls_per_namespace, total=settings.max_polls)
         self.worker_polls = Quota(
@@ -100,7 +100,7 @@ class ControlPlane:
         self.poller = Poller()
         self.http = httpx.AsyncClient(timeout=health.CHECK_TIMEOUT, trust_env=False)
         self.transport = HttpxTransport(self.http)
-        """The transport that every call to a backend uses."""
+        """Every call to a backend goes through it."""
         python = settings.verify_python or verification.default_python()
         self.coordinator = Coordinator(
             database, self.transport, verification.Forward(python, self.disk), settings.weight_limits
@@ -109,7 +109,7 @@ class ControlPlane:
 
     @property
     def tokens(self) -> Tokens:
-        """The tokens that are in force at the moment."""
+        """The tokens that are in force now."""
         return self.token_file.tokens
 
     async def look_at_tokens(self) -> None:
@@ -117,14 +117,14 @@ class ControlPlane:
         await self.token_reads.run(self.token_file.look)
 
     def close(self) -> None:
-        """Stop the threads, without waiting for those that hang."""
+        """End the threads; those that hang are not waited for."""
         self.archive.close()
         self.disk.close()
         self.parsing.close()
         self.token_reads.close()
 
     def after_commit(self, committed: Sequence[Transaction]) -> None:
-        """Inform waiters, subscribers and metrics of the transactions that have just been committed."""
+        """Tell waiters, subscribers and metrics what has just been committed."""
         wakes: set[str] = set()
         for tx in committed:
             wakes |= tx.wakes
@@ -136,17 +136,13 @@ class ControlPlane:
             self.bus.wake(wakes)
 
     async def cancel_rest(self, job_id: int) -> None:
-        """End the unfinished rollouts of a cancelled job, batch by batch, and release their claims."""
+        """End what is unfinished of a cancelled job, batch by batch, and give its sandboxes up."""
         while await self.database.write(partial(cancellation.cancel_some, job_id=job_id)):
             pass
         await self.database.write(claims.release_unneeded, durable=False)
 
     def pages_of(self, rows: Sequence[RolloutSize]) -> Turns:
-        """Return the places for answers with these results.
-
-        Results in the trajectory store and in the database have separate places, and a store that hangs holds
-        no place of the others.
-        """
+        """Places for answers with these results. A store that hangs holds no place of others."""
         return self._pages["trajectory store" if any(row.pending is None for row in rows) else "database"]
 
     async def poll(
@@ -158,10 +154,10 @@ class ControlPlane:
         wait: float,
         gone: Callable[[], Awaitable[bool]],
     ) -> T:
-        """Answer a long poll of a trainer or a driver for a namespace ("" stands for all); see `Bus.until`.
+        """A long poll of a trainer or a driver in the name of a namespace ("" for all): see `Bus.until`.
 
         Raises:
-            TooManyWaits: The largest number of long polls is already open.
+            TooManyWaits: as many as may stand open do already.
         """
 
         async def turn() -> T:
@@ -174,11 +170,11 @@ class ControlPlane:
             return await self.bus.until(topic, turn, enough, wait, gone)
 
     async def refuse_when_full(self) -> None:
-        """Refuse results while the trajectory store accepts none and the database holds its share of them.
+        """Take no more results while the trajectory store takes none and the database holds its share.
 
         Raises:
-            StorageFull: The store has no space left.
-            Unavailable: The store accepts nothing for another reason.
+            StorageFull: the store has no space left.
+            Unavailable: it takes nothing for another reason.
         """
         refused = self.archive.refused
         if refused is None or await self.archive.unstored() < self.settings.max_unstored:
@@ -195,7 +191,7 @@ class ControlPlane:
         )
 
     async def sweep(self) -> None:
-        """Run one round of expiry, deadlines, cancellations, claims and removals."""
+        """One round of expiry, deadlines, cancellations, claims and removals."""
         write, read = self.database.write, self.database.read
         expire = partial(lease_expiry.expire, max_expiries=self.settings.max_expiries)
         while await write(expire, durable=False) == lease_expiry.EXPIRY_BATCH:
@@ -217,25 +213,25 @@ class ControlPlane:
         await self.uploads.remove_unneeded()
 
     async def flush(self) -> None:
-        """Run one round of storing trajectories. A refusal is remembered until a round succeeds."""
+        """One round of storing trajectories; a refusal is remembered until a round succeeds."""
         await self.archive.flush()
 
     async def check_health(self, *, ready: bool) -> None:
-        """Run one round of health checks of the external backends that are ready, or of all others."""
+        """One round of health checks of those external backends that are ready, or that are not."""
         await health.check_all(self.database, self.transport, ready=ready)
 
     async def probe_circuits(self) -> None:
-        """Send one probe to each backend whose circuit has been open long enough."""
+        """One probe of each backend whose circuit has been open long enough."""
         await circuits.probe_all(self.database, self.transport)
 
     async def read_stats(self) -> None:
-        """Store the speeds of completed rollouts on their backends, and read the backends' own metrics."""
+        """What backends say in their metrics, and how fast completed rollouts found them."""
         await self.speeds.write(self.database)
         await self.poller.poll(self.database, self.transport)
 
 
 async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Call `work` in a loop; a refusal of the database or the store is logged once, and retried."""
+    """Call `work` again and again; a refusal of the database or the store is logged once and retried."""
     refused = ""
     while True:
         try:
@@ -250,7 +246,7 @@ async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awa
             refused = error.reason
             pause = retry
         except Exception:
-            # One failure, whatever it is, must not end the work for all others.
+            # Whatever it is, this work continues for everybody else.
             log.exception("%s: failed, and will be tried again", what)
             pause = max(retry, 1.0)
         await asyncio.sleep(pause)
@@ -258,12 +254,12 @@ async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awa
 
 @asynccontextmanager
 async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
-    """Yield a control plane whose schema is up to date and whose background work is running.
+    """A control plane with its schema up to date and its background work going on.
 
     Raises:
-        TokenFileError: The token file cannot be used.
-        StateFolderInUse: Another process serves this state folder.
-        sqlalchemy.exc.OperationalError: The database cannot be opened.
+        TokenFileError: the token file cannot be used.
+        StateFolderInUse: another process serves this state folder.
+        sqlalchemy.exc.OperationalError: the database cannot be opened.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with ExitStack() as stack:
@@ -312,15 +308,14 @@ async def _open(archive: Archive) -> None:
     try:
         await archive.open()
     except TimedOut as error:
-        # Jobs run without the store as long as the database has room for their results.
+        # Jobs run without it as long as the database has room for their results.
         log.warning("start: %s", error.detail)
 
 
 def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[], Awaitable[None]]]]:
-    """Return the background work: seconds between two rounds, seconds before a retry, name and function."""
+    """Seconds between two rounds, seconds before another try, a name and the work."""
     given = plane.settings
-    # A server that is not ready may delay its check by its first request. The check of the others does not
-    # wait for it.
+    # A server that is not ready may hold its check up with its first request: the others do not wait.
     serving = partial(plane.check_health, ready=True)
     starting = partial(plane.check_health, ready=False)
     circuit, stats = plane.probe_circuits, plane.read_stats
@@ -337,17 +332,17 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
 
 
 async def _resume(plane: ControlPlane) -> None:
-    """Resume at a start what an earlier process left: leases get their full time, and parts are adopted."""
+    """What a start owes to whatever was going on before: leases get their time, parts their end."""
     try:
         await plane.database.write(partial(lease_expiry.grace, lease_seconds=plane.settings.lease_seconds))
         await plane.database.write(node_loss.grace)
         await plane.database.write(partial(node_loss.forget, silent_seconds=plane.settings.node_seconds))
     except StorageFull as error:
-        # A full disk must not prevent a start, because reading still works and space may become free.
+        # A full disk must not keep the control plane from starting: reading works, and room may come.
         log.warning("start: %s", error.detail)
     await plane.archive.adopt()
 
 
 def ping(conn: Connection) -> None:
-    """Raise an exception if the database does not answer."""
+    """Raises when the database does not answer."""
     conn.exec_driver_sql("SELECT 1")

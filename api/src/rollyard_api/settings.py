@@ -1,4 +1,4 @@
-"""The settings of one control plane process."""
+"""Settings of one control plane process."""
 
 from __future__ import annotations
 
@@ -12,87 +12,81 @@ from rollyard_api.weights.limits import UpdateLimits
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The locations of the state, and the limits and intervals of one process."""
+    """Where state lives and how much of everything there may be."""
 
     state_dir: Path
-    """The folder of tokens.json and, by default, of the database and the trajectories."""
+    """Holds tokens.json and, by default, the database and the trajectories."""
     db: str = ""
-    """The SQLAlchemy URL, `sqlite:///…` or `postgresql+psycopg://…`; the default is
-    `state_dir/rollyard.db`."""
+    """SQLAlchemy URL, `sqlite:///…` or `postgresql+psycopg://…`; default: `state_dir/rollyard.db`."""
     trajectories: str = ""
-    """The fsspec URL of the trajectory store; the default is `state_dir/trajectories`."""
+    """fsspec URL of the trajectory store; default: `state_dir/trajectories`."""
     tokens_file: Path | None = None
-    """The file with a JSON object of the tokens of each role. The default is `state_dir/tokens.json`,
-    which is created if it is missing."""
+    """JSON object with the tokens of each role; default: `state_dir/tokens.json`, made if missing."""
     tokens_seconds: float = 1.0
-    """The time between two checks of the token file for changes, in seconds."""
+    """Between two looks at whether the token file has changed."""
     older_job_tokens: bool = True
-    """Whether job tokens without a uid, which older bridges create, are accepted."""
+    """Whether job tokens without a uid, which older bridges make, are accepted."""
     open_metrics: bool = False
     """Whether `/metrics` needs no token."""
     open_docs: bool = False
     """Whether `/docs` and `/openapi.json` need no token."""
     lease_seconds: float = 30.0
     node_seconds: float = 60.0
-    """The time in seconds without a request of any worker of a node after which the node's sandboxes have
-    ended by themselves."""
+    """Silence of all workers of a node after which its sandboxes have ended by themselves."""
     max_queued: int = 1_000_000
-    """The largest number of unfinished rollouts in all. Further ones are answered with 429."""
+    """Unfinished rollouts in all; more is answered 429."""
     max_claims: int = 10_000
-    """The largest number of claims whose sandbox is not removed. Further ones are answered with 429."""
+    """Sandbox claims whose sandbox is not removed; more is answered 429."""
     max_body_bytes: int = 64 << 20
     max_expiries: int = 10
-    """The number of leases of a rollout that may expire. One more ends it as Failed/LeaseExpired."""
+    """Expired leases per rollout, after which it ends as Failed/LeaseExpired."""
     max_unstored: int = 10_000
-    """The number of ended rollouts that may wait for the trajectory store. Above it, completions answer
-    507."""
+    """Ended rollouts that wait for the trajectory store; beyond, completions answer 507."""
     store_seconds: float = 15.0
-    """The time in seconds that a request waits for the trajectory store. Writing a part may take three
-    times as long."""
+    """How long a request waits for the trajectory store; writing a part may take three times as long."""
     page_bytes: int = 16 << 20
-    """The largest size in bytes of a page of results, of a list, and of an answer with leases. A single
-    item that is larger has a page to itself."""
+    """The largest page of results or of a list, and the largest answer with leases; a single larger item
+    has a page to itself."""
     max_polls: int = 4096
-    """The largest number of simultaneous long polls of trainers and drivers. More are answered with 429."""
+    """Long polls of trainers and drivers at the same time; more are answered 429."""
     max_polls_per_namespace: int = 1024
     max_worker_polls: int = 32_768
-    """The largest number of simultaneous long polls of workers. More are answered with 429."""
+    """Long polls of workers at the same time; more are answered 429."""
     max_worker_polls_per_namespace: int = 8192
     max_streams: int = 1024
-    """The largest number of simultaneous event streams. More are answered with 429."""
+    """Event streams at the same time; more are answered 429."""
     max_streams_per_namespace: int = 256
     max_pages: int = 32
-    """The largest number of pages of results that are in memory on their way to a client at the same time,
-    from the trajectory store and from the database each. Further requests wait in order."""
+    """Pages of results in memory at the same time, on their way to a client: so many from the trajectory
+    store, and as many from the database. Others wait their turn."""
     max_pages_per_namespace: int = 8
     sweep_seconds: float = 1.0
     health_seconds: float = 5.0
-    """The time between two health checks of an external backend, in seconds."""
+    """Between two health checks of an external backend."""
     circuit_seconds: float = 1.0
-    """The time between two searches for open circuits that are due for a probe, in seconds."""
+    """Between two looks at which open circuits are due for a probe."""
     stats_seconds: float = 2.0
-    """The time between two readings of the backends' own metrics, in seconds."""
+    """Between two readings of the backends' own metrics."""
     weights_seconds: float = 0.3
-    """The time between two searches for backends whose weights are not the intended ones, in seconds."""
+    """Between two looks at which backends have other weights than they should."""
     weight_limits: UpdateLimits = field(default_factory=UpdateLimits)
-    """The times that a server may take for each step of a weight update."""
+    """How long a server may take for each step of a weight update."""
     verify_python: str = ""
-    """A Python with torch and transformers, for forward passes. The default is this one, if it has them."""
+    """Python with torch and transformers, for forward passes; default: this one, if it has them."""
     recheck_seconds: float = 1.0
-    """The longest sleep of a long poll, in seconds, where another replica may have made the change."""
+    """Longest sleep of a long poll where another replica may have made the change."""
     event_buffer: int = 4096
-    """The number of events that are kept per job for resuming, and that one subscriber may fall behind."""
+    """Events kept per job for resuming, and at most owed to one subscriber."""
     allow_tasks_from: tuple[str, ...] = ()
-    """The URL prefixes with which `spec.tasks.url` of a job may begin, in addition to uploads; see
-    `AllowList`."""
+    """URL prefixes that `spec.tasks.url` of a job may begin with, beside uploads; see `AllowList`."""
     allow_tasks_networks: tuple[str, ...] = ()
-    """The networks in which hosts of these prefixes may be, in addition to public addresses."""
+    """Networks in which hosts of these prefixes may be, beside public addresses."""
     task_limits: task_reader.TaskFileLimits = field(default_factory=task_reader.TaskFileLimits)
-    """The limits on what is read for jobs."""
+    """How much may be read in the name of jobs."""
     blob_limits: blobs.BlobLimits = field(default_factory=blobs.BlobLimits)
-    """The limits on uploads."""
+    """How much may be uploaded."""
     sqlite_max_pages: int = 0
-    """The largest size of the SQLite file in pages of 4 KiB. With 0, only the disk limits it."""
+    """Bound of the SQLite file in pages of 4 KiB; 0: the disk is the bound."""
 
     @property
     def database_url(self) -> str:
@@ -100,12 +94,12 @@ class Settings:
 
     @property
     def task_sources(self) -> AllowList:
-        """The sources that jobs may name.
+        """What jobs may name.
 
         Raises:
-            PrefixError: An entry cannot be used.
+            PrefixError: an entry cannot be used.
         """
-        # Tokens, the database and the trajectories of other jobs are never the tasks of a job.
+        # Tokens, the database and others' trajectories are never a job's tasks.
         kept = [self.state_dir]
         kept += [] if self.tokens_file is None else [self.tokens_file]
         kept += [] if "://" in self.trajectories_url else [Path(self.trajectories_url)]

@@ -1,4 +1,4 @@
-"""Run the command line as `python -m rollyard`."""
+"""`python -m rollyard` is the command line."""
 
 import sys
 

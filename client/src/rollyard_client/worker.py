@@ -43,7 +43,10 @@ def _lease_call(
 
 
 def _completed(request: CompleteRequest) -> bytes:
-    """Return the body. Empty `reward_reason` fields are left out, because older control planes lack them."""
+    """Return the body. It has `reward_reason` only where that is not empty.
+
+    Older control planes do not know the field.
+    """
     silent: dict[int, dict[str, Any]] = {}
     for place, result in enumerate(request.results):
         silent[place] = {"trajectory": {"reward_reason"}}

@@ -1,4 +1,4 @@
-"""The entry point of ``python -m rollyard_engine``."""
+"""``python -m rollyard_engine``."""
 
 import sys
 

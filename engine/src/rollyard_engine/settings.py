@@ -1,4 +1,4 @@
-"""The settings that the command line determines."""
+"""What the command line settles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The parsed command line. Sizes are in tokens, requests and bytes."""
+    """The command line, parsed; sizes in tokens, requests and bytes."""
 
     model: Path
     host: str

@@ -1,4 +1,4 @@
-"""The operator: its caches, a loop for each object, the poll of the control plane, and the sandbox loop."""
+"""The operator: its caches, one loop for each object, the poll of the control plane, the sandboxes' loop."""
 
 from __future__ import annotations
 
@@ -35,28 +35,22 @@ from rollyard_operator.kube.reflector import Reflector, Watcher
 from rollyard_operator.settings import OperatorSettings
 
 PASSES_AT_ONCE = 64
-"""The number of passes that run at once.
-
-A pass mostly waits for the API server, so a lower limit would delay other passes while the server is slow.
-"""
+"""A pass mostly waits for the API server: fewer would let others wait behind it while that one is slow."""
 WORKERS_SECONDS = 0.2
-"""The delay of a pass over a job after a change of its workers, in seconds.
-
-Changes come in groups and share a pass.
-"""
+"""A job is looked at this long after news of its workers: each brings several, and they come together."""
 SWEEP_SECONDS = 120.0
 """The time between two comparisons of all jobs of the control plane, finished ones too, with the cluster."""
 TOKEN_SECONDS = 10.0
-"""The time between two looks at the file with the token of all workers, in seconds."""
+"""Between two looks at the file with the token of all workers."""
 KINDS = ("RolloutJob", "BackendPool")
 _log = logging.getLogger(__name__)
 
 
 class Operator:
-    """All parts of one installation that run in one event loop.
+    """Everything of one installation that runs in one event loop.
 
-    Reflectors keep its caches of jobs, pools and pods. Two operators at once do no harm, because names are
-    deterministic, deletions name the uid, and registration is idempotent.
+    Reflectors keep its caches of jobs, pools and pods. Two operators at once do no harm: names are
+    deterministic, deletions name the uid, and registering is idempotent.
 
     Args:
         watcher: Lists and watches the cluster for the reflectors.
@@ -92,7 +86,7 @@ class Operator:
         self._sync = RestSync(self.context)
         self._legacy_token = LegacyToken(kube, settings)
         self.job_changed: Callable[[], None] = lambda: None
-        """Called when a RolloutJob appeared, changed or disappeared."""
+        """Called when a RolloutJob appeared, changed or went."""
         self._polled_at = 0.0
         self._reflectors = [
             self._reflector(watcher, kind, namespace)
@@ -110,7 +104,7 @@ class Operator:
             kind
         ]
 
-    # Which change wakes which loop
+    # Who is woken by what
 
     def _pod_changed(self, pod: Object) -> None:
         namespace = key_of(pod)[0]
@@ -125,7 +119,7 @@ class Operator:
         there = self._cache(obj["kind"]).get(where[1])
         before, after = self._prints.get(where), None if there is None else fingerprint(there)
         if before == after:
-            return  # Only the status has changed.
+            return  # only its status
         if after is None:
             self._prints.pop(where, None)
         else:
@@ -163,18 +157,18 @@ class Operator:
         finally:
             del self._loops[where]
         if self._cache(where[0]).get(where[1]) is not None:
-            self._wake(where, start=True)  # It was made again at the last moment.
+            self._wake(where, start=True)  # it was made again in the last moment
 
     # Running
 
     async def run(self, *beside: Callable[[], Awaitable[Any]]) -> None:
-        """List the existing objects, then keep all of them reconciled until cancelled.
+        """List what is there, then look after it until cancelled.
 
         Args:
-            beside: Functions that run at the same time once the caches are full, such as the sandbox loop.
+            beside: Runs with it, once the caches are full, such as the loop of the sandboxes.
 
         Raises:
-            KubeError: The cluster has refused a watch for too long. A new process may have new rights.
+            KubeError: The cluster has refused a watch for too long; a new process may begin with new rights.
         """
         async with asyncio.TaskGroup() as group:
             for reflector in self._reflectors:
@@ -195,11 +189,11 @@ class Operator:
                 group.create_task(_awaited(one), name=getattr(one, "__qualname__", "beside"))
 
     def alive(self) -> bool:
-        """Return whether the control plane is still polled, or True before the cluster has been listed."""
+        """Whether the control plane is still polled. It is not while the cluster has not been listed yet."""
         return self._group is None or asyncio.get_running_loop().time() - self._polled_at < 120.0
 
     def _restore_admissions(self) -> None:
-        """Admit the jobs again that ran before the operator started."""
+        """Jobs that ran before the operator started keep their places."""
         reader = Reader(RolloutJob)
         for obj in self.context.jobs:
             placed = obj["spec"].get("placement", DRIVER)
@@ -226,12 +220,12 @@ class Operator:
     async def _forget_legacy_token(self) -> None:
         home = self.context.settings.release_namespace
         found = {key_of(obj)[0] for cache in (self.context.jobs, self.context.pods) for obj in cache}
-        # In the operator's own namespace, the chart removes it.
+        # In its own namespace the chart removes it.
         namespaces = (found | {*self.context.settings.namespaces}) - self.context.access.denied - {home}
         await self._legacy_token.remove(namespaces, self.context.pods)
 
     async def _watch_token(self) -> None:
-        """Wake all jobs when the token of all workers changes, because their tokens are derived from it."""
+        """Wakes all jobs when the token of all workers has changed: theirs are derived from it."""
         known = ""
         while True:
             try:

@@ -1,1 +1,1 @@
-"""Stage workers: Init, Run, Eval, agents, token trajectories, handlers, sandbox providers."""
+"""The stage workers: Init, Run, Eval, agents, token trajectories, handlers, sandbox providers."""

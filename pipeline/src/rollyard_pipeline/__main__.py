@@ -1,4 +1,4 @@
-"""`python -m rollyard_pipeline`: a stage worker."""
+"""`python -m rollyard_pipeline` runs a stage worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from rollyard_pipeline.worker.stop_signals import StopSignals
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
 
 NODE_UNUSABLE: Final = 73
-"""Exit status (EX_CANTCREAT of sysexits.h): this node lacks what sandboxes need; another one may have it."""
+"""The exit status of a worker whose node lacks what sandboxes need (EX_CANTCREAT of sysexits.h).
+
+Another node may have it.
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,10 +78,10 @@ async def _places(
     stages: list[StageName],
     given: dict[StageName, int],
 ) -> dict[StageName, int]:
-    """Return the places of each stage: as given, else as the worker's own job says, else the defaults.
+    """Return the places of each stage: the given ones, else those of the worker's own job, else the defaults.
 
     Raises:
-        ControlPlaneRefused: places were not given for every stage, and the job is gone.
+        ControlPlaneRefused: The places were not given for every stage, and the job is gone.
     """
     if options.job is None or not set(stages) - set(given):
         spec = StagesSpec()

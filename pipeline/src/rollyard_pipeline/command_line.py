@@ -21,7 +21,7 @@ _DEFAULT_HOME: Final = "~/.local/state/rollyard"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, as `--help` lists them; argparse ends the process where they cannot be parsed."""
+    """Return the options, as `--help` lists them. If they cannot be parsed, argparse ends the process."""
     options = _parser().parse_args(arguments)
     if options.node is None:
         options.node = NODE if options.sandbox == PROVIDER else socket.gethostname()
@@ -62,10 +62,10 @@ def concurrency_of(text: str | None) -> dict[StageName, int]:
 
 
 def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
-    """Return what was given for Apptainer; None where the sandboxes are of another kind.
+    """Return the options for Apptainer, or None if the sandboxes are of another kind.
 
     Raises:
-        OptionError: an option for Apptainer was given together with another kind of sandbox.
+        OptionError: An option for Apptainer was given together with another kind of sandbox.
     """
     given = {
         "--default-image": options.default_image,
@@ -91,7 +91,7 @@ def read_token(file: Path) -> str:
     """Return the token in `file`, which holds either the token alone or a tokens.json.
 
     Raises:
-        OptionError: the file cannot be read, or holds no token of a worker.
+        OptionError: The file cannot be read, or holds no token of a worker.
     """
     try:
         text = file.read_text().strip()
@@ -102,7 +102,7 @@ def read_token(file: Path) -> str:
     try:
         token = json.loads(text)["worker"]
         if isinstance(token, list):
-            token = token[0]  # of those that are valid, the one that is not on its way out
+            token = token[0]  # This is the valid token that is not about to be retired.
     except (ValueError, LookupError) as error:
         raise OptionError(f"--token-file: {file} holds no token of the role 'worker'") from error
     return str(token)
@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         "--trouble-file", type=Path, metavar="FILE",
         help="says why this worker takes no Init work; gone while nothing is wrong",
     )  # fmt: skip
-    # Batch scripts that an earlier version wrote, and that still wait in Slurm's queue, give it.
+    # Batch scripts of an earlier version that still wait in Slurm's queue use this option.
     parser.add_argument("--first-sandbox", help=argparse.SUPPRESS)
     parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
     parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")

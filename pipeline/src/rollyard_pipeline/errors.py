@@ -1,9 +1,8 @@
 """The exceptions of the stage workers: one tree, each with a stable `reason`.
 
-What can go wrong with an inference server has its own tree, `rollyard_inference.errors`. A
-`PipelineError` is always an infrastructure failure: it becomes a `StageFailure`, never a
-reward. What the policy did wrong is not an exception but a `truncated` trajectory, an
-observation, or a low score.
+Failures of an inference server have their own tree, `rollyard_inference.errors`. A `PipelineError` is
+always an infrastructure failure. It becomes a `StageFailure`, never a reward. What the policy did wrong is
+not an exception but a `truncated` trajectory, an observation, or a low score.
 """
 
 from __future__ import annotations
@@ -14,15 +13,18 @@ from rollyard_crds.names import StageName
 
 
 class PipelineError(Exception):
-    """Base: `reason` (CamelCase) is stable; the others say what the queue does next."""
+    """The base class. `reason` (CamelCase) is stable; the other attributes say what the queue does next."""
 
     reason: ClassVar[str] = "PipelineError"
     retryable: ClassVar[bool] = True
     return_to: ClassVar[StageName | None] = None
     counts: ClassVar[bool] = True
-    """False: nothing that this rollout's attempts should pay for; whoever raises it bounds how often."""
+    """Whether the failure counts as an attempt of the rollout.
+
+    If it does not, the code that raises the exception must limit how often this happens.
+    """
     of_node: ClassVar[bool] = False
-    """At a worker's start: another node may well do."""
+    """Whether a failure at a worker's start concerns the node, so another node may succeed."""
 
 
 class OptionError(PipelineError):
@@ -63,7 +65,7 @@ class UnknownToolParser(ExtensionError):
 
 
 class TaskInvalid(PipelineError):
-    """The task lacks what its handler or agent needs; the message names the field."""
+    """The task lacks what its handler or agent needs. The message names the field."""
 
     reason = "TaskInvalid"
     retryable = False
@@ -104,51 +106,54 @@ class EvalTimeout(PipelineError):
 
 
 class EvaluationInvalid(PipelineError):
-    """A handler's evaluation is no finite number, or lies outside of its `reward_range`."""
+    """A handler's evaluation is not a finite number, or lies outside of its `reward_range`."""
 
     reason = "EvaluationInvalid"
     retryable = False
 
 
 class CarryRefused(PipelineError):
-    """What Run left cannot be carried into Eval's sandbox: the policy's own failing, which is scored."""
+    """What Run left cannot be carried into Eval's sandbox. This is the policy's fault and is scored."""
 
     reason = "CarryRefused"
 
 
 class EvalOutOfMemory(PipelineError):
-    """With what was carried from Run, a test used up the sandbox's memory: scored like `CarryRefused`."""
+    """With what was carried from Run, a test used up the sandbox's memory.
+
+    It is scored like `CarryRefused`.
+    """
 
     reason = "SandboxOutOfMemory"
 
 
 class CarryUnusable(PipelineError):
-    """The job asks for a carry that its own Init makes impossible; the message names the field."""
+    """The job requests a carry that its own Init makes impossible. The message names the field."""
 
     reason = "CarryUnusable"
     retryable = False
 
 
 class EvalSandboxFailed(PipelineError):
-    """Eval's fresh sandbox could not be made ready, or was lost; what Run left is still there."""
+    """Eval's fresh sandbox could not be prepared, or was lost. What Run left still exists."""
 
     reason = "EvalSandboxFailed"
 
 
 class WorkerDrained(PipelineError):
-    """This worker stops and hands the rollout over."""
+    """This worker is stopping and passes the rollout to another one."""
 
     reason = "WorkerDrained"
 
 
 class ControlPlaneRefused(PipelineError):
-    """The control plane answered with an error that repeating does not mend."""
+    """The control plane answered with an error that a repetition cannot fix."""
 
     reason = "ControlPlaneRefused"
 
 
 class NotThere(ControlPlaneRefused):
-    """What was asked for does not exist (any more)."""
+    """The requested object does not exist, or no longer exists."""
 
 
 class JobEnded(ControlPlaneRefused):
@@ -163,7 +168,7 @@ class SandboxMissing(PipelineError):
 
 
 class HandlerStateInvalid(PipelineError):
-    """What a handler left in `ctx.carry` is no JSON, or too much."""
+    """What a handler left in `ctx.carry` is not JSON, or is too large."""
 
     reason = "HandlerStateInvalid"
     retryable = False

@@ -1,7 +1,7 @@
 """Extension points: handlers, agents, tools and tool-call parsers from installed packages.
 
-An entry point names a class. It is called without arguments, once per use, so an
-extension holds no state between rollouts unless it asks for it.
+An entry point names a class. The class is called without arguments, once per use, so an extension holds no
+state between rollouts unless it arranges this itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOOLS: Final = "rollyard.tools"
 TOOL_PARSERS: Final = "rollyard.tool_parsers"
 
 _OURS: Final = "rollyard"
-"""The distribution that ships with Rollyard itself."""
+"""The distribution that is part of Rollyard itself."""
 _UNKNOWN: Final[dict[str, type[ExtensionError]]] = {
     HANDLERS: UnknownHandler,
     AGENTS: UnknownAgent,
@@ -34,15 +34,15 @@ _NOUN: Final = {HANDLERS: "handler", AGENTS: "agent", TOOLS: "tool", TOOL_PARSER
 
 
 def installed(group: str) -> list[str]:
-    """Names that installed packages offer in `group`, sorted."""
+    """Return the names that installed packages offer in `group`, sorted."""
     return sorted({entry.name for entry in metadata.entry_points(group=group)})
 
 
 class Registry:
-    """Loads extensions by name and remembers them; one per worker.
+    """Loads extensions by name and caches them. There is one registry per worker.
 
-    `overrides` maps a group to classes by name and wins over installed packages
-    (a test's own tool, say).
+    `overrides` maps a group to classes by name and takes precedence over installed packages (for example, for
+    a test's own tool).
     """
 
     def __init__(self, overrides: dict[str, dict[str, Any]] | None = None) -> None:
@@ -54,11 +54,14 @@ class Registry:
                 self._loaded[group, name] = cls
 
     def _found(self, group: str, name: str) -> list[metadata.EntryPoint]:
-        """Ours first, from the one file that names them: the others' are in a file of each distribution."""
+        """Return the entry points of `name`, those of Rollyard's own distribution first.
+
+        These come from one file. Only other names require reading a file of each distribution.
+        """
         if self._own is None:
             try:
                 self._own = metadata.distribution(_OURS).entry_points
-            except metadata.PackageNotFoundError:  # the packages stand on the path without being installed
+            except metadata.PackageNotFoundError:  # The packages are on the path without being installed.
                 self._own = metadata.EntryPoints(())
         found = list(self._own.select(group=group, name=name))
         if not found:
@@ -68,10 +71,10 @@ class Registry:
         return found
 
     def load(self, group: str, name: str) -> Any:
-        """The class behind `name`.
+        """Return the class called `name`.
 
         Raises:
-            ExtensionError: nothing of that name is installed here, or it cannot be imported.
+            ExtensionError: No extension of that name is installed here, or it cannot be imported.
         """
         key = (group, name)
         if key not in self._loaded:

@@ -1,8 +1,9 @@
-"""The decision who has failed when an evaluation cannot be done: the policy, or the infrastructure.
+"""The decision who is at fault when an evaluation cannot be done: the policy or the infrastructure.
 
-The rule: what a sandbox contains is the policy's. A policy that has filled, locked or broken it gets 0.0 at
-once, because a new try would pay. A sandbox, an exec server, a worker or a disk of the node that is lost is
-infrastructure: the attempt counts, and there is no reward.
+The rule is that what a sandbox contains is the policy's responsibility. A policy that has filled, locked or
+broken its sandbox gets 0.0 at once, because it would otherwise gain from a new try. If a sandbox, an exec
+server, a worker or a disk of the node is lost, that is an infrastructure failure: the attempt counts, and
+there is no reward.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _POLICYS: Final = frozenset(
         "SandboxSabotaged",
         # Processes that no SIGKILL ends belong to the sandbox.
         "ProcessesSurvive",
-        # Files and folders of the sandbox that are not what the evaluation needs.
+        # Files and folders of the sandbox are not what the evaluation needs.
         "FileError", "FileNotFound", "FileTooLarge", "InputOutputError", "IsADirectory", "NameTooLong",
         "NotADirectory", "NotAFile", "NotEmpty", "PermissionDenied", "ReadOnly", "SymlinkLoop",
         "TooManyEntries", "WouldBlock",
-        # Its disks and limits are its own, and nothing but what Run has left uses them.
+        # A sandbox has its own disks and limits, and only what Run has left uses them.
         "DiskFull", "ResourceExhausted",
-        # A program is there and cannot be started: its folder is gone, or what it is given is too long.
+        # A program exists but cannot be started: its folder is gone, or its arguments are too long.
         "LaunchFailed",
         # What the policy said or left does not fit into a request.
         "CommandTooLarge",
@@ -38,16 +39,16 @@ _POLICYS: Final = frozenset(
 )  # fmt: skip
 _INFRASTRUCTURE: Final = frozenset(
     {
-        # The sandbox, its server or the node is gone, or is not the one that was meant.
+        # The sandbox, its server or the node is gone, or is not the expected one.
         "SandboxLost", "ProtocolError", "Unauthorized",
-        # Descriptors are those of the server or of the node.
+        # Descriptors belong to the server or to the node.
         "TooManyOpenFiles",
-        # The image has no such program. Where Run could remove it, `stages.evaluation` looks for that.
+        # The image has no such program. `stages.evaluation` checks whether Run could have removed it.
         "ProgramNotFound",
-        # The server makes the protections against its commands by itself.
+        # The server sets up the protections against its commands by itself.
         "ConfinementFailed",
         "IPythonUnavailable",
-        # Mistakes of a handler.
+        # These are mistakes of a handler.
         "BadRequest", "NoCommandRunning", "OutputNotFound", "SessionBusy", "TooManySessions",
         "SandboxError",
     }
@@ -55,12 +56,12 @@ _INFRASTRUCTURE: Final = frozenset(
 
 
 def reward_reason(error: Exception) -> str:
-    """Why an evaluation that met `error` scores 0.0; empty: the error is no failing of the policy."""
+    """Return why an evaluation that raised `error` scores 0.0, or "" if the policy is not at fault."""
     if not isinstance(error, ExecError):
         return ""
     return SABOTAGED if error.reason in _POLICYS else ""
 
 
 def judged() -> frozenset[str]:
-    """Every reason of the exec server that the table knows."""
+    """Return every reason of the exec server that the table contains."""
     return _POLICYS | _INFRASTRUCTURE

@@ -1,4 +1,4 @@
-"""Functions that find the address of the controller, and that of this host as the nodes see it."""
+"""Addresses in the cluster: the controller, and the address of this host by which the nodes reach it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollyard_slurm.node import source_address
 
 _CONTROLLER = re.compile(r"^(?:SlurmctldHost\[0\]|ControlAddr|ControlMachine)\s*=\s*(\S+)", re.MULTILINE)
 SLURMCTLD_PORT = 6817
-"""The usual port of the controller. Only the route to it matters, and nothing is sent."""
+"""The controller's usual port; only the route to it matters, and nothing is sent."""
 
 
 def _ask(arguments: Sequence[str], timeout: float, env: Mapping[str, str]) -> str:
@@ -38,10 +38,7 @@ def _ask(arguments: Sequence[str], timeout: float, env: Mapping[str, str]) -> st
 
 
 def controller(config: str) -> str:
-    """Returns the controller's address from the output of `scontrol show config`.
-
-    The result is empty if the output names no controller.
-    """
+    """Returns the controller's address in the output of `scontrol show config`; empty where it names none."""
     match = _CONTROLLER.search(config)
     if match is None:
         return ""
@@ -50,7 +47,7 @@ def controller(config: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether an address is a loopback address, which only this machine can reach."""
+    """Returns whether only this machine reaches an address."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -58,7 +55,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(timeout: float, env: Mapping[str, str]) -> str:
-    """Returns the address of this host from which it reaches the controller and the nodes.
+    """Returns the address of this host in the cluster's network, by which it reaches controller and nodes.
 
     Raises:
         SlurmError: Slurm does not answer, or no address is found.
@@ -66,7 +63,7 @@ def own_address(timeout: float, env: Mapping[str, str]) -> str:
     hosts = [controller(_ask(["scontrol", "show", "config"], timeout, env))]
     found = toward(hosts)
     if not found or is_loopback(found):
-        # The controller runs on this host. Therefore the route to a node decides.
+        # The controller runs on this host, so that the way to a node decides.
         nodes = _ask(["sinfo", "--noheader", "--format=%o"], timeout, env).split()
         found = toward(nodes[:1]) or found
     if not found:
@@ -78,10 +75,7 @@ def own_address(timeout: float, env: Mapping[str, str]) -> str:
 
 
 def toward(hosts: Sequence[str]) -> str:
-    """Returns the address of this host on the route to the first of the hosts that is reachable.
-
-    The result is empty if no host is reachable.
-    """
+    """Returns this host's address on the route to the first reachable host; empty where none is reachable."""
     for host in hosts:
         try:
             if host:
@@ -92,10 +86,10 @@ def toward(hosts: Sequence[str]) -> str:
 
 
 def checked_address(text: str) -> str:
-    """Checks that this host can listen on an address, and returns the address.
+    """Returns an address after checking that this host can listen on it.
 
     Raises:
-        SlurmError: The text is not an address of this host.
+        SlurmError: It is not an address of this host.
     """
     try:
         found = socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""A writer of private files on storage that the nodes share, such as the token of one job's workers."""
+"""Private files on storage that the nodes share, such as the token of one job's workers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file with mode 0600 in a folder of mode 0700, either completely or not at all.
+    """Writes a file whole or not at all, with mode 0600 in a folder of mode 0700.
 
-    Nothing is written if the file already holds the text.
+    Nothing is written where the file holds the text already.
 
     Raises:
         OSError: The file cannot be written.

@@ -1,1 +1,1 @@
-"""The checks of `rollyard doctor`, with a module for each subject."""
+"""What `rollyard doctor` looks at, a module for each noun."""

@@ -1,4 +1,4 @@
-"""The installations of Rollyard in a cluster, found by the labels of their Services, and their tokens."""
+"""Installations of Rollyard in a cluster, found by the labels of their Service, and their tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollyard.cluster.kubectl import ClusterProblem, KubectlRefused, kubectl
 from rollyard.errors import NotFound, UsageProblem
 
 SCHEME = "kubernetes://"
-"""The scheme of URLs `kubernetes://NAMESPACE/RELEASE`. Either part may be left out."""
+"""`kubernetes://NAMESPACE/RELEASE` as a URL; either part may be left out."""
 SELECTOR = "app.kubernetes.io/name=rollyard,app.kubernetes.io/component=api"
 INSTANCE = "app.kubernetes.io/instance"
 TOKENS_SECRET = "rollyard.dev/tokens-secret"
@@ -22,7 +22,7 @@ TOKEN_KEY = "admin"
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """One installation of Rollyard in a cluster."""
+    """One Rollyard in a cluster."""
 
     namespace: str
     service: str
@@ -44,10 +44,10 @@ def _current_namespace() -> str:
 
 
 def parse(url: str) -> tuple[str, str]:
-    """Return the namespace and the release of a `kubernetes://` URL. An empty part stands for any.
+    """Namespace and release of a `kubernetes://` URL; empty: any.
 
     Raises:
-        UsageProblem: A part is not a valid name.
+        UsageProblem: it is none.
     """
     namespace, _, release = url.removeprefix(SCHEME).strip("/").partition("/")
     namespace = "" if namespace == "*" else namespace
@@ -58,12 +58,10 @@ def parse(url: str) -> tuple[str, str]:
 
 
 def find(url: str) -> Installation:
-    """Return the one installation that a `kubernetes://` URL names.
+    """The one installation that a `kubernetes://` URL means.
 
     Raises:
-        NotFound: There is no such installation.
-        UsageProblem: There are several.
-        ClusterProblem: The cluster does not answer, or it refuses to list Services.
+        NotFound: there is none. UsageProblem: there are several. ClusterProblem.
     """
     namespace, release = parse(url)
     found, where = _listed(namespace)
@@ -80,18 +78,14 @@ def find(url: str) -> Installation:
 
 
 def _listed(namespace: str) -> tuple[list[Installation], str]:
-    """Return the installations, and the name of the scope in which they were listed.
-
-    Without a namespace, the scope is the whole cluster if the rights permit that, and otherwise the
-    kubeconfig's own namespace.
-    """
+    """The installations of a namespace, or of as much as may be looked at; and where that was."""
     if not namespace:
         try:
             return _services("--all-namespaces"), "the cluster"
         except KubectlRefused as error:
             if not error.forbidden:
                 raise ClusterProblem(f"services cannot be listed: {error}") from error
-        # The rights do not cover the whole cluster, so only the kubeconfig's own namespace is listed.
+        # Not all of the cluster, then: the kubeconfig's own namespace.
         namespace = _current_namespace()
     try:
         return _services("--namespace", namespace), f"namespace {namespace!r}"
@@ -126,10 +120,10 @@ def _services(*scope: str) -> list[Installation]:
 
 
 def token(installation: Installation) -> str:
-    """Return the admin token from the installation's Secret.
+    """The admin's token, from the installation's Secret.
 
     Raises:
-        ClusterProblem: The Secret cannot be read, or it holds no admin token.
+        ClusterProblem: it may not be read, or holds none.
     """
     name, namespace = installation.tokens_secret, installation.namespace
     instead = "set ROLLYARD_TOKEN to a token that you were given"

@@ -1,4 +1,4 @@
-"""A tunnel to the control plane of a cluster. It lasts as long as the command, and it needs no ingress."""
+"""A tunnel to the control plane of a cluster, which lasts as long as the command and needs no ingress."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from rollyard.cluster.kubectl import ClusterProblem
 from rollyard.errors import CliError, NoServer
 
 START_SECONDS = 30.0
-"""The limit of the time until the tunnel is open, in seconds."""
+"""Limit of the time until the tunnel is open."""
 _PAUSES: Final = Backoff(first=0.1, longest=1.0)
-"""The seconds between two attempts to restore a broken tunnel."""
+"""Seconds between two attempts to restore a broken tunnel."""
 _FORWARDING = re.compile(rb"^Forwarding from 127\.0\.0\.1:(\d+) ")
 
 
 class Tunnel:
-    """A `kubectl port-forward` that is started again on the same port when its pod ends."""
+    """`kubectl port-forward`, brought back on the same port when its pod goes."""
 
     def __init__(self, installation: Installation, errors: IO[bytes]) -> None:
-        """Make a tunnel, which is not open yet. `errors` is an empty file for kubectl's standard error."""
+        """`errors`: an empty file, for kubectl's words."""
         self._installation = installation
         self._errors = errors
         self._lock = threading.Lock()
@@ -42,11 +42,11 @@ class Tunnel:
         self.port = 0
 
     def open(self) -> None:
-        """Open the tunnel, and return when it accepts local connections.
+        """Returns when local connections are taken.
 
         Raises:
-            ClusterProblem: The user may not forward ports.
-            NoServer: The tunnel is not open in time, or no pod runs.
+            ClusterProblem: no right to.
+            NoServer: it does not stand in time, or no pod runs.
         """
         opened = threading.Event()
         process = self._start(0)
@@ -60,7 +60,7 @@ class Tunnel:
         self._run(self._keep, process)
 
     def close(self) -> None:
-        """End kubectl, and return when it has ended."""
+        """Ends kubectl; returns when it has gone."""
         with self._lock:
             self._closing.set()
             if self._process is not None:
@@ -77,10 +77,7 @@ class Tunnel:
         self._threads.append(thread)
 
     def _start(self, port: int) -> subprocess.Popen[bytes] | None:
-        """Start kubectl on a local port and return its process, or None if the tunnel is being closed.
-
-        The port 0 selects any free one.
-        """
+        """kubectl on a local port, 0: any free one; None while closing."""
         one = self._installation
         program = shutil.which("kubectl") or "kubectl"
         command = [program, "port-forward", "--namespace", one.namespace, "--address", "127.0.0.1"]
@@ -88,7 +85,7 @@ class Tunnel:
         with self._lock:
             if self._closing.is_set():
                 return None
-            # The session of its own keeps Ctrl-C away from kubectl. The launcher ends it with this process.
+            # In a session of its own, so that Ctrl-C is for the command alone; it dies with us all the same.
             self._process = subprocess.Popen(
                 [sys.executable, "-IS", str(launcher.__file__), str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
@@ -108,7 +105,7 @@ class Tunnel:
         opened.set()
 
     def _keep(self, process: subprocess.Popen[bytes] | None) -> None:
-        # The kernel counts this thread as the parent of new processes, so it lives as long as they do.
+        # The kernel counts this thread as the parent of new processes: it lives as long as they do.
         failures = 0
         while process is not None:
             began = time.monotonic()
@@ -137,11 +134,10 @@ class Tunnel:
 
 @contextlib.contextmanager
 def forwarded(installation: Installation) -> Iterator[str]:
-    """Yield a local URL of the installation's control plane, which works as long as the block lasts.
+    """A local URL of the installation's control plane, as long as the block lasts.
 
     Raises:
-        ClusterProblem: The user may not forward ports.
-        NoServer: The tunnel is not open in time, or no pod runs.
+        ClusterProblem, NoServer.
     """
     with tempfile.TemporaryFile() as errors:
         tunnel = Tunnel(installation, errors)

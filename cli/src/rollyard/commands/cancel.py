@@ -1,4 +1,4 @@
-"""The command `rollyard cancel`."""
+"""`rollyard cancel`."""
 
 from __future__ import annotations
 

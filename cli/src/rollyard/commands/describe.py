@@ -1,4 +1,4 @@
-"""The command `rollyard describe`."""
+"""`rollyard describe`."""
 
 from __future__ import annotations
 

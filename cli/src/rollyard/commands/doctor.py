@@ -1,4 +1,4 @@
-"""The command `rollyard doctor`."""
+"""`rollyard doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `rollyard quickstart`."""
+"""`rollyard quickstart`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `rollyard scale`."""
+"""`rollyard scale`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `rollyard trajectories`."""
+"""`rollyard trajectories`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `rollyard validate`, which checks manifests and task lists without a server."""
+"""`rollyard validate`: manifests and task lists, checked without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `rollyard version`."""
+"""`rollyard version`."""
 
 from __future__ import annotations
 

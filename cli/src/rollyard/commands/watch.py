@@ -1,4 +1,4 @@
-"""The command `rollyard watch`."""
+"""`rollyard watch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `rollyard weights`."""
+"""`rollyard weights`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def command(
 
 @contextlib.contextmanager
 def _leaving(pool: str, number: int) -> Iterator[None]:
-    """Print a message if Ctrl-C ends the block, because the update continues."""
+    """Where Ctrl-C ends the waiting and not the update, says so."""
     try:
         yield
     except KeyboardInterrupt:
@@ -179,7 +179,7 @@ def _line(pool: str, update: WeightUpdate) -> str:
 
 
 def table(updates: list[WeightUpdate]) -> Table:
-    """Return a table with one row for each weight update, the newest first."""
+    """Updates, the newest first."""
     from datetime import UTC, datetime
 
     from rollyard.render.tables import age, plain_table

@@ -1,4 +1,4 @@
-"""The command `rollyard worker`, which passes its arguments to the stage worker's own command line."""
+"""`rollyard worker`: the stage worker's own command line, passed through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage workers and backends of a supervisor, which are subprocesses that plans start and stop."""
+"""Carries plans out with subprocesses, and says what is seen of them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ from rollyard.local.options import Options
 from rollyard.local.vllm import free_port, vllm_server
 
 HAND_OVER_SECONDS = 6.0
-"""A stage worker gets a second SIGTERM so many seconds before its grace ends. It then gives back the rollouts
-that it holds at once."""
+"""After a second SIGTERM a stage worker hands over what it holds at once."""
 PORT_CHECK_SECONDS = 0.1
-"""The time between two checks whether an embedded engine has written its port, in seconds."""
+"""Between two looks at whether an embedded engine has written its port."""
 
 
 @dataclass(slots=True)
@@ -43,26 +42,26 @@ class _Entry:
     workload: Workload
     restarts: int
     child: Child | None
-    """The process, or None if it could not be started."""
+    """It is None where the process could not be started."""
     started_at: datetime
     failure: str = ""
     stopping: asyncio.Task[None] | None = None
     probe: asyncio.Task[None] | None = None
     health: BackendHealth = field(default_factory=BackendHealth)
     blocked: bool = False
-    """Whether nothing was started because this machine lacks something, which `failure` names."""
+    """Nothing was started: `failure` says what this machine lacks."""
     draining_since: datetime | None = None
     port: int = 0
-    """The port that was chosen for a vLLM server."""
+    """vLLM: the port that was chosen for it."""
     gpus: tuple[str, ...] = ()
     url: str = ""
-    """The URL at which a vLLM server will answer. An embedded engine reports its own URL."""
+    """vLLM: where it will answer; an embedded engine says it itself."""
     last_end: str = ""
-    """How the process that ran before this one ended."""
+    """How the one before it ended."""
 
 
 async def _listening(port_file: Path, host: str) -> str:
-    """Wait until an embedded engine has written its port, and return its base URL."""
+    """Base URL of an embedded engine, once it has written its port."""
     while True:
         try:
             port = int(port_file.read_text())
@@ -89,17 +88,17 @@ class Fleet:
         self._replaced = Replacements()
 
     def owners(self) -> set[Owner]:
-        """Return the owners of all workloads."""
+        """The owners of all workloads."""
         return {entry.workload.owner for entry in self._entries.values()}
 
     def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
-        """Return the observed state of an owner's workloads."""
+        """What is seen of an owner's workloads."""
         return tuple(
             self._observe(entry) for entry in self._entries.values() if entry.workload.owner == owner
         )
 
     def running(self) -> int:
-        """Return the number of processes that run."""
+        """Processes that run."""
         return sum(
             entry.child is not None and entry.child.exit_code is None for entry in self._entries.values()
         )
@@ -134,7 +133,7 @@ class Fleet:
         )
 
     async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
-        """Start, drain and stop what the plan of one owner says. Stopping continues in the background."""
+        """Starts, drains and stops what the plan of one owner says; stopping continues in the background."""
         for stop in plan.stop:
             self.stop(stop)
         for name, entry in self._entries.items():
@@ -193,7 +192,7 @@ class Fleet:
         )
 
     def _living(self) -> list[_Entry]:
-        """Return the entries whose process has not ended, because it still holds its port and GPUs."""
+        """Those whose process has not ended, and so holds its port and GPUs."""
         return [
             entry
             for entry in self._entries.values()
@@ -226,7 +225,7 @@ class Fleet:
         ]
 
     def stop(self, stop: Stop) -> None:
-        """End a workload within its grace, in the background. One that has ended is removed."""
+        """Ends a workload within its grace, in the background; forgets one that has ended."""
         entry = self._entries.get(stop.name)
         if entry is None or entry.stopping is not None:
             return
@@ -248,7 +247,7 @@ class Fleet:
         self._wake()
 
     async def stop_all(self, kind: str, grace_seconds: float) -> None:
-        """End all workloads of a kind at the same time, within the grace and five seconds."""
+        """Ends every workload of a kind, at the same time, within the grace and five seconds."""
         ending = [entry for entry in self._entries.values() if entry.workload.kind == kind]
         for entry in ending:
             if entry.stopping is not None:

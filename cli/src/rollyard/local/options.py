@@ -1,4 +1,4 @@
-"""The options of `rollyard up`."""
+"""What `rollyard up` was asked for."""
 
 from __future__ import annotations
 
@@ -11,49 +11,47 @@ from rollyard.errors import NotFound
 DEFAULT_PORT = 8765
 DEFAULT_POOL = "default"
 DEFAULT_LEASE_SECONDS = 15.0
-"""The default is half of that of a cluster's control plane, because on one machine no heartbeat waits for a
-network."""
+"""Half of what a cluster's control plane takes: on one machine no heartbeat waits for a network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The settings of one supervisor."""
+    """Settings of one supervisor."""
 
     home: Path
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
-    """The port of the control plane. 0 selects a free one."""
+    """0: a free one."""
     backend_url: str = ""
-    """The URL of a running vLLM-compatible server. If it is empty, the supervisor starts backends itself."""
+    """A running vLLM-compatible server; empty: backends that are started here."""
     engine: str = "embedded"
-    """The engine of the backends that the supervisor starts: `embedded` or `vllm`."""
+    """The engine that is started here: `embedded` or `vllm`."""
     replicas: int = 1
-    """The number of backends that the supervisor starts."""
+    """Backends that are started."""
     vllm_python: str = ""
-    """The Python of an environment with vLLM. If it is empty, the command `vllm` is run."""
+    """The Python of an environment with vLLM; empty: the command `vllm`."""
     engine_args: tuple[str, ...] = ()
     engine_env: tuple[tuple[str, str], ...] = ()
     gpus: int = 0
-    """The number of GPUs of each vLLM server. With 0, GPUs are neither requested nor restricted."""
+    """GPUs of each vLLM server; 0: neither asked for nor restricted."""
     model: str = ""
-    """The model folder for the engines `embedded` and `vllm`, or the name that an external server serves."""
+    """Embedded and vLLM: model folder. External: the name that the server serves."""
     tokenizer: str = ""
-    """The folder with tokenizer.json and the chat template, for an external server."""
+    """External: folder with tokenizer.json and the chat template."""
     verify_python: str = ""
-    """A Python with torch and transformers, which verifies weight updates. If it is empty, `vllm_python` is
-    used, if given."""
+    """A Python with torch and transformers, which verifies weight updates; empty: `vllm_python`, if given."""
     sandbox: str = "bubblewrap"
     default_image: str = ""
-    """The image of jobs that name none, for Apptainer."""
+    """Apptainer: the image of jobs that name none."""
     image_cache: str = ""
-    """The folder for built images, for Apptainer. If it is empty, the images are in the home."""
+    """Apptainer: where built images are kept; empty: in the home."""
     fakeroot: bool = False
-    """Whether programs inside a sandbox are root of their image, for Apptainer."""
+    """Apptainer: programs inside are root of their image."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
-    """The seconds that a stage worker may be silent before its rollouts go to another one."""
+    """How long a stage worker may be silent before its rollouts go to another."""
 
     def sandbox_arguments(self) -> tuple[str, ...]:
-        """Return the sandbox options for the command lines of stage workers and of a supervisor."""
+        """The sandbox options of stage workers, and of a supervisor."""
         return (
             *("--sandbox", self.sandbox),
             *(("--default-image", self.default_image) if self.default_image else ()),
@@ -63,10 +61,10 @@ class Options:
 
 
 def shipped_model() -> Path:
-    """Return the folder of the model that is shipped with the engine.
+    """The folder of the policy that the engine ships.
 
     Raises:
-        NotFound: This installation lacks the model.
+        NotFound: this installation lacks it.
     """
     spec = find_spec("rollyard_engine")
     for folder in (spec.submodule_search_locations or ()) if spec else ():

@@ -1,4 +1,4 @@
-"""The program, command line and environment of one vLLM server."""
+"""The command line and environment of one vLLM server, and where its program is."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ PORT_TRIES = 100
 
 @dataclass(frozen=True, slots=True)
 class VllmCommand:
-    """The command that starts a vLLM server, and the URL at which the server will answer."""
+    """What to run, and where it will answer."""
 
     program: str
-    """The absolute path of the program."""
+    """Absolute path."""
     arguments: tuple[str, ...]
     env: Mapping[str, str]
-    """The environment variables in addition to those of the driver."""
+    """On top of the driver's own."""
     url: str
 
 
 def find_program(name: str, env: Mapping[str, str]) -> str:
-    """Return the absolute path of a program.
+    """Absolute path of a program.
 
     Raises:
-        CannotStart: There is no such program.
+        CannotStart: it is not there.
     """
     path = shutil.which(name, path=env.get("PATH", os.environ.get("PATH")))
     if path is None and name == DEFAULT_COMMAND[0]:
@@ -48,12 +48,10 @@ def find_program(name: str, env: Mapping[str, str]) -> str:
 
 
 def free_port(host: str, taken: Collection[int]) -> int:
-    """Return a port that no program listens on and that is not in `taken`.
-
-    If another program takes the port first, the server fails and is started again on another one.
+    """A port that nothing listens on and none of `taken`. Who loses the race for it starts again elsewhere.
 
     Raises:
-        OSError: The host is not an address of this machine, or no port is free.
+        OSError: the host is not one of this machine, or no port is free.
     """
     for _ in range(PORT_TRIES):
         with socket.create_server((host, 0)) as probe:
@@ -64,16 +62,14 @@ def free_port(host: str, taken: Collection[int]) -> int:
 
 
 def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -> VllmCommand:
-    """Return the command that starts a workload's server. It does not repeat options that the user gave.
+    """The server that a workload means. What the user's arguments say is not said again.
 
     Args:
-        workload: The backend to start.
-        host: The address to listen on.
-        port: A free port. It is not used if the workload's arguments give `--port`.
-        gpus: The GPUs that the server may use. If there are none, it is not restricted.
+        port: a free one; unused where the arguments give `--port`.
+        gpus: what the server may see of the machine's; empty: it is not restricted.
 
     Raises:
-        CannotStart: The program or the model folder does not exist.
+        CannotStart: there is no such program, or no such model folder.
     """
     env = dict(SERVER_ENV)
     if gpus:

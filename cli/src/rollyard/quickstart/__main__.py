@@ -1,4 +1,4 @@
-"""Run `rollyard quickstart` as `python -m rollyard.quickstart`."""
+"""`python -m rollyard.quickstart` is `rollyard quickstart`."""
 
 from __future__ import annotations
 

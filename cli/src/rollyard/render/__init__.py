@@ -1,1 +1,1 @@
-"""The output of the commands: tables, progress and trajectories."""
+"""What the commands print: tables, progress and trajectories."""

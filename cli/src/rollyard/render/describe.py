@@ -1,4 +1,4 @@
-"""The full description of one job or pool, for people to read."""
+"""One job or pool in full, for people."""
 
 from __future__ import annotations
 
@@ -48,10 +48,7 @@ def _spec(console: Console, spec: object) -> None:
 
 
 def describe_job(console: Console, job: RolloutJob, failures: Counter[tuple[str, str]]) -> None:
-    """Print a job's status, counts per stage, reasons of failures, conditions and spec.
-
-    The most frequent reasons of failures are first.
-    """
+    """Status, counts per stage, conditions, reasons of failures (most frequent first), spec."""
     status, counts = job.status, job.status.counts
     _field(console, "Name", job.metadata.name)
     _field(console, "Namespace", job.metadata.namespace)
@@ -81,7 +78,7 @@ def describe_job(console: Console, job: RolloutJob, failures: Counter[tuple[str,
 
 
 def _backends(console: Console, backends: Iterable[BackendStatus]) -> None:
-    """Print a table, or a few lines for each backend if a terminal is too narrow for the table."""
+    """A table, or a few lines for each backend where a terminal is too narrow for it."""
     table = plain_table(BACKEND_COLUMNS)
     table.padding = (0, 2, 0, 0)
     rows = [(backend_row(backend), backend.message) for backend in backends]
@@ -100,7 +97,7 @@ def _backends(console: Console, backends: Iterable[BackendStatus]) -> None:
 
 
 def describe_pool(console: Console, pool: BackendPool) -> None:
-    """Print a pool's state, backends, conditions and spec."""
+    """Backends, conditions, spec."""
     _field(console, "Name", pool.metadata.name)
     _field(console, "Namespace", pool.metadata.namespace)
     engine = pool.spec.engine

@@ -1,4 +1,4 @@
-"""The tables at the end of a quickstart."""
+"""The table at the end of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollyard.trajectories.versions import PolicySummary, UpdateSummary
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """Print a table of the stages and a table of the outcome."""
+    """Stages in one table, the outcome in another."""
     stages = Table(title="Stages", title_justify="left", title_style="bold")
     for column in ("stage", "rollouts", "mean work", "mean wait", "work in all"):
         stages.add_column(column, justify="left" if column == "stage" else "right")
@@ -44,7 +44,7 @@ def print_summary(console: Console, summary: Summary) -> None:
 
 
 def print_policies(console: Console, policies: PolicySummary) -> None:
-    """Print a table of the backends, a table of the policy versions, and a line for each weight update."""
+    """Backends, policy versions and weight updates, a table each."""
     backends = Table(title="Backends", title_justify="left", title_style="bold")
     backends.add_column("backend", no_wrap=True)
     for column in ("rollouts", "tokens", "cache hits"):

@@ -1,6 +1,6 @@
 """The order in which sequences compute: continuous scheduling of many sequences over one model.
 
-The scheduler is not thread-safe and does no I/O; ``rollyard_engine.generation.thread`` runs it.
+Not thread-safe and without I/O: ``rollyard_engine.generation.thread`` runs it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,18 @@ from rollyard_engine.generation.sequence import FinishReason, Sequence
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 
 PREFILL_CHUNK = 128
-"""The number of prompt tokens in one call of the model. It is constant, so the same prompt gives the same
-logits."""
+"""Prompt tokens in one call of the model; constant, so that the same prompt gives the same logits."""
 
 PREFILL_BUDGET = 512
-"""The number of prompt tokens that are computed between two decoding steps of the running sequences."""
+"""Prompt tokens computed between two decoding steps of the running sequences."""
 
 SLICE_SECONDS = 0.02
-"""The seconds that a step may take. It may exceed them by one call of the model."""
+"""How long a step may take, up to one call of the model more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds of the scheduler.
-
-    They are the tokens of a sequence, the sequences that run at the same time, the caches that are kept, and
-    the bytes of all caches.
-    """
+    """Bounds of the scheduler: tokens of a sequence, sequences at once, caches kept, bytes of all caches."""
 
     max_model_len: int
     max_num_seqs: int
@@ -45,10 +40,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Stats:
-    """The counters since the start, in tokens unless their names say otherwise.
-
-    One thread writes them, and other threads read them.
-    """
+    """Counters since the start, in tokens unless named otherwise; read by other threads, written by one."""
 
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -60,7 +52,7 @@ class Stats:
 
 
 class Scheduler:
-    """The waiting and running sequences, the kept caches, the weights and the pause state."""
+    """Waiting and running sequences, the kept caches, the weights and the pause state."""
 
     def __init__(
         self, model: PolicyModel, version: str, eos_token_ids: Iterable[int], limits: Limits
@@ -90,22 +82,22 @@ class Scheduler:
 
     @property
     def cache_usage(self) -> float:
-        """The share of the cache memory that running and kept sequences use, from 0 to 1."""
+        """The share of the cache memory in use by running and kept sequences, from 0 to 1."""
         return self._cache_bytes() / self.limits.cache_bytes
 
     def take_progressed(self) -> list[Sequence]:
-        """Return the sequences that streamed tokens or finished since the last call."""
+        """The sequences that streamed tokens or finished since the last call."""
         progressed, self._progressed = self._progressed, []
         return progressed
 
     # -- requests ------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. It waits while the scheduler is paused."""
+        """Queue a sequence; it waits while paused."""
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence with the tokens it has. This does nothing if the sequence has already ended."""
+        """End a sequence with what it has; nothing happens if it ended already."""
         if sequence.finished:
             return
         if sequence in self.running:
@@ -116,10 +108,7 @@ class Scheduler:
             self._ended(sequence, "abort")
 
     def abort_ids(self, request_ids: Iterable[str] | None) -> int:
-        """Abort the requests with these external ids, and return how many were aborted.
-
-        With ``None``, all requests are aborted.
-        """
+        """Abort the requests with these external ids (``None``: all); how many were aborted."""
         wanted = None if request_ids is None else set(request_ids)
         chosen = [
             sequence
@@ -131,11 +120,10 @@ class Scheduler:
         return len(chosen)
 
     def step(self) -> None:
-        """Advance each running sequence by one token, or by one piece of its prompt.
+        """Advance running sequences by one token, or one piece of a prompt, each.
 
-        Waiting sequences are admitted first. If the time of ``SLICE_SECONDS`` does not suffice for all
-        sequences, the next call advances the others. With a slow model, commands then do not wait for every
-        sequence.
+        All of them advance, or as many as ``SLICE_SECONDS`` allow: the next call then advances the others, so
+        that with a slow model commands do not wait for every sequence. Waiting sequences are admitted first.
         """
         if not self._sweep:
             if not self.paused:
@@ -149,7 +137,7 @@ class Scheduler:
                 continue
             try:
                 self._budget -= self._advance(sequence, self._budget)
-            except (RuntimeError, GenerationFailed) as error:  # onnxruntime raises RuntimeError.
+            except (RuntimeError, GenerationFailed) as error:  # RuntimeError is what onnxruntime raises
                 sequence.error = GenerationFailed(f"the model failed on this request: {error}")
                 sequence.kv = None
                 self._remove(sequence, "error")
@@ -160,11 +148,11 @@ class Scheduler:
     # -- control -------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, *, clear_cache: bool, when_paused: Callable[[], None]) -> None:
-        """Stop scheduling. ``when_paused`` is called once nothing runs any more.
+        """Stop scheduling; ``when_paused`` is called once nothing runs any more.
 
-        That is immediately, except for the mode ``wait``. The mode ``abort`` ends every request with its
-        partial output, ``wait`` lets running requests finish, and ``keep`` freezes them until ``resume`` and
-        ignores ``clear_cache``. Requests that are sent meanwhile wait.
+        That is at once, except for ``wait``. ``abort`` ends every request with its partial output, ``wait``
+        lets running ones finish, ``keep`` freezes them until ``resume`` and ignores ``clear_cache``.
+        Requests sent meanwhile wait.
         """
         self.paused = True
         if mode == "abort":
@@ -182,18 +170,15 @@ class Scheduler:
             self._finish_drain(force=True)
 
     def resume(self) -> None:
-        """Continue scheduling."""
+        """Schedule again."""
         self.paused = False
         self._finish_drain(force=True)
 
     def swap_model(self, model: PolicyModel) -> None:
         """Serve other weights from the next step on.
 
-        The kept caches are dropped. A running sequence keeps its tokens, and its cache is computed again with
-        the new weights before they sample.
-
-        Raises:
-            ModelFolderInvalid: The vocabulary differs, or the context is too short.
+        Kept caches are dropped; a running sequence keeps its tokens, and its cache is computed again with the
+        new weights before they sample. Raises ``ModelFolderInvalid`` if the vocabulary or context differ.
         """
         if model.folder.vocab_size != self._model.folder.vocab_size:
             raise ModelFolderInvalid(
@@ -211,10 +196,7 @@ class Scheduler:
         self.reset_prefix_cache(running_too=True)
 
     def reset_prefix_cache(self, *, running_too: bool) -> None:
-        """Drop the kept caches.
-
-        With ``running_too``, running sequences also compute their caches again.
-        """
+        """Drop the kept caches; with ``running_too`` running sequences also compute theirs again."""
         self._kept.clear()
         if running_too:
             for sequence in self.running:
@@ -226,7 +208,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
             tokens = len(sequence.prompt) + sequence.params.max_tokens
-            if not sequence.scoring:  # A kept cache has no logits of the prompt tokens that it holds.
+            if not sequence.scoring:  # a kept cache has no logits of the prompt tokens that it holds
                 sequence.kv = self._kept.take(sequence.prompt, tokens, time.monotonic())
             if sequence.kv is not None:
                 sequence.capacity = sequence.kv.capacity
@@ -240,20 +222,15 @@ class Scheduler:
             self.stats.prompt_tokens += len(sequence.prompt)
 
     def _advance(self, sequence: Sequence, budget: int) -> int:
-        """Compute the next piece of a sequence.
-
-        Returns:
-            The number of prompt tokens that this took from ``budget``.
-        """
+        """Compute a sequence's next piece; how many prompt tokens that took from ``budget``."""
         if sequence.kv is None:
             sequence.kv = self._model.open(sequence.capacity)
-            # The weights may have changed, and a prompt is scored by one set of weights only.
-            if sequence.scoring:
+            if sequence.scoring:  # the weights may have changed: one prompt is scored by one set of them
                 sequence.prompt_scores.clear()
         kv, ids = sequence.kv, sequence.token_ids
         pending = ids[kv.length :]
         if sequence.scoring:
-            pending = pending[:1]  # The runtime returns only the logits after the last appended token.
+            pending = pending[:1]  # the runtime gives the logits behind the last appended token only
         elif len(pending) > 1:
             if budget <= 0:
                 return 0
@@ -296,11 +273,7 @@ class Scheduler:
         return tokens * self._model.folder.kv_bytes_per_token
 
     def _make_room(self, capacity: int) -> bool:
-        """Drop kept caches until a cache of ``capacity`` tokens fits.
-
-        Returns:
-            Whether the cache may be opened. It may always be opened if nothing runs and no cache is kept.
-        """
+        """Drop kept caches until a cache of ``capacity`` tokens fits; whether it does."""
         needed = capacity * self._model.folder.kv_bytes_per_token
         while self._cache_bytes() + needed > self.limits.cache_bytes:
             if not self._kept.drop_oldest():

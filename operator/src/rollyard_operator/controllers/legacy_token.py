@@ -22,7 +22,8 @@ class LegacyToken:
         self._removed: set[str] = set()
 
     async def remove(self, namespaces: Iterable[str], pods: Iterable[Object]) -> None:
-        """Remove the Secret from these namespaces. A refused deletion is retried the next time.
+        """Remove the Secret from these namespaces. A deletion that the API server refuses is retried next
+        time.
 
         Args:
             pods: All pods of this installation.

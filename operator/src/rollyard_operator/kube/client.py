@@ -1,4 +1,4 @@
-"""The client of the Kubernetes API. It uses plain dicts, few verbs and a limited number of retries."""
+"""The Kubernetes API as the operator uses it: plain dicts, few verbs, bounded retries."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FIELD_MANAGER = MANAGER
 TIMEOUT_SECONDS = 15.0
 ATTEMPTS = 5
 PAUSES: Final = Backoff(first=0.1, longest=2.0, jitter=0.5)
-"""The pauses between the attempts of one request."""
+"""Between the attempts of one request."""
 TRY_AGAIN: Final = Backoff(first=0.25, longest=15.0, jitter=0.25)
-"""The pauses between the tries of something that is retried without limit, such as a watch."""
+"""Between tries of what is tried without an end, such as a watch."""
 PAGE = 500
 GONE = 410
 _JSON = "application/json"
@@ -35,13 +35,12 @@ _log = logging.getLogger(__name__)
 
 
 class KubeError(Exception):
-    """The API server refused a call or did not answer after several attempts.
+    """The API server refused a call, or did not answer after several tries.
 
     Attributes:
-        status: The HTTP status, or 0 if there was no answer.
-        reason: The reason as Kubernetes names it, such as `Forbidden` or `Invalid`, or `Unreachable` if there
-            was no answer.
-        retry_after: The number of seconds that the server asked the client to wait, or None.
+        status: HTTP status; 0: no answer.
+        reason: Kubernetes' word, such as `Forbidden` or `Invalid`; `Unreachable` without an answer.
+        retry_after: seconds that the server asked to wait.
     """
 
     def __init__(self, status: int, reason: str, message: str, retry_after: float | None = None) -> None:
@@ -56,32 +55,32 @@ class KubeError(Exception):
 
 
 class KubeConflict(KubeError):
-    """The HTTP status was 409: the name is taken, or the object has another uid or version than expected."""
+    """409: the name is taken, or the object is not the one (uid, version) that was meant."""
 
 
 class Kube(Protocol):
-    """The calls to a cluster that the operator's loops need. All methods raise KubeError."""
+    """What the operator's loops ask of a cluster. All methods raise KubeError."""
 
     async def apply(self, obj: Object, *, force: bool = True) -> Object:
-        """Create or change an object by server-side apply."""
+        """Server-side apply."""
         ...
 
     async def create(self, obj: Object) -> Object:
-        """Create an object. Raise KubeConflict if the name is taken."""
+        """Make it. Raises KubeConflict where the name is taken."""
         ...
 
     async def delete(
         self, kind: str, namespace: str, name: str, *, grace: int | None = None, uid: str | None = None
     ) -> None:
-        """Delete an object. It is no error if the object is gone or has another uid."""
+        """Delete it; one that is gone, or has another uid, is success."""
         ...
 
     async def get(self, kind: str, namespace: str, name: str) -> Object | None:
-        """Return the object, or None if it does not exist."""
+        """The object; None if there is none."""
         ...
 
     async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
-        """Return all objects of a namespace, or of all namespaces if `namespace` is None."""
+        """All of a namespace, or (None) of all namespaces."""
         ...
 
     async def patch(
@@ -94,31 +93,31 @@ class Kube(Protocol):
         uid: str | None = None,
         version: str | None = None,
     ) -> Object | None:
-        """Apply a merge patch, and return None if the object is gone or has another uid.
+        """Merge patch; None where it is gone, or has another uid.
 
-        Raises KubeConflict if the object has another resource version than the given one.
+        Raises KubeConflict where it has another resource version than the given one.
         """
         ...
 
     async def patch_status(
         self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
     ) -> Object | None:
-        """Apply a merge patch to the status subresource, and return None if the object is gone.
+        """Merge patch of the status subresource; None where the object is gone.
 
-        Raises KubeConflict if the object has another resource version than the given one. The API server
-        checks no uid when it writes a status.
+        Raises KubeConflict where it has another resource version than the given one: of a status, the
+        API server checks no uid.
         """
         ...
 
     async def event(self, obj: Object, type: str, reason: str, message: str) -> None:
-        """Create an event about an object. `type` is `Normal` or `Warning`."""
+        """Tell an event about an object; `type` is `Normal` or `Warning`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Resource:
     api: str
-    """The API version: `v1`, or a group and a version."""
+    """`v1`, or group and version."""
     plural: str
 
     @property
@@ -147,7 +146,7 @@ RESOURCES: Mapping[str, _Resource] = {
 
 
 def refusal(status: int, content: bytes, retry_after: str | None = None) -> KubeError:
-    """Return the error for an answer whose status is not 2xx."""
+    """What an answer other than 2xx says."""
     try:
         document = orjson.loads(content)
     except ValueError:
@@ -164,14 +163,14 @@ def refusal(status: int, content: bytes, retry_after: str | None = None) -> Kube
 
 def _again(error: KubeError) -> bool:
     if error.status == 409:
-        # Two clients wrote at once. A retry does not help if a name is taken or a precondition failed.
+        # Two writers at once. A taken name or a failed precondition stays what it is.
         return error.reason == "Conflict" and "recondition" not in error.message
     return error.status in (0, 429) or error.status >= 500
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The address and the credentials of an API server, for other clients of the same server."""
+    """Address and credentials of an API server, for other clients of it."""
 
     server: str
     ca_file: str | None
@@ -184,11 +183,11 @@ class Access:
 
 
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
-"""The errors of a call that does not reach the API server or whose connection breaks."""
+"""What a call raises that finds no API server, or a line that breaks."""
 
 
 def unreachable(error: BaseException) -> KubeError:
-    """Return such an error as a KubeError."""
+    """The same in our words."""
     told = f"{type(error).__name__}: {error}".rstrip(": ")
     return KubeError(0, "Unreachable", f"the API server does not answer ({told})")
 
@@ -201,7 +200,7 @@ async def send(
     kind: str = _JSON,
     body: Any = None,
 ) -> rest.RESTResponse:
-    """Send a request with the client's credentials, and return once the answer begins. Raises UNREACHABLE."""
+    """One request with the client's credentials; returns once the answer has begun. Raises UNREACHABLE."""
     headers = {"Accept": _JSON, "Content-Type": kind, **api.default_headers}
     await api.update_params_for_auth(headers, [], ["BearerToken"], url, method, body)
     answer: rest.RESTResponse = await api.rest_client.request(
@@ -211,7 +210,7 @@ async def send(
 
 
 class KubeClient:
-    """The implementation of Kube for a real API server, with `kubernetes.aio`."""
+    """The Kube of a real API server, over `kubernetes.aio`."""
 
     def __init__(self, configuration: client.Configuration) -> None:
         self._configuration = configuration
@@ -222,10 +221,10 @@ class KubeClient:
 
     @classmethod
     async def connect(cls) -> Self:
-        """Connect with the pod's service account, or else with a kubeconfig ($KUBECONFIG, ~/.kube/config).
+        """With the pod's service account, else with a kubeconfig ($KUBECONFIG, ~/.kube/config).
 
         Raises:
-            KubeError: There is neither a service account nor a kubeconfig.
+            KubeError: neither is there.
         """
         configuration = client.Configuration()
         try:
@@ -243,7 +242,7 @@ class KubeClient:
 
     @property
     def configuration(self) -> client.Configuration:
-        """The configuration of this client, for other clients that share its credentials."""
+        """What it was made with, for other clients that are to share its credentials."""
         return self._configuration
 
     async def _once(self, method: str, url: str, kind: str, body: Any) -> Object:
@@ -268,7 +267,7 @@ class KubeClient:
         body: Any = None,
         again: bool = True,
     ) -> Object:
-        """Send a request with retries. `again` says whether a conflict is worth another attempt."""
+        """`again`: a conflict is worth another try."""
         url = path + (f"?{urlencode(query)}" if query else "")
         for attempt in range(ATTEMPTS):
             try:
@@ -280,7 +279,7 @@ class KubeClient:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def access(self) -> Access:
-        """Return what this client uses to connect. A token that is replaced regularly is read again."""
+        """What this client uses; a token that is replaced from time to time is read again."""
         own = self._configuration
         header = await own.get_api_key_with_prefix("BearerToken") or ""
         scheme, _, token = header.rpartition(" ")
@@ -296,7 +295,7 @@ class KubeClient:
         )
 
     async def version(self) -> str:
-        """Return the version of the API server as `major.minor`."""
+        """`major.minor` of the API server."""
         found = await self._call("GET", "/version")
         return f"{found['major']}.{str(found['minor']).rstrip('+')}"
 
@@ -338,7 +337,7 @@ class KubeClient:
         found: list[Object] = []
         while True:
             page = await self._call("GET", resource.path(namespace), query=query)
-            # The API server omits these two fields in the items of a list.
+            # Items of a list come without these two.
             found += [{"apiVersion": resource.api, "kind": kind} | item for item in page["items"]]
             more = page["metadata"].get("continue")
             if not more:
@@ -348,12 +347,12 @@ class KubeClient:
     async def snapshot(
         self, kind: str, namespace: str | None, selector: str = ""
     ) -> tuple[list[Object], str]:
-        """Return the same as `list`, and the resource version of the list, where a watch continues."""
+        """As `list`, with the resource version that the list is of: a watch continues from there."""
         for attempt in range(ATTEMPTS):
             try:
                 return await self._pages(kind, namespace, selector)
             except KubeError as error:
-                # Listing took so long that the cluster has forgotten the state that the next page is from.
+                # It took so long that the next page is of a past that the cluster has forgotten.
                 if error.status != GONE or attempt + 1 == ATTEMPTS:
                     raise
                 await asyncio.sleep(PAUSES.pause(attempt + 1, error.retry_after))

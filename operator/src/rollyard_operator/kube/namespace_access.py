@@ -1,4 +1,4 @@
-"""The namespaces that the API server lets the operator read."""
+"""Which namespaces the API server lets the operator read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _log = logging.getLogger(__name__)
 class NamespaceAccess:
     """Collects what the reflectors of each namespace may read.
 
-    The contents of a `denied` namespace are unknown. An object that is missing in the caches may exist there.
+    Nothing is known of what exists in a namespace that is `denied`: what is missing in the caches may well be
+    there.
     """
 
     def __init__(self) -> None:
@@ -21,11 +22,11 @@ class NamespaceAccess:
 
     @property
     def denied(self) -> frozenset[str]:
-        """The namespaces in which at least one kind of object may not be read."""
+        """The namespaces of which at least one kind of objects may not be read."""
         return frozenset(self._refusals)
 
     def reporter(self, namespace: str | None, kind: str) -> Callable[[KubeError | None], None]:
-        """Return the callback for a reflector of one kind. It takes a refusal, or None after a read."""
+        """Return what a reflector of one kind calls with a refusal, or with None after it could read."""
 
         def report(refused: KubeError | None) -> None:
             if namespace is None:

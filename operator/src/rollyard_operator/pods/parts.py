@@ -1,4 +1,4 @@
-"""What all pods of the operator have in common: security, placement, resources, and the use of templates."""
+"""What all pods of ours have in common: security, placement, resources, and what a template adds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rollyard_operator.kube.labels import Object
 from rollyard_operator.settings import OperatorSettings
 
 APP_USER = 10001
-"""The user and group id of stage workers and backends."""
+"""User and group id of stage workers and backends."""
 RESERVED_PREFIX = "rollyard-"
-"""The prefix of the names of the operator's own volumes."""
+"""The names of our own volumes begin so."""
 
 
 class TemplateError(ValueError):
-    """A pod template cannot be used. The message names the field."""
+    """A pod template cannot be used; the message names the field."""
 
 
 def restricted(read_only_root: bool) -> Object:
-    """Return the security context of a container that the pod security standard `restricted` requires."""
+    """Security context of a container, as the pod security standard `restricted` wants it."""
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
@@ -34,7 +34,7 @@ def restricted(read_only_root: bool) -> Object:
 
 
 def pod_security(user: int) -> Object:
-    """Return the security context of a pod whose processes all run as `user`."""
+    """Security context of a pod whose processes are all `user`."""
     return {
         "runAsNonRoot": True,
         "runAsUser": user,
@@ -46,7 +46,7 @@ def pod_security(user: int) -> Object:
 
 
 def resources(defaults: PodResources, chosen: PodResources) -> Object:
-    """Return requests and limits. A default applies only if `chosen` does not name the resource at all."""
+    """Requests and limits; a default counts only where `chosen` does not name the resource at all."""
     named = chosen.requests.keys() | chosen.limits.keys()
     merged = {
         kind: {name: value for name, value in default.items() if name not in named} | own
@@ -59,7 +59,7 @@ def resources(defaults: PodResources, chosen: PodResources) -> Object:
 
 
 def with_placement(spec: Object, placement: Placement, secrets: Iterable[LocalReference]) -> None:
-    """Add the placement of a pod to its spec: where it may run, and with which image pull secrets."""
+    """Add to a pod's spec where it may run."""
     for key, value in (
         ("nodeSelector", placement.node_selector),
         ("tolerations", placement.tolerations),
@@ -75,16 +75,15 @@ def with_placement(spec: Object, placement: Placement, secrets: Iterable[LocalRe
 
 
 def with_template(spec: Object, template: PodTemplate, field: str) -> None:
-    """Add the environment, volumes and mounts of a template to a pod's spec.
+    """Add to a pod's spec the environment, volumes and mounts of a template.
 
-    An environment variable of the template replaces one of the operator with the same name, and a mount
-    replaces one at the same path.
+    Its environment wins over ours, its mounts over ours at the same path.
 
     Args:
-        field: The path of the template's field, for messages.
+        field: where the template stands, for messages.
 
     Raises:
-        TemplateError: An entry has no name or path or occurs twice, or a volume name is reserved.
+        TemplateError: an entry without a name or path, twice the same, or a volume name that is ours.
     """
     container = spec["containers"][0]
     env = _named(template.env, "name", f"{field}.env")
@@ -115,10 +114,10 @@ def _named(entries: Iterable[Mapping[str, Any]], key: str, field: str) -> dict[s
 
 
 def foreign_pull_policy(settings: OperatorSettings) -> str:
-    """Return the pull policy of images that do not belong to the installation."""
+    """Pull policy of images that are not the installation's."""
     return "Never" if settings.image_pull_policy == "Never" else "IfNotPresent"
 
 
 def digest(*parts: object) -> str:
-    """Return 16 hex digits that change with any of the parts."""
+    """16 hex digits that change with any of the parts."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

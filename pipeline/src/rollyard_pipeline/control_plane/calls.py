@@ -1,4 +1,4 @@
-"""What a worker asks of the control plane."""
+"""The calls that a worker makes to the control plane."""
 
 from __future__ import annotations
 
@@ -23,37 +23,40 @@ from rollyard_pipeline.errors import PipelineError
 
 
 class ControlPlaneUnavailable(PipelineError):
-    """No answer, a 5xx or a 429: the same request may succeed later."""
+    """There was no answer, a 5xx or a 429. The same request may succeed later."""
 
     reason = "ControlPlaneUnavailable"
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-        """Seconds, where the control plane says how long to wait."""
+        """The wait in seconds that the control plane requested, if it requested one."""
 
 
 class LeaseCalls(Protocol):
-    """The lease calls. Each raises ControlPlaneUnavailable or ControlPlaneRefused (repeating is no use)."""
+    """The lease calls.
+
+    Each raises ControlPlaneUnavailable, or ControlPlaneRefused if repeating the request cannot help.
+    """
 
     async def lease(self, request: LeaseRequest) -> LeaseResponse:
-        """Ask for rollouts to work on; the server waits for some as long as the request says."""
+        """Request rollouts to work on. The server waits for some as long as the request says."""
         ...
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        """Keep leases alive, and learn which of them are to stop."""
+        """Keep leases alive, and return which of them must stop."""
         ...
 
     async def complete(self, request: CompleteRequest) -> OutcomeResponse:
-        """Report stages that were worked on to their end."""
+        """Report stages that have been completed."""
         ...
 
     async def fail(self, request: FailRequest) -> OutcomeResponse:
-        """Report stages that failed, or that another worker shall take."""
+        """Report stages that failed, or that another worker should take."""
         ...
 
     async def route(self, request: RouteRequest) -> RouteResponse:
-        """Ask for another backend for a rollout whose own does not answer."""
+        """Request another backend for a rollout whose own backend does not answer."""
         ...
 
     async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
@@ -62,9 +65,9 @@ class LeaseCalls(Protocol):
 
 
 class ClaimCalls(Protocol):
-    """The claims of sandboxes that a driver starts elsewhere; they raise as `LeaseCalls`'s calls do.
+    """The claims of sandboxes that a driver starts elsewhere. They raise the exceptions of `LeaseCalls`.
 
-    What does not exist is `errors.NotThere`.
+    A missing object raises `errors.NotThere`.
     """
 
     async def claim(self, request: ClaimRequest) -> Claim:
@@ -81,4 +84,4 @@ class ClaimCalls(Protocol):
 
 
 TRY_AGAIN: Final = Backoff(first=0.1, longest=5.0, jitter=0.5)
-"""The pauses between tries of a call to which the control plane gives no answer."""
+"""The pauses between tries of a call that the control plane does not answer."""

@@ -1,4 +1,4 @@
-"""Specs of the jobs whose rollouts are leased here, fetched once per job."""
+"""The specs of the jobs whose rollouts are leased here, each fetched once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavail
 
 
 class JobSpecs:
-    """Caches specs by job uid, the least recently used dropped beyond `size`."""
+    """Caches specs by job uid. The least recently used are dropped beyond `size`."""
 
     def __init__(self, control: LeaseCalls, size: int = 256) -> None:
         self._control = control
@@ -21,10 +21,10 @@ class JobSpecs:
         self._lock = asyncio.Lock()
 
     async def get(self, lease: Lease) -> RolloutJobSpec:
-        """The spec of the lease's job; waits for the control plane as long as the lease's stop allows.
+        """Return the spec of the lease's job. This waits for the control plane as long as the lease allows.
 
         Raises:
-            ControlPlaneRefused: the control plane refuses to give it.
+            ControlPlaneRefused: The control plane refuses to return the spec.
         """
         async with self._lock:
             tries = 0

@@ -19,29 +19,32 @@ class HeldLease:
 
     lease: Lease
     started: float = field(default_factory=time.monotonic)
-    """When work began: stage timeouts count from here."""
+    """The time at which work began. Stage timeouts count from here."""
     task: asyncio.Task[None] | None = None
     stop: Stop | None = None
-    """Why its task was stopped from outside."""
+    """The reason why its task was stopped from outside."""
     begun: bool = False
-    """Its task runs; a task cancelled earlier would never clean up."""
+    """Whether its task has begun to run. A task that is cancelled earlier would never clean up."""
     reporting: bool = False
-    """The outcome is on its way to the control plane."""
+    """Whether the outcome is on its way to the control plane."""
     sandbox: SandboxHandle | None = None
-    """The rollout's sandbox, also while Init has not reported it yet."""
+    """The rollout's sandbox, even while Init has not reported it yet."""
     eval_sandbox: SandboxHandle | None = None
     """Eval's own fresh sandbox, while there is one."""
     done_with_sandbox: bool = False
-    """Remove the sandbox once the outcome is answered. Not before: were this worker killed in
-    between, whoever leases the stage next would meet a lost sandbox and count a failure."""
+    """Whether to remove the sandbox once the control plane has answered for the outcome.
+
+    It must not be removed earlier: if this worker were killed in between, the worker that leases the stage
+    next would find a lost sandbox and count a failure.
+    """
 
     @property
     def ref(self) -> LeaseRef:
-        """What names this lease in requests: the rollout and its fencing token."""
+        """Return what identifies this lease in requests: the rollout and its fencing token."""
         return LeaseRef(rollout=self.lease.rollout, token=self.lease.token)
 
     def end(self, why: Stop) -> None:
-        """Stop the work at once; harmless when the outcome is already being reported."""
+        """Stop the work at once. This has no effect if the outcome is already being reported."""
         if self.reporting or self.stop is not None:
             return
         self.stop = why
@@ -67,23 +70,26 @@ class LeaseTable:
         self._held[held.lease.rollout, held.lease.token] = held
 
     async def remove(self, held: HeldLease) -> None:
-        """Remove a lease; harmless when it is not there."""
+        """Remove a lease. A missing lease is no error."""
         self._held.pop((held.lease.rollout, held.lease.token), None)
         async with self._changed:
             self._changed.notify_all()
 
     def find(self, refs: Iterable[LeaseRef]) -> list[HeldLease]:
-        """The leases of `refs` that are held here."""
+        """Return the leases of `refs` that are held here."""
         found = (self._held.get((ref.rollout, ref.token)) for ref in refs)
         return [held for held in found if held is not None]
 
     def unreported_sandboxes(self) -> set[str]:
-        """Ids of sandboxes that the control plane does not know: Init's not yet, Eval's own never."""
+        """Return the ids of the sandboxes that the control plane does not know.
+
+        These are Init's sandboxes that are not reported yet, and Eval's own, which are never reported.
+        """
         handles = [held.sandbox for held in self if held.lease.stage == "init"]
         handles += [held.eval_sandbox for held in self]
         return {handle.id for handle in handles if handle is not None}
 
     async def empty(self) -> None:
-        """Wait until nothing is held."""
+        """Wait until no lease is held."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._held)

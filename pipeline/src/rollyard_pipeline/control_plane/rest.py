@@ -1,4 +1,4 @@
-"""The control plane over REST, with the errors that the worker's loops know."""
+"""The control plane over REST, with the exceptions that the worker's loops handle."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded, NotThere
 
 T = TypeVar("T")
 
-_TIMEOUT: Final = 30.0  # seconds for a call that waits for nothing
-_START_SECONDS: Final = 60.0  # how long a worker waits at its start for its job to be there
+_TIMEOUT: Final = 30.0  # The limit of a call that does not wait, in seconds.
+_START_SECONDS: Final = 60.0  # How long a worker that starts waits for its job, in seconds.
 
 
 class RestControlPlane:
-    """`calls.LeaseCalls` over `rollyard_client.WorkerClient`. Use as an async context manager.
+    """Implements `calls.LeaseCalls` with `rollyard_client.WorkerClient`. It is an async context manager.
 
-    Retries are the loops' own: they know how long their lease is worth something.
+    It does not retry. The loops retry themselves, because they know how long their lease is valid.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -50,31 +50,31 @@ class RestControlPlane:
         await self._client.aclose()
 
     async def lease(self, request: LeaseRequest) -> LeaseResponse:
-        """Ask for rollouts to work on; see `calls.LeaseCalls`, as for the calls below."""
+        """Request rollouts to work on; see `calls.LeaseCalls`, also for the calls below."""
         return await _translated(lambda: self._client.lease(request))
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        """Keep leases alive, and learn which of them are to stop."""
+        """Keep leases alive, and return which of them must stop."""
         return await _translated(lambda: self._client.heartbeat(request))
 
     async def complete(self, request: CompleteRequest) -> OutcomeResponse:
-        """Report stages that were worked on to their end."""
+        """Report stages that have been completed."""
         return await _translated(lambda: self._client.complete(request))
 
     async def fail(self, request: FailRequest) -> OutcomeResponse:
-        """Report stages that failed, or that another worker shall take."""
+        """Report stages that failed, or that another worker should take."""
         return await _translated(lambda: self._client.fail(request))
 
     async def route(self, request: RouteRequest) -> RouteResponse:
-        """Ask for another backend for a rollout whose own does not answer."""
+        """Request another backend for a rollout whose own backend does not answer."""
         return await _translated(lambda: self._client.route(request))
 
     async def job_spec(self, namespace: str, name: str, uid: str | None = None) -> RolloutJobSpec:
-        """Return a job's spec; with `uid` only if the job of this name has that uid."""
+        """Return a job's spec. If `uid` is given, the job of this name must have that uid."""
         return await _translated(lambda: self._client.job_spec(namespace, name, uid))
 
     async def claim(self, request: ClaimRequest) -> Claim:
-        """File a claim for a sandbox; see `calls.ClaimCalls`, as for the calls below."""
+        """File a claim for a sandbox; see `calls.ClaimCalls`, also for the calls below."""
         return await _translated(lambda: self._client.claim(request))
 
     async def claim_status(self, claim_id: str, wait: float) -> Claim:
@@ -86,10 +86,10 @@ class RestControlPlane:
         await _translated(lambda: self._client.release_claim(claim_id))
 
     async def job_when_there(self, namespace: str, name: str) -> RolloutJobSpec:
-        """The spec of a job by name, waiting for a control plane that is still starting.
+        """Return the spec of a job by its name, and wait for a control plane that is still starting.
 
         Raises:
-            ControlPlaneRefused: there is no such job, or no control plane answers within a minute.
+            ControlPlaneRefused: There is no such job, or no control plane answers within a minute.
         """
         try:
             async with asyncio.timeout(_START_SECONDS):

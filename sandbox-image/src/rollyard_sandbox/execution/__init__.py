@@ -1,1 +1,1 @@
-"""The things that the exec server runs for its clients: shells, programs and IPython, on one event loop."""
+"""What the exec server runs for its clients: shells, programs and IPython, watched by one event loop."""

@@ -1,4 +1,4 @@
-"""Bounded capture of a stream, which keeps the first and the last bytes and counts those in the middle."""
+"""Bounded capture of a stream: the first and the last bytes are kept, the middle is counted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 
 class Capture:
-    """A capture that keeps at most `limit` of the added bytes: half from the head, half from the tail."""
+    """Keeps at most `limit` bytes of what is added: half from the head, half from the tail."""
 
     __slots__ = ("_head", "_head_room", "_tail", "_tail_limit", "_tail_size", "total")
 
@@ -19,7 +19,7 @@ class Capture:
         self.total = 0
 
     def add(self, data: bytes) -> None:
-        """Add bytes in order."""
+        """Adds bytes in order."""
         self.total += len(data)
         if self._head_room:
             part = data[: self._head_room]
@@ -35,10 +35,7 @@ class Capture:
             self._tail_size -= len(tail.popleft())
 
     def finish(self) -> tuple[bytes, int]:
-        """Return the bytes that were kept, and the number of bytes left out.
-
-        If bytes were left out, a line in the middle says so.
-        """
+        """(what was kept, the number of bytes left out); a line in the middle says so where any were."""
         tail = b"".join(self._tail)
         if len(tail) > self._tail_limit:
             tail = tail[len(tail) - self._tail_limit :]

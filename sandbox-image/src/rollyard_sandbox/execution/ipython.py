@@ -1,9 +1,9 @@
-"""The IPython kernel of a sandbox: an ipykernel child, with which the server communicates over ipc sockets.
+"""The IPython kernel of a sandbox: an ipykernel child, spoken to over ipc sockets.
 
-The event loop starts the process and learns of its end. A thread imports jupyter_client, which takes a while,
-as the kernel starts, and then speaks the Jupyter protocol. Nothing polls at intervals: the thread waits in
-one `zmq_poll` for the kernel's sockets and for the event loop's notice that the kernel died or the cell was
-cancelled.
+The event loop starts the process and learns of its end; a thread imports jupyter_client (which takes a
+while, and happens while the kernel starts) and then speaks the Jupyter protocol. Nothing polls: the thread
+waits in one `zmq_poll` for the kernel's sockets and for the event loop's word that the kernel died or the
+cell was cancelled.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from rollyard_sandbox.execution.jupyter_wire import Wire
     from rollyard_sandbox.isolation.protections import Protections
 
-_START_LIMIT = 45.0  # The seconds that a new kernel has to answer.
-_INTERRUPT_GRACE = 2.0  # The seconds between SIGINT and SIGKILL.
+_START_LIMIT = 45.0  # seconds until a new kernel answers
+_INTERRUPT_GRACE = 2.0  # seconds between SIGINT and SIGKILL
 _CLEANUP_LIMIT = 2.0  # seconds
-_INJECTED = "/.rollyard/"  # A server that runs from this folder is a guest in another system.
-# The image's Python runs this: it starts its own kernel or, if it has no working ipykernel, the command that
-# follows.
+_INJECTED = "/.rollyard/"  # a server that runs from here is a guest in another system
+# Run by the image's Python: the kernel there or, where that has no (working) ipykernel, what follows.
 _CHOOSE = """
 import os, sys
 try:
@@ -49,7 +48,7 @@ _PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 
 
 class Cell:
-    """One cell: its code and its outcome."""
+    """One cell: what to run, and what came of it."""
 
     __slots__ = ("capture", "code", "done", "outcome", "result", "timeout")
 
@@ -69,7 +68,7 @@ class Cell:
 
 
 class Kernel:
-    """One kernel process, and the thread that communicates with it."""
+    """One kernel process and the thread that speaks to it."""
 
     def __init__(self, loop: EventLoop, protections: Protections, cwd: str) -> None:
         import subprocess
@@ -77,8 +76,7 @@ class Kernel:
         from threading import Thread
 
         self._loop = loop
-        # The name is short, because socket paths end at 107 bytes.
-        self.directory = f"/tmp/.ipy-{os.urandom(5).hex()}"
+        self.directory = f"/tmp/.ipy-{os.urandom(5).hex()}"  # short: socket paths end at 107 bytes
         os.mkdir(self.directory, 0o700)
         connection = {
             "transport": "ipc",
@@ -117,21 +115,21 @@ class Kernel:
 
     @property
     def alive(self) -> bool:
-        """Return whether the process has not ended."""
+        """Whether the process has not ended."""
         return self.status is None
 
     def submit(self, cell: Cell) -> None:
-        """Run `cell`. Only one cell may run at a time."""
+        """Runs `cell`; one at a time."""
         self.stop_requested = False
         self._cells.put(cell)
 
     def stop_cell(self) -> None:
-        """Interrupt the running cell, and kill the kernel if that does not help."""
+        """Interrupts the running cell, and kills the kernel if that does not help."""
         self.stop_requested = True
         os.eventfd_write(self.wake, 1)
 
     def kill(self) -> None:
-        """Kill the kernel and what it started."""
+        """Kills the kernel and what it started."""
         if self.alive:
             send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
 
@@ -141,10 +139,10 @@ class Kernel:
         self._cells.put(None)
 
     def join(self) -> None:
-        """Wait until the thread of an ended kernel has cleaned up."""
+        """Waits until the thread of an ended kernel has cleaned up."""
         self._thread.join(_CLEANUP_LIMIT)
 
-    # The methods below run in the thread.
+    # In the thread
 
     def _serve(self, connection: dict[str, str | int]) -> None:
         wire: Wire | None = None
@@ -194,7 +192,7 @@ class Kernel:
             if interrupted and now >= deadline:
                 outcome.killed = True
                 send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
-                deadline = now + _INTERRUPT_GRACE  # The kernel's end wakes this thread.
+                deadline = now + _INTERRUPT_GRACE  # its end wakes us
             elif not interrupted and (now >= deadline or self.stop_requested):
                 interrupted = True
                 outcome.timed_out = now >= deadline
@@ -218,7 +216,7 @@ class Kernel:
 
 
 class IPython:
-    """The sandbox's kernel, which is started when it is first used and replaced when it is lost."""
+    """The sandbox's kernel, started when first used and replaced when it is lost."""
 
     def __init__(self, loop: EventLoop, protections: Protections, cwd: str) -> None:
         self._loop = loop
@@ -235,13 +233,10 @@ class IPython:
         max_output: int,
         done: Callable[[Outcome | SandboxError, str], None],
     ) -> Callable[[], None]:
-        """Run a cell, and call `done(outcome, result text)` once.
-
-        Returns:
-            A function that cancels the cell.
+        """Runs a cell; `done(outcome, result text)` is called once. The answer cancels the cell.
 
         Raises:
-            SessionBusy: Another cell is running.
+            SessionBusy: another cell is running.
             IPythonUnavailable: ipykernel is not importable here, or the kernel cannot be started.
         """
         if self._cell is not None:
@@ -260,9 +255,9 @@ class IPython:
                 try:
                     outcome.cwd = os.readlink(f"/proc/{kernel.pid}/cwd")
                 except OSError:
-                    outcome.cwd = self._cwd  # The kernel has ended.
+                    outcome.cwd = self._cwd  # the kernel has ended
                 if not kernel.alive:
-                    self._kernel = None  # The loss has been reported.
+                    self._kernel = None  # the loss has been reported
             elif self._kernel is kernel:
                 self._kernel = None
             done(outcome, result)
@@ -278,17 +273,17 @@ class IPython:
         return cancel
 
     def expect_kill(self) -> None:
-        """Note that the caller is about to kill every process: a running cell will end as `killed`."""
+        """The caller is about to kill every process: a running cell will end as `killed`."""
         if self._cell is not None:
             self._cell.outcome.killed = True
 
     def forget(self) -> None:
-        """Forget a kernel that was killed on purpose. The next cell starts a new one and reports no loss."""
+        """The kernel has been killed on purpose: the next cell starts a new one and mentions no loss."""
         self._kernel = None
         self._lost_state = False
 
     def close(self) -> None:
-        """Wait until the private folder of the kernel, which was killed at the server's end, is removed."""
+        """After the kernel has been killed at the server's end: its private folder is removed."""
         if self._kernel is not None:
             self._kernel.join()
 
@@ -308,11 +303,7 @@ class IPython:
 
 
 def _image_python() -> str | None:
-    """Return the Python of the system in which this server is a guest.
-
-    Returns:
-        None if that system has no Python, or if the server is not a guest.
-    """
+    """The Python of the system that this server is a guest of; None where that has none, or is its own."""
     if not sys.executable.startswith(_INJECTED):
         return None
     from shutil import which

@@ -1,20 +1,19 @@
 """One bash on a pseudo-terminal, and the private channel on which it reports.
 
-A command is run as follows, and nothing can forge or delay the report of its end:
+How a command is run, and why nothing can forge or delay its end:
 
 * bash inherits one end of a SOCK_SEQPACKET socket pair and moves it, in pure bash, to a descriptor with
   FD_CLOEXEC: when `{ …; } 64>&-` runs, bash saves descriptor 64 above 10 with that flag, and duplicating a
-  descriptor that has the flag keeps it. Therefore programs do not inherit the channel.
+  descriptor that has the flag keeps it. So programs do not inherit the channel.
 * Subshells are forks without exec and do hold it. The kernel stamps every message with its sender's pid
   (SO_PASSCRED), and only messages of the shell's own pid count.
-* PROMPT_COMMAND (readonly) sends the exit status with the number of the command, then blocks until it has
-  read the number of the next one. Therefore bash does not read the terminal between commands, input that a
-  program left over can be flushed before bash takes it for a command, and a stray prompt repeats an old
-  number.
-* The command itself is one typed line, `\\builtin eval -- $'…'`, at the top level, where `declare` is
-  global. A command that is too long for the terminal's line buffer (4,096 bytes) is read from a memory file.
-* Output is complete when, after the report, reading the non-blocking master fails with EAGAIN: since Linux
-  4.5 n_tty flushes the terminal's pending work before it returns that error.
+* PROMPT_COMMAND (readonly) sends the exit status with the number of the command, then blocks reading the
+  number of the next one. So between commands bash does not read the terminal, input left over by a program
+  can be flushed before bash would take it for a command, and a stray prompt repeats an old number.
+* The command itself is one typed line, `\\builtin eval -- $'…'`, at the top level (so that `declare` is
+  global); one that is too long for the terminal's line buffer (4,096 bytes) is read from a memory file.
+* Output is complete when, after the report, the non-blocking master says EAGAIN: since Linux 4.5 n_tty
+  flushes the terminal's pending work before it returns that.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.isolation.protections import Protections
 
-CHANNEL = 11  # The descriptor of the channel in bash.
-_MEMORY = 12  # The descriptor of the memory file in bash.
-_TIOCGPTPEER = 0x5441  # This opens the slave without a path, in any mount namespace (Linux 4.13).
+CHANNEL = 11  # bash's descriptor of the channel
+_MEMORY = 12  # bash's descriptor of the memory file
+_TIOCGPTPEER = 0x5441  # opens the slave without a path, in any mount namespace (Linux 4.13)
 _CREDENTIALS = struct.Struct("3i")
 _TYPED_LIMIT = 3500  # bytes; the terminal's line buffer holds 4,096
-_WINDOW = (50, 512)  # Rows and columns. The window is wide to keep programs from wrapping lines.
+_WINDOW = (50, 512)  # rows, columns: wide, so that programs do not wrap
 
 _REPORT = (
     r"""{ \builtin printf '%s %s' "$?" "${__ry-}" >&CHANNEL; \builtin read -r -N 8 -u CHANNEL __ry; }"""
@@ -71,14 +70,14 @@ _DEFAULTED = (
 
 
 def single_quoted(text: str) -> str:
-    """Return `text` quoted as one word for a shell."""
+    """`text` as one word for a shell."""
     return "'" + text.replace("'", "'\\''") + "'"
 
 
 def typed_line(command: bytes) -> bytes | None:
-    """Return the line that makes bash run `command`, or None if it would be too long to type.
+    """The line that makes bash run `command`, or None where it would be too long to type.
 
-    Everything except printable ASCII is escaped, because other bytes may mean something to the terminal.
+    Everything but printable ASCII is escaped, so that no byte means anything to the terminal.
     """
     if len(command) > _TYPED_LIMIT:
         return None
@@ -91,10 +90,7 @@ def typed_line(command: bytes) -> bytes | None:
 
 
 class Report:
-    """A message from the shell with the exit status of command `number`.
-
-    `leaving` is True when the shell exits; `cwd` is then its working directory.
-    """
+    """A message from the shell: `status` of command `number`; `leaving` (in `cwd`) when it exits."""
 
     __slots__ = ("cwd", "leaving", "number", "status")
 
@@ -106,7 +102,7 @@ class Report:
 
 
 def parse_report(message: bytes) -> Report | None:
-    """Return the report in a channel message, or None if the message is no report."""
+    """The report in a channel message, or None where it is none."""
     leaving = message.startswith(b"x")
     fields = message[leaving:].split(b" ", 2)
     if len(fields) < 2 or not fields[0].isdigit():
@@ -131,10 +127,10 @@ class Shell:
 
     @classmethod
     def spawn(cls, cwd: str, environment: dict[str, str], protections: Protections) -> Shell:
-        """Start bash in `cwd`. It is ready when its first report arrives.
+        """Starts bash in `cwd`; it is ready when its first report arrives.
 
         Raises:
-            LaunchError: There is no bash, no pseudo-terminal, or no room for another process.
+            LaunchError: there is no bash, no pseudo-terminal, or no room for another process.
         """
         from ptyprocess import PtyProcess
 
@@ -143,7 +139,7 @@ class Shell:
         try:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             ours.setblocking(False)
-            # The numbers are well above 10, because bash then saves them at exactly 10.
+            # Well above 10, so that bash saves them at 10 exactly.
             inherited.append(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 64))
             memory = os.memfd_create("command")
             inherited.append(fcntl.fcntl(memory, fcntl.F_DUPFD_CLOEXEC, 64))
@@ -151,7 +147,7 @@ class Shell:
             with protections.forking():
                 process = PtyProcess.spawn(
                     ["bash", "--norc", "--noprofile", "--noediting", "-i"],
-                    # No cwd is passed: if it cannot be entered, ptyprocess lets the child run on as our copy.
+                    # No cwd: where it cannot be entered, ptyprocess would let the child continue as our copy.
                     env=environment,
                     preexec_fn=lambda: _prepare_child(inherited, protections, cwd),
                     dimensions=_WINDOW,
@@ -186,14 +182,14 @@ class Shell:
         return shell
 
     def reads_terminal(self) -> bool:
-        """Return whether the shell's standard input is still our terminal (`exec < file` would change it)."""
+        """Whether the shell's standard input is still our terminal (`exec < file` would change it)."""
         try:
             return os.stat(self._input).st_rdev == self._terminal
         except OSError:
             return False
 
     def run(self, command: bytes, number: str) -> None:
-        """Make the idle shell run `command`. Its report will carry `number` (8 characters)."""
+        """Makes the idle shell run `command`; its report will carry `number` (8 characters)."""
         self.forget_input()
         line = typed_line(command)
         if line is None:
@@ -206,20 +202,19 @@ class Shell:
         self.channel.send(number.encode())
 
     def probe(self, number: str) -> None:
-        """Make the idle shell read an empty line and report with `number` (8 characters). `$?` is kept."""
+        """Makes the idle shell read an empty line and report with `number` (8 characters); `$?` stays."""
         os.write(self.master, b"\n")
         self.channel.send(number.encode())
 
     def forget_input(self) -> None:
-        """Drop the input that a program left unread, before the idle shell takes it for a command."""
+        """Drops what a program left unread, before the idle shell takes it for a command."""
         self.reset_terminal()
         termios.tcflush(self.slave, termios.TCIFLUSH)
 
     def receive(self) -> bytes | None:
-        """Return the next message of the shell itself. Messages of other processes are dropped.
+        """The next message of the shell itself; None when there is none now, b"" when the channel is closed.
 
-        Returns:
-            The message, None if there is none now, or b"" if the channel is closed.
+        Messages of other processes are dropped.
         """
         while True:
             try:
@@ -239,38 +234,36 @@ class Shell:
                     return data
 
     def cwd(self) -> str | None:
-        """Return the shell's working directory, or None if it is not known."""
+        """The shell's working directory, None where it is not known."""
         try:
             return os.readlink(f"/proc/{self.pid}/cwd")
         except OSError:
             return None
 
     def reset_terminal(self) -> None:
-        """Undo what programs have done to the terminal's modes."""
+        """Undoes what programs did to the terminal's modes."""
         modes = fcntl.ioctl(self.slave, termios.TCGETS, bytes(60))
         if modes != self._clean:
             fcntl.ioctl(self.slave, termios.TCSETS, self._clean)
             termios.tcflow(self.slave, termios.TCOON)
 
     def unstick(self) -> None:
-        """Resume stopped output and a stopped shell. Otherwise a signal could not take effect."""
+        """Resumes stopped output and a stopped shell, so that a signal can take effect."""
         fcntl.ioctl(self.slave, termios.TCSETS, self._clean)
         termios.tcflow(self.slave, termios.TCOON)
         os.kill(self.pid, signal.SIGCONT)
 
     def foreground(self) -> int:
-        """Return the process group in the foreground of the terminal, or 0 if there is none."""
+        """The process group in the foreground of the terminal; 0 where there is none."""
         try:
             return os.tcgetpgrp(self.master)
         except OSError:
             return 0
 
     def is_fresh_shell(self) -> bool | None:
-        """Check, after the shell's process has replaced itself, what it is now.
+        """After the shell's process replaced itself: whether it is now an interactive shell at its prompt.
 
-        Returns:
-            Whether it is an interactive shell at its prompt. None while that is not known yet, because exec
-            is still setting up the new program.
+        None while that is not known yet (exec is still setting up the new program).
         """
         try:
             with open(f"/proc/{self.pid}/cmdline", "rb") as file:
@@ -287,7 +280,7 @@ class Shell:
         )
 
     def environment(self) -> dict[str, str] | None:
-        """Return the environment with which the process was executed, or None if it cannot be read."""
+        """The environment with which the process was executed."""
         try:
             with open(f"/proc/{self.pid}/environ", "rb") as file:
                 pairs = (os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0") if entry)
@@ -296,8 +289,8 @@ class Shell:
             return None
 
     def close(self) -> None:
-        """Close the descriptors. The process must have ended or been killed."""
-        self._process.closed = True  # Its own `close` would sleep and send signals.
+        """Gives the descriptors back; the process must have ended or been killed."""
+        self._process.closed = True  # its own close would sleep and signal
         self._process.fileobj.close()
         os.close(self.slave)
         os.close(self._memory)
@@ -305,7 +298,7 @@ class Shell:
 
 
 def _set_terminal_modes(fd: int) -> None:
-    """Switch off echo, the translation of output ("\n" stays "\n"), and flow control."""
+    """No echo, no translation of output ("\n" stays "\n"), no flow control."""
     modes = termios.tcgetattr(fd)
     modes[0] = (modes[0] | termios.ICRNL) & ~(termios.IXON | termios.IXOFF)
     modes[1] &= ~termios.OPOST
@@ -315,10 +308,10 @@ def _set_terminal_modes(fd: int) -> None:
 
 
 def _prepare_child(inherited: list[int], protections: Protections, cwd: str) -> None:
-    """Prepare the child: set its folder, its inheritable descriptors, and the default action for signals.
+    """In the child: its folder, inheritable descriptors, and the default action for what Python ignores.
 
-    Python ignores some of these signals. The terminal's modes are set here, because bash remembers those that
-    it starts with and restores them whenever a signal ends a program.
+    The terminal's modes are set here because bash remembers those that it starts with, and restores them
+    whenever a signal ends a program.
     """
     os.chdir(cwd)
     _set_terminal_modes(0)

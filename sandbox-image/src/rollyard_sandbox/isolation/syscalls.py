@@ -1,4 +1,4 @@
-"""The system calls that the standard library lacks: mounts and rights (mount(2), capabilities(7))."""
+"""Calls of the kernel that the standard library lacks: mounts and rights (mount(2), capabilities(7))."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 1 << 14, 1 << 18
-# statvfs(3) reports these mount flags with the numbers of mount(2), and ST_RELATIME with another number.
+# statvfs(3) gives these mount flags with mount(2)'s own numbers, and ST_RELATIME with another.
 _SAME, _ST_RELATIME, _RELATIME = 2 | 4 | 8 | 1024 | 2048, 4096, 1 << 21
 _DETACH = 2
 _CAPBSET_DROP = 24
@@ -18,11 +18,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 
 def call(libc: ctypes.CDLL, name: str, *arguments: object) -> None:
-    """Call a function of libc.
-
-    Raises:
-        OSError: The function did not return 0.
-    """
+    """Calls a function of libc that returns 0, or raises OSError."""
     if getattr(libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         shown = ", ".join(a.decode(errors="replace") for a in arguments if isinstance(a, bytes))
@@ -30,28 +26,28 @@ def call(libc: ctypes.CDLL, name: str, *arguments: object) -> None:
 
 
 def drop_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
-    """Restrict the calling process, and the programs that it executes, to the capabilities `kept`.
+    """Leaves the calling process the capabilities `kept`, and what it executes no others.
 
     Args:
-        kept: The numbers of the capabilities, which are below 32.
+        kept: numbers below 32.
     """
     for capability in range(64):
         if capability not in kept and libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0) != 0:
-            break  # The kernel knows no further ones.
+            break  # the kernel knows no further ones
     limit_rights(libc, kept)
 
 
 def limit_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
-    """Restrict the calling process to the capabilities `kept` (numbers below 32), with none inheritable."""
+    """Leaves the calling process the capabilities `kept` (numbers below 32), and no inheritable ones."""
     low = sum(1 << number for number in kept)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    # The effective, permitted and inheritable sets are given for the first 32, then for the others.
+    # Effective, permitted, inheritable: of the first 32, then of the others.
     data = (ctypes.c_uint32 * 6)(low, low, 0, 0, 0, 0)
     call(libc, "capset", ctypes.byref(header), ctypes.byref(data))
 
 
 class Mount:
-    """The system calls mount(2) and umount2(2)."""
+    """mount(2) and umount2(2)."""
 
     def __init__(self, libc: ctypes.CDLL) -> None:
         self._libc = libc
@@ -61,19 +57,16 @@ class Mount:
         call(self._libc, "mount", *arguments, ctypes.c_ulong(flags), options.encode() or None)
 
     def read_only(self, folder: str, further: int = 0) -> None:
-        """Make a mount read-only, with the flags `further`.
-
-        A mount that was made elsewhere keeps its own restrictions, which must be named again.
-        """
+        """Restricts a mount; one made elsewhere keeps its own restrictions, which must be named again."""
         now = os.statvfs(folder).f_flag
         flags = (now & _SAME) | (_RELATIME if now & _ST_RELATIME else 0) | further
         self("", folder, flags=REMOUNT | BIND | RDONLY | flags)
 
     def new_proc(self, hidden: Iterable[str]) -> None:
-        """Mount a /proc of the calling process's own pid namespace, which shows nothing of the machine.
+        """A /proc of the calling process's own pid namespace, which shows nothing of the machine.
 
         Args:
-            hidden: The names below /proc that shall show nothing. Missing ones are skipped.
+            hidden: names below it that show nothing; those that are missing are left out.
         """
         self("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
         for name in hidden:
@@ -83,7 +76,7 @@ class Mount:
             elif os.path.exists(path):
                 self(os.devnull, path, flags=BIND)
                 self.read_only(path, NODEV)
-        # This is needed even if we are the machine's uid 0, which owns the files in them.
+        # Even where we are the machine's uid 0, whose files in it we would own.
         for name in ("sys", "irq", "bus", "sysrq-trigger", "pressure"):
             path = f"/proc/{name}"
             if os.path.exists(path):
@@ -91,9 +84,9 @@ class Mount:
                 self.read_only(path)
 
     def memory(self, folder: str, size: int, mode: int) -> None:
-        """Mount a new memory file system of `size` bytes over a folder."""
+        """A new memory file system of `size` bytes over a folder."""
         self("tmpfs", folder, "tmpfs", NOSUID | NODEV, f"size={size},mode={mode:o}")
 
     def detach(self, folder: str) -> None:
-        """Remove the topmost mount of a folder."""
+        """Takes the topmost mount of a folder away."""
         call(self._libc, "umount2", folder.encode(), _DETACH)

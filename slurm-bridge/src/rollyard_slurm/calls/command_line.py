@@ -1,4 +1,4 @@
-"""Calls to Slurm that run its own commands."""
+"""Calls to Slurm by its own commands."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 from rollyard_slurm.scripts.batch import BatchScript
 
 PASSED = ("PATH", "HOME", "LANG", "TZ", "SLURM_CONF", "TMPDIR", "LD_LIBRARY_PATH", "KRB5CCNAME")
-"""The variables that Slurm's commands, and through them the jobs, inherit from the bridge's environment.
-
-Neither tokens nor SBATCH_* are among them, because the latter would override the scripts.
-"""
+"""The variables that commands, and by them the jobs, inherit from the bridge's environment. Neither SBATCH_*,
+which would override the scripts, nor tokens are among them."""
 
 
 def environment(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment of Slurm's commands, which the jobs inherit from them.
+    """Returns the environment of Slurm's commands, and by them of the jobs.
 
     Args:
         env: The environment of the bridge.
-        more: The names of further variables that are inherited.
+        more: Further names of variables that are inherited.
     """
     user = pwd.getpwuid(os.getuid())
     names = {*PASSED, *more}
@@ -37,12 +35,12 @@ def environment(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, s
 
 
 class SlurmCommands:
-    """Calls Slurm by sbatch, squeue, scontrol, scancel and sacct. Each command has a time limit.
+    """sbatch, squeue, scontrol, scancel and sacct, each with a time limit.
 
     Args:
-        timeout: The time limit of one command, in seconds.
+        timeout: Seconds for one command.
         env: The environment of the commands.
-        programs: The folder of the programs. If it is empty, the programs are found on PATH.
+        programs: The folder of the programs; empty: they are on PATH.
     """
 
     def __init__(self, timeout: float, env: Mapping[str, str], programs: str = "") -> None:
@@ -81,7 +79,7 @@ class SlurmCommands:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, 9)
-                # A process that hangs in the kernel cannot end. It is left alone, and nothing waits for it.
+                # A process that hangs in the kernel is left to itself: nothing waits for it here.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(1.0):
                         await process.wait()
@@ -128,10 +126,7 @@ class SlurmCommands:
         return await self._accounted(job)
 
     async def _accounted(self, job: int) -> JobDetails | None:
-        """Asks the accounting of the site, which may know a job that the controller has forgotten.
-
-        The accounting is not asked again after it has answered that it is disabled.
-        """
+        """Asks the accounts of the site, which may know a job that the controller has forgotten."""
         if not self._accounting:
             return None
         fields = ("-X", "-n", "-P", "-o", command_output.ACCOUNTING_FORMAT)
@@ -148,7 +143,7 @@ class SlurmCommands:
         await self._scancel(*map(str, jobs))
 
     async def _scancel(self, *arguments: str) -> None:
-        # scancel fails if one of several jobs has ended, but it still signals or cancels the others.
+        # scancel fails where one of several jobs has ended, but still serves the others.
         code, _, err = await self._run("scancel", *arguments)
         if code != 0 and reasons.is_unavailable(err):
             raise SlurmUnavailable(f"scancel: {reasons.shorter(err)}")

@@ -1,4 +1,4 @@
-"""A client of slurmrestd, which knows its address, its version of the API and the credentials of the user."""
+"""A client of slurmrestd: its address, its version of the API, and the credentials of the user."""
 
 from __future__ import annotations
 
@@ -24,36 +24,33 @@ from rollyard_slurm.profile import RestProfile
 from rollyard_slurm.readers import job_json, reasons
 
 OLDEST, NEWEST = 38, 46
-"""The supported versions of the API, from v0.0.38 (Slurm 22.05) to v0.0.46 (26.05).
-
-The client uses the newest of them that the server has.
-"""
+"""v0.0.38 (Slurm 22.05) to v0.0.46 (26.05): the newest of those that a server has is used."""
 MAX_BYTES = 256 * 2**20
-"""The largest size of an answer. The list of jobs holds the jobs of all users, of some kilobytes each."""
+"""The largest answer: the list of jobs has every user's, with some kilobytes each."""
 CLOCK_SECONDS = 600.0
-"""The time for which a measured difference of the clocks is used, in seconds."""
+"""The time for which a measured difference of the clocks is used."""
 _VERSIONS = re.compile(r"^/slurm/(v0\.0\.(\d+))/job/submit$")
 _AUTH = re.compile(r"authenticat|credential|not authorized|unauthorized", re.IGNORECASE)
 _TOKEN = re.compile(r"[\w.~+/=-]{1,16384}", re.ASCII)
 _COMMUNICATION = range(1800, 1807)
-"""The error numbers that Slurm gives if the controller does not answer."""
+"""Slurm's error numbers for a controller that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """A description of the server's API and clock."""
+    """The API of the server."""
 
     version: int
-    """The last part of the version. For example, 38 stands for v0.0.38."""
+    """The last part of the version: 38 is v0.0.38."""
     signals_batch: bool
-    """Whether the server can signal a batch script alone."""
+    """Whether it can signal a batch script alone."""
     ahead: float
-    """The number of seconds by which the controller's clock is ahead of the clock of this host."""
+    """Seconds by which the controller's clock is ahead of this host's."""
     measured: float
     """The monotonic time at which `ahead` was measured."""
 
     def now(self) -> float:
-        """Returns the present time on the controller's clock, in seconds since the epoch."""
+        """Returns the seconds since the epoch on the controller's clock."""
         return time.time() + self.ahead
 
 
@@ -63,20 +60,19 @@ class Answer:
 
     status: int
     document: Any
-    """The decoded JSON, or None if the answer is not JSON."""
+    """The decoded JSON; None: the answer is not JSON."""
     numbers: list[int]
-    """The error numbers that Slurm gave in the answer."""
+    """Slurm's error numbers."""
     words: str
-    """The error message that Slurm gave in the answer. It is empty if there is none."""
+    """Slurm's error message; empty: there is none."""
 
 
 class SlurmrestdClient:
     """A client of one slurmrestd.
 
     Args:
-        wanted: The address and the credentials of slurmrestd.
-        timeout: The time limit of one call, in seconds.
-        counts: The counts to which each call is added.
+        timeout: Seconds for one call.
+        counts: Counts the calls.
     """
 
     def __init__(self, wanted: RestProfile, timeout: float, counts: CallCounts) -> None:
@@ -88,10 +84,10 @@ class SlurmrestdClient:
         self._tls: ssl.SSLContext | None = None
 
     def check(self) -> None:
-        """Checks the socket and the file with the token, which needs no call.
+        """Checks what can be checked without a call.
 
         Raises:
-            SlurmError: The socket does not exist, or the file with the token cannot be used.
+            SlurmError: There is no such socket, or the file with the token cannot be used.
         """
         path = self._wanted.socket
         if path is not None:
@@ -105,14 +101,11 @@ class SlurmrestdClient:
         self._credentials()
 
     async def api(self) -> Api:
-        """Returns the API of the server.
-
-        The server is asked for its version once, and again after a call that it did not know. Its clock is
-        measured again when the last measurement is too old.
+        """Returns the API of the server; the server is asked once, and again after it did not know a call.
 
         Raises:
             SlurmUnavailable: The server does not answer.
-            SlurmError: The server does not have the wanted version, or has no supported one.
+            SlurmError: The server does not have the wanted version, or has none that is known.
         """
         if self._api is None:
             answer = await self._call("GET", "/openapi/v3", {}, None, "openapi")
@@ -127,7 +120,7 @@ class SlurmrestdClient:
                 raise self._unavailable(answer, "diag")
             controller_time = job_json.number((answer.document or {}).get("statistics", {}).get("req_time"))
             ahead = 0.0 if controller_time is None else controller_time - time.time()
-            # The controller gives its time in whole seconds, so smaller differences mean nothing.
+            # The controller answers in whole seconds.
             ahead = 0.0 if abs(ahead) < 2.0 else ahead
             self._api = Api(self._api.version, self._api.signals_batch, ahead, time.monotonic())
         return self._api
@@ -143,11 +136,7 @@ class SlurmrestdClient:
         """Makes one call below `/slurm/VERSION`.
 
         Args:
-            method: The HTTP method.
-            path: The rest of the path.
             name: The name under which the call is counted.
-            query: The parameters of the URL.
-            body: A document that is sent as JSON, or None for no body.
 
         Raises:
             SlurmUnavailable: There is no answer, the controller does not answer, or the token is not
@@ -165,7 +154,7 @@ class SlurmrestdClient:
 
     def _unavailable(self, answer: Answer, name: str) -> SlurmUnavailable:
         if answer.status == 404 and answer.document is None:
-            self._api = None  # Perhaps Slurm was upgraded, so the next call asks for its versions.
+            self._api = None  # perhaps Slurm was upgraded: its versions are asked for again
         if answer.status in (401, 403) or _AUTH.search(answer.words):
             return SlurmUnavailable(
                 f"slurmrestd does not take {self._who()}: {answer.words or answer.status}"
@@ -188,10 +177,7 @@ class SlurmrestdClient:
         return f"the token in {file}; it may have expired"
 
     def _credentials(self) -> dict[str, str]:
-        """Returns the headers with the credentials.
-
-        The token is read for each call, because its file may have been renewed.
-        """
+        """Returns the headers with the credentials; the token is read for each call: it may be renewed."""
         if self._wanted.token_file is None:
             return {}
         user = self._wanted.user or pwd.getpwuid(os.getuid()).pw_name
@@ -226,11 +212,11 @@ class SlurmrestdClient:
         socket = self._wanted.socket
         if self._tls is None:
             secure = self.url.startswith("https:")
-            # Reading the certificates takes a while. Therefore they are read once, and only if they are
-            # needed.
+            # The certificates are read once, and only where they are used, because reading them takes a
+            # while.
             self._tls = httpx.create_ssl_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # Each call has a connection of its own. A connection that is used again may already be closed, and
-        # then it is unknown whether a job was submitted.
+        # Each call has a connection of its own: a kept connection may be gone when it is used again, and then
+        # it is unknown whether a job was submitted.
         carrier = httpx.AsyncHTTPTransport(
             verify=self._tls, uds=None if socket is None else str(socket), trust_env=False
         )
@@ -254,7 +240,7 @@ class SlurmrestdClient:
 
 async def _read(status: int, content: bytes) -> Answer:
     try:
-        # A long list of jobs is decoded in a thread, because decoding it here would block the event loop.
+        # Decoding a long list of jobs here would hold up everything else.
         long = len(content) > 2**20
         document = await asyncio.to_thread(json.loads, content) if long else json.loads(content)
     except ValueError:
@@ -267,7 +253,7 @@ def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[
     """Returns the version to use, and whether it can signal a batch script alone.
 
     Raises:
-        SlurmError: The server has no version that can be used.
+        SlurmError: There is no version that can be used.
     """
     paths = document.get("paths")
     paths = paths if isinstance(paths, dict) else {}
@@ -291,12 +277,10 @@ def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[
 
 
 def _token(path: Path) -> str:
-    """Returns the token in a file.
-
-    The file holds the token alone, or a line as `scontrol token` prints it.
+    """Returns the token in a file, which holds it plainly or as `scontrol token` prints it.
 
     Raises:
-        SlurmError: The file cannot be read, other users can read it, or it holds no token.
+        SlurmError: The file cannot be read, others can read it, or it holds no token.
     """
     try:
         with path.open("rb") as file:
@@ -313,7 +297,7 @@ def _token(path: Path) -> str:
 
 
 def _expiry(token: str) -> float | None:
-    """Returns the time at which a token expires, in seconds since the epoch, or None if it names none."""
+    """Returns when a token expires, in seconds since the epoch; None where the token does not say it."""
     parts = token.split(".")
     if len(parts) != 3:
         return None

@@ -1,9 +1,8 @@
-"""Readers of the output of Slurm's commands. This module is pure.
+"""Readers of what Slurm's commands print. This module is pure.
 
-They read the text formats and not the output of `--json`. The text formats are the same from Slurm 20.11
-on, while the JSON differs between releases (it gives exit codes as raw wait statuses and, for `sacct`,
-SUCCESS for jobs that failed). The readers use durations instead of absolute times, because the clocks of
-nodes may differ.
+The text formats are read, and not `--json`: they are the same from Slurm 20.11 on, while the JSON differs
+between releases (it gives exit codes as raw wait statuses and, for `sacct`, SUCCESS for jobs that failed).
+Durations are used instead of absolute times, because the clocks of nodes may differ.
 """
 
 from __future__ import annotations
@@ -13,27 +12,25 @@ import re
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 
 QUEUE_FORMAT = "%A|%T|%r|%N|%M|%L|%l|%j|%k"
-"""The format for `squeue -o`.
-
-Its fields are job, state, reason, nodes, time used, time left, time limit, name and comment.
-"""
+"""Format for `squeue -o`: job, state, reason, nodes, time used, time left, time limit, name and comment."""
 _DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})(?:\.\d+)?")
 _FIELD = r"(?:^|\s){}=(\S+)"
 
 
 def duration_seconds(text: str) -> float | None:
-    """Returns a duration such as `1-12:00:00` or `30:00` in seconds.
+    """Returns the seconds of a duration such as `1-12:00:00` or `30:00`.
 
-    The result is None for UNLIMITED and for any other text that is not a duration.
+    Returns:
+        None for UNLIMITED and for other text that is not a duration.
     """
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         return None
     parts = [int(part) for part in match["clock"].split(":")]
     days = int(match["days"] or 0)
-    if days:  # The form is D-HH, D-HH:MM or D-HH:MM:SS.
+    if days:  # D-HH, D-HH:MM, D-HH:MM:SS
         parts += [0] * (3 - len(parts))
-    elif len(parts) == 1:  # The text has minutes alone.
+    elif len(parts) == 1:  # minutes alone
         parts = [0, *parts, 0]
     while len(parts) < 3:
         parts.insert(0, 0)
@@ -45,7 +42,7 @@ def queue(text: str) -> list[QueuedJob]:
     """Reads the jobs that `squeue --noheader -o QUEUE_FORMAT` lists.
 
     Raises:
-        Unreadable: A line has too few fields, or does not begin with the number of a job.
+        Unreadable: A line has too few fields.
     """
     jobs = []
     for line in text.splitlines():
@@ -85,7 +82,7 @@ def details(text: str) -> JobDetails:
     """Reads the job that `scontrol show job` prints.
 
     Raises:
-        Unreadable: The text does not describe a job.
+        Unreadable: The text describes no job.
     """
     job, state = _field(text, "JobId"), _field(text, "JobState")
     if not job.isdigit() or not state:
@@ -103,18 +100,17 @@ def details(text: str) -> JobDetails:
 
 
 ACCOUNTING_FORMAT = "JobIDRaw,State,ExitCode,ElapsedRaw,Timelimit"
-"""The format for `sacct -o`."""
 
 
 def accounted(text: str) -> dict[int, JobDetails]:
-    """Reads the jobs that `sacct -X -n -P -o ACCOUNTING_FORMAT` lists, and returns them by their numbers."""
+    """Reads the jobs that `sacct -X -n -P -o ACCOUNTING_FORMAT` lists."""
     found = {}
     for line in text.splitlines():
         parts = line.split("|")
         if len(parts) < 5 or not parts[0].isdigit():
             continue
         status, number = _exit(parts[2])
-        state, _, by = parts[1].partition(" ")  # The field may be `CANCELLED by 1000`.
+        state, _, by = parts[1].partition(" ")  # such as `CANCELLED by 1000`
         found[int(parts[0])] = JobDetails(
             id=int(parts[0]),
             state=state.rstrip("+"),
@@ -133,10 +129,10 @@ _SUBMITTED = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
 def submitted(text: str) -> int:
     """Reads the number of the job that `sbatch --parsable` submitted.
 
-    A site's filter may print other lines before the number.
+    A site's filter may print lines of its own before it.
 
     Raises:
-        Unreadable: No line holds the number of a job.
+        Unreadable: No line is the number of a job.
     """
     found = _SUBMITTED.findall(text)
     if not found:

@@ -1,7 +1,6 @@
-"""The identity of a Slurm job that a bridge submitted. This module is pure.
+"""What identifies a job as one of a bridge: the bridge writes it into the job's comment. This module is pure.
 
-The bridge writes the identity into the job's comment. By this comment, it finds its jobs again after a
-restart and leaves the jobs of other bridges alone.
+By the comment, a bridge finds its jobs again after a restart, and leaves the jobs of other bridges alone.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ _FIELDS = ("instance", "launch", "kind", "owner", "uid", "workload", "hash", "re
 
 @dataclass(frozen=True, slots=True)
 class SlurmJobIdentity:
-    """The identity of one job, which is the content of its comment."""
+    """The content of the comment of one job."""
 
     instance: str
-    """The name of the bridge's home."""
+    """The home of the bridge."""
     launch: str
-    """The name of the submission. It is different for every job."""
+    """The submission; no two jobs ever share one."""
     kind: str
-    """The kind of the workload, `stage-worker` or `backend`."""
+    """`stage-worker` or `backend`."""
     owner: str
-    """The owner of the workload, as `rolloutjob/NAMESPACE/NAME` or `backendpool/NAMESPACE/NAME`."""
+    """`rolloutjob/NAMESPACE/NAME` or `backendpool/NAMESPACE/NAME`."""
     uid: str
     workload: str
     hash: str
@@ -36,10 +35,10 @@ class SlurmJobIdentity:
 
     @classmethod
     def of(cls, workload: Workload, instance: str, launch: str, restarts: int) -> SlurmJobIdentity:
-        """Returns the identity of one submission.
+        """Makes the identity of one submission.
 
         Raises:
-            ScriptInvalid: A name contains characters that are not allowed in the comment of a job.
+            ScriptInvalid: A name has characters that the comment of a job cannot carry.
         """
         owner = workload.owner
         made = cls(
@@ -61,7 +60,7 @@ class SlurmJobIdentity:
 
     @classmethod
     def parse(cls, comment: str) -> SlurmJobIdentity | None:
-        """Reads the identity from a comment. Returns None if no bridge submitted the job."""
+        """Reads the identity in a comment; returns None where the job is not one of a bridge."""
         head, _, rest = comment.partition(",")
         if head != "rollyard":
             return None
@@ -72,5 +71,5 @@ class SlurmJobIdentity:
 
     @property
     def comment(self) -> str:
-        """The comment of the job. It has no blanks and no quotes, because some sites' tools reject them."""
+        """The comment of the job; it has no blanks and no quotes, so that every site's tools accept it."""
         return "rollyard," + ",".join(f"{name}={getattr(self, name)}" for name in _FIELDS)

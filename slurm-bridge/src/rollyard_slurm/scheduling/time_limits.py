@@ -1,7 +1,4 @@
-"""Decisions about how a job ended and when its successor is due. This module is pure.
-
-A job may end because of its time limit, a preemption or a lost node.
-"""
+"""Time limits, preemption and lost nodes, and when a successor is due. This module is pure."""
 
 from __future__ import annotations
 
@@ -11,33 +8,26 @@ from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
 
 AHEAD_SECONDS = 600
-"""The default of `aheadSeconds` in a profile."""
+"""The default for `aheadSeconds` of a profile."""
 EARLY_SECONDS = 60
-"""How many seconds earlier than requested Slurm may send the signal before a time limit."""
+"""Slurm may send the signal before a time limit this much earlier than it was asked to."""
 SHORTEST_SECONDS = 10.0
-"""A job that ended by itself after fewer seconds than this did not end because of its time limit.
-
-The shortest limit is one minute. With a signal 15 s before it, slurmctld, which checks every 30 s, sends the
-signal after 15 s at the earliest.
-"""
+"""A job that ended by itself sooner than this did not end because of its time limit. With the shortest limit,
+one minute, and a signal 15 s before it, slurmctld, which looks every 30 s, sends the signal after 15 s at the
+earliest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A description of how a job ended."""
+    """How a job ended."""
 
     code: int | None
-    """The exit status, or a negated signal number.
-
-    It is None if the node of the job was lost, if the job reached its time limit, was preempted or was
-    cancelled, or if Slurm has forgotten it.
-    """
+    """The exit status, or a negated signal; None: the job's node was lost, the job was cancelled, or Slurm
+    has forgotten it."""
     message: str
     expected: bool
-    """Whether the job ended because of its time limit or a preemption.
-
-    In this case nothing is wrong, and a successor may start at once.
-    """
+    """The job ended for its time limit or by preemption: nothing is wrong, and a successor may start at
+    once."""
 
 
 def ahead_seconds(limit: float, wanted: JobProfile) -> float:
@@ -45,21 +35,20 @@ def ahead_seconds(limit: float, wanted: JobProfile) -> float:
 
     Args:
         limit: The time limit of the job in seconds.
-        wanted: The profile of this kind of job.
     """
     least = (wanted.signal_seconds or SIGNAL_SECONDS) + EARLY_SECONDS
     return min(max(float(wanted.ahead_seconds or AHEAD_SECONDS), least), limit / 2)
 
 
 def wants_successor(job: QueuedJob, wanted: JobProfile) -> bool:
-    """Returns whether a running job is close enough to its time limit for its successor to be submitted."""
+    """Returns whether a running job is so close to its time limit that its successor should queue now."""
     if job.state != "RUNNING" or job.left is None or job.limit is None:
         return False
     return job.left <= ahead_seconds(job.limit, wanted)
 
 
 def ending(job: JobDetails, wanted: JobProfile) -> Ending:
-    """Returns a description of how a job ended, with a message for the user."""
+    """Returns what the end of a job means."""
     who = f"Slurm job {job.id}"
     if job.state == "TIMEOUT":
         return Ending(None, f"{who} reached its time limit", True)
@@ -79,11 +68,10 @@ def ending(job: JobDetails, wanted: JobProfile) -> Ending:
 
 
 def _near_limit(job: JobDetails, wanted: JobProfile) -> bool:
-    """Returns whether a job that ended with status 0 had received the signal before its time limit."""
+    """Returns whether a job that ended well had received the signal that its time was nearly over."""
     if job.limit is None or job.used < SHORTEST_SECONDS:
         return False
     return job.used >= job.limit - (wanted.signal_seconds or SIGNAL_SECONDS) - EARLY_SECONDS - 5
 
 
 FORGOTTEN = Ending(None, "Slurm no longer knows how it ended", False)
-"""The ending of a job that Slurm does not know any longer."""

@@ -1,4 +1,4 @@
-"""The batch script of a workload. This module is pure: a script depends only on the arguments given here."""
+"""The batch script of a workload. This module is pure: everything that a script depends on is an argument."""
 
 from __future__ import annotations
 
@@ -19,40 +19,35 @@ from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive
 from rollyard_slurm.scripts.site import Site
 
 TITLE = "rollyard-"
-"""The prefix of the names of all jobs."""
 NODE_UNUSABLE = 73
-"""The exit status of a worker whose node lacks what sandboxes need. The stage worker uses the same number."""
+"""The exit status of a worker whose node lacks what sandboxes need; the stage worker uses the same."""
 DEFAULT_MEMORY = "2G"
-"""The default memory of stage workers and embedded engines.
-
-Many sites have a default for each CPU that is too little for them.
-"""
+"""The memory of stage workers and embedded engines: the default of many sites, per CPU, is too little for
+them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchScript:
-    """A batch script, and the options with which it is submitted."""
+    """A batch script, and what it asks Slurm for."""
 
     options: tuple[tuple[str, str | None], ...]
-    """The long names of sbatch's options, without dashes, and their values without quotes.
-
-    The value of an option that takes none is None.
-    """
+    """The long names of sbatch's options, without dashes, and their plain values; None: the option takes no
+    value."""
     further: tuple[str, ...]
-    """The options from the profile's `sbatch`, without any change."""
+    """The options in the profile's `sbatch`, as they stand there."""
     before: tuple[str, ...]
-    """The lines of the script up to the traps, which are included."""
+    """The lines up to the traps."""
     after: tuple[str, ...]
-    """The lines of the script that start the program, and all that follow."""
+    """The lines from the start of the program on."""
 
     def text(self, between: Sequence[str] = ()) -> str:
-        """Returns the text of the script, which sbatch takes and an administrator can read.
+        """Returns the script as sbatch takes it and as an administrator sees it.
 
         Args:
-            between: Lines that are added between the traps and the start of the program.
+            between: Further lines between the traps and the start of the program.
 
         Raises:
-            ScriptInvalid: The value of an option cannot be written into a line.
+            ScriptInvalid: An option has a value that no line can hold.
         """
         asked = render(Directive(name, value) for name, value in self.options)
         directives = [*asked, *(f"#SBATCH {option}" for option in self.further)]
@@ -95,11 +90,7 @@ def _options(
 
 
 def _memory(workload: Workload, wanted: JobProfile) -> str | None:
-    """Returns the value of `--mem`: that of the profile, or else enough for Rollyard's own programs.
-
-    The result is None if other options set the memory, if the job has its node for itself, and for vLLM,
-    which gets the default of the site.
-    """
+    """Returns the profile's memory, else enough for our own programs; vLLM gets the default of the site."""
     said = any(option.partition("=")[0].startswith("--mem") for option in wanted.sbatch)
     if wanted.memory is not None or said or wanted.exclusive or workload.engine == "vllm":
         return wanted.memory
@@ -118,13 +109,10 @@ def batch_script(
     """Returns the batch script of a workload.
 
     Args:
-        workload: The worker or backend that the script runs.
-        site: The site, the home and the control plane of the bridge.
-        identity: The identity of the job, which becomes its comment.
-        avoided: The nodes that the job excludes, because workers recently could not use them.
+        avoided: The nodes that workers recently could not use.
 
     Raises:
-        ScriptInvalid: A name or a value cannot be part of a script. `BatchScript.text` checks the options.
+        ScriptInvalid: A name or a value cannot be a part of a script. `BatchScript.text` checks the options.
     """
     wanted = site.profile.of(workload.kind)
     owner = workload.owner
@@ -155,9 +143,9 @@ def _engine_env(workload: Workload) -> dict[str, str]:
 
 
 def _begin(env: Mapping[str, str]) -> list[Line]:
-    """Returns the lines of the bash function that is replaced by the program.
+    """Returns the function that becomes the program.
 
-    Only this function sets the environment that the author of a pool wants. The script itself therefore does
+    The environment that a pool's author wants is set in this function only, so that the script itself does
     not see it.
     """
     return [
@@ -179,11 +167,11 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
     top = site.profile.workers.run_dir
     return [
         Code('node="${SLURMD_NODENAME:-$(hostname -s)}"'),
-        # The result is always a name and never a path, whatever value the variable has.
+        # The result is a name and never a path, whatever the variable holds.
         Code(
             'node="n${node//[^A-Za-z0-9._-]/_}"; node="${node#n}"; case "$node" in .|..|"") node=node ;; esac'
         ),
-        # Links of the site in this path are followed once, here. Links that appear later are refused.
+        # Links of the site on the way are followed here, once; links that appear later are refused.
         Assign("top", (top,)),
         Code(
             'base="$(cd -P -- "$top" && pwd -P)" && [ -n "$base" ] ||'
@@ -192,8 +180,8 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
         Assign("base", (Code('"${base%/}/ry-$UID-"'), site.instance)),
         Code('run="$base/$node"'),
         *RUN_FOLDER,
-        # Two jobs on one node can reach each other's sandboxes only if they see the same folder, and sites
-        # may give each job its own /tmp. Therefore the folder and not the host has the name.
+        # Two jobs on one node reach each other's sandboxes only if they see the same folder, and sites may
+        # give each job its own /tmp. Therefore the name belongs to the folder, and not to the host.
         Code(
             '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$" &&'
             ' ln "$run/.name.$$" "$run/name" 2>/dev/null; rm -f "$run/.name.$$"; }'
@@ -202,7 +190,7 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
             '[ -s "$run/name" ] && node=$(cat "$run/name") ||'
             ' { echo "error: $run cannot be written: is the disk of $node full?" >&2; exit 73; }'
         ),
-        # After Slurm restarts a job, the worker has another name, because the old worker may still run.
+        # When Slurm itself restarts a job, the worker has another name, because the old one may still live.
         Assign(
             "name", (workload.name, Code('"-$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}"'))
         ),

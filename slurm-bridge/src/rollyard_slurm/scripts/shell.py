@@ -1,9 +1,9 @@
-"""Lines of bash that are made from data. This module is pure.
+"""Lines of bash that are made from data: the only place where text from elsewhere becomes part of a script.
 
-It is the only place where text from other sources becomes part of a script. Names of pools, jobs and nodes,
-model folders, arguments, variables and paths come from job authors, from site profiles and from Slurm.
-`render` quotes each of them, and refuses text that no quoting makes harmless. Bash therefore takes each of
-them as a single word, whatever it contains. Code has its own type, by which it differs from data.
+Names of pools, jobs and nodes, model folders, arguments, variables and paths come from job authors, from
+site profiles and from Slurm. `render` quotes each of them, and refuses what no quoting makes harmless, so
+that bash takes every one as a single word, whatever it holds. Code has a type of its own, by which it differs
+from data. This module is pure.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z")
 
 
 class Code(str):
-    """Bash code from the source of this program, or from the shell lines of the site's profile."""
+    """Bash from the source of this program, or from the shell lines of the site's profile."""
 
     __slots__ = ()
 
 
 Part: TypeAlias = str | Code
-"""Either data, which is quoted, or code, which is not changed."""
+"""Data, which is quoted, or code, which is left as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comment:
-    """A comment for people. Line ends and control characters in its text become blanks."""
+    """A comment for people; line ends and control characters in it become blanks."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """An environment variable of the programs that the script starts."""
+    """An environment variable of what the script starts."""
 
     name: str
     value: str
@@ -48,7 +48,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """A variable of the script itself. Its value consists of the parts, joined without separators."""
+    """A variable of the script itself, whose value is the parts joined without separators."""
 
     name: str
     parts: tuple[Part, ...]
@@ -56,7 +56,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array of the script itself. Each string becomes one element, and code may become several."""
+    """An array of the script itself; each string is one element, and code may give several."""
 
     name: str
     words: tuple[Part, ...]
@@ -64,7 +64,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """A `#SBATCH` line with a long option. The name has no dashes, and the value is None if it takes none."""
+    """A `#SBATCH` line with a long option: its name without dashes, and its value if it takes one."""
 
     name: str
     value: str | None
@@ -74,11 +74,11 @@ Line: TypeAlias = Code | Comment | Export | Assign | Array | Directive
 
 
 def render(lines: Iterable[Line]) -> list[str]:
-    """Returns the text of the lines, as bash and sbatch read it.
+    """Returns the lines as bash and sbatch read them.
 
     Raises:
-        ScriptInvalid: The name of a variable is not an identifier, a value contains a null character or is
-            not Unicode text, or the value of an option contains a line end or another control character.
+        ScriptInvalid: A variable's name is no identifier, a value holds a null character, or the value of an
+            option holds a line end or another control character.
     """
     return [_line(line) for line in lines]
 

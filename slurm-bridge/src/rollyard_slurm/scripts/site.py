@@ -1,7 +1,4 @@
-"""The site of a bridge: the values that its batch scripts share, and the paths of its files.
-
-This module is pure.
-"""
+"""What the batch scripts of one bridge share, and where its files are. This module is pure."""
 
 from __future__ import annotations
 
@@ -16,30 +13,30 @@ from rollyard_slurm.profile import SiteProfile
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The settings of one bridge for its site, its home and its control plane."""
+    """The site, the home and the control plane of one bridge."""
 
     home: Path
-    """The home folder, which is on storage that the nodes share."""
+    """The home, on storage that the nodes share."""
     instance: str
-    """The name by which the comments of jobs identify the home."""
+    """The name of the home in the comments of jobs."""
     url: str
     """The URL by which the nodes reach the control plane."""
     profile: SiteProfile
     sandbox: str = "apptainer"
     sandbox_options: tuple[str, ...] = ()
-    """Further command-line arguments of the workers, such as `--default-image`."""
+    """Further arguments of the workers, such as `--default-image`."""
     python: str = field(default_factory=lambda: sys.executable)
     ca_file: Path | None = None
-    """The file with the certificate authorities that workers trust for `https:`, if they are not public."""
+    """The authorities that workers trust for `https:`."""
 
     @property
     def logs(self) -> Path:
-        """The folder with the logs of the jobs."""
+        """The folder of the jobs' logs."""
         return self.home / "logs"
 
     @property
     def endpoints(self) -> Path:
-        """The folder with one file for each backend, which holds the URL of the backend."""
+        """The folder with one file for each backend, which says where it answers."""
         return self.home / "endpoints"
 
     @property
@@ -49,25 +46,22 @@ class Site:
 
     @property
     def troubles(self) -> Path:
-        """The folder with one file for each running worker that takes no Init work. The file says why."""
+        """The folder with one file for each running worker that takes no Init work; the file says why."""
         return self.home / "troubles"
 
     def token_file(self, workload: Workload) -> Path:
-        """Returns the path of the file with the token of the workers of one RolloutJob."""
+        """Returns the file with the token of the workers of one RolloutJob."""
         owner = workload.owner
         return self.tokens / f"{owner.namespace}.{owner.name}.{owner.uid[:8] or 'none'}"
 
     def endpoint_file(self, launch: str) -> Path:
-        """Returns the path of the file in which the backend of one submission announces its URL."""
+        """Returns the file in which the backend of one submission says where it answers."""
         return self.endpoints / f"{launch}.json"
 
     def trouble_file(self, workload: Workload, job: int | str) -> Path:
-        """Returns the path of the file that says why a worker cannot start sandboxes.
-
-        The file exists only while this is so.
-        """
+        """Returns the file that says what keeps a worker from starting sandboxes, while something does."""
         return self.troubles / f"{workload.name}-{job}"
 
     def log(self, workload: Workload, job: int) -> Path:
-        """Returns the path of the file with the output of a job."""
+        """Returns the file with the output of a job."""
         return self.logs / f"{workload.name}-{job}.log"

@@ -1,7 +1,4 @@
-"""A record of whether Slurm answers.
-
-While Slurm does not answer, everything counts as it was last seen.
-"""
+"""Whether Slurm answers; while it does not, everything counts as it was last seen."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ from collections.abc import Callable
 
 
 class SlurmAvailability:
-    """Records whether Slurm answers.
+    """Whether Slurm answers.
 
     Args:
-        say: A function that is called with a line for the user of the bridge at each change.
+        say: Is called with a line for the user of the bridge at each change.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -22,16 +19,16 @@ class SlurmAvailability:
 
     @property
     def trouble(self) -> str:
-        """The reason why Slurm does not answer. It is empty while Slurm answers."""
+        """Why Slurm does not answer; empty: it does."""
         return self._trouble
 
     @property
     def answered_once(self) -> bool:
-        """Whether Slurm has answered since the bridge started. Nothing is submitted before that."""
+        """Whether Slurm has answered since the bridge started: nothing is submitted before."""
         return self._answered_once
 
     def lost(self, trouble: str) -> None:
-        """Notes that Slurm does not answer, and why."""
+        """Notes that Slurm does not answer."""
         if trouble != self._trouble:
             self._say(f"Slurm does not answer, everything counts as last seen: {trouble}")
         self._trouble = trouble

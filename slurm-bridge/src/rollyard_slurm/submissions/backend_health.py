@@ -1,7 +1,4 @@
-"""Health checks of the backends on the nodes.
-
-The check of a backend begins when the backend has announced its URL.
-"""
+"""Health checks of the backends on the nodes; they begin once a backend has announced where it answers."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class BackendHealthChecks:
     """The health checks of one bridge.
 
     Args:
-        changed: A function that is called with each backend that becomes ready or stops being ready.
+        changed: Is called with a backend that became ready, or is not ready any longer.
     """
 
     def __init__(self, site: Site, http: httpx.AsyncClient, changed: Callable[[Submission], None]) -> None:
@@ -30,11 +27,10 @@ class BackendHealthChecks:
         self._changed = changed
 
     def find(self, one: Submission) -> bool:
-        """Begins to check a backend, if it has announced its URL.
+        """Begins to check a backend that has announced where it answers.
 
         Returns:
-            Whether the backend has started and squeue has not shown this yet. In this case, Slurm should be
-            polled soon.
+            Whether the backend has started and squeue has not shown it yet, so that polling is worth while.
         """
         path = self._site.endpoint_file(one.launch)
         if one.seen is None or one.seen.state in PENDING_STATES:
@@ -50,7 +46,7 @@ class BackendHealthChecks:
     def _check(self, one: Submission, url: str) -> None:
         if one.probe is not None and one.url == url:
             return
-        if one.url != url:  # Slurm has started the backend again on another node.
+        if one.url != url:  # Slurm has started it again on another node
             one.health = BackendHealth(url=url)
         self.pause(one)
         one.url = url
@@ -66,19 +62,19 @@ class BackendHealthChecks:
         )
 
     def pause(self, one: Submission) -> None:
-        """Ends the check of a backend, and keeps its last known health."""
+        """Ends the check of a backend; its last known health stays."""
         if one.probe is not None:
             one.probe.cancel()
             one.probe = None
 
     def end(self, one: Submission) -> None:
-        """Ends the check of a backend that does not run, and forgets its health and its URL."""
+        """Ends the check of a backend that does not run, and forgets its health."""
         self.pause(one)
         one.health, one.url = BackendHealth(), ""
         self._site.endpoint_file(one.launch).unlink(missing_ok=True)
 
     async def close(self, submissions: Iterable[Submission]) -> None:
-        """Ends the checks of all given submissions, and waits until they have ended."""
+        """Ends all checks."""
         probes = [one.probe for one in submissions if one.probe is not None]
         for probe in probes:
             probe.cancel()

@@ -1,7 +1,7 @@
-"""A poller, which brings the submissions of a home up to date with Slurm's queue.
+"""What Slurm's queue says of the submissions of a home.
 
-The poller asks separately about each job that squeue does not list any longer. While Slurm does not answer,
-everything counts as it was last seen.
+A job that squeue does not list any longer is asked about by itself. While Slurm does not answer, everything
+counts as it was last seen.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from rollyard_slurm.submissions.home_submissions import HomeSubmissions
 from rollyard_slurm.submissions.submission import Submission
 
 ENDS_AT_ONCE = 16
-"""The largest number of jobs that left the queue and are asked about in one poll."""
+"""The jobs that left the queue and are asked about in one poll."""
 
 
 class QueuePoller:
     """Brings the submissions of a home up to date with Slurm's queue.
 
     Args:
-        avoided: The nodes that new jobs avoid. The poller adds the nodes on which workers could not work.
-        successor_failed: A function that is called with the name of a workload whose successor ended before
-            it took over.
-        say: A function that is called with each line for the user of the bridge.
+        avoided: The nodes on which workers could not work are added to it.
+        successor_failed: Is called with the name of a workload whose successor ended before it took over.
+        say: Is called with lines for the user of the bridge.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class QueuePoller:
         self._strangers: set[int] = set()
 
     async def poll(self, now: datetime) -> None:
-        """Asks Slurm about every submission. If Slurm does not answer, the submissions stay as they were."""
+        """Asks Slurm about everything; where it does not answer, everything stays as it was."""
         try:
             listed = await self._calls.queue()
             self._match(listed, now)
@@ -89,12 +88,12 @@ class QueuePoller:
             seen = by_launch.get(one.launch) if one.job is None else by_id.get(one.job)
             if seen is None:
                 if one.job is None and (one.unsure_until is None or now >= one.unsure_until):
-                    self._submissions.forget(one)  # sbatch did not submit the job.
+                    self._submissions.forget(one)  # sbatch did not submit it
                 continue
             self._see(one, seen, now)
 
     def _identity(self, job: QueuedJob) -> SlurmJobIdentity | None:
-        """Returns the identity of a job of this home, or None for any other job."""
+        """Returns the identity of a job of this home, and None for every other job."""
         identity = SlurmJobIdentity.parse(job.comment)
         return identity if identity is not None and identity.instance == self._site.instance else None
 
@@ -110,7 +109,7 @@ class QueuePoller:
         self._submissions.save(one)
 
     async def _ends(self, listed: set[int], now: datetime) -> None:
-        """Asks Slurm what became of the jobs that squeue does not list any longer."""
+        """Finds out what became of jobs that squeue does not list any longer."""
         gone = [
             one for one in self._submissions if one.living and one.job is not None and one.job not in listed
         ]
@@ -118,7 +117,7 @@ class QueuePoller:
             assert one.job is not None
             known = await self._calls.details(one.job)
             if known is not None and known.live:
-                continue  # The job was requeued, or squeue lists it again in a moment.
+                continue  # it was requeued, or squeue lists it again in a moment
             wanted = self._site.profile.of(one.workload.kind)
             end = time_limits.FORGOTTEN if known is None else time_limits.ending(known, wanted)
             message = end.message
@@ -136,16 +135,13 @@ class QueuePoller:
         if is_front and not end.expected and one.stop_by is None and not one.retired:
             self._submissions.save(one)
             return
-        # Another submission has taken its place, or the next plan launches the workload again at once.
+        # Another submission has its place, or the next plan launches the workload again at once.
         if not is_front and not end.expected and not one.retired:
             self._successor_failed(one.workload.name, now)
         self._submissions.forget(one)
 
     async def _cancel_strangers(self, listed: list[QueuedJob]) -> None:
-        """Cancels the jobs of this home that have no record.
-
-        sbatch submitted these jobs, but did not answer.
-        """
+        """Cancels jobs of this home that have no record: sbatch submitted them without an answer."""
         mine = {one.job for one in self._submissions if one.job is not None}
         strangers = [
             job.id
@@ -161,7 +157,7 @@ class QueuePoller:
             self._strangers.update(strangers)
 
     def _read_troubles(self) -> None:
-        """Reads the files in which running workers report trouble with their nodes."""
+        """Reads what running workers report about their nodes."""
         for one in self._submissions:
             if one.workload.kind == "stage-worker" and one.job is not None:
                 file = self._site.trouble_file(one.workload, one.job)

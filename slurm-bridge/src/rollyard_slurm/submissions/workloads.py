@@ -1,7 +1,4 @@
-"""The workloads of one home as Slurm jobs.
-
-This is the part of the bridge that carries out plans, and reports what is observed of the jobs.
-"""
+"""The workloads of one home as Slurm jobs: carries out plans, and reports what is seen of the jobs."""
 
 from __future__ import annotations
 
@@ -26,13 +23,13 @@ from rollyard_slurm.submissions.submitting import Submitter
 
 
 class SlurmWorkloads:
-    """The workloads of one home. Each of them consists of one or several submissions.
+    """The workloads of one home, each of them one or several submissions.
 
     Args:
         calls: The calls to Slurm.
-        worker_token: A function that returns the token of the workers of a RolloutJob.
-        wake: A function that is called when something happened for which a pass should start early.
-        say: A function that is called with a line for the user of the bridge, once for each change.
+        worker_token: Returns the token of the workers of a RolloutJob.
+        wake: Is called when something happened that a turn should look at.
+        say: Is called with a line for the user of the bridge, once for each change.
     """
 
     def __init__(
@@ -56,41 +53,38 @@ class SlurmWorkloads:
             site, calls, self._submissions, self._availability, avoided, self._submitter.successor_failed, say
         )
 
-    # These members report what is observed.
+    # What is seen
 
     @property
     def trouble(self) -> str:
-        """The reason why Slurm does not answer. It is empty while Slurm answers."""
+        """Why Slurm does not answer; empty: it does."""
         return self._availability.trouble
 
     @property
     def ready(self) -> bool:
-        """Whether plans may be made.
-
-        This is so when Slurm has answered, or when no submission can have a job.
-        """
+        """Whether plans may be made: Slurm has answered, or there is nothing to ask it about."""
         return self._availability.answered_once or all(one.refused for one in self._submissions)
 
     @property
     def jobs(self) -> list[Submission]:
-        """The submissions that have or may have a job that has not ended, or will be tried again."""
+        """Every submission that has, or may have, a job that has not ended."""
         return [one for one in self._submissions if one.living]
 
     @property
     def changed(self) -> bool:
-        """Whether something was done or seen after which Slurm should be polled soon."""
+        """Whether something was done, or seen, after which Slurm should be polled soon."""
         return self._submissions.changed
 
     def clear_changed(self) -> None:
-        """Notes that a poll for the changes begins."""
+        """Notes that Slurm is being polled for what has changed."""
         self._submissions.changed = False
 
     def owners(self) -> set[Owner]:
-        """Returns the jobs and pools that have at least one submission."""
+        """Returns the jobs and pools whose workloads there are."""
         return self._submissions.owners
 
     def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
-        """Returns the observed workloads of an owner. Jobs that were replaced have names of their own."""
+        """Returns what is seen of an owner's workloads; replaced jobs have names of their own."""
         return tuple(
             one.observed(name)
             for name, one in self._submissions.named().items()
@@ -98,23 +92,20 @@ class SlurmWorkloads:
         )
 
     async def poll(self, now: datetime) -> None:
-        """Asks Slurm about every submission. If Slurm does not answer, the submissions stay as they were."""
+        """Asks Slurm about everything; where it does not answer, everything stays as it was."""
         await self._poller.poll(now)
 
     def find_endpoints(self) -> None:
-        """Begins to check the health of backends that have announced their URLs."""
+        """Begins to check the health of backends that have announced where they answer."""
         for one in self._submissions:
             wanted = one.workload.kind == "backend" and one.living and not one.stopping
             if wanted and self._submissions.health_checks.find(one):
                 self._submissions.changed = True
 
-    # These methods act on the jobs.
+    # What is done
 
     async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
-        """Starts and stops the workloads that the plan of one owner names.
-
-        Stopping takes several passes, and the next calls of `act` continue it.
-        """
+        """Starts and stops what the plan of one owner names; the next turns continue the stopping."""
         for stop in plan.stop:
             self.stop(stop)
         now = datetime.now(UTC)
@@ -128,16 +119,13 @@ class SlurmWorkloads:
             await self._submitter.launch(launch, now)
 
     def stop(self, stop: Stop) -> None:
-        """Begins to stop a workload, and forgets a workload that has ended.
-
-        The job is cancelled when the grace of the stop is over.
-        """
+        """Begins to stop a workload within its grace, and forgets one that has ended."""
         if stop.name in self._submissions.named():
             self._submitter.note_stop(stop)
             self._stopper.stop(stop)
 
     async def act(self, now: datetime) -> None:
-        """Does what is due: sends signals, cancels jobs, retries refused submissions, submits successors."""
+        """Does what is due at this time: signals and cancellations, further tries, and successors."""
         self._submitter.begin_turn()
         try:
             await self._stopper.proceed(now)
@@ -149,25 +137,19 @@ class SlurmWorkloads:
         await self._submitter.submit_successors(now)
 
     def logs(self) -> set[Path]:
-        """Returns the log files of the jobs that have not ended."""
+        """Returns the logs of jobs that have not ended."""
         return {self._site.log(one.workload, one.job) for one in self.jobs if one.job is not None}
 
-    # These methods are called when the bridge ends.
+    # The end
 
     def stop_kind(self, kind: str, grace_seconds: float, now: datetime) -> None:
-        """Begins to stop every workload of one kind.
-
-        Args:
-            kind: The kind, `stage-worker` or `backend`.
-            grace_seconds: The time until the jobs are cancelled, in seconds.
-            now: The present time.
-        """
+        """Begins to stop every workload of a kind."""
         self._stopper.stop_kind(kind, grace_seconds, now)
 
     def left(self, kind: str) -> list[Submission]:
-        """Returns the submissions of one kind that have not ended."""
+        """Returns those of a kind that have not ended."""
         return [one for one in self.jobs if one.workload.kind == kind]
 
     async def close(self) -> None:
-        """Ends the health checks. The Slurm jobs continue to run."""
+        """Ends the health checks; the jobs continue to run."""
         await self._submissions.close()

@@ -151,7 +151,7 @@ class Conversation:
             if self._window is None:
                 self._window = self._chat.render(messages)
             found = self._after(messages, self._window, turn)
-        except TemplateError:  # The template may refuse only the gap.
+        except TemplateError:  # The template may refuse only the gap of omitted turns.
             return None
         if found.outside is None:
             return None

@@ -32,7 +32,7 @@ class MathHandler(Handler):
         self._verifiers = Verifiers()
 
     def check(self, task: Task) -> list[str]:
-        """Report a task without an answer that can be compared."""
+        """Return a problem if the task has no answer that can be compared."""
         return [] if task.answer and final_answer(task.answer) else ["answer: required by the handler 'math'"]
 
     async def eval(self, ctx: StageContext) -> Evaluation:
@@ -58,7 +58,7 @@ class MathHandler(Handler):
         """Return whether the answers are equal, with a second try in a fresh process if the first one dies.
 
         Raises:
-            VerifierTimeout: There is no verdict in time.
+            VerifierTimeout: There is no result in time.
             VerifierFailed: Two processes died.
         """
         seconds = min(_VERDICT_SECONDS, timeout)

@@ -32,7 +32,7 @@ class ShellHandler(Handler):
     reward_range = (0.0, 1.0)
 
     def check(self, task: Task) -> list[str]:
-        """Report a task without a test script."""
+        """Return a problem if the task has no test script."""
         return [] if task.test_script else ["test_script: required by the handler 'shell'"]
 
     async def eval(self, ctx: StageContext) -> Evaluation:

@@ -172,7 +172,7 @@ class EvalSandboxes:
         handle = held.eval_sandbox
         if handle is None:
             return
-        # A separate task completes the release even if this one is cancelled, for example a second time.
+        # A separate task completes the release even if a second cancellation interrupts this one.
         release = asyncio.ensure_future(self._provider.release(handle))
         self._releases.add(release)
         release.add_done_callback(self._releases.discard)

@@ -75,7 +75,7 @@ class QwenCoderParser:
                 return [malformed(f"parameter '{key}' is given twice", name)], _recover(text, end.end())
             value = _without_frame(text[parameter.end() : end.start()])
             if "<function=" in value.partition(THINK[1])[2]:
-                # This is a draft within a thought. Its value would otherwise include the call after the
+                # This is a draft within a thought. Its value would otherwise contain the call after the
                 # thought.
                 return [malformed(f"</parameter> of '{key}' is missing", name)], end.end()
             arguments[key] = typed(value, properties.get(key, {}))

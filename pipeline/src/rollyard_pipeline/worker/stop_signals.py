@@ -30,8 +30,7 @@ class StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
             if exc[0] is None:
-                # The work is complete, so a signal that arrives while this process exits must not make it a
-                # failure.
+                # The work is complete, so a signal during the exit must not make it a failure.
                 signal.signal(number, signal.SIG_IGN)
 
     async def run(self, worker: Worker) -> None:

@@ -65,7 +65,7 @@ def parse_image(text: str, private: Iterable[Path] = ()) -> Image:
 
     Raises:
         ImageNotUsable: Apptainer cannot start it: the kind is unknown, a file is missing or broken, or a
-            folder is no root folder or shows one of `private` (see `root_folders.check_image`).
+            folder is not a root folder or shows one of `private` (see `root_folders.check_image`).
     """
     scheme, colon, rest = text.partition(":")
     if colon and scheme in _REGISTRIES:

@@ -39,7 +39,7 @@ class Program:
     version: str
     """The version from its output, without the name."""
     options: tuple[str, ...]
-    """Options of every start. If a site has made OCI mode the default, there would be no instances."""
+    """The options of every start. Without them, a site that makes OCI mode the default has no instances."""
     takes_config: bool
     """Whether the installation is unprivileged, which lets users give their own configuration."""
 

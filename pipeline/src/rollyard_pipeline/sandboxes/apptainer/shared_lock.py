@@ -31,7 +31,7 @@ async def shared_lock(
 ) -> AsyncIterator[bool]:
     """Hold the lock file `path`, whose folder must exist. The caller bounds the wait.
 
-    The value is False, and nothing is held, once `until` returns that there is nothing left to do.
+    The value is False, and nothing is held, once `until` returns true because nothing is left to do.
 
     Raises:
         OSError: The storage refuses the file.

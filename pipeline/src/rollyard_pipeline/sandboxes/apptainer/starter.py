@@ -157,8 +157,8 @@ class ApptainerStarter:
                 problem,
                 self._cache.folder,
             )
-            # Without FUSE the writable layer is the kernel's own, which users may mount since that kernel
-            # version.
+            # Without FUSE the writable layer is the kernel's own overlay, which users may mount only in
+            # newer kernels.
             self._layered = _kernel(platform.release()) >= _USERS_OVERLAY_SINCE
             if not self._layered:
                 log.warning("Linux %s lets users mount no overlay: images are read-only", platform.release())

@@ -1,1 +1,1 @@
-"""The Slurm driver: stage workers and backends as Slurm jobs, and the daemon that keeps them."""
+"""The Slurm driver, which runs stage workers and backends as Slurm jobs, and its daemon, the bridge."""

@@ -1,4 +1,4 @@
-"""Addresses in the cluster: the controller, and the address of this host by which the nodes reach it."""
+"""Functions that find the address of the controller, and that of this host as the nodes see it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from rollyard_slurm.node import source_address
 
 _CONTROLLER = re.compile(r"^(?:SlurmctldHost\[0\]|ControlAddr|ControlMachine)\s*=\s*(\S+)", re.MULTILINE)
 SLURMCTLD_PORT = 6817
-"""The controller's usual port; only the route to it matters, and nothing is sent."""
+"""The usual port of the controller. Only the route to it matters, and nothing is sent."""
 
 
 def _ask(arguments: Sequence[str], timeout: float, env: Mapping[str, str]) -> str:
+    """Runs a command of Slurm, and returns its output.
+
+    Raises:
+        SlurmError: The command does not exist, fails or does not end within `timeout` seconds.
+    """
     try:
         done = subprocess.run(
             arguments,
@@ -38,7 +43,10 @@ def _ask(arguments: Sequence[str], timeout: float, env: Mapping[str, str]) -> st
 
 
 def controller(config: str) -> str:
-    """Returns the controller's address in the output of `scontrol show config`; empty where it names none."""
+    """Returns the controller's address from the output of `scontrol show config`.
+
+    The result is empty if the output names no controller.
+    """
     match = _CONTROLLER.search(config)
     if match is None:
         return ""
@@ -47,7 +55,7 @@ def controller(config: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether only this machine reaches an address."""
+    """Returns whether an address is a loopback address, which only this machine can reach."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -55,7 +63,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(timeout: float, env: Mapping[str, str]) -> str:
-    """Returns the address of this host in the cluster's network, by which it reaches controller and nodes.
+    """Returns the address of this host from which it reaches the controller and the nodes.
 
     Raises:
         SlurmError: Slurm does not answer, or no address is found.
@@ -63,7 +71,7 @@ def own_address(timeout: float, env: Mapping[str, str]) -> str:
     hosts = [controller(_ask(["scontrol", "show", "config"], timeout, env))]
     found = toward(hosts)
     if not found or is_loopback(found):
-        # The controller runs on this host, so that the way to a node decides.
+        # The controller runs on this host. Therefore the route to a node decides.
         nodes = _ask(["sinfo", "--noheader", "--format=%o"], timeout, env).split()
         found = toward(nodes[:1]) or found
     if not found:
@@ -75,7 +83,10 @@ def own_address(timeout: float, env: Mapping[str, str]) -> str:
 
 
 def toward(hosts: Sequence[str]) -> str:
-    """Returns this host's address on the route to the first reachable host; empty where none is reachable."""
+    """Returns the address of this host on the route to the first of the hosts that is reachable.
+
+    The result is empty if no host is reachable.
+    """
     for host in hosts:
         try:
             if host:
@@ -86,10 +97,10 @@ def toward(hosts: Sequence[str]) -> str:
 
 
 def checked_address(text: str) -> str:
-    """Returns an address after checking that this host can listen on it.
+    """Checks that this host can listen on an address, and returns the address.
 
     Raises:
-        SlurmError: It is not an address of this host.
+        SlurmError: The text is not an address of this host.
     """
     try:
         found = socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM)[0]

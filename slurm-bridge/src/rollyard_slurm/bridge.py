@@ -1,8 +1,8 @@
-"""The bridge: a control plane, and the reconcile loop with Slurm as its driver.
+"""The bridge runs or joins a control plane, and reconciles jobs and pools with Slurm.
 
-The state of a bridge is its home folder: the database of the control plane, one file for each Slurm job, and
-the identity of the home, which every job carries in its comment. A bridge that was killed finds all of it
-again when it is started.
+All state of a bridge is in its home folder: the database of the control plane, one file for each Slurm job,
+and the identity of the home, which every job carries in its comment. When a bridge was killed, the next
+bridge on the same home finds all of this again.
 """
 
 from __future__ import annotations
@@ -57,31 +57,37 @@ from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.workloads import SlurmWorkloads
 
 TURN_SECONDS = 0.5
+"""The longest pause between two passes of the loop, in seconds."""
 WORKER_GRACE_SECONDS = 20.0
+"""The time that stage workers have to drain when the bridge ends, in seconds."""
 BACKEND_GRACE_SECONDS = 5.0
+"""The time that backends have to end by themselves when the bridge ends, in seconds."""
 END_SECONDS = 60.0
-"""The time that Slurm has to end the jobs that were cancelled."""
+"""The time that Slurm has to end the jobs that were cancelled, in seconds."""
 PLANE_GRACE_SECONDS = 3.0
+"""The time that the control plane has to end by itself, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the bridge reports once it runs."""
+    """The report that the bridge makes once it runs."""
 
     url: str
     home: Home
     found: int
-    """The number of Slurm jobs of an earlier run that continue."""
+    """The number of Slurm jobs that an earlier run submitted and that continue."""
 
 
 class Bridge:
     """Runs one home until it is stopped.
 
     Args:
-        make_store: Makes the client of the control plane from its URL, a token and the authorities to trust.
-        on_ready: Is called once the bridge runs.
-        say: Is called with lines for the user of the bridge.
-        calls: The calls to Slurm; default: its commands, or slurmrestd where the profile names one.
+        make_store: A function that makes the client of the control plane from its URL, a token and the
+            certificate authorities to trust.
+        on_ready: A function that is called once the bridge runs.
+        say: A function that is called with each line for the user of the bridge.
+        calls: The calls to Slurm. The default is slurmrestd if the profile names one, and otherwise Slurm's
+            commands.
     """
 
     def __init__(
@@ -104,16 +110,20 @@ class Bridge:
         self._keep_jobs = False
 
     def stop(self, keep_jobs: bool) -> None:
-        """Ends `run`; with `keep_jobs`, the Slurm jobs continue until the next bridge finds them."""
+        """Makes `run` return.
+
+        Args:
+            keep_jobs: Whether the Slurm jobs continue. The next bridge on this home finds them again.
+        """
         self._keep_jobs = keep_jobs
         self._stop.set()
 
     async def run(self) -> None:
-        """Locks the home, starts the control plane, and reconciles until it is stopped.
+        """Locks the home, starts the control plane, and reconciles until `stop` is called.
 
         Raises:
             HomeInUse: Another bridge runs on this home.
-            StartFailed: The control plane does not become ready.
+            StartFailed: The control plane cannot be started or does not become ready.
             SlurmError: The address of this host in the cluster cannot be determined.
         """
         with self._home.locked():
@@ -129,9 +139,9 @@ class Bridge:
                 self._home.supervisor_file.unlink(missing_ok=True)
 
     def _trusted(self) -> ssl.SSLContext | None:
-        """Returns the authorities to trust for `https:`, and copies their file for the workers.
+        """Returns the certificate authorities to trust for `https:`, or None if no file was given.
 
-        The nodes may not see the file that was given.
+        The file is copied into the home for the workers, because the nodes may not see the original.
 
         Raises:
             StartFailed: The file cannot be read, holds no certificate, or cannot be copied.
@@ -142,12 +152,13 @@ class Bridge:
         try:
             trusted = ssl.create_default_context(cafile=given)
             write_private(self._home.root / CA_NAME, given.read_text())
-        except (OSError, ValueError) as error:  # an SSLError is an OSError
+        except (OSError, ValueError) as error:  # An SSLError is an OSError.
             words = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise StartFailed(f"--ca-file {given}: cannot be used: {words}") from error
         return trusted
 
     async def _serve(self, http: httpx.AsyncClient, trusted: ssl.SSLContext | None) -> None:
+        """Starts or joins the control plane, runs the loop until `stop` is called, and cleans up."""
         options, known = self._options, read_json(self._home.root / "bridge.json") or {}
         instance = str(known.get("instance") or secrets.token_hex(4))
         if options.profile.asks_for_salloc:
@@ -219,7 +230,14 @@ class Bridge:
                 await store.close()
 
     async def _plane(self, http: httpx.AsyncClient, port: int) -> tuple[HostedControlPlane, str]:
-        """Returns the control plane, and the host by which nodes reach it; empty: that of its URL."""
+        """Returns the control plane, and the host name or address by which the nodes reach it.
+
+        An empty host means that the nodes use the URL of the control plane.
+
+        Raises:
+            StartFailed: The options lack the tokens, or name a socket whose path is too long.
+            SlurmError: The address of this host in the cluster cannot be determined.
+        """
         options = self._options
         if options.join:
             if options.tokens is None:
@@ -241,11 +259,16 @@ class Bridge:
             listen = await self._calls.address()
         else:
             listen = await asyncio.to_thread(own_address, options.timeout, self._env)
-        # Running workers know the port of the last run, so that the home keeps it.
+        # Workers that still run know the port of the last run. Therefore the bridge uses it again.
         settings = ControlPlaneSettings(listen, options.port or port, options.lease_seconds)
         return ControlPlaneProcess(self._home, settings, http), options.advertise or listen
 
     def _site(self, instance: str, url: str) -> Site:
+        """Returns the site, after making the folders of the home.
+
+        Raises:
+            StartFailed: A folder cannot be made.
+        """
         site = Site(
             home=self._home.root,
             instance=instance,
@@ -263,9 +286,11 @@ class Bridge:
         return site
 
     def _token_of(self, plane: HostedControlPlane) -> Callable[[Owner], str]:
+        """Returns a function that makes the token of the workers of one RolloutJob."""
         return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name, owner.uid)
 
     async def _loop(self, driver: Driver, workloads: SlurmWorkloads) -> None:
+        """Polls Slurm, makes passes of the driver and removes old logs, until it is cancelled."""
         interval, clock, pruned = PollInterval(), asyncio.get_running_loop().time, float("-inf")
         trouble = ""
         while True:
@@ -284,8 +309,8 @@ class Bridge:
                     pruned = clock()
                     await asyncio.to_thread(logs.prune, self._home.logs, workloads.logs())
             except OSError as error:
-                # The disk is full, a quota is reached, or the file server does not answer: what runs
-                # continues.
+                # The disk is full, a quota is reached, or the file server does not answer. Running jobs
+                # continue, and the next pass tries again.
                 if str(error) != trouble:
                     trouble = str(error)
                     self._say(f"trouble: {error.filename or 'the home'}: {error.strerror or error}")
@@ -296,7 +321,7 @@ class Bridge:
                     await self._wake.wait()
 
     async def _end(self, workloads: SlurmWorkloads) -> None:
-        """Ends every job of this home, and the workers first, so that they hand over what they hold."""
+        """Ends every job of this home. The workers end first, and hand over their rollouts."""
         for kind, grace in (("stage-worker", WORKER_GRACE_SECONDS), ("backend", BACKEND_GRACE_SECONDS)):
             left = await end_jobs(workloads, kind, grace)
             if left:
@@ -305,7 +330,15 @@ class Bridge:
 
 
 async def end_jobs(workloads: SlurmWorkloads, kind: str, grace: float) -> list[int]:
-    """Drains and cancels every job of a kind; returns those that Slurm has not ended in time."""
+    """Drains and cancels every job of one kind, and waits until these jobs have ended.
+
+    Args:
+        kind: The kind of the jobs, `stage-worker` or `backend`.
+        grace: The time that the jobs have before they are cancelled, in seconds.
+
+    Returns:
+        The numbers of the jobs that Slurm has not ended within END_SECONDS after the grace.
+    """
     clock = asyncio.get_running_loop().time
     workloads.stop_kind(kind, grace, datetime.now(UTC))
     deadline, delay = clock() + grace + END_SECONDS, 0.2
@@ -320,12 +353,16 @@ async def end_jobs(workloads: SlurmWorkloads, kind: str, grace: float) -> list[i
 
 
 def rest_of(known: dict[str, Any]) -> RestProfile | None:
-    """Returns the slurmrestd that the last bridge of a home used, according to its `bridge.json`."""
+    """Returns the slurmrestd that the last bridge of a home used, or None if it used Slurm's commands.
+
+    Args:
+        known: The content of the home's `bridge.json`.
+    """
     return RestProfile.model_validate(known["rest"]) if "rest" in known else None
 
 
 async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None]) -> int:
-    """Ends the Slurm jobs of a home on which no bridge runs, and returns how many there were.
+    """Ends the Slurm jobs of a home on which no bridge runs, and returns the number of these jobs.
 
     Raises:
         SlurmError: Slurm does not answer, or some jobs do not end.
@@ -351,7 +388,11 @@ async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None
 
 
 def install_signals(bridge: Bridge) -> None:
-    """Lets SIGINT (Ctrl-C, `down`) end bridge and jobs, and SIGTERM and SIGHUP the bridge alone."""
+    """Installs the signal handlers of a bridge.
+
+    SIGINT (Ctrl-C, `down`) ends the bridge and its jobs. SIGTERM and SIGHUP end the bridge alone. If SIGHUP
+    is ignored when the bridge starts, it stays ignored.
+    """
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, bridge.stop, False)
     loop.add_signal_handler(signal.SIGTERM, bridge.stop, True)

@@ -1,4 +1,4 @@
-"""The exceptions of the bridge, each with a stable reason."""
+"""The exceptions of the bridge. Each of them has a stable `reason`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rollyard_drivers.host.errors import HostError
 
 
 class ProfileInvalid(HostError):
-    """A profile cannot be used; the message names the file and the field."""
+    """A profile cannot be used. The message names the file and the field."""
 
     reason = "ProfileInvalid"
 
@@ -18,10 +18,12 @@ class SlurmError(HostError):
 
 
 class SlurmUnavailable(SlurmError):
-    """The controller does not answer, or a call took too long; what was known before stays valid.
+    """The controller does not answer, or a call took too long.
+
+    What was known before stays valid.
 
     Args:
-        unsure: The call may nevertheless have had its effect.
+        unsure: Whether the call may have had its effect in spite of the failure.
     """
 
     reason = "SlurmAway"
@@ -32,7 +34,7 @@ class SlurmUnavailable(SlurmError):
 
 
 class ScriptInvalid(SlurmError):
-    """No batch script can be made of a workload; the message names the variable or option at fault."""
+    """No batch script can be made from a workload. The message names the variable or option at fault."""
 
     reason = "ScriptInvalid"
 
@@ -41,8 +43,8 @@ class SubmitRefused(SlurmError):
     """sbatch, or slurmrestd, refused a job.
 
     Args:
-        limit: The job was refused for a limit of the site, such as the jobs of a user: it may be accepted
-            later.
+        limit: Whether the reason is a limit of the site, such as the number of jobs of a user. Slurm may
+            accept such a job later.
         by: The program that refused it.
     """
 

@@ -1,4 +1,4 @@
-"""The logs of Slurm jobs in a home, of which the newest are kept."""
+"""Removal of old logs of Slurm jobs from a home. The newest logs are kept."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 KEPT = 500
 """The number of logs that are kept."""
 EVERY_SECONDS = 600.0
-"""The time between two removals of old logs."""
+"""The time between two removals of old logs, in seconds."""
 
 
 def prune(folder: Path, living: Collection[Path], kept: int = KEPT) -> int:
-    """Removes all but the newest logs, and returns how many it removed.
+    """Removes all but the newest logs, and returns the number of removed logs.
 
     Args:
-        living: The logs of jobs that run; they are never removed.
+        folder: The folder of the logs.
+        living: The logs of jobs that have not ended. They are never removed.
+        kept: The number of other logs that are kept.
 
     Raises:
         OSError: The folder cannot be read.

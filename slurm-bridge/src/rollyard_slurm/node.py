@@ -1,8 +1,8 @@
 """`python -m rollyard_slurm.node` starts a backend on a node and announces where it answers.
 
-The address is the one by which this node reaches the control plane, because workers and the bridge's health
-checks reach the node from there. The port is a free one. A backend that loses the race for its port ends,
-and is started again with another one.
+The address is the one from which this node reaches the control plane, because workers and the bridge's
+health checks reach the node by the same address. The port is one that is free when the backend starts. If
+another process takes the port first, the backend ends and is started again with another port.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from rollyard_slurm.scripts.placeholders import HOST, PORT
 
 
 def source_address(host: str, port: int) -> str:
-    """Returns the address of this machine from which packets to `host` leave; nothing is sent.
+    """Returns the address of this machine from which packets to `host` would leave.
+
+    No packet is sent.
 
     Raises:
-        OSError: There is no such host, or no route to it.
+        OSError: The host does not exist, or there is no route to it.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -32,7 +34,7 @@ def source_address(host: str, port: int) -> str:
 
 
 def free_port(host: str) -> int:
-    """Returns a port on which nothing listens now."""
+    """Returns a TCP port of `host` on which no process listens at the moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as probe:
         port: int = probe.getsockname()[1]
@@ -40,7 +42,10 @@ def free_port(host: str) -> int:
 
 
 def command_for(command: list[str], host: str, port: int) -> tuple[list[str], int]:
-    """Returns the command with host and port filled in, and the port on which it will listen."""
+    """Returns a command with the host and the port filled in, and the port on which it will listen.
+
+    That port differs from `port` if the command has a `--port` option with another number.
+    """
     filled = [word.replace(HOST, host).replace(PORT, str(port)) for word in command]
     chosen = port
     for place, word in enumerate(filled):
@@ -52,12 +57,16 @@ def command_for(command: list[str], host: str, port: int) -> tuple[list[str], in
 
 
 def base_url(host: str, port: int) -> str:
-    """Returns the URL of a server."""
+    """Returns the `http:` URL of a server. An IPv6 address gets brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the endpoint file and becomes the command; returns an exit status where it cannot."""
+    """Writes the endpoint file, and replaces this process by the command.
+
+    Returns:
+        An exit status, if one of the two failed: 2 for the endpoint file, and 127 for the command.
+    """
     parser = argparse.ArgumentParser(prog="python -m rollyard_slurm.node", description=__doc__)
     parser.add_argument(
         "--endpoint", type=Path, required=True, help="file that says where the backend answers"
@@ -67,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     toward = urlsplit(given.toward)
     try:
-        # With a control plane on a Unix socket, everything is on this node.
+        # A control plane that listens on a Unix socket runs on the same node as everything else.
         local = toward.scheme == "http+unix"
         host = "127.0.0.1" if local else source_address(toward.hostname or "", toward.port or 80)
         command, port = command_for(given.command, host, free_port(host))

@@ -16,10 +16,11 @@ from rollyard_slurm.scripts.site import Site
 
 COMMAND = "rollyard slurm-bridge up"
 UNIX = "unix"
+"""The value of `listen` that stands for a Unix socket in the home."""
 SOCKET_NAME = "api.sock"
-"""The socket's name in the state folder, which only this user can reach."""
+"""The name of the socket in the state folder. Only the user of the bridge can reach this folder."""
 CA_NAME = "ca.crt"
-"""The name of the copied certificates in the home."""
+"""The name of the file in the home into which the certificates are copied."""
 DEFAULT_LEASE_SECONDS = 30.0
 DEFAULT_TIMEOUT = 20.0
 
@@ -29,49 +30,61 @@ class BridgeOptions:
     """The settings of one bridge."""
 
     home: Path
-    """The home, on storage that this host and the nodes share."""
+    """The home folder, which is on storage that this host and the nodes share."""
     join: str = ""
-    """The URL of a running control plane; empty: the bridge starts one."""
+    """The URL of a running control plane to join. If it is empty, the bridge starts a control plane."""
     tokens: Path | None = None
-    """With `join`: a file with a JSON object that holds the tokens of driver and worker."""
+    """A file with a JSON object that holds the tokens of driver and worker. It is needed with `join`."""
     namespaces: tuple[str, ...] = ()
-    """With `join`: the namespaces whose jobs and pools run here; empty: all of them."""
+    """The namespaces whose jobs and pools run here, with `join`. An empty tuple stands for all namespaces."""
     ca_file: Path | None = None
-    """With `join`: a PEM file with the authorities to trust for `https:`, where they are not public."""
+    """A PEM file with the certificate authorities to trust for `https:`, if they are not public.
+
+    It is used with `join`.
+    """
     listen: str = ""
-    """The address to listen on; empty: this host's in the cluster's network; UNIX: a socket in the home."""
+    """The address on which the control plane listens.
+
+    If it is empty, the address of this host in the cluster's network is used. UNIX stands for a socket in the
+    home.
+    """
     advertise: str = ""
-    """The host by which the nodes reach the control plane; empty: `listen`."""
+    """The host by which the nodes reach the control plane. If it is empty, the value of `listen` is used."""
     port: int = 0
-    """The port; 0: that of the last run on this home, else a free one."""
+    """The port of the control plane. 0 stands for the port of the last run on this home, or a free port."""
     sandbox: str = "apptainer"
     sandbox_options: tuple[str, ...] = ()
     profile: SiteProfile = field(default_factory=SiteProfile)
     pools: tuple[BackendPool, ...] = ()
-    """The pools that are created at the start."""
+    """The pools that the bridge creates or replaces when it starts."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds for one command of Slurm, or one call of slurmrestd."""
+    """The time limit of one Slurm command or one call of slurmrestd, in seconds."""
     max_jobs: int = 16
-    """The number of RolloutJobs that are active at once."""
+    """The largest number of RolloutJobs that are active at the same time."""
 
     def serves(self, thing: RolloutJob | BackendPool) -> bool:
-        """Returns whether a job or a pool runs here, by its namespace and by the driver that it names."""
+        """Returns whether a job or a pool runs here.
+
+        Its namespace and the driver that it names decide this.
+        """
         if self.namespaces and thing.metadata.namespace not in self.namespaces:
             return False
         return is_for(thing, "slurm", default=not self.join)
 
 
 def served(namespaces: Sequence[str]) -> str:
-    """Returns words for people about the namespaces that a joined bridge serves."""
+    """Returns a readable description of the namespaces that a joined bridge serves."""
     if not namespaces:
         return "every namespace of the control plane"
     return f"the namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
 
 
 def reconcile_profile(site: Site, max_jobs: int = 16) -> Profile:
-    """Returns how jobs and pools are reconciled; jobs that run with other settings of the site are
-    replaced."""
+    """Returns the settings with which jobs and pools are reconciled.
+
+    They contain a hash of the settings of the site. Slurm jobs that run with another hash are replaced.
+    """
     parts: tuple[object, ...] = (site.url, site.sandbox, site.sandbox_options, site.python)
     parts += (site.profile.model_dump_json(), *([] if site.ca_file is None else [str(site.ca_file)]))
     return Profile(

@@ -1,4 +1,4 @@
-"""Previews for `--dry-run`: the batch scripts of jobs and pools, and the fields for slurmrestd."""
+"""The previews of `--dry-run`, which show the batch scripts of jobs and pools, and slurmrestd's fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollyard_slurm.scripts.site import Site
 
 
 def sample_job() -> RolloutJob:
-    """Returns a minimal job, for the script of its worker."""
+    """Returns a minimal job, whose only purpose is to show the script of a worker."""
     spec = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}}
     return RolloutJob.model_validate({"metadata": {"name": "sample"}, "spec": spec})
 
@@ -36,8 +36,10 @@ def _url(options: BridgeOptions) -> str:
 
 
 def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[BatchScript]:
-    """Returns the batch script of each worker and backend; what is not known yet, such as a port, is a
-    sample."""
+    """Returns the batch script of each worker and backend of some jobs and pools.
+
+    Sample values stand for what is not known yet, such as a port.
+    """
     site = Site(
         home=options.home,
         instance="00000000",
@@ -61,7 +63,9 @@ def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) 
 
 
 async def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[str]:
-    """Returns the text of each script, and with slurmrestd, which is asked for its version, also the fields.
+    """Returns the text of each script. With slurmrestd, the text also contains the fields of the submission.
+
+    slurmrestd is asked for its version, because the fields depend on it.
 
     Raises:
         SlurmError: slurmrestd does not have the wanted version.
@@ -80,7 +84,7 @@ async def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendP
         except SlurmUnavailable as trouble:
             texts.append(f"{one.text()}\n# fields for slurmrestd: not known: {trouble}\n")
             continue
-        # The environment may hold private values, and users may show the preview to others.
+        # The environment is left out: it may hold private values, and users may show the preview to others.
         job = {name: value for name, value in body["job"].items() if name != "environment"}
         text = json.dumps(job, indent=2)
         texts.append(

@@ -1,4 +1,7 @@
-"""The profile of a site: what every batch script asks Slurm for, and what it does first."""
+"""The profile of a site, which says what each batch script asks Slurm for.
+
+It also holds the shell lines that run before the program.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from rollyard_slurm.readers.command_output import duration_seconds
 from rollyard_slurm.scripts import job_fields
 
 SIGNAL_SECONDS = 90
-"""The default for `signalSeconds`, into which a drain, a hand-over and the end of the sandboxes fit."""
+"""The default of `signalSeconds`. A drain, a hand-over and the end of the sandboxes fit into this time."""
 Word = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\s]+$")]
 Line = Annotated[str, Field(max_length=4096, pattern=r"^[^\n]*$")]
 Words = Annotated[list[Word], Field(max_length=64)]
@@ -29,55 +32,70 @@ _OURS = (
 
 
 class JobProfile(Model):
-    """What one kind of job asks Slurm for; the site's own defaults apply to what is left out."""
+    """The resources and options that one kind of job asks Slurm for.
+
+    The defaults of the site apply to each field that is left out.
+    """
 
     partition: Word | None = None
-    """One partition, or several separated by commas, of which Slurm takes the one that starts first."""
+    """One or several partitions, separated by commas. Slurm takes the one in which the job starts first."""
     account: Word | None = None
-    """The account that is charged."""
+    """The account to which Slurm charges the job."""
     qos: Word | None = None
-    """The quality of service."""
+    """The quality of service (QOS) of the job."""
     reservation: Word | None = None
-    """The reservation to run in."""
+    """The reservation in which the job runs."""
     wckey: Word | None = None
-    """The workload characterization key, for the site's accounts."""
+    """The workload characterization key (wckey), which the accounting of the site uses."""
     constraint: Line | None = None
-    """The features of nodes, as sbatch takes them."""
+    """The features that nodes must have, in the syntax of sbatch's `--constraint`."""
     exclude: Word | None = None
-    """The nodes to exclude."""
+    """The nodes on which the job must not run."""
     time_limit: str | None = None
-    """`MINUTES`, `HOURS:MINUTES:SECONDS` or `DAYS-HOURS:MINUTES:SECONDS`; default: the partition's."""
+    """The time limit as `MINUTES`, `HOURS:MINUTES:SECONDS` or `DAYS-HOURS:MINUTES:SECONDS`.
+
+    The default is the time limit of the partition.
+    """
     cpus: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """The CPUs of the job."""
+    """The number of CPUs of the job."""
     memory: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
-    """The memory of the job, such as `8G`; 0: the node's whole memory. Sandboxes share that of the workers.
-    The default is 2G, and the site's own for vLLM."""
+    """The memory of the job, such as `8G`. The value 0 means the whole memory of the node.
+
+    Sandboxes share the memory of their worker. The default is 2G, and for vLLM the default of the site.
+    """
     gres: Line | None = None
-    """The generic resources; `{gpus}` stands for the number that a backend asks for."""
+    """The generic resources. `{gpus}` stands for the number of GPUs that a backend asks for."""
     exclusive: bool | None = None
-    """Whether the job has its nodes for itself."""
+    """Whether no other job may run on the nodes of the job."""
     requeue: bool | None = None
-    """Whether Slurm itself may restart a job after its node failed or it was preempted; default: true."""
+    """Whether Slurm may restart the job after its node failed or it was preempted. The default is true."""
     start: Literal["sbatch", "salloc"] | None = None
-    """It has no effect: every job is submitted by sbatch. Profiles of earlier versions may hold it."""
+    """This field has no effect, because sbatch submits every job. Earlier profiles may hold it."""
     sbatch: Words = Field(default_factory=list)
     """Further options of sbatch, such as `--licenses=matlab:1`."""
     prolog: Annotated[list[Line], Field(max_length=64)] = Field(default_factory=list)
-    """Shell lines before the program, such as `module load apptainer`."""
+    """The shell lines that run before the program, such as `module load apptainer`."""
     env: Annotated[dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Line], Field(max_length=128)] = (
         Field(default_factory=dict)
     )
-    """The environment of the job; that of all jobs and that of its kind are joined."""
+    """The environment of the job. The variables for all jobs and those for its kind are joined."""
     python: Word | None = None
-    """The Python with Rollyard on the nodes; default: the bridge's own."""
+    """The Python on the nodes that has Rollyard installed. The default is the bridge's own Python."""
     signal_seconds: Annotated[int, Field(ge=5, le=3600)] | None = None
-    """A job begins to drain this long before its time limit; Slurm may be 60 s early. Default: 90."""
+    """How many seconds before its time limit a job begins to drain. Slurm may be 60 s early.
+
+    The default is 90.
+    """
     ahead_seconds: Annotated[int, Field(ge=10, le=86_400)] | None = None
-    """A successor is submitted this long before the time limit; default: 600, at most half of the limit."""
+    """How many seconds before the time limit of a job its successor is submitted.
+
+    The default is 600. The time is never more than half of the time limit.
+    """
 
     @field_validator("time_limit")
     @classmethod
     def _readable(cls, value: str | None) -> str | None:
+        """Checks that the time limit can be read."""
         if value is not None and not duration_seconds(value):
             raise ValueError("must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
         return value
@@ -85,6 +103,7 @@ class JobProfile(Model):
     @field_validator("sbatch")
     @classmethod
     def _not_ours(cls, value: list[str]) -> list[str]:
+        """Checks that the options are not among those that the bridge itself sets."""
         for option in value:
             name = option.partition("=")[0]
             if not name.startswith("-"):
@@ -95,43 +114,53 @@ class JobProfile(Model):
 
 
 class WorkersProfile(JobProfile):
-    """What stage workers ask for."""
+    """The resources and options that the jobs of stage workers ask Slurm for."""
 
     run_dir: Annotated[str, Field(pattern=r"^/[^\s]*$", max_length=40)] = "/tmp"
-    """The node-local folder for sandboxes' files and sockets; short, because sockets' paths are limited."""
+    """The node-local folder for the files and sockets of sandboxes.
+
+    It must be short, because the length of a socket's path is limited.
+    """
     drain_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
-    """A draining worker hands over the rollouts that it still holds after this time."""
+    """The time after which a draining worker hands over the rollouts that it still holds, in seconds."""
     max_sandboxes: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """The rollouts on a node that have a sandbox; default: a worker's places of Run and Eval and twice those
-    of Init, so that the next ones are ready early."""
+    """The number of rollouts on a node that may have a sandbox at the same time.
+
+    The default is a worker's places for Run and Eval and twice its places for Init. With this number, the
+    next sandboxes are ready early.
+    """
 
 
 class BackendsProfile(JobProfile):
-    """What inference backends ask for."""
+    """The resources and options that the jobs of inference backends ask Slurm for."""
 
     image: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """The SIF, folder or `docker://` image in which vLLM runs; default: the program on the node."""
+    """The SIF, folder or `docker://` image in which vLLM runs. By default, vLLM runs directly on the node."""
     apptainer: Words = Field(default_factory=lambda: ["apptainer"])
-    """The program for `image`, and its options before `exec`."""
+    """The program that runs `image`, and its options before `exec`."""
     exec_options: Words = Field(default_factory=list)
-    """The options of `exec`, such as `--bind=/models`; `--nv` is added where GPUs are asked for."""
+    """The options of `exec`, such as `--bind=/models`. `--nv` is added if the backend asks for GPUs."""
 
 
 class RestProfile(Model):
-    """slurmrestd in place of Slurm's commands."""
+    """The address and the credentials of a slurmrestd, which is used in place of Slurm's commands."""
 
     url: Annotated[str, Field(min_length=1, max_length=1024)]
-    """`unix:/PATH`, `http://HOST:PORT` or `https://HOST:PORT`."""
+    """The URL of slurmrestd: `unix:/PATH`, `http://HOST:PORT` or `https://HOST:PORT`."""
     token_file: Annotated[str, Field(pattern=r"^/", max_length=4096)] | None = None
-    """A file with a token (JWT) that only the user can read; not needed for a socket that knows its users."""
+    """A file with a token (JWT), which only the user may be able to read.
+
+    A socket that knows its users needs no token.
+    """
     version: Annotated[str, Field(pattern=r"^v0\.0\.\d+$")] | None = None
-    """The version of its API; default: the newest known one of those that it has."""
+    """The version of its API. The default is the newest version that both slurmrestd and the bridge know."""
     user: Word | None = None
-    """The user of the token; default: the user of the bridge."""
+    """The user of the token. The default is the user of the bridge."""
 
     @field_validator("url")
     @classmethod
     def _reachable(cls, value: str) -> str:
+        """Checks the form of the URL, and the length of the path of a socket."""
         if re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", value):
             return value
         if not re.fullmatch(r"unix:/\S+", value):
@@ -142,15 +171,15 @@ class RestProfile(Model):
 
     @property
     def socket(self) -> Path | None:
-        """The Unix socket; None: slurmrestd is reached by TCP."""
+        """The path of the Unix socket, or None if slurmrestd is reached by TCP."""
         return Path(self.url.removeprefix("unix:")) if self.url.startswith("unix:") else None
 
 
 class SiteProfile(JobProfile):
-    """A profile file: fields common to all jobs, and those of each kind."""
+    """The content of a profile file: fields that are common to all jobs, and fields for each kind of job."""
 
     rest: RestProfile | None = None
-    """slurmrestd in place of Slurm's commands; default: the commands."""
+    """The slurmrestd to use. By default, the bridge uses Slurm's commands."""
 
     workers: WorkersProfile = Field(default_factory=WorkersProfile)
     backends: BackendsProfile = Field(default_factory=BackendsProfile)
@@ -159,6 +188,7 @@ class SiteProfile(JobProfile):
 
     @model_validator(mode="after")
     def _drains_in_time(self) -> SiteProfile:
+        """Checks that a worker can drain between the signal and its time limit."""
         seconds = self.workers.signal_seconds or self.signal_seconds or SIGNAL_SECONDS
         if self.workers.drain_seconds >= seconds:
             raise ValueError(
@@ -169,6 +199,7 @@ class SiteProfile(JobProfile):
 
     @model_validator(mode="after")
     def _has_fields(self) -> SiteProfile:
+        """Checks that slurmrestd, if it is used, has fields for all options of sbatch."""
         if self.rest is not None:
             for where, options in (
                 ("sbatch", self.sbatch),
@@ -187,7 +218,7 @@ class SiteProfile(JobProfile):
         return "salloc" in (self.start, self.workers.start, self.backends.start)
 
     def of(self, kind: str) -> JobProfile:
-        """Returns the profile of one kind of job, whose own fields precede the common ones."""
+        """Returns the profile of one kind of job. Its own fields take precedence over the common ones."""
         own = self.backends if kind == "backend" else self.workers
         joined: dict[str, Any] = {}
         for name in JobProfile.model_fields:
@@ -202,10 +233,14 @@ class SiteProfile(JobProfile):
 
 
 def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProfile:
-    """Reads the profile in a YAML file; options of the command line override its fields.
+    """Reads a profile from a YAML file.
+
+    Args:
+        path: The file, or None for a profile without fields.
+        overrides: Fields from the command line, which override those of the file.
 
     Raises:
-        ProfileInvalid: The file cannot be read, or a field is wrong.
+        ProfileInvalid: The file cannot be read, or a field has an invalid value.
     """
     document: Any = {}
     if path is not None:
@@ -225,7 +260,7 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProf
         if made.rest is not None and "rest" in chosen:
             chosen["rest"] = {**made.rest.model_dump(exclude_none=True), **chosen["rest"]}
         if chosen:
-            # Options of the command line count for every kind of job.
+            # Options of the command line apply to every kind of job.
             cleared = {name: None for name in chosen if name in JobProfile.model_fields}
             made = made.model_copy(
                 update={

@@ -1,4 +1,4 @@
-"""The lines of `rollyard slurm-bridge status`: the bridge of a home and its Slurm jobs."""
+"""The output of `rollyard slurm-bridge status`, which describes the bridge of a home and its Slurm jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 
 
 async def overview(home: Home) -> list[str]:
-    """Returns lines about what runs; where Slurm does not answer, a line says so."""
+    """Returns the lines that describe a bridge and its Slurm jobs.
+
+    If Slurm does not answer, one of the lines says so.
+    """
     known, running = read_json(home.root / "bridge.json"), home.supervisor()
     if known is None:
         return [f"no bridge has run on {home.root}"]

@@ -1,1 +1,1 @@
-"""Calls to Slurm, by its own commands or by slurmrestd."""
+"""Calls to Slurm, which use either its own commands or slurmrestd."""

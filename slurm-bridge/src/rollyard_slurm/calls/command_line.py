@@ -1,4 +1,4 @@
-"""Calls to Slurm by its own commands."""
+"""Calls to Slurm that run its own commands."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 from rollyard_slurm.scripts.batch import BatchScript
 
 PASSED = ("PATH", "HOME", "LANG", "TZ", "SLURM_CONF", "TMPDIR", "LD_LIBRARY_PATH", "KRB5CCNAME")
-"""The variables that commands, and by them the jobs, inherit from the bridge's environment. Neither SBATCH_*,
-which would override the scripts, nor tokens are among them."""
+"""The variables that Slurm's commands, and through them the jobs, inherit from the bridge's environment.
+
+Tokens are not among them, and neither are the SBATCH_* variables, which would override the scripts.
+"""
 
 
 def environment(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment of Slurm's commands, and by them of the jobs.
+    """Returns the environment of Slurm's commands, which the jobs inherit from them.
 
     Args:
         env: The environment of the bridge.
-        more: Further names of variables that are inherited.
+        more: The names of further variables that are inherited.
     """
     user = pwd.getpwuid(os.getuid())
     names = {*PASSED, *more}
@@ -35,12 +37,12 @@ def environment(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, s
 
 
 class SlurmCommands:
-    """sbatch, squeue, scontrol, scancel and sacct, each with a time limit.
+    """Calls Slurm by sbatch, squeue, scontrol, scancel and sacct. Each command has a time limit.
 
     Args:
-        timeout: Seconds for one command.
+        timeout: The time limit of one command, in seconds.
         env: The environment of the commands.
-        programs: The folder of the programs; empty: they are on PATH.
+        programs: The folder of the programs. If it is empty, the programs are found on PATH.
     """
 
     def __init__(self, timeout: float, env: Mapping[str, str], programs: str = "") -> None:
@@ -54,6 +56,17 @@ class SlurmCommands:
         return os.path.join(self._programs, name) if self._programs else name
 
     async def _run(self, name: str, *arguments: str, text: str = "") -> tuple[int, str, str]:
+        """Runs a command, and returns its exit status, its output and its error output.
+
+        Args:
+            name: The name of the program.
+            arguments: The arguments of the program.
+            text: The text for its standard input.
+
+        Raises:
+            SlurmError: The program does not exist.
+            SlurmUnavailable: The program cannot be started, or did not end within the time limit.
+        """
         began = time.monotonic()
         self.counts.count(name)
         try:
@@ -79,7 +92,7 @@ class SlurmCommands:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, 9)
-                # A process that hangs in the kernel is left to itself: nothing waits for it here.
+                # A process that hangs in the kernel cannot end. It is left alone, and nothing waits for it.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(1.0):
                         await process.wait()
@@ -88,6 +101,11 @@ class SlurmCommands:
         return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
 
     async def _ask(self, name: str, *arguments: str) -> str:
+        """Runs a command, and returns its output.
+
+        Raises:
+            SlurmUnavailable: The command failed.
+        """
         code, out, err = await self._run(name, *arguments)
         if code != 0:
             words = reasons.shorter(err) or f"exit status {code}"
@@ -126,7 +144,10 @@ class SlurmCommands:
         return await self._accounted(job)
 
     async def _accounted(self, job: int) -> JobDetails | None:
-        """Asks the accounts of the site, which may know a job that the controller has forgotten."""
+        """Asks the accounting of the site, which may know a job that the controller has forgotten.
+
+        The accounting is not asked again after it has answered that it is disabled.
+        """
         if not self._accounting:
             return None
         fields = ("-X", "-n", "-P", "-o", command_output.ACCOUNTING_FORMAT)
@@ -143,7 +164,7 @@ class SlurmCommands:
         await self._scancel(*map(str, jobs))
 
     async def _scancel(self, *arguments: str) -> None:
-        # scancel fails where one of several jobs has ended, but still serves the others.
+        # scancel fails if one of several jobs has ended, but it still signals or cancels the others.
         code, _, err = await self._run("scancel", *arguments)
         if code != 0 and reasons.is_unavailable(err):
             raise SlurmUnavailable(f"scancel: {reasons.shorter(err)}")

@@ -1,4 +1,4 @@
-"""What the bridge asks of Slurm, however Slurm is reached."""
+"""The protocol of calls to Slurm. It is the same for Slurm's commands and for slurmrestd."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from rollyard_slurm.scripts.batch import BatchScript
 
 
 class SlurmCalls(Protocol):
-    """The calls to Slurm. Each of them may raise SlurmUnavailable."""
+    """The calls that the bridge makes to Slurm. Each of them may raise SlurmUnavailable."""
 
     async def submit(self, script: BatchScript) -> int:
         """Submits a batch script and returns the number of the job.
 
         Raises:
-            SubmitRefused: Slurm does not accept it.
+            SubmitRefused: Slurm does not accept the script.
         """
         ...
 
     async def queue(self) -> list[QueuedJob]:
-        """Returns every job of this user that has not ended."""
+        """Returns all jobs of this user that have not ended."""
         ...
 
     async def details(self, job: int) -> JobDetails | None:
-        """Returns one job, which may have ended; None where Slurm does not know it (any longer)."""
+        """Returns one job, which may have ended, or None if Slurm does not know it or no longer knows it."""
         ...
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
-        """Sends a signal to the batch scripts alone; jobs that have ended are left out."""
+        """Sends a signal to the batch scripts of jobs alone. Jobs that have ended are skipped."""
         ...
 
     async def cancel(self, jobs: Sequence[int]) -> None:
-        """Ends jobs, also pending ones; jobs that have ended are left out."""
+        """Cancels running and pending jobs. Jobs that have ended are skipped."""
         ...

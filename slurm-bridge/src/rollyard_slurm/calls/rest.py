@@ -1,9 +1,9 @@
-"""Calls to Slurm by slurmrestd, at sites that have it.
+"""Calls to Slurm through slurmrestd, for sites that have it.
 
 A slurmrestd of Slurm 22.05 cannot signal a batch script alone: its `DELETE /job/N?signal=` reaches every
-process of the job, and also sandboxes. A script that is submitted to one therefore reads a file of its own
-on the shared home every two seconds, into which the bridge writes the names of the signals. It also watches
-for the end of its time by itself, because such a slurmrestd cannot be asked to warn it.
+process of the job, including sandboxes. Therefore each script has a file of its own on the shared home. The
+bridge writes the names of signals into this file, and the script reads it every two seconds. The script also
+watches for the end of its time by itself, because such a slurmrestd cannot be asked to warn it.
 """
 
 from __future__ import annotations
@@ -30,28 +30,37 @@ from rollyard_slurm.scripts.batch import BatchScript
 from rollyard_slurm.scripts.shell import Assign, Code, render
 
 AT_ONCE = 8
-"""The calls that signal or cancel one job each and are made at the same time."""
+"""The number of calls that are made at the same time, where each call signals or cancels one job."""
 UNKNOWN_JOB = 2017
-"""Slurm's error number for a job that it does not know."""
+"""The error number that Slurm gives for a job that it does not know."""
 FOLDER = "signals"
-"""The folder in the home with a file for each job that reads one."""
+"""The name of the folder in the home that holds the files from which jobs read their signals."""
 
 
 def slurm_calls(
     rest: RestProfile | None, timeout: float, env: Mapping[str, str], home: Path, keeps: bool = True
 ) -> SlurmCalls:
-    """Returns the calls to Slurm that a profile wants: by slurmrestd, else by Slurm's commands."""
+    """Returns calls to Slurm that use slurmrestd if the profile names one, and Slurm's commands otherwise.
+
+    Args:
+        rest: The part of the profile that names a slurmrestd.
+        timeout: The time limit of one call or command, in seconds.
+        env: The environment of the commands and jobs.
+        home: The home, on storage that the nodes share.
+        keeps: Whether to maintain the files from which jobs read their signals.
+    """
     return SlurmCommands(timeout, env) if rest is None else RestCalls(rest, timeout, env, home, keeps)
 
 
 class RestCalls:
-    """submit, queue, details, signal and cancel by slurmrestd, each with a time limit.
+    """Calls Slurm through slurmrestd. Each call has a time limit.
 
     Args:
-        timeout: Seconds for one call.
+        wanted: The address and the credentials of slurmrestd.
+        timeout: The time limit of one call, in seconds.
         env: The environment of the jobs.
         home: The home, on storage that the nodes share.
-        keeps: Whether to keep the files that jobs read; programs that only show the queue do not.
+        keeps: Whether to maintain the files that jobs read. A program that only shows the queue does not.
     """
 
     def __init__(
@@ -62,13 +71,15 @@ class RestCalls:
         self.server = SlurmrestdClient(wanted, timeout, self.counts)
         kept = {name: value for name, value in env.items() if name != "SLURM_JWT"}
         self._env = {**kept, "SLURM_SUBMIT_DIR": str(home), "SLURM_SUBMIT_HOST": socket.gethostname()}
-        # Without it, every user could read the output of a job.
+        # Without this umask, every user could read the output of a job.
         self._env["SLURM_UMASK"] = "0077"
         self._folder = home / FOLDER
         self._left_written: set[int] = set()
 
     async def fields(self, batch: BatchScript) -> dict[str, Any]:
-        """Returns the body of a submission; the `#SBATCH` lines of its script are there for people only.
+        """Returns the body of the request that submits a job.
+
+        The `#SBATCH` lines of its script have no effect. They are there only for people who read the script.
 
         Raises:
             SlurmUnavailable: slurmrestd does not answer.
@@ -88,7 +99,7 @@ class RestCalls:
         answer = await self.server.ask("POST", "/job/submit", "submit", body=body)
         job = job_json.submitted(answer.document)
         if job is not None:
-            return job  # where Slurm complained as well, the job is pending for that reason
+            return job  # If Slurm also gave an error, it is why the job is pending.
         words = answer.words or f"HTTP status {answer.status}"
         raise SubmitRefused(words, reasons.is_limit(words), by="slurmrestd")
 
@@ -96,12 +107,12 @@ class RestCalls:
         now = await self._now()
         document = _good(await self.server.ask("GET", "/jobs", "jobs"), "jobs")
         try:
-            # The answer lists every user's jobs, which takes a while on a large cluster.
+            # The answer lists the jobs of all users. On a large cluster, reading it takes a while.
             listed = await asyncio.to_thread(job_json.queue, document, os.getuid(), now)
         except Unreadable as error:
             raise SlurmUnavailable(str(error)) from error
         if self._keeps:
-            # The jobs are seen even where the home is full or does not answer.
+            # The list of jobs is useful even if the home is full or does not answer.
             with contextlib.suppress(OSError):
                 self._keep_files(listed)
         return listed
@@ -144,14 +155,16 @@ class RestCalls:
         return found
 
     async def _now(self) -> float:
+        """Returns the present time on the controller's clock, in seconds since the epoch."""
         return (await self.server.api()).now()
 
     async def _delete(self, jobs: Sequence[int], query: Mapping[str, str]) -> None:
+        """Sends the signal that a query names to each job, or cancels each job if the query is empty."""
         name = "signal" if query else "cancel"
         places = asyncio.Semaphore(AT_ONCE)
 
         async def one(job: int) -> None:
-            # A job that has ended is not an error, as with scancel.
+            # As with scancel, a job that has ended does not count as an error.
             async with places:
                 await self.server.ask("DELETE", f"/job/{job}", name, query)
 
@@ -160,10 +173,10 @@ class RestCalls:
             if isinstance(trouble, BaseException):
                 raise trouble
 
-    # The files of jobs whose slurmrestd cannot signal a batch script
+    # These methods handle the files of jobs if slurmrestd cannot signal a batch script alone.
 
     def _watch(self, options: Mapping[str, str | None]) -> tuple[str, ...]:
-        """Returns the lines by which a script receives signals and learns of the end of its time."""
+        """Returns the lines of a script that receive signals and watch for the end of its time."""
         early = (options.get("signal") or "").rpartition("@")[2] or str(SIGNAL_SECONDS)
         limit = command_output.duration_seconds(options.get("time") or "")
         end = "" if limit is None else str(max(1, int(limit) - int(early)))
@@ -188,19 +201,23 @@ class RestCalls:
         )
 
     def _write(self, job: int, words: str) -> None:
+        """Appends a line to the file from which a job reads."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        # The file is written in place: on NFS, a new file of that name may be seen only much later.
+        # The file is written in place, because on NFS a new file of the same name may appear only much later.
         with (self._folder / str(job)).open("a") as file:
             file.write(words + "\n")
 
     def _keep_files(self, listed: Sequence[QueuedJob]) -> None:
-        """Writes once how much time each running job has left; removes the files of jobs that ended."""
+        """Maintains the files from which jobs read.
+
+        The time that a running job has left is written into its file once. Files of ended jobs are removed.
+        """
         there = {int(path.name) for path in self._folder.iterdir() if path.name.isdigit()}
         for job in listed:
             if job.id not in there:
                 self._left_written.discard(job.id)
             elif job.state in PENDING_STATES:
-                # Slurm starts the job again, and only its script makes the next file.
+                # Slurm will start the job again. Then its script makes a new file, and nothing else does.
                 (self._folder / str(job.id)).unlink(missing_ok=True)
                 self._left_written.discard(job.id)
             elif job.state == "RUNNING" and job.left is not None and job.id not in self._left_written:
@@ -213,6 +230,11 @@ class RestCalls:
 
 
 def _good(answer: Answer, name: str) -> Any:
+    """Returns the document of an answer without errors.
+
+    Raises:
+        SlurmUnavailable: The answer reports an error.
+    """
     if answer.status != 200 or any(answer.numbers):
         raise SlurmUnavailable(f"slurmrestd ({name}): {answer.words or f'HTTP status {answer.status}'}")
     return answer.document

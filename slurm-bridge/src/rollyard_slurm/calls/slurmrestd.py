@@ -1,4 +1,4 @@
-"""A client of slurmrestd: its address, its version of the API, and the credentials of the user."""
+"""A client of slurmrestd, which knows its address, its version of the API and the credentials of the user."""
 
 from __future__ import annotations
 
@@ -24,33 +24,36 @@ from rollyard_slurm.profile import RestProfile
 from rollyard_slurm.readers import job_json, reasons
 
 OLDEST, NEWEST = 38, 46
-"""v0.0.38 (Slurm 22.05) to v0.0.46 (26.05): the newest of those that a server has is used."""
+"""The supported versions of the API, from v0.0.38 (Slurm 22.05) to v0.0.46 (26.05).
+
+The client uses the newest of them that the server has.
+"""
 MAX_BYTES = 256 * 2**20
-"""The largest answer: the list of jobs has every user's, with some kilobytes each."""
+"""The largest size of an answer. The list of jobs holds the jobs of all users, of some kilobytes each."""
 CLOCK_SECONDS = 600.0
-"""The time for which a measured difference of the clocks is used."""
+"""The time for which a measured difference of the clocks is used, in seconds."""
 _VERSIONS = re.compile(r"^/slurm/(v0\.0\.(\d+))/job/submit$")
 _AUTH = re.compile(r"authenticat|credential|not authorized|unauthorized", re.IGNORECASE)
 _TOKEN = re.compile(r"[\w.~+/=-]{1,16384}", re.ASCII)
 _COMMUNICATION = range(1800, 1807)
-"""Slurm's error numbers for a controller that does not answer."""
+"""The error numbers that Slurm gives if the controller does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """The API of the server."""
+    """A description of the server's API and clock."""
 
     version: int
-    """The last part of the version: 38 is v0.0.38."""
+    """The last part of the version. For example, 38 stands for v0.0.38."""
     signals_batch: bool
-    """Whether it can signal a batch script alone."""
+    """Whether the server can signal a batch script alone."""
     ahead: float
-    """Seconds by which the controller's clock is ahead of this host's."""
+    """The number of seconds by which the controller's clock is ahead of the clock of this host."""
     measured: float
     """The monotonic time at which `ahead` was measured."""
 
     def now(self) -> float:
-        """Returns the seconds since the epoch on the controller's clock."""
+        """Returns the present time on the controller's clock, in seconds since the epoch."""
         return time.time() + self.ahead
 
 
@@ -60,19 +63,20 @@ class Answer:
 
     status: int
     document: Any
-    """The decoded JSON; None: the answer is not JSON."""
+    """The decoded JSON, or None if the answer is not JSON."""
     numbers: list[int]
-    """Slurm's error numbers."""
+    """The error numbers that Slurm gave in the answer."""
     words: str
-    """Slurm's error message; empty: there is none."""
+    """The error message that Slurm gave in the answer. It is empty if there is none."""
 
 
 class SlurmrestdClient:
     """A client of one slurmrestd.
 
     Args:
-        timeout: Seconds for one call.
-        counts: Counts the calls.
+        wanted: The address and the credentials of slurmrestd.
+        timeout: The time limit of one call, in seconds.
+        counts: The counts to which each call is added.
     """
 
     def __init__(self, wanted: RestProfile, timeout: float, counts: CallCounts) -> None:
@@ -84,10 +88,10 @@ class SlurmrestdClient:
         self._tls: ssl.SSLContext | None = None
 
     def check(self) -> None:
-        """Checks what can be checked without a call.
+        """Checks the socket and the file with the token, which needs no call.
 
         Raises:
-            SlurmError: There is no such socket, or the file with the token cannot be used.
+            SlurmError: The socket does not exist, or the file with the token cannot be used.
         """
         path = self._wanted.socket
         if path is not None:
@@ -101,11 +105,14 @@ class SlurmrestdClient:
         self._credentials()
 
     async def api(self) -> Api:
-        """Returns the API of the server; the server is asked once, and again after it did not know a call.
+        """Returns the API of the server.
+
+        The server is asked for its version once, and again after a call that it did not know. Its clock is
+        measured again when the last measurement is too old.
 
         Raises:
             SlurmUnavailable: The server does not answer.
-            SlurmError: The server does not have the wanted version, or has none that is known.
+            SlurmError: The server does not have the wanted version, or has no supported one.
         """
         if self._api is None:
             answer = await self._call("GET", "/openapi/v3", {}, None, "openapi")
@@ -120,7 +127,7 @@ class SlurmrestdClient:
                 raise self._unavailable(answer, "diag")
             controller_time = job_json.number((answer.document or {}).get("statistics", {}).get("req_time"))
             ahead = 0.0 if controller_time is None else controller_time - time.time()
-            # The controller answers in whole seconds.
+            # The controller gives its time in whole seconds, so smaller differences mean nothing.
             ahead = 0.0 if abs(ahead) < 2.0 else ahead
             self._api = Api(self._api.version, self._api.signals_batch, ahead, time.monotonic())
         return self._api
@@ -136,7 +143,11 @@ class SlurmrestdClient:
         """Makes one call below `/slurm/VERSION`.
 
         Args:
+            method: The HTTP method.
+            path: The rest of the path.
             name: The name under which the call is counted.
+            query: The parameters of the URL.
+            body: A document that is sent as JSON, or None for no body.
 
         Raises:
             SlurmUnavailable: There is no answer, the controller does not answer, or the token is not
@@ -149,12 +160,14 @@ class SlurmrestdClient:
         return answer
 
     def _says_unavailable(self, answer: Answer) -> bool:
+        """Returns whether an answer says that Slurm does not answer or does not accept the credentials."""
         communication = any(number in _COMMUNICATION for number in answer.numbers)
         return communication or reasons.is_unavailable(answer.words) or _AUTH.search(answer.words) is not None
 
     def _unavailable(self, answer: Answer, name: str) -> SlurmUnavailable:
+        """Returns the exception for an answer that cannot be used."""
         if answer.status == 404 and answer.document is None:
-            self._api = None  # perhaps Slurm was upgraded: its versions are asked for again
+            self._api = None  # Perhaps Slurm was upgraded, so the next call asks for its versions.
         if answer.status in (401, 403) or _AUTH.search(answer.words):
             return SlurmUnavailable(
                 f"slurmrestd does not take {self._who()}: {answer.words or answer.status}"
@@ -164,6 +177,7 @@ class SlurmrestdClient:
         return SlurmUnavailable(f"slurmrestd ({name}): {words}", unsure)
 
     def _who(self) -> str:
+        """Returns a description of the credentials for messages, which says whether the token has expired."""
         file = self._wanted.token_file
         if file is None:
             return "a call without a token (rest.tokenFile names a file with one)"
@@ -177,13 +191,21 @@ class SlurmrestdClient:
         return f"the token in {file}; it may have expired"
 
     def _credentials(self) -> dict[str, str]:
-        """Returns the headers with the credentials; the token is read for each call: it may be renewed."""
+        """Returns the headers with the credentials.
+
+        The token is read for each call, because its file may have been renewed.
+        """
         if self._wanted.token_file is None:
             return {}
         user = self._wanted.user or pwd.getpwuid(os.getuid()).pw_name
         return {"X-SLURM-USER-NAME": user, "X-SLURM-USER-TOKEN": _token(Path(self._wanted.token_file))}
 
     async def _call(self, method: str, path: str, query: Mapping[str, str], body: Any, name: str) -> Answer:
+        """Makes and counts one call.
+
+        Raises:
+            SlurmUnavailable: There is no answer, or the token cannot be read.
+        """
         try:
             headers = self._credentials()
         except SlurmError as error:
@@ -209,14 +231,15 @@ class SlurmrestdClient:
     async def _exchange(
         self, method: str, path: str, query: Mapping[str, str], body: Any, headers: Mapping[str, str]
     ) -> tuple[int, bytes]:
+        """Sends one request, and returns the HTTP status and the content of the answer."""
         socket = self._wanted.socket
         if self._tls is None:
             secure = self.url.startswith("https:")
-            # The certificates are read once, and only where they are used, because reading them takes a
-            # while.
+            # Reading the certificates takes a while. Therefore they are read once, and only if they are
+            # needed.
             self._tls = httpx.create_ssl_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # Each call has a connection of its own: a kept connection may be gone when it is used again, and then
-        # it is unknown whether a job was submitted.
+        # Each call has a connection of its own. A connection that is used again may already be closed, and
+        # then it is unknown whether a job was submitted.
         carrier = httpx.AsyncHTTPTransport(
             verify=self._tls, uds=None if socket is None else str(socket), trust_env=False
         )
@@ -239,8 +262,9 @@ class SlurmrestdClient:
 
 
 async def _read(status: int, content: bytes) -> Answer:
+    """Decodes the content of an answer."""
     try:
-        # Decoding a long list of jobs here would hold up everything else.
+        # A long list of jobs is decoded in a thread, because decoding it here would block the event loop.
         long = len(content) > 2**20
         document = await asyncio.to_thread(json.loads, content) if long else json.loads(content)
     except ValueError:
@@ -253,7 +277,7 @@ def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[
     """Returns the version to use, and whether it can signal a batch script alone.
 
     Raises:
-        SlurmError: There is no version that can be used.
+        SlurmError: The server has no version that can be used.
     """
     paths = document.get("paths")
     paths = paths if isinstance(paths, dict) else {}
@@ -277,10 +301,12 @@ def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[
 
 
 def _token(path: Path) -> str:
-    """Returns the token in a file, which holds it plainly or as `scontrol token` prints it.
+    """Returns the token in a file.
+
+    The file holds the token alone, or a line as `scontrol token` prints it.
 
     Raises:
-        SlurmError: The file cannot be read, others can read it, or it holds no token.
+        SlurmError: The file cannot be read, other users can read it, or it holds no token.
     """
     try:
         with path.open("rb") as file:
@@ -297,7 +323,7 @@ def _token(path: Path) -> str:
 
 
 def _expiry(token: str) -> float | None:
-    """Returns when a token expires, in seconds since the epoch; None where the token does not say it."""
+    """Returns the time at which a token expires, in seconds since the epoch, or None if it names none."""
     parts = token.split(".")
     if len(parts) != 3:
         return None

@@ -1,2 +1,4 @@
-"""Readers of Slurm's answers: commands' output, slurmrestd's JSON, reasons and comments; all of them are
-pure."""
+"""Readers of Slurm's answers. All modules are pure.
+
+They read the output of commands, the JSON of slurmrestd, the reasons of pending jobs, and comments of jobs.
+"""

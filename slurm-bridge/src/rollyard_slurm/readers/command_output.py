@@ -1,8 +1,9 @@
-"""Readers of what Slurm's commands print. This module is pure.
+"""Readers of the output of Slurm's commands. This module is pure.
 
-The text formats are read, and not `--json`: they are the same from Slurm 20.11 on, while the JSON differs
-between releases (it gives exit codes as raw wait statuses and, for `sacct`, SUCCESS for jobs that failed).
-Durations are used instead of absolute times, because the clocks of nodes may differ.
+They read the text formats and not the output of `--json`. The text formats are the same from Slurm 20.11
+on, while the JSON differs between releases (it gives exit codes as raw wait statuses and, for `sacct`,
+SUCCESS for jobs that failed). The readers use durations instead of absolute times, because the clocks of
+nodes may differ.
 """
 
 from __future__ import annotations
@@ -12,25 +13,27 @@ import re
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 
 QUEUE_FORMAT = "%A|%T|%r|%N|%M|%L|%l|%j|%k"
-"""Format for `squeue -o`: job, state, reason, nodes, time used, time left, time limit, name and comment."""
+"""The format for `squeue -o`.
+
+Its fields are job, state, reason, nodes, time used, time left, time limit, name and comment.
+"""
 _DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})(?:\.\d+)?")
 _FIELD = r"(?:^|\s){}=(\S+)"
 
 
 def duration_seconds(text: str) -> float | None:
-    """Returns the seconds of a duration such as `1-12:00:00` or `30:00`.
+    """Returns a duration such as `1-12:00:00` or `30:00` in seconds.
 
-    Returns:
-        None for UNLIMITED and for other text that is not a duration.
+    The result is None for UNLIMITED and for any other text that is not a duration.
     """
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         return None
     parts = [int(part) for part in match["clock"].split(":")]
     days = int(match["days"] or 0)
-    if days:  # D-HH, D-HH:MM, D-HH:MM:SS
+    if days:  # The form is D-HH, D-HH:MM or D-HH:MM:SS.
         parts += [0] * (3 - len(parts))
-    elif len(parts) == 1:  # minutes alone
+    elif len(parts) == 1:  # The text has minutes alone.
         parts = [0, *parts, 0]
     while len(parts) < 3:
         parts.insert(0, 0)
@@ -42,7 +45,7 @@ def queue(text: str) -> list[QueuedJob]:
     """Reads the jobs that `squeue --noheader -o QUEUE_FORMAT` lists.
 
     Raises:
-        Unreadable: A line has too few fields.
+        Unreadable: A line has too few fields, or does not begin with the number of a job.
     """
     jobs = []
     for line in text.splitlines():
@@ -69,11 +72,13 @@ def queue(text: str) -> list[QueuedJob]:
 
 
 def _field(text: str, name: str) -> str:
+    """Returns the value of a field in the output of scontrol. It is empty if there is no such field."""
     match = re.search(_FIELD.format(re.escape(name)), text)
     return match[1] if match is not None else ""
 
 
 def _exit(text: str) -> tuple[int, int]:
+    """Reads an exit code such as `0:15`, and returns an exit status and a signal number."""
     status, _, number = text.partition(":")
     return (int(status) if status.isdigit() else 0, int(number) if number.isdigit() else 0)
 
@@ -82,7 +87,7 @@ def details(text: str) -> JobDetails:
     """Reads the job that `scontrol show job` prints.
 
     Raises:
-        Unreadable: The text describes no job.
+        Unreadable: The text does not describe a job.
     """
     job, state = _field(text, "JobId"), _field(text, "JobState")
     if not job.isdigit() or not state:
@@ -100,17 +105,18 @@ def details(text: str) -> JobDetails:
 
 
 ACCOUNTING_FORMAT = "JobIDRaw,State,ExitCode,ElapsedRaw,Timelimit"
+"""The format for `sacct -o`."""
 
 
 def accounted(text: str) -> dict[int, JobDetails]:
-    """Reads the jobs that `sacct -X -n -P -o ACCOUNTING_FORMAT` lists."""
+    """Reads the jobs that `sacct -X -n -P -o ACCOUNTING_FORMAT` lists, keyed by their numbers."""
     found = {}
     for line in text.splitlines():
         parts = line.split("|")
         if len(parts) < 5 or not parts[0].isdigit():
             continue
         status, number = _exit(parts[2])
-        state, _, by = parts[1].partition(" ")  # such as `CANCELLED by 1000`
+        state, _, by = parts[1].partition(" ")  # The field may be `CANCELLED by 1000`.
         found[int(parts[0])] = JobDetails(
             id=int(parts[0]),
             state=state.rstrip("+"),
@@ -129,10 +135,10 @@ _SUBMITTED = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
 def submitted(text: str) -> int:
     """Reads the number of the job that `sbatch --parsable` submitted.
 
-    A site's filter may print lines of its own before it.
+    A site's filter may print other lines before the number.
 
     Raises:
-        Unreadable: No line is the number of a job.
+        Unreadable: No line holds the number of a job.
     """
     found = _SUBMITTED.findall(text)
     if not found:

@@ -1,6 +1,7 @@
-"""What identifies a job as one of a bridge: the bridge writes it into the job's comment. This module is pure.
+"""The identity of a Slurm job that a bridge submitted. This module is pure.
 
-By the comment, a bridge finds its jobs again after a restart, and leaves the jobs of other bridges alone.
+The bridge writes the identity into the job's comment. By this comment, it finds its jobs again after a
+restart and leaves the jobs of other bridges alone.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ _FIELDS = ("instance", "launch", "kind", "owner", "uid", "workload", "hash", "re
 
 @dataclass(frozen=True, slots=True)
 class SlurmJobIdentity:
-    """The content of the comment of one job."""
+    """The identity of one job, which is the content of its comment."""
 
     instance: str
-    """The home of the bridge."""
+    """The name of the bridge's home."""
     launch: str
-    """The submission; no two jobs ever share one."""
+    """The name of the submission. It is different for every job."""
     kind: str
-    """`stage-worker` or `backend`."""
+    """The kind of the workload, `stage-worker` or `backend`."""
     owner: str
-    """`rolloutjob/NAMESPACE/NAME` or `backendpool/NAMESPACE/NAME`."""
+    """The owner of the workload, as `rolloutjob/NAMESPACE/NAME` or `backendpool/NAMESPACE/NAME`."""
     uid: str
     workload: str
     hash: str
@@ -35,10 +36,10 @@ class SlurmJobIdentity:
 
     @classmethod
     def of(cls, workload: Workload, instance: str, launch: str, restarts: int) -> SlurmJobIdentity:
-        """Makes the identity of one submission.
+        """Returns the identity of one submission.
 
         Raises:
-            ScriptInvalid: A name has characters that the comment of a job cannot carry.
+            ScriptInvalid: A name contains characters that are not allowed in the comment of a job.
         """
         owner = workload.owner
         made = cls(
@@ -60,7 +61,7 @@ class SlurmJobIdentity:
 
     @classmethod
     def parse(cls, comment: str) -> SlurmJobIdentity | None:
-        """Reads the identity in a comment; returns None where the job is not one of a bridge."""
+        """Reads the identity from a comment. Returns None if no bridge submitted the job."""
         head, _, rest = comment.partition(",")
         if head != "rollyard":
             return None
@@ -71,5 +72,5 @@ class SlurmJobIdentity:
 
     @property
     def comment(self) -> str:
-        """The comment of the job; it has no blanks and no quotes, so that every site's tools accept it."""
+        """The comment of the job. It has no blanks and no quotes, because some sites' tools reject them."""
         return "rollyard," + ",".join(f"{name}={getattr(self, name)}" for name in _FIELDS)

@@ -1,9 +1,9 @@
 """Readers of the jobs in slurmrestd's JSON. This module is pure.
 
-There are two shapes. v0.0.38 (Slurm 22.05) gives plain numbers, one word as the state, and exit codes as raw
-wait statuses. Later versions give numbers as `{"set": …, "infinite": …, "number": …}` and states as lists
-of a state and its flags; v0.0.40 and later take exit codes apart. Either shape is read wherever it stands.
-Times are absolute here, and are compared with the controller's own clock only.
+The JSON has two shapes. v0.0.38 (Slurm 22.05) gives plain numbers, one word as the state, and exit codes as
+raw wait statuses. Later versions give numbers as `{"set": …, "infinite": …, "number": …}` and states as lists
+of a state and its flags. v0.0.40 and later split exit codes into their parts. Each field may have either
+shape. The times in the JSON are absolute, and are compared only with the controller's own clock.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 
 _NO_VALUE = 0xFFFFFFFC
-"""This number and those above it are Slurm's markers for "not set" and "infinite" (32 bits)."""
+"""The smallest of the 32-bit numbers by which Slurm marks a value as "not set" or "infinite"."""
 _FIRST = (
     "COMPLETING", "STAGE_OUT", "CONFIGURING", "RESIZING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD",
     "SPECIAL_EXIT", "STOPPED", "REVOKED", "RESV_DEL_HOLD", "SIGNALING",
 )  # fmt: skip
-"""The flags that squeue shows in place of the state, in its order of preference."""
+"""The flags that squeue shows in place of the state. If a job has several, squeue shows the first of them."""
 
 
 def number(value: Any) -> int | None:
-    """Reads a number of either shape; returns None where it is not set or is infinite."""
+    """Reads a number of either shape. Returns None if the number is not set or is infinite."""
     if isinstance(value, dict):
         if not value.get("set") or value.get("infinite"):
             return None
@@ -33,14 +33,14 @@ def number(value: Any) -> int | None:
 
 
 def state(value: Any) -> str:
-    """Returns the state of a job in the word that squeue uses for it."""
+    """Returns the state of a job as the word that squeue shows for it."""
     words = [str(word) for word in (value if isinstance(value, list) else [value])]
     flags = [word for word in _FIRST if word in words]
     return (flags or words or [""])[0]
 
 
 def exit_of(value: Any) -> tuple[int, int]:
-    """Reads an exit code of either shape as an exit status and a signal."""
+    """Reads an exit code of either shape, and returns an exit status and a signal number."""
     if isinstance(value, dict) and ("return_code" in value or "signal" in value):
         signal = value.get("signal")
         if isinstance(signal, dict):
@@ -51,20 +51,25 @@ def exit_of(value: Any) -> tuple[int, int]:
 
 
 def _text(job: dict[str, Any], name: str) -> str:
+    """Returns the text of a field. It is empty if the field holds no text."""
     value = job.get(name)
     return value if isinstance(value, str) else ""
 
 
 def _limit(job: dict[str, Any]) -> float | None:
+    """Returns the time limit of a job in seconds, or None if it has none."""
     minutes = number(job.get("time_limit"))
     return None if minutes is None else minutes * 60.0
 
 
 def _used(job: dict[str, Any], word: str, now: float, live: bool) -> float:
-    """Returns the seconds for which a job has run, as squeue counts them.
+    """Returns the number of seconds for which a job has run, as squeue counts them.
 
     Args:
-        now: Seconds since the epoch on the controller's clock.
+        job: The job as slurmrestd describes it.
+        word: The state of the job.
+        now: The present time on the controller's clock, in seconds since the epoch.
+        live: Whether the job has not ended.
     """
     start, end = number(job.get("start_time")) or 0, number(job.get("end_time")) or 0
     before, resumed = number(job.get("pre_sus_time")) or 0, number(job.get("suspend_time")) or 0
@@ -72,16 +77,22 @@ def _used(job: dict[str, Any], word: str, now: float, live: bool) -> float:
         return 0.0
     if word == "SUSPENDED":
         return float(before)
-    # While a job lives, its end time is the one that its time limit gives.
+    # Until a job has ended, its end time is the latest one that its time limit allows.
     until = min(now, end) if word == "COMPLETING" and end else now if live else end
     return max(0.0, float(before + until - resumed if resumed else until - start))
 
 
 def _reason(job: dict[str, Any]) -> str:
+    """Returns the reason why a job is pending, or the word `None`."""
     return _text(job, "state_description") or _text(job, "state_reason") or "None"
 
 
 def _jobs(document: Any) -> list[dict[str, Any]]:
+    """Returns the list of jobs in an answer.
+
+    Raises:
+        Unreadable: The answer has no such list.
+    """
     jobs = document.get("jobs") if isinstance(document, dict) else None
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
         raise Unreadable("slurmrestd answered without a list of jobs")
@@ -89,6 +100,11 @@ def _jobs(document: Any) -> list[dict[str, Any]]:
 
 
 def _id(job: dict[str, Any]) -> int:
+    """Returns the number of a job.
+
+    Raises:
+        Unreadable: The job has no number.
+    """
     found = number(job.get("job_id"))
     if not found:
         raise Unreadable("slurmrestd lists a job without a number")
@@ -96,7 +112,14 @@ def _id(job: dict[str, Any]) -> int:
 
 
 def queue(document: Any, uid: int, now: float) -> list[QueuedJob]:
-    """Reads the living jobs of one user from the answer to `GET /jobs`, which lists every user's.
+    """Reads the jobs of one user that have not ended from the answer to `GET /jobs`.
+
+    The answer lists the jobs of all users.
+
+    Args:
+        document: The decoded answer.
+        uid: The numeric id of the user.
+        now: The present time on the controller's clock, in seconds since the epoch.
 
     Raises:
         Unreadable: The answer is not a list of jobs.
@@ -127,10 +150,10 @@ def queue(document: Any, uid: int, now: float) -> list[QueuedJob]:
 
 
 def details(document: Any, wanted: int, now: float) -> JobDetails | None:
-    """Reads one job from the answer to `GET /job/NUMBER`; returns None where the answer does not hold it.
+    """Reads one job from the answer to `GET /job/NUMBER`. Returns None if the answer does not contain it.
 
     Raises:
-        Unreadable: The answer is not a list of jobs.
+        Unreadable: The answer is not a list of jobs, or the job has no state.
     """
     for job in _jobs(document):
         if _id(job) != wanted:
@@ -152,7 +175,7 @@ def addresses(document: Any) -> list[str]:
 
 
 def submitted(document: Any) -> int | None:
-    """Reads the job's number from the answer to `POST /job/submit`; returns None where there is none."""
+    """Reads the number of the job from the answer to `POST /job/submit`. Returns None if it has no number."""
     if not isinstance(document, dict):
         return None
     inner = document.get("result")
@@ -164,7 +187,7 @@ def submitted(document: Any) -> int | None:
 
 
 def troubles(document: Any) -> tuple[list[int], str]:
-    """Returns Slurm's error numbers in an answer, and its messages as one line."""
+    """Returns the error numbers in an answer of Slurm, and its error messages joined to one line."""
     listed = document.get("errors") if isinstance(document, dict) else None
     numbers: list[int] = []
     words: list[str] = []
@@ -176,7 +199,7 @@ def troubles(document: Any) -> tuple[list[int], str]:
         if not code and not any(said):
             continue
         numbers.append(code or 0)
-        # The description often ends with the error itself.
+        # The description often ends with the error. The error is then not repeated.
         words += [word for word in said if word and word != "Unspecified error" and word not in words[-1:]]
         if len(words) > 1 and words[-1] in words[-2]:
             words.pop()

@@ -1,4 +1,7 @@
-"""Jobs as Slurm describes them, whichever of its answers they were read from. This module is pure."""
+"""Models of jobs as Slurm describes them. This module is pure.
+
+The models are the same for all answers from which jobs are read.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ from dataclasses import dataclass
 PENDING_STATES = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 )
+"""The states of jobs that have not started, or that start again."""
 SUSPENDED_STATES = frozenset({"SUSPENDED", "STOPPED"})
+"""The states of jobs that have started and do not run at the moment."""
 LIVE_STATES = (
     PENDING_STATES
     | SUSPENDED_STATES
     | {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "RESV_DEL_HOLD"}
 )
-"""The states of jobs that have not ended."""
+"""The states of all jobs that have not ended."""
 
 
 class Unreadable(ValueError):
-    """An answer is not one that any supported version of Slurm gives."""
+    """An answer does not have the form that any supported version of Slurm gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,35 +31,38 @@ class QueuedJob:
 
     id: int
     state: str
-    """Such as `PENDING`, `RUNNING` or `COMPLETING`."""
+    """The state of the job, such as `PENDING`, `RUNNING` or `COMPLETING`."""
     reason: str
-    """Why the job is pending; `None` where there is no reason."""
+    """The reason why the job is pending. It is the word `None` if there is no reason."""
     nodes: str
     used: float
-    """Seconds for which the job has run."""
+    """The time for which the job has run, in seconds."""
     left: float | None
-    """Seconds that are left of the time limit; None: there is no limit, or it is not known."""
+    """The time that is left of the time limit, in seconds.
+
+    It is None if there is no limit or it is not known.
+    """
     limit: float | None
-    """The time limit in seconds."""
+    """The time limit in seconds, or None if there is no limit or it is not known."""
     name: str
     comment: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobDetails:
-    """One job, which may have ended, as `scontrol show job` or sacct describes it."""
+    """One job as `scontrol show job` or sacct describes it. The job may have ended."""
 
     id: int
     state: str
     reason: str
     exit_status: int
-    """The exit status of its script."""
+    """The exit status of the job's script."""
     exit_signal: int
-    """The signal that ended it; 0: none did."""
+    """The number of the signal that ended the job, or 0 if no signal ended it."""
     used: float
-    """Seconds for which the job has run."""
+    """The time for which the job has run, in seconds."""
     limit: float | None
-    """The time limit in seconds; None: there is no limit, or it is not known."""
+    """The time limit in seconds, or None if there is no limit or it is not known."""
 
     @property
     def live(self) -> bool:

@@ -1,4 +1,7 @@
-"""Why a job is pending or was refused, and whether waiting helps. This module is pure."""
+"""Readers of the reasons why a job is pending or was refused. This module is pure.
+
+They decide whether waiting helps.
+"""
 
 from __future__ import annotations
 
@@ -44,37 +47,40 @@ _UNSURE = re.compile(r"socket timed out|zero bytes were transmitted|receive", re
 
 
 def is_blocked(job: QueuedJob) -> bool:
-    """Returns whether a pending job cannot start until somebody changes something."""
+    """Returns whether a pending job cannot start until a person changes something."""
     return _BLOCKED.search(job.reason) is not None
 
 
 def waits(job: QueuedJob) -> str:
-    """Returns a line for people that says why a job is pending."""
+    """Returns a readable line that says why a job is pending."""
     reason = job.reason.strip("()")
     return f"Slurm job {job.id} is pending: {_SAID.get(reason, reason or 'no reason given')}"
 
 
 def is_limit(message: str) -> bool:
-    """Returns whether sbatch refused a job because of a site's limit on the number of jobs.
+    """Returns whether a job was refused because of a site's limit on the number of jobs.
 
-    `Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)` may also stand for
-    a request that is too large. It counts as a limit, and users see the message while the bridge retries.
+    `Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)` may also mean that
+    the request is too large. This message counts as a limit, and users see it while the bridge retries.
     """
     return _LIMIT.search(message) is not None
 
 
 def is_unavailable(message: str) -> bool:
-    """Returns whether a command failed because the controller, or munge, does not answer."""
+    """Returns whether a command failed because the controller or munge does not answer."""
     return _UNAVAILABLE.search(message) is not None
 
 
 def is_unsure(message: str) -> bool:
-    """Returns whether a command that failed may nevertheless have had its effect."""
+    """Returns whether a command may have had its effect although it failed."""
     return _UNSURE.search(message) is not None
 
 
 def shorter(stderr: str) -> str:
-    """Returns the error message of a Slurm command as one line, without the name of the command."""
+    """Returns the error message of a Slurm command as one line, without the name of the command.
+
+    The line has at most 500 characters.
+    """
     lines = [re.sub(r"^\w+: (?:error: )?", "", line.strip()) for line in stderr.splitlines()]
     words = list(dict.fromkeys(line for line in lines if line))
     return "; ".join(words)[:500]

@@ -1,36 +1,41 @@
-"""How often Slurm is asked: soon after a change, and seldom while nothing happens. This module is pure."""
+"""The interval between two polls of Slurm. This module is pure.
+
+Slurm is polled soon after a change, and seldom while nothing happens.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 SOON_SECONDS = 1.0
-"""The shortest interval."""
+"""The shortest interval, in seconds."""
 BUSY_SECONDS = 10.0
-"""The longest interval while there are jobs."""
+"""The longest interval while there are jobs, in seconds."""
 IDLE_SECONDS = 60.0
-"""The longest interval while there are no jobs."""
+"""The longest interval while there are no jobs, in seconds."""
 
 
 @dataclass(slots=True)
 class PollInterval:
-    """When to poll next: the interval doubles with each poll that finds nothing new."""
+    """Decides when to poll next. The interval doubles with each poll that finds nothing new."""
 
     next: float = 0.0
     pause: float = SOON_SECONDS
     last: float = float("-inf")
 
     def due(self, now: float, changed: bool) -> bool:
-        """Returns whether to poll now; a change is looked at soon, but at most once a second."""
+        """Returns whether to poll now. After a change, a poll is due one second after the last one."""
         return now >= self.next or (changed and now >= self.last + SOON_SECONDS)
 
     def polled(self, now: float, changed: bool, idle: bool, unavailable: bool) -> None:
         """Notes that Slurm was polled.
 
         Args:
-            changed: The poll found something new.
-            idle: There are no jobs.
-            unavailable: Slurm did not answer: it is asked less and less often, at least every ten seconds.
+            now: The time of the poll in seconds, on the clock that `due` uses.
+            changed: Whether the poll found something new.
+            idle: Whether there are no jobs.
+            unavailable: Whether Slurm did not answer. It is then polled less and less often, but at least
+                every ten seconds.
         """
         longest = IDLE_SECONDS if idle and not unavailable else BUSY_SECONDS
         self.pause = SOON_SECONDS if changed and not unavailable else min(longest, self.pause * 2)

@@ -1,4 +1,7 @@
-"""Time limits, preemption and lost nodes, and when a successor is due. This module is pure."""
+"""Decisions about how a job ended and when its successor is due. This module is pure.
+
+A job may end because of its time limit, a preemption or a lost node.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,33 @@ from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
 
 AHEAD_SECONDS = 600
-"""The default for `aheadSeconds` of a profile."""
+"""The default of `aheadSeconds` in a profile."""
 EARLY_SECONDS = 60
-"""Slurm may send the signal before a time limit this much earlier than it was asked to."""
+"""How many seconds earlier than requested Slurm may send the signal before a time limit."""
 SHORTEST_SECONDS = 10.0
-"""A job that ended by itself sooner than this did not end because of its time limit. With the shortest limit,
-one minute, and a signal 15 s before it, slurmctld, which looks every 30 s, sends the signal after 15 s at the
-earliest."""
+"""A job that ended by itself after fewer seconds than this did not end because of its time limit.
+
+The shortest limit is one minute. With a signal 15 s before it, slurmctld, which checks every 30 s, sends the
+signal after 15 s at the earliest.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a job ended."""
+    """A description of how a job ended."""
 
     code: int | None
-    """The exit status, or a negated signal; None: the job's node was lost, the job was cancelled, or Slurm
-    has forgotten it."""
+    """The exit status, or a negated signal number.
+
+    It is None if the node of the job was lost, if the job reached its time limit, was preempted or was
+    cancelled, or if Slurm has forgotten it.
+    """
     message: str
     expected: bool
-    """The job ended for its time limit or by preemption: nothing is wrong, and a successor may start at
-    once."""
+    """Whether the job ended because of its time limit or a preemption.
+
+    In this case nothing is wrong, and a successor may start at once.
+    """
 
 
 def ahead_seconds(limit: float, wanted: JobProfile) -> float:
@@ -35,20 +45,21 @@ def ahead_seconds(limit: float, wanted: JobProfile) -> float:
 
     Args:
         limit: The time limit of the job in seconds.
+        wanted: The profile of this kind of job.
     """
     least = (wanted.signal_seconds or SIGNAL_SECONDS) + EARLY_SECONDS
     return min(max(float(wanted.ahead_seconds or AHEAD_SECONDS), least), limit / 2)
 
 
 def wants_successor(job: QueuedJob, wanted: JobProfile) -> bool:
-    """Returns whether a running job is so close to its time limit that its successor should queue now."""
+    """Returns whether a running job is close enough to its time limit for its successor to be submitted."""
     if job.state != "RUNNING" or job.left is None or job.limit is None:
         return False
     return job.left <= ahead_seconds(job.limit, wanted)
 
 
 def ending(job: JobDetails, wanted: JobProfile) -> Ending:
-    """Returns what the end of a job means."""
+    """Returns a description of how a job ended, with a message for the user."""
     who = f"Slurm job {job.id}"
     if job.state == "TIMEOUT":
         return Ending(None, f"{who} reached its time limit", True)
@@ -68,10 +79,11 @@ def ending(job: JobDetails, wanted: JobProfile) -> Ending:
 
 
 def _near_limit(job: JobDetails, wanted: JobProfile) -> bool:
-    """Returns whether a job that ended well had received the signal that its time was nearly over."""
+    """Returns whether a job that ended with status 0 had received the signal before its time limit."""
     if job.limit is None or job.used < SHORTEST_SECONDS:
         return False
     return job.used >= job.limit - (wanted.signal_seconds or SIGNAL_SECONDS) - EARLY_SECONDS - 5
 
 
 FORGOTTEN = Ending(None, "Slurm no longer knows how it ended", False)
+"""The ending of a job that Slurm does not know any longer."""

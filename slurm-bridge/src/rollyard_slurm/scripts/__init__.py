@@ -1,1 +1,1 @@
-"""Batch scripts, and the fields that slurmrestd takes beside them; all modules are pure."""
+"""Batch scripts, and the fields that slurmrestd takes together with them. All modules are pure."""

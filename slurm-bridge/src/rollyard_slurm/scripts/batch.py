@@ -1,4 +1,4 @@
-"""The batch script of a workload. This module is pure: everything that a script depends on is an argument."""
+"""The batch script of a workload. This module is pure: a script depends only on the arguments given here."""
 
 from __future__ import annotations
 
@@ -19,35 +19,40 @@ from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive
 from rollyard_slurm.scripts.site import Site
 
 TITLE = "rollyard-"
+"""The prefix of the names of all jobs."""
 NODE_UNUSABLE = 73
-"""The exit status of a worker whose node lacks what sandboxes need; the stage worker uses the same."""
+"""The exit status of a worker whose node lacks what sandboxes need. The stage worker uses the same number."""
 DEFAULT_MEMORY = "2G"
-"""The memory of stage workers and embedded engines: the default of many sites, per CPU, is too little for
-them."""
+"""The default memory of stage workers and embedded engines.
+
+Many sites have a default for each CPU that is too little for them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchScript:
-    """A batch script, and what it asks Slurm for."""
+    """A batch script, and the options with which it is submitted."""
 
     options: tuple[tuple[str, str | None], ...]
-    """The long names of sbatch's options, without dashes, and their plain values; None: the option takes no
-    value."""
+    """The long names of sbatch's options, without dashes, and their values without quotes.
+
+    The value of an option that takes none is None.
+    """
     further: tuple[str, ...]
-    """The options in the profile's `sbatch`, as they stand there."""
+    """The options from the profile's `sbatch`, without any change."""
     before: tuple[str, ...]
-    """The lines up to the traps."""
+    """The lines of the script up to the traps, which are included."""
     after: tuple[str, ...]
-    """The lines from the start of the program on."""
+    """The lines of the script that start the program, and all that follow."""
 
     def text(self, between: Sequence[str] = ()) -> str:
-        """Returns the script as sbatch takes it and as an administrator sees it.
+        """Returns the text of the script, which sbatch takes and an administrator can read.
 
         Args:
-            between: Further lines between the traps and the start of the program.
+            between: Lines that are added between the traps and the start of the program.
 
         Raises:
-            ScriptInvalid: An option has a value that no line can hold.
+            ScriptInvalid: The value of an option cannot be written into a line.
         """
         asked = render(Directive(name, value) for name, value in self.options)
         directives = [*asked, *(f"#SBATCH {option}" for option in self.further)]
@@ -57,6 +62,7 @@ class BatchScript:
 def _options(
     workload: Workload, site: Site, identity: SlurmJobIdentity, wanted: JobProfile, avoided: Sequence[str]
 ) -> list[tuple[str, str | None]]:
+    """Returns the long names of sbatch's options, without dashes, and their values."""
     seconds = wanted.signal_seconds or SIGNAL_SECONDS
     options: list[tuple[str, str | None]] = [
         ("job-name", TITLE + workload.name),
@@ -90,7 +96,11 @@ def _options(
 
 
 def _memory(workload: Workload, wanted: JobProfile) -> str | None:
-    """Returns the profile's memory, else enough for our own programs; vLLM gets the default of the site."""
+    """Returns the value of `--mem`: that of the profile, or else enough for Rollyard's own programs.
+
+    The result is None if other options set the memory, if the job has its node for itself, and for vLLM,
+    which gets the default of the site.
+    """
     said = any(option.partition("=")[0].startswith("--mem") for option in wanted.sbatch)
     if wanted.memory is not None or said or wanted.exclusive or workload.engine == "vllm":
         return wanted.memory
@@ -98,6 +108,7 @@ def _memory(workload: Workload, wanted: JobProfile) -> str | None:
 
 
 def _gres(workload: Workload, wanted: JobProfile) -> str | None:
+    """Returns the value of `--gres`, or None if the job needs no generic resources."""
     if wanted.gres is not None:
         return wanted.gres.replace("{gpus}", str(workload.gpus))
     return f"gpu:{workload.gpus}" if workload.gpus else None
@@ -109,10 +120,13 @@ def batch_script(
     """Returns the batch script of a workload.
 
     Args:
-        avoided: The nodes that workers recently could not use.
+        workload: The worker or backend that the script runs.
+        site: The site, the home and the control plane of the bridge.
+        identity: The identity of the job, which becomes its comment.
+        avoided: The nodes that the job excludes, because workers recently could not use them.
 
     Raises:
-        ScriptInvalid: A name or a value cannot be a part of a script. `BatchScript.text` checks the options.
+        ScriptInvalid: A name or a value cannot be part of a script. `BatchScript.text` checks the options.
     """
     wanted = site.profile.of(workload.kind)
     owner = workload.owner
@@ -132,20 +146,22 @@ def batch_script(
 
 
 def _what(workload: Workload) -> str:
+    """Returns a readable description of a workload, for the comment in its script."""
     if workload.kind == "backend":
         return f"inference backend {workload.index} ({workload.engine})"
     return f"stage worker {workload.index}"
 
 
 def _engine_env(workload: Workload) -> dict[str, str]:
+    """Returns the environment variables that only the program gets."""
     env = dict(SERVER_ENV) if workload.engine == "vllm" else {}
     return {**env, **dict(workload.env)}
 
 
 def _begin(env: Mapping[str, str]) -> list[Line]:
-    """Returns the function that becomes the program.
+    """Returns the lines of the bash function that executes the program.
 
-    The environment that a pool's author wants is set in this function only, so that the script itself does
+    Only this function sets the environment that the author of a pool wants. The script itself therefore does
     not see it.
     """
     return [
@@ -157,6 +173,7 @@ def _begin(env: Mapping[str, str]) -> list[Line]:
 
 
 def _worker(workload: Workload, site: Site) -> list[Line]:
+    """Returns the lines that prepare the run folder and the command of a stage worker."""
     python = site.profile.of(workload.kind).python or site.python
     arguments: list[Part] = [
         *(python, *WORKER_MODULE, *worker_arguments(workload, site.url, site.token_file(workload))),
@@ -167,11 +184,11 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
     top = site.profile.workers.run_dir
     return [
         Code('node="${SLURMD_NODENAME:-$(hostname -s)}"'),
-        # The result is a name and never a path, whatever the variable holds.
+        # The result is always a name and never a path, whatever value the variable has.
         Code(
             'node="n${node//[^A-Za-z0-9._-]/_}"; node="${node#n}"; case "$node" in .|..|"") node=node ;; esac'
         ),
-        # Links of the site on the way are followed here, once; links that appear later are refused.
+        # Links of the site in this path are followed once, here. Links that appear later are refused.
         Assign("top", (top,)),
         Code(
             'base="$(cd -P -- "$top" && pwd -P)" && [ -n "$base" ] ||'
@@ -180,8 +197,8 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
         Assign("base", (Code('"${base%/}/ry-$UID-"'), site.instance)),
         Code('run="$base/$node"'),
         *RUN_FOLDER,
-        # Two jobs on one node reach each other's sandboxes only if they see the same folder, and sites may
-        # give each job its own /tmp. Therefore the name belongs to the folder, and not to the host.
+        # Two jobs on one node can reach each other's sandboxes only if they see the same folder, and sites
+        # may give each job its own /tmp. Therefore the name belongs to the folder and not to the host.
         Code(
             '[ -e "$run/name" ] || { printf "%s.%s" "$node" "$SLURM_JOB_ID" >"$run/.name.$$" &&'
             ' ln "$run/.name.$$" "$run/name" 2>/dev/null; rm -f "$run/.name.$$"; }'
@@ -190,7 +207,7 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
             '[ -s "$run/name" ] && node=$(cat "$run/name") ||'
             ' { echo "error: $run cannot be written: is the disk of $node full?" >&2; exit 73; }'
         ),
-        # When Slurm itself restarts a job, the worker has another name, because the old one may still live.
+        # After Slurm restarts a job, the worker has another name, because the old worker may still run.
         Assign(
             "name", (workload.name, Code('"-$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}"'))
         ),
@@ -206,6 +223,7 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
 
 
 def _backend(workload: Workload, site: Site, identity: SlurmJobIdentity) -> list[Line]:
+    """Returns the lines that prepare the command of an inference backend."""
     wanted = site.profile.of("backend")
     python = wanted.python or site.python
     image = site.profile.backends.image

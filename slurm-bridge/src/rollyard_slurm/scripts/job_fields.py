@@ -1,7 +1,7 @@
-"""The options of a batch script as the JSON fields that slurmrestd takes beside it. This module is pure.
+"""The options of a batch script as the JSON fields that slurmrestd takes with it. This module is pure.
 
-slurmrestd reads no `#SBATCH` lines: options that stand only there have no effect. v0.0.38 takes the values of
-sbatch's options under other names; from v0.0.39 on, the fields have types.
+slurmrestd does not read `#SBATCH` lines, and options that are given only there have no effect. v0.0.38 takes
+the values of sbatch's options under other names. From v0.0.39 on, the fields have types.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from rollyard_slurm.readers.command_output import duration_seconds
 
 TYPED = 39
-"""From this version on, fields have types, and a warning signal can be sent to the batch script alone."""
+"""The first version whose fields have types, and which can send a warning to the batch script alone."""
 _WORDS = {
     "job-name": "name",
     "comment": "comment",
@@ -33,7 +33,7 @@ _WORDS = {
     "mail-user": "mail_user",
     "mcs-label": "mcs_label",
 }
-"""Fields that are the same in every version."""
+"""The fields that are the same in every version, by the names of sbatch's options."""
 _OLD = {
     "open-mode": "open_mode",
     "nodes": "nodes",
@@ -52,17 +52,21 @@ _OLD = {
     "tmp": "temporary_disk_per_node",
     "mincpus": "minimum_cpus_per_node",
 }
+"""The further fields of v0.0.38, by the names of sbatch's options."""
 _FLAGS = ("requeue", "no-requeue", "exclusive")
 _SIZE = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
 _MIB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024 * 1024}
 KNOWN = frozenset({*_WORDS, *_OLD, *_FLAGS, "signal"})
+"""The long names of all options for which slurmrestd has fields."""
 
 
 def sbatch_options(options: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Returns the options of a profile's `sbatch` as pairs of a long name and a value.
+    """Splits the options of a profile's `sbatch`, and returns pairs of a long name and a value.
+
+    The value of an option that takes none is None.
 
     Raises:
-        ValueError: slurmrestd has no field for one of them.
+        ValueError: slurmrestd has no field for one of them, or a value is missing or not allowed.
     """
     found: list[tuple[str, str | None]] = []
     for option in options:
@@ -74,18 +78,18 @@ def sbatch_options(options: Iterable[str]) -> list[tuple[str, str | None]]:
             )
         if bool(equals) == (name[2:] in _FLAGS):
             raise ValueError(f"{name} takes {'no value' if equals else 'a value: ' + name + '=…'}")
-        # As in a line of a script, quotes are not part of the value.
+        # Quotes are not part of the value, just as in a line of a script.
         found.append((name[2:], "".join(shlex.split(value)) if equals else None))
     return found
 
 
 def fields(options: Iterable[tuple[str, str | None]], env: Mapping[str, str], version: int) -> dict[str, Any]:
-    """Returns the field `job` of a submission.
+    """Returns the field `job` of the request that submits a job.
 
     Args:
         options: The long names of sbatch's options, and their values.
-        env: The environment of the job; slurmrestd passes nothing of its own.
-        version: The last part of the version: 38 is v0.0.38.
+        env: The environment of the job. slurmrestd adds nothing to it.
+        version: The last part of the version. For example, 38 stands for v0.0.38.
     """
     made: dict[str, Any] = {}
     for name, value in options:
@@ -101,16 +105,18 @@ def fields(options: Iterable[tuple[str, str | None]], env: Mapping[str, str], ve
 
 
 def _old(name: str, value: str | None) -> dict[str, Any]:
+    """Returns the fields of one option for v0.0.38."""
     if name == "signal":
-        return {}  # it refuses "B:", and without that the batch script does not get the signal
+        return {}  # It refuses "B:", without which the batch script gets no signal.
     if name == "exclusive":
         return {"exclusive": "exclusive"}
     if name in _FLAGS:
-        return {name.replace("-", "_"): True}  # `requeue: false` would count as true
+        return {name.replace("-", "_"): True}  # The value `requeue: false` would count as true.
     return {_OLD[name]: value}
 
 
 def _typed(name: str, value: str, version: int) -> dict[str, Any]:
+    """Returns the fields of one option for v0.0.39 and later."""
     if name == "signal":
         who, _, rest = value.rpartition(":")
         word, _, early = rest.partition("@")
@@ -141,21 +147,28 @@ def _typed(name: str, value: str, version: int) -> dict[str, Any]:
     sep = ":" if version < 40 else "/"
     if name == "gres":
         return {"tres_per_node": ",".join(f"gres{sep}{one}" for one in value.split(","))}
-    # --gpus and --gpus-per-node
+    # The options that remain are --gpus and --gpus-per-node.
     return {"tres_per_job" if name == "gpus" else "tres_per_node": f"gres{sep}gpu:{value}"}
 
 
 def _add(made: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Adds fields to those of a job."""
     for name, value in more.items():
-        # --gres and --gpus-per-node are one field.
+        # --gres and --gpus-per-node share one field.
         made[name] = f"{made[name]},{value}" if name == "tres_per_node" and name in made else value
 
 
 def _number(value: int) -> dict[str, Any]:
+    """Returns a number in the shape that typed fields take."""
     return {"set": True, "infinite": False, "number": value}
 
 
 def _mebibytes(value: str) -> int:
+    """Returns a size such as `8G` in mebibytes, rounded up.
+
+    Raises:
+        ValueError: The text is not a size.
+    """
     match = _SIZE.fullmatch(value)
     if match is None:
         raise ValueError(f"{value!r} is no size such as 8G")
@@ -163,5 +176,5 @@ def _mebibytes(value: str) -> int:
 
 
 def _split(value: str) -> list[str]:
-    """Returns the names of nodes that are separated by commas outside of brackets."""
+    """Splits a list of nodes at the commas outside of brackets, and returns the names."""
     return re.findall(r"(?:[^,\[]|\[[^\]]*\])+", value)

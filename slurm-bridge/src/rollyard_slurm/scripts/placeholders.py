@@ -1,10 +1,13 @@
-"""Words in a backend's command line that `rollyard_slurm.node` replaces on the node. This module is pure."""
+"""The words in a backend's command line that `rollyard_slurm.node` replaces on the node.
+
+This module is pure.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
 HOST: Final = "@HOST@"
-"""It stands for the address by which the node reaches the control plane."""
+"""The word that stands for the address from which the node reaches the control plane."""
 PORT: Final = "@PORT@"
-"""It stands for a port of the node that is free when the backend starts."""
+"""The word that stands for a port of the node that is free when the backend starts."""

@@ -1,7 +1,7 @@
-"""Bash that makes the run folder of a node, which no other user of the node can reach or replace.
+"""The bash lines that make the run folder of a node, which no other user of the node can reach or replace.
 
-`rollyard_crds.security.private_folder` does the same in Python, for the worker itself. The script, which
-removes the folder after a worker that was killed, must know before it starts one. This module is pure.
+`rollyard_crds.security.private_folder` does the same in Python for the worker. The script removes the folder
+after a worker was killed. Therefore it must check the folder before it starts a worker. This module is pure.
 """
 
 from __future__ import annotations
@@ -42,4 +42,7 @@ exec 8<&-
 trap 'flock -n -x 9 && rm -rf -- "$run" "$run.lock" && rmdir -- "${run%/*}" 2> /dev/null' EXIT
 """
 RUN_FOLDER: Final = tuple(Code(line) for line in _TEXT.strip("\n").splitlines())
-"""It needs `base`, a physical path, `node`, and `run`, which is `$base/$node`; its lock is descriptor 9."""
+"""The lines of the script, which hold the lock of the folder as descriptor 9.
+
+They need the variables `base`, which is a physical path, `node`, and `run`, which is `$base/$node`.
+"""

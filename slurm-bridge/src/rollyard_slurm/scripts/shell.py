@@ -1,9 +1,9 @@
-"""Lines of bash that are made from data: the only place where text from elsewhere becomes part of a script.
+"""Lines of bash that are made from data. This module is pure.
 
-Names of pools, jobs and nodes, model folders, arguments, variables and paths come from job authors, from
-site profiles and from Slurm. `render` quotes each of them, and refuses what no quoting makes harmless, so
-that bash takes every one as a single word, whatever it holds. Code has a type of its own, by which it differs
-from data. This module is pure.
+It is the only place where text from other sources becomes part of a script. Names of pools, jobs and nodes,
+model folders, arguments, variables and paths come from job authors, from site profiles and from Slurm.
+`render` quotes each of them, and refuses text that no quoting makes harmless. Bash therefore takes each of
+them as a single word, whatever it contains. Code has its own type, by which it differs from data.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z")
 
 
 class Code(str):
-    """Bash from the source of this program, or from the shell lines of the site's profile."""
+    """Bash code from the source of this program, or from the shell lines of the site's profile."""
 
     __slots__ = ()
 
 
 Part: TypeAlias = str | Code
-"""Data, which is quoted, or code, which is left as it is."""
+"""Either data, which is quoted, or code, which is not changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comment:
-    """A comment for people; line ends and control characters in it become blanks."""
+    """A comment for people. Line ends and control characters in its text become blanks."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """An environment variable of what the script starts."""
+    """An environment variable of the programs that the script starts."""
 
     name: str
     value: str
@@ -48,7 +48,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """A variable of the script itself, whose value is the parts joined without separators."""
+    """A variable of the script itself. Its value consists of the parts, joined without separators."""
 
     name: str
     parts: tuple[Part, ...]
@@ -56,7 +56,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array of the script itself; each string is one element, and code may give several."""
+    """An array of the script itself. Each string becomes one element, and code may become several."""
 
     name: str
     words: tuple[Part, ...]
@@ -64,7 +64,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """A `#SBATCH` line with a long option: its name without dashes, and its value if it takes one."""
+    """A `#SBATCH` line with a long option. The name has no dashes, and the value is None if it takes none."""
 
     name: str
     value: str | None
@@ -74,16 +74,17 @@ Line: TypeAlias = Code | Comment | Export | Assign | Array | Directive
 
 
 def render(lines: Iterable[Line]) -> list[str]:
-    """Returns the lines as bash and sbatch read them.
+    """Returns the text of the lines, as bash and sbatch read it.
 
     Raises:
-        ScriptInvalid: A variable's name is no identifier, a value holds a null character, or the value of an
-            option holds a line end or another control character.
+        ScriptInvalid: The name of a variable is not an identifier, a value contains a null character or is
+            not Unicode text, or the value of an option contains a line end or another control character.
     """
     return [_line(line) for line in lines]
 
 
 def _line(line: Line) -> str:
+    """Returns the text of one line."""
     match line:
         case Code():
             return str(line)
@@ -100,6 +101,7 @@ def _line(line: Line) -> str:
 
 
 def _name(name: str) -> str:
+    """Returns the name of a variable after checking it."""
     if not _NAME.match(name):
         raise ScriptInvalid(
             f"environment variable {name!r}: a batch script takes names of letters, digits and underscores "
@@ -109,10 +111,12 @@ def _name(name: str) -> str:
 
 
 def _part(part: Part, where: str) -> str:
+    """Returns code as it is, and data as a quoted word. `where` names the variable in messages."""
     return str(part) if isinstance(part, Code) else _word(part, where)
 
 
 def _word(value: str, where: str) -> str:
+    """Returns data as a quoted word. `where` names the variable in messages."""
     if "\0" in value:
         raise ScriptInvalid(f"{where}: a value must not hold a null character")
     try:
@@ -123,6 +127,7 @@ def _word(value: str, where: str) -> str:
 
 
 def _directive(name: str, value: str | None) -> str:
+    """Returns the text of a `#SBATCH` line, with quotes around the value if it needs them."""
     if not _OPTION.match(name):
         raise ScriptInvalid(
             f"option {name!r}: Slurm's long options have small letters, digits and dashes only"

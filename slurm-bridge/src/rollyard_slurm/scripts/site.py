@@ -1,4 +1,7 @@
-"""What the batch scripts of one bridge share, and where its files are. This module is pure."""
+"""The site of a bridge: the values that its batch scripts share, and the paths of its files.
+
+This module is pure.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,30 @@ from rollyard_slurm.profile import SiteProfile
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The site, the home and the control plane of one bridge."""
+    """The settings of one bridge for its site, its home and its control plane."""
 
     home: Path
-    """The home, on storage that the nodes share."""
+    """The home folder, which is on storage that the nodes share."""
     instance: str
-    """The name of the home in the comments of jobs."""
+    """The name by which the comments of jobs identify the home."""
     url: str
     """The URL by which the nodes reach the control plane."""
     profile: SiteProfile
     sandbox: str = "apptainer"
     sandbox_options: tuple[str, ...] = ()
-    """Further arguments of the workers, such as `--default-image`."""
+    """Further command-line arguments of the workers, such as `--default-image`."""
     python: str = field(default_factory=lambda: sys.executable)
     ca_file: Path | None = None
-    """The authorities that workers trust for `https:`."""
+    """The file with the certificate authorities that workers trust for `https:`, if they are not public."""
 
     @property
     def logs(self) -> Path:
-        """The folder of the jobs' logs."""
+        """The folder with the logs of the jobs."""
         return self.home / "logs"
 
     @property
     def endpoints(self) -> Path:
-        """The folder with one file for each backend, which says where it answers."""
+        """The folder with one file for each backend, which holds the URL of the backend."""
         return self.home / "endpoints"
 
     @property
@@ -46,22 +49,25 @@ class Site:
 
     @property
     def troubles(self) -> Path:
-        """The folder with one file for each running worker that takes no Init work; the file says why."""
+        """The folder with one file for each running worker that takes no Init work. The file says why."""
         return self.home / "troubles"
 
     def token_file(self, workload: Workload) -> Path:
-        """Returns the file with the token of the workers of one RolloutJob."""
+        """Returns the path of the file with the token of the workers of one RolloutJob."""
         owner = workload.owner
         return self.tokens / f"{owner.namespace}.{owner.name}.{owner.uid[:8] or 'none'}"
 
     def endpoint_file(self, launch: str) -> Path:
-        """Returns the file in which the backend of one submission says where it answers."""
+        """Returns the path of the file in which the backend of one submission announces its URL."""
         return self.endpoints / f"{launch}.json"
 
     def trouble_file(self, workload: Workload, job: int | str) -> Path:
-        """Returns the file that says what keeps a worker from starting sandboxes, while something does."""
+        """Returns the path of the file that says why a worker cannot start sandboxes.
+
+        The file exists only while this is so.
+        """
         return self.troubles / f"{workload.name}-{job}"
 
     def log(self, workload: Workload, job: int) -> Path:
-        """Returns the file with the output of a job."""
+        """Returns the path of the file with the output of a job."""
         return self.logs / f"{workload.name}-{job}.log"

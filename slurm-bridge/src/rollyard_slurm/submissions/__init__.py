@@ -1,2 +1,4 @@
-"""The submissions of one home: its Slurm jobs, their records on disk, and what submits, polls and stops
-them."""
+"""The submissions of one home, which are its Slurm jobs, and their records on disk.
+
+The modules of this package submit these jobs, poll their states and stop them.
+"""

@@ -1,4 +1,7 @@
-"""Whether Slurm answers; while it does not, everything counts as it was last seen."""
+"""A record of whether Slurm answers.
+
+While Slurm does not answer, everything counts as it was last seen.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from collections.abc import Callable
 
 
 class SlurmAvailability:
-    """Whether Slurm answers.
+    """Records whether Slurm answers.
 
     Args:
-        say: Is called with a line for the user of the bridge at each change.
+        say: A function that is called with a line for the user of the bridge at each change.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -19,16 +22,16 @@ class SlurmAvailability:
 
     @property
     def trouble(self) -> str:
-        """Why Slurm does not answer; empty: it does."""
+        """The reason why Slurm does not answer. It is empty while Slurm answers."""
         return self._trouble
 
     @property
     def answered_once(self) -> bool:
-        """Whether Slurm has answered since the bridge started: nothing is submitted before."""
+        """Whether Slurm has answered since the bridge started. Nothing is submitted before that."""
         return self._answered_once
 
     def lost(self, trouble: str) -> None:
-        """Notes that Slurm does not answer."""
+        """Notes that Slurm does not answer, and why."""
         if trouble != self._trouble:
             self._say(f"Slurm does not answer, everything counts as last seen: {trouble}")
         self._trouble = trouble

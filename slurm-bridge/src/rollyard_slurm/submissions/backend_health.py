@@ -1,4 +1,7 @@
-"""Health checks of the backends on the nodes; they begin once a backend has announced where it answers."""
+"""Health checks of the backends on the nodes.
+
+The check of a backend begins when the backend has announced its URL.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class BackendHealthChecks:
     """The health checks of one bridge.
 
     Args:
-        changed: Is called with a backend that became ready, or is not ready any longer.
+        changed: A function that is called with each backend that becomes ready or stops being ready.
     """
 
     def __init__(self, site: Site, http: httpx.AsyncClient, changed: Callable[[Submission], None]) -> None:
@@ -27,10 +30,11 @@ class BackendHealthChecks:
         self._changed = changed
 
     def find(self, one: Submission) -> bool:
-        """Begins to check a backend that has announced where it answers.
+        """Begins to check a backend, if it has announced its URL.
 
         Returns:
-            Whether the backend has started and squeue has not shown it yet, so that polling is worth while.
+            Whether the backend has started and squeue has not shown this yet. In this case, Slurm should be
+            polled soon.
         """
         path = self._site.endpoint_file(one.launch)
         if one.seen is None or one.seen.state in PENDING_STATES:
@@ -44,9 +48,10 @@ class BackendHealthChecks:
         return False
 
     def _check(self, one: Submission, url: str) -> None:
+        """Begins the health check of a backend at a URL, unless it runs already."""
         if one.probe is not None and one.url == url:
             return
-        if one.url != url:  # Slurm has started it again on another node
+        if one.url != url:  # Slurm has started the backend again on another node.
             one.health = BackendHealth(url=url)
         self.pause(one)
         one.url = url
@@ -62,19 +67,19 @@ class BackendHealthChecks:
         )
 
     def pause(self, one: Submission) -> None:
-        """Ends the check of a backend; its last known health stays."""
+        """Ends the check of a backend, and keeps its last known health."""
         if one.probe is not None:
             one.probe.cancel()
             one.probe = None
 
     def end(self, one: Submission) -> None:
-        """Ends the check of a backend that does not run, and forgets its health."""
+        """Ends the check of a backend that does not run, and forgets its health and its URL."""
         self.pause(one)
         one.health, one.url = BackendHealth(), ""
         self._site.endpoint_file(one.launch).unlink(missing_ok=True)
 
     async def close(self, submissions: Iterable[Submission]) -> None:
-        """Ends all checks."""
+        """Ends the checks of all given submissions, and waits until they have ended."""
         probes = [one.probe for one in submissions if one.probe is not None]
         for probe in probes:
             probe.cancel()

@@ -15,10 +15,10 @@ from rollyard_slurm.submissions.submission import Submission
 
 
 class HomeSubmissions:
-    """The submissions of one home; it begins with those that an earlier bridge has left.
+    """The submissions of one home. The first ones are those that an earlier bridge has left.
 
     Args:
-        wake: Is called when a backend became ready, or is not ready any longer.
+        wake: A function that is called when a backend becomes ready or stops being ready.
     """
 
     def __init__(self, site: Site, http: httpx.AsyncClient, wake: Callable[[], None]) -> None:
@@ -28,14 +28,17 @@ class HomeSubmissions:
         self._all: list[Submission] = self._records.load()
         self.health_checks = BackendHealthChecks(site, http, self._health_changed)
         self.changed = True
-        """Something was done, or seen, after which Slurm should be polled soon."""
+        """Whether something was done or seen after which Slurm should be polled soon."""
 
     def __iter__(self) -> Iterator[Submission]:
-        """Iterates over the submissions there are now, oldest first; they may be forgotten meanwhile."""
+        """Iterates over the present submissions, oldest first.
+
+        Submissions may be forgotten during the iteration.
+        """
         return iter(list(self._all))
 
     def add(self, one: Submission) -> None:
-        """Adds a submission, which has no record yet."""
+        """Adds a submission that has no record on disk yet."""
         self._all.append(one)
 
     def save(self, one: Submission) -> None:
@@ -47,7 +50,7 @@ class HomeSubmissions:
         self._records.save(one)
 
     def remove_record(self, one: Submission) -> None:
-        """Removes the record of a submission of which no job has come."""
+        """Removes the record of a submission for which Slurm made no job."""
         self._records.forget(one)
 
     def forget(self, one: Submission) -> None:
@@ -63,21 +66,21 @@ class HomeSubmissions:
 
     @property
     def owners(self) -> set[Owner]:
-        """The jobs and pools whose workloads there are."""
+        """The jobs and pools that have at least one submission."""
         return {one.workload.owner for one in self._all}
 
     def groups(self) -> dict[str, Group]:
-        """Returns the submissions by the names of their workloads."""
+        """Returns the groups of submissions, keyed by the names of their workloads."""
         groups: dict[str, list[Submission]] = {}
         for one in self._all:
             groups.setdefault(one.workload.name, []).append(one)
         return {name: Group(members) for name, members in groups.items()}
 
     def named(self) -> dict[str, Submission]:
-        """Returns the submissions by the names under which reconcile knows them.
+        """Returns the submissions, keyed by the names under which reconcile knows them.
 
-        The front of a group has the name of the workload; its predecessors have names with their jobs'
-        numbers.
+        The front of a group has the name of the workload. The name of each predecessor also has the number
+        of its Slurm job.
         """
         named = {}
         for name, group in self.groups().items():
@@ -87,7 +90,7 @@ class HomeSubmissions:
         return named
 
     def retire_predecessors(self) -> None:
-        """Retires each submission whose successor serves."""
+        """Marks each submission whose successor serves as retired."""
         for group in self.groups().values():
             front = group.front
             for one in group.predecessors:
@@ -101,10 +104,10 @@ class HomeSubmissions:
         self._wake()
 
     async def close(self) -> None:
-        """Ends the health checks; the jobs continue to run."""
+        """Ends the health checks. The Slurm jobs continue to run."""
         await self.health_checks.close(self._all)
 
 
 def jobs_of(submissions: Iterable[Submission]) -> list[int]:
-    """Returns the numbers of the Slurm jobs of submissions."""
+    """Returns the numbers of the Slurm jobs of some submissions, without those that have no job."""
     return [one.job for one in submissions if one.job is not None]

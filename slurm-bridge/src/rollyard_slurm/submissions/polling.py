@@ -1,7 +1,7 @@
-"""What Slurm's queue says of the submissions of a home.
+"""A poller, which brings the submissions of a home up to date with Slurm's queue.
 
-A job that squeue does not list any longer is asked about by itself. While Slurm does not answer, everything
-counts as it was last seen.
+The poller asks separately about each job that squeue does not list any longer. While Slurm does not answer,
+everything counts as it was last seen.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from rollyard_slurm.submissions.home_submissions import HomeSubmissions
 from rollyard_slurm.submissions.submission import Submission
 
 ENDS_AT_ONCE = 16
-"""The jobs that left the queue and are asked about in one poll."""
+"""The largest number of jobs that left the queue and are asked about in one poll."""
 
 
 class QueuePoller:
     """Brings the submissions of a home up to date with Slurm's queue.
 
     Args:
-        avoided: The nodes on which workers could not work are added to it.
-        successor_failed: Is called with the name of a workload whose successor ended before it took over.
-        say: Is called with lines for the user of the bridge.
+        avoided: The nodes that new jobs avoid. The poller adds the nodes on which workers could not work.
+        successor_failed: A function that is called with the name of a workload whose successor ended before
+            it took over.
+        say: A function that is called with each line for the user of the bridge.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class QueuePoller:
         self._strangers: set[int] = set()
 
     async def poll(self, now: datetime) -> None:
-        """Asks Slurm about everything; where it does not answer, everything stays as it was."""
+        """Asks Slurm about every submission. If Slurm does not answer, the submissions stay as they were."""
         try:
             listed = await self._calls.queue()
             self._match(listed, now)
@@ -76,6 +77,7 @@ class QueuePoller:
         self._submissions.retire_predecessors()
 
     def _match(self, listed: list[QueuedJob], now: datetime) -> None:
+        """Updates each submission from the job that belongs to it in the queue."""
         by_id = {job.id: job for job in listed}
         by_launch = {}
         for job in listed:
@@ -88,16 +90,17 @@ class QueuePoller:
             seen = by_launch.get(one.launch) if one.job is None else by_id.get(one.job)
             if seen is None:
                 if one.job is None and (one.unsure_until is None or now >= one.unsure_until):
-                    self._submissions.forget(one)  # sbatch did not submit it
+                    self._submissions.forget(one)  # sbatch did not submit the job.
                 continue
             self._see(one, seen, now)
 
     def _identity(self, job: QueuedJob) -> SlurmJobIdentity | None:
-        """Returns the identity of a job of this home, and None for every other job."""
+        """Returns the identity of a job of this home, or None for any other job."""
         identity = SlurmJobIdentity.parse(job.comment)
         return identity if identity is not None and identity.instance == self._site.instance else None
 
     def _see(self, one: Submission, seen: QueuedJob, now: datetime) -> None:
+        """Updates a submission from its job in the queue."""
         before, one.seen = one.seen, seen
         if one.job is not None and before is not None and before.state == seen.state:
             return
@@ -109,7 +112,7 @@ class QueuePoller:
         self._submissions.save(one)
 
     async def _ends(self, listed: set[int], now: datetime) -> None:
-        """Finds out what became of jobs that squeue does not list any longer."""
+        """Asks Slurm what became of the jobs that squeue does not list any longer."""
         gone = [
             one for one in self._submissions if one.living and one.job is not None and one.job not in listed
         ]
@@ -117,7 +120,7 @@ class QueuePoller:
             assert one.job is not None
             known = await self._calls.details(one.job)
             if known is not None and known.live:
-                continue  # it was requeued, or squeue lists it again in a moment
+                continue  # The job was requeued, or squeue lists it again in a moment.
             wanted = self._site.profile.of(one.workload.kind)
             end = time_limits.FORGOTTEN if known is None else time_limits.ending(known, wanted)
             message = end.message
@@ -128,6 +131,7 @@ class QueuePoller:
             self._end(one, time_limits.Ending(end.code, message, end.expected), now)
 
     def _end(self, one: Submission, end: time_limits.Ending, now: datetime) -> None:
+        """Notes how the job of a submission ended, or forgets the submission if nothing depends on it."""
         self._submissions.health_checks.end(one)
         self._submissions.changed = True
         is_front = one is self._submissions.groups()[one.workload.name].front
@@ -135,13 +139,16 @@ class QueuePoller:
         if is_front and not end.expected and one.stop_by is None and not one.retired:
             self._submissions.save(one)
             return
-        # Another submission has its place, or the next plan launches the workload again at once.
+        # Another submission has taken its place, or the next plan launches the workload again at once.
         if not is_front and not end.expected and not one.retired:
             self._successor_failed(one.workload.name, now)
         self._submissions.forget(one)
 
     async def _cancel_strangers(self, listed: list[QueuedJob]) -> None:
-        """Cancels jobs of this home that have no record: sbatch submitted them without an answer."""
+        """Cancels the jobs of this home that have no record.
+
+        sbatch submitted these jobs, but did not answer.
+        """
         mine = {one.job for one in self._submissions if one.job is not None}
         strangers = [
             job.id
@@ -157,7 +164,7 @@ class QueuePoller:
             self._strangers.update(strangers)
 
     def _read_troubles(self) -> None:
-        """Reads what running workers report about their nodes."""
+        """Reads the files in which running workers report trouble with their nodes."""
         for one in self._submissions:
             if one.workload.kind == "stage-worker" and one.job is not None:
                 file = self._site.trouble_file(one.workload, one.job)

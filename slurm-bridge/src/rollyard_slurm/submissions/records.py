@@ -1,7 +1,8 @@
-"""The submissions of a home on disk: one JSON file each, written before sbatch is run.
+"""Records of the submissions of a home on disk.
 
-A bridge reads the files of earlier versions: what they did not write has a default, and what only they wrote
-is ignored.
+Each submission has one JSON file, which is written before sbatch is run. A bridge can read the files of
+earlier versions. Fields that an earlier version did not write have defaults, and fields that only an earlier
+version wrote are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _WORKLOAD: Final = TypeAdapter(Workload)
 
 
 def _from_stored(value: Any) -> Any:
-    """The fields of a workload, whose stored names are in camelCase and whose owner is a list."""
+    """Returns the fields of a stored workload.
+
+    The stored names are in camelCase, and the stored owner is a list.
+    """
     if not isinstance(value, dict):
         return value
     fields = {to_snake(name): part for name, part in value.items()}
@@ -32,6 +36,7 @@ def _from_stored(value: Any) -> Any:
 
 
 def _stored(workload: Workload) -> dict[str, Any]:
+    """Returns the fields of a workload as they are stored."""
     fields = _WORKLOAD.dump_python(workload, mode="json")
     owner = [fields["owner"][name] for name in _OWNER]
     return {to_camel(name): part for name, part in fields.items()} | {"owner": owner}
@@ -52,7 +57,7 @@ class _StoredEnding(_Stored):
 
 
 class _Record(_Stored):
-    """One file. Fields with the names of a submission's hold its values."""
+    """The content of one file. Each field that has the name of a submission's field holds the same value."""
 
     launch: str
     job: int | None
@@ -65,7 +70,7 @@ class _Record(_Stored):
     draining_since: _Time | None
     retired: bool
     url: str
-    """The URL of a backend that serves."""
+    """The URL of a backend that serves. It is empty for all other submissions."""
     ending: _StoredEnding | None
     workload: _StoredWorkload
 
@@ -74,24 +79,27 @@ _COPIED: Final = tuple(_Record.model_fields.keys() - {"url", "ending"})
 
 
 class Records:
-    """The files of one home."""
+    """The files with the submissions of one home."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def load(self) -> list[Submission]:
-        """Reads the submissions of the last run, oldest first; renames a file that cannot be read."""
+        """Returns the submissions of earlier runs, oldest first.
+
+        A file that cannot be read is renamed and left out.
+        """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = []
         for path in sorted(self._folder.glob("*.json")):
             try:
                 found.append(_submission(_Record.model_validate(read_json(path))))
-            except (KeyError, TypeError, ValueError):  # a ValidationError is a ValueError
+            except (KeyError, TypeError, ValueError):  # A ValidationError is a ValueError.
                 path.rename(path.with_suffix(".unreadable"))
         return sorted(found, key=lambda one: one.submitted_at)
 
     def save(self, one: Submission) -> None:
-        """Writes a submission's file whole or not at all.
+        """Writes the file of a submission, either completely or not at all.
 
         Raises:
             OSError: The home cannot be written.
@@ -99,11 +107,12 @@ class Records:
         write_json(self._folder / f"{one.launch}.json", _record(one).model_dump(mode="json", by_alias=True))
 
     def forget(self, one: Submission) -> None:
-        """Removes a submission's file."""
+        """Removes the file of a submission."""
         (self._folder / f"{one.launch}.json").unlink(missing_ok=True)
 
 
 def _record(one: Submission) -> _Record:
+    """Returns the record of a submission."""
     values: dict[str, Any] = {name: getattr(one, name) for name in _COPIED}
     ending = one.ending
     if ending is not None:
@@ -112,12 +121,13 @@ def _record(one: Submission) -> _Record:
 
 
 def _submission(record: _Record) -> Submission:
+    """Returns the submission that a record describes."""
     one = fresh(record.launch, record.workload, record.restarts, record.submitted_at)
     for name in _COPIED:
         value = getattr(record, name)
         setattr(one, name, value.astimezone(UTC) if isinstance(value, datetime) else value)
     if record.url:
-        # The backend served when the bridge ended: it counts as serving until its checks say otherwise.
+        # The backend served when the last bridge ended. It counts as serving until its checks say otherwise.
         one.url = record.url
         one.health = BackendHealth(url=record.url, ready=True, warmed_up=True, message="")
     if record.ending is not None:

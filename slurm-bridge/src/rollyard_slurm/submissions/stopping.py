@@ -1,4 +1,7 @@
-"""Stops submissions: they are asked to drain, then to hand over at once, and are cancelled at last."""
+"""A stopper ends submissions step by step.
+
+A job is first asked to drain, then to hand over its rollouts at once, and is finally cancelled.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,28 @@ from rollyard_slurm.submissions.home_submissions import HomeSubmissions, jobs_of
 from rollyard_slurm.submissions.submission import Submission
 
 CANCEL_AGAIN_SECONDS = 30.0
-"""The time after which a job that scancel has not ended is cancelled again."""
+"""The time after which a job that scancel has not ended is cancelled again, in seconds."""
 HAND_OVER_SECONDS = 6.0
-"""The time that a stage worker has to hand over what it holds after the second signal."""
+"""The time that a stage worker has to hand over its rollouts after the second signal, in seconds."""
 
 
 class Stopper:
-    """Stops submissions over several turns, with few commands that each serve many jobs."""
+    """Stops submissions over several passes. It uses few commands, each of which serves many jobs."""
 
     def __init__(self, calls: SlurmCalls, submissions: HomeSubmissions) -> None:
         self._calls = calls
         self._submissions = submissions
 
     def stop(self, stop: Stop) -> None:
-        """Begins to stop a workload within its grace, and forgets one that has ended."""
+        """Begins to stop a workload, and forgets a workload that has ended.
+
+        The job is cancelled when the grace of the stop is over.
+        """
         one = self._submissions.named().get(stop.name)
         if one is None:
             return
         group = self._submissions.groups()[one.workload.name]
-        # A workload is stopped together with those that were to succeed it.
+        # A workload is stopped together with the submissions that were to succeed it.
         ending = [one, *group.successors] if one is group.front else [one]
         now = datetime.now(UTC)
         for each in ending:
@@ -41,7 +47,13 @@ class Stopper:
                 self._submissions.save(each)
 
     def stop_kind(self, kind: str, grace_seconds: float, now: datetime) -> None:
-        """Begins to stop every workload of a kind."""
+        """Begins to stop every workload of one kind.
+
+        Args:
+            kind: The kind, `stage-worker` or `backend`.
+            grace_seconds: The time until the jobs are cancelled, in seconds.
+            now: The present time.
+        """
         for one in self._submissions:
             if one.workload.kind != kind:
                 continue
@@ -89,4 +101,5 @@ class Stopper:
 
 
 def _may_cancel(one: Submission, now: datetime) -> bool:
+    """Returns whether a job has not been cancelled yet, or so long ago that it may be cancelled again."""
     return one.cancelled_at is None or (now - one.cancelled_at).total_seconds() > CANCEL_AGAIN_SECONDS

@@ -1,4 +1,4 @@
-"""A submission: one Slurm job of a workload, which outlives restarts of the bridge."""
+"""A submission is one Slurm job of a workload. The job outlives restarts of the bridge."""
 
 from __future__ import annotations
 
@@ -17,76 +17,88 @@ from rollyard_slurm.scheduling.time_limits import Ending
 
 @dataclass(slots=True)
 class Submission:
-    """One attempt to have Slurm run a workload."""
+    """One attempt to run a workload as a Slurm job."""
 
     launch: str
-    """The unique name of the submission, which stands in the job's comment and in the names of its files."""
+    """The unique name of the submission, which is part of the job's comment and of the names of its files."""
     workload: Workload
     restarts: int
     submitted_at: datetime
     last_end: str = ""
-    """How the submission before it ended, as the launch said."""
+    """A description of how the previous submission ended, which the plan's launch contained."""
     avoided: tuple[str, ...] = ()
-    """The nodes that Slurm was asked to leave out, because workers could not use them."""
+    """The nodes that Slurm was asked to exclude, because workers could not use them."""
     job: int | None = None
-    """The number of the job; None: it was refused, or sbatch has not answered."""
+    """The number of the Slurm job, or None if the job was refused or sbatch has not answered."""
     unsure_until: datetime | None = None
-    """sbatch did not answer: if no job of this launch has been seen at this time, there is none."""
+    """The time until which the job may still appear, if sbatch did not answer.
+
+    If the queue has shown no job of this launch until this time, there is none.
+    """
     refused: str = ""
-    """Why there is no job."""
+    """The reason why there is no job. It is empty if the job was not refused."""
     blocked: bool = False
-    """It was refused, and neither for a limit nor for an outage: somebody has to change something."""
+    """Whether the job was refused for a reason other than a limit or an outage.
+
+    A person has to change something before another try can succeed.
+    """
     retry_at: datetime | None = None
+    """The time of the next try to submit a job that was refused."""
     seen: QueuedJob | None = None
-    """The job as squeue last listed it."""
+    """The job as squeue listed it last."""
     started_at: datetime | None = None
-    """The time since which it runs."""
+    """The time since which the job runs."""
     ending: Ending | None = None
     ended_at: datetime | None = None
     stop_by: datetime | None = None
-    """It is being stopped, and is cancelled at this time at the latest."""
+    """The time at which the job is cancelled at the latest. It is None unless the job is being stopped."""
     drained: bool = False
-    """It has received the signal to drain."""
+    """Whether the job has received the signal to drain."""
     insisted: bool = False
-    """It has received the signal to hand over at once."""
+    """Whether the job has received the signal to hand over its rollouts at once."""
     cancelled_at: datetime | None = None
+    """The time at which the job was last cancelled."""
     draining_since: datetime | None = None
     retired: bool = False
-    """A successor has taken its place."""
+    """Whether a successor has taken the place of this submission."""
     health: BackendHealth = field(default_factory=BackendHealth)
     url: str = ""
-    """The URL that the health check of a backend asks."""
+    """The URL to which the health check of a backend sends its requests."""
     probe: asyncio.Task[None] | None = None
     trouble: str = ""
-    """Why a running worker takes no Init work, in its own words."""
+    """The reason why a running worker takes no Init work, as the worker reported it."""
 
     @property
     def living(self) -> bool:
-        """Whether it has a job that has not ended, may have one, or will be tried again."""
+        """Whether the submission has or may have a job that has not ended, or will be tried again."""
         return self.ending is None and not self.blocked
 
     @property
     def stopping(self) -> bool:
-        """Whether it is being stopped."""
+        """Whether the submission is being stopped."""
         return self.stop_by is not None and self.ending is None
 
     @property
     def waits(self) -> bool:
-        """Whether its job has not started."""
+        """Whether the job neither runs nor completes, or is not known to do so."""
         return self.seen is None or self.seen.state not in ("RUNNING", "COMPLETING")
 
     @property
     def running(self) -> bool:
-        """Whether its job runs."""
+        """Whether the job runs."""
         return self.ending is None and self.seen is not None and self.seen.state == "RUNNING"
 
     @property
     def serving(self) -> bool:
-        """Whether it runs and is of use, so that its predecessor may end."""
+        """Whether the job runs and does its work. Its predecessor may then end."""
         return self.running and (self.workload.kind == "stage-worker" or self.health.ready)
 
     def observed(self, name: str) -> ObservedWorkload:
-        """Returns the submission as reconcile sees it, under a name."""
+        """Returns the submission as reconcile observes it.
+
+        Args:
+            name: The name under which reconcile knows the submission.
+        """
         ending, seen, health = self.ending, self.seen, self.health
         backend = self.workload.kind == "backend"
         state, message, pending, blocked = self._state()
@@ -111,7 +123,7 @@ class Submission:
         )
 
     def _state(self) -> tuple[Any, str, bool, bool]:
-        """Returns the state and its message, and whether the submission is pending and blocked."""
+        """Returns the state, its message, whether the submission is pending, and whether it is blocked."""
         seen = self.seen
         if self.ending is not None:
             return "exited", self.ending.message, False, False
@@ -142,7 +154,7 @@ class Submission:
 
 
 def fresh(launch: str, workload: Workload, restarts: int, now: datetime, last_end: str = "") -> Submission:
-    """Returns a submission that is about to be made."""
+    """Returns a new submission, for which nothing has been sent to Slurm yet."""
     return Submission(
         launch=launch, workload=workload, restarts=restarts, submitted_at=now, last_end=last_end
     )

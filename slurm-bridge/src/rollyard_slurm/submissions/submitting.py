@@ -1,4 +1,7 @@
-"""Submits workloads to Slurm: those of plans, those that were refused before, and successors."""
+"""A submitter sends workloads to Slurm.
+
+It submits the workloads that plans launch, those that Slurm refused before, and successors.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,22 @@ from rollyard_slurm.submissions.home_submissions import HomeSubmissions
 from rollyard_slurm.submissions.submission import Submission, fresh
 
 UNSURE_SECONDS = 90.0
-"""Within this time a job shows itself that sbatch may have submitted before it was cut off."""
+"""The time in which a job appears if sbatch submitted it before it was cut off, in seconds."""
 RETRY_SECONDS = 15.0
-"""The time between two tries after a limit of the site refused a job."""
+"""The time between two tries after a limit of the site refused a job, in seconds."""
 SUCCESSOR_AGAIN_SECONDS = 60.0
-"""The time between the failure of a successor and the next one."""
+"""The time between the failure of a successor and the submission of the next one, in seconds."""
 SUBMITTED_AT_ONCE = 32
-"""The jobs that are submitted in one turn; the next turns submit the others."""
+"""The largest number of jobs that are submitted in one pass. The next passes submit the others."""
 
 
 class Submitter:
-    """Submits workloads, and never the same one twice.
+    """Submits workloads, and never submits the same one twice.
 
     Args:
-        worker_token: Returns the token of the workers of a RolloutJob.
-        say: Is called with lines for the user of the bridge.
+        avoided: The nodes that new jobs avoid.
+        worker_token: A function that returns the token of the workers of a RolloutJob.
+        say: A function that is called with each line for the user of the bridge.
     """
 
     def __init__(
@@ -63,11 +67,11 @@ class Submitter:
         self._submitted = 0
 
     def begin_turn(self) -> None:
-        """Begins to count the jobs of a turn, and forgets which limit was met in the last one."""
+        """Starts a new pass: resets the count of submitted jobs, and forgets the limit that was met."""
         self._limit, self._submitted = "", 0
 
     def note_stop(self, stop: Stop) -> None:
-        """Notes that a workload is being stopped, perhaps in order to be launched again."""
+        """Notes that a workload is being stopped. The stop says whether it is to be launched again."""
         self._replaced.note(stop)
 
     def successor_failed(self, name: str, now: datetime) -> None:
@@ -77,8 +81,8 @@ class Submitter:
     async def launch(self, launch: Launch, now: datetime) -> None:
         """Submits a workload that a plan launches.
 
-        Nothing is done where the workload has come to be since the plan was made, or where enough jobs were
-        submitted in this turn: the next plan launches it again.
+        This does nothing if the workload already exists, because it appeared after the plan was made, or if
+        enough jobs were submitted in this pass. In the second case, the next plan launches the workload.
         """
         name = launch.workload.name
         earlier = [one for one in self._submissions if one.workload.name == name]
@@ -91,13 +95,13 @@ class Submitter:
         self._replaced.launched(name)
 
     async def retry(self, now: datetime) -> None:
-        """Submits what was refused, where its time has come."""
+        """Submits the workloads that were refused before and are due for another try."""
         for one in self._submissions:
             if one.refused and not one.blocked and one.retry_at is not None and now >= one.retry_at:
                 await self._try(one, now)
 
     async def submit_successors(self, now: datetime) -> None:
-        """Submits successors of the jobs whose time limits are near."""
+        """Submits successors of the jobs that are close to their time limits."""
         for name, group in self._submissions.groups().items():
             if self._wants_successor(name, group, now):
                 front = group.front
@@ -105,6 +109,7 @@ class Submitter:
                 await self._submit(Launch(front.workload, front.restarts, front.last_end), now)
 
     def _wants_successor(self, name: str, group: Group, now: datetime) -> bool:
+        """Returns whether a workload needs a successor now."""
         front = group.front
         if not front.running or front.stopping or group.successors or front.seen is None:
             return False
@@ -114,12 +119,16 @@ class Submitter:
         return time_limits.wants_successor(front.seen, self._site.profile.of(front.workload.kind))
 
     async def _submit(self, launch: Launch, now: datetime) -> None:
+        """Adds a new submission of a workload, and submits it."""
         one = fresh(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
         self._submissions.add(one)
         await self._try(one, now)
 
     async def _try(self, one: Submission, now: datetime) -> None:
-        """Submits one workload, if Slurm answers and no limit of the site was met in this turn."""
+        """Submits one workload, if Slurm answers and no limit of the site was met in this pass.
+
+        If it is not submitted, the submission holds the reason.
+        """
         self._submissions.changed = True
         trouble = self._availability.trouble or self._limit
         if trouble or not self._availability.answered_once:
@@ -154,22 +163,24 @@ class Submitter:
         self._submissions.save(one)
 
     async def _call_sbatch(self, one: Submission) -> None:
+        """Writes the files of a submission, and submits its batch script."""
         workload = one.workload
         identity = SlurmJobIdentity.of(workload, self._site.instance, one.launch, one.restarts)
         if workload.kind == "stage-worker":
             write_private(self._site.token_file(workload), self._worker_token(workload.owner))
             one.avoided = self._avoided.nodes
-        # The record is written before sbatch runs: whatever happens to this process, the job is found again.
+        # The record is written before sbatch runs. The job is found again even if this process is killed.
         self._submissions.save(one)
         one.job = await self._calls.submit(batch_script(workload, self._site, identity, one.avoided))
 
     def _refused(self, one: Submission, refusal: SubmitRefused, now: datetime) -> None:
+        """Notes that Slurm refused a job, and decides whether and when to try again."""
         one.refused = f"{refusal.by}: {refusal}"
         if refusal.limit:
             self._limit = one.refused
             one.retry_at = now + timedelta(seconds=RETRY_SECONDS)
         elif one.avoided:
-            # It may be that no other node will do: the job is submitted without `--exclude` at once.
+            # Perhaps only the avoided nodes can run the job. It is submitted without `--exclude` at once.
             self._avoided.clear()
             one.retry_at = now
         else:

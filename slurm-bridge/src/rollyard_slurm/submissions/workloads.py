@@ -1,4 +1,7 @@
-"""The workloads of one home as Slurm jobs: carries out plans, and reports what is seen of the jobs."""
+"""The workloads of one home as Slurm jobs.
+
+This is the part of the bridge that carries out plans, and reports what is observed of the jobs.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ from rollyard_slurm.submissions.submitting import Submitter
 
 
 class SlurmWorkloads:
-    """The workloads of one home, each of them one or several submissions.
+    """The workloads of one home. Each of them consists of one or several submissions.
 
     Args:
         calls: The calls to Slurm.
-        worker_token: Returns the token of the workers of a RolloutJob.
-        wake: Is called when something happened that a turn should look at.
-        say: Is called with a line for the user of the bridge, once for each change.
+        worker_token: A function that returns the token of the workers of a RolloutJob.
+        wake: A function that is called when the next pass should start early, because something changed.
+        say: A function that is called with a line for the user of the bridge, once for each change.
     """
 
     def __init__(
@@ -53,38 +56,41 @@ class SlurmWorkloads:
             site, calls, self._submissions, self._availability, avoided, self._submitter.successor_failed, say
         )
 
-    # What is seen
+    # These members report what is observed.
 
     @property
     def trouble(self) -> str:
-        """Why Slurm does not answer; empty: it does."""
+        """The reason why Slurm does not answer. It is empty while Slurm answers."""
         return self._availability.trouble
 
     @property
     def ready(self) -> bool:
-        """Whether plans may be made: Slurm has answered, or there is nothing to ask it about."""
+        """Whether plans may be made.
+
+        This is so when Slurm has answered, or when no submission can have a job.
+        """
         return self._availability.answered_once or all(one.refused for one in self._submissions)
 
     @property
     def jobs(self) -> list[Submission]:
-        """Every submission that has, or may have, a job that has not ended."""
+        """The submissions that have or may have a job that has not ended, or will be tried again."""
         return [one for one in self._submissions if one.living]
 
     @property
     def changed(self) -> bool:
-        """Whether something was done, or seen, after which Slurm should be polled soon."""
+        """Whether something was done or seen after which Slurm should be polled soon."""
         return self._submissions.changed
 
     def clear_changed(self) -> None:
-        """Notes that Slurm is being polled for what has changed."""
+        """Notes that a poll for the changes begins."""
         self._submissions.changed = False
 
     def owners(self) -> set[Owner]:
-        """Returns the jobs and pools whose workloads there are."""
+        """Returns the jobs and pools that have at least one submission."""
         return self._submissions.owners
 
     def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
-        """Returns what is seen of an owner's workloads; replaced jobs have names of their own."""
+        """Returns the observed workloads of an owner. Jobs that were replaced have names of their own."""
         return tuple(
             one.observed(name)
             for name, one in self._submissions.named().items()
@@ -92,20 +98,23 @@ class SlurmWorkloads:
         )
 
     async def poll(self, now: datetime) -> None:
-        """Asks Slurm about everything; where it does not answer, everything stays as it was."""
+        """Asks Slurm about every submission. If Slurm does not answer, the submissions stay as they were."""
         await self._poller.poll(now)
 
     def find_endpoints(self) -> None:
-        """Begins to check the health of backends that have announced where they answer."""
+        """Begins to check the health of backends that have announced their URLs."""
         for one in self._submissions:
             wanted = one.workload.kind == "backend" and one.living and not one.stopping
             if wanted and self._submissions.health_checks.find(one):
                 self._submissions.changed = True
 
-    # What is done
+    # These methods act on the jobs.
 
     async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
-        """Starts and stops what the plan of one owner names; the next turns continue the stopping."""
+        """Starts and stops the workloads that the plan of one owner names.
+
+        Stopping takes several passes, and the next calls of `act` continue it.
+        """
         for stop in plan.stop:
             self.stop(stop)
         now = datetime.now(UTC)
@@ -119,13 +128,16 @@ class SlurmWorkloads:
             await self._submitter.launch(launch, now)
 
     def stop(self, stop: Stop) -> None:
-        """Begins to stop a workload within its grace, and forgets one that has ended."""
+        """Begins to stop a workload, and forgets a workload that has ended.
+
+        The job is cancelled when the grace of the stop is over.
+        """
         if stop.name in self._submissions.named():
             self._submitter.note_stop(stop)
             self._stopper.stop(stop)
 
     async def act(self, now: datetime) -> None:
-        """Does what is due at this time: signals and cancellations, further tries, and successors."""
+        """Does what is due: sends signals, cancels jobs, retries refused submissions, submits successors."""
         self._submitter.begin_turn()
         try:
             await self._stopper.proceed(now)
@@ -137,19 +149,25 @@ class SlurmWorkloads:
         await self._submitter.submit_successors(now)
 
     def logs(self) -> set[Path]:
-        """Returns the logs of jobs that have not ended."""
+        """Returns the log files of the jobs that have not ended."""
         return {self._site.log(one.workload, one.job) for one in self.jobs if one.job is not None}
 
-    # The end
+    # These methods are called when the bridge ends.
 
     def stop_kind(self, kind: str, grace_seconds: float, now: datetime) -> None:
-        """Begins to stop every workload of a kind."""
+        """Begins to stop every workload of one kind.
+
+        Args:
+            kind: The kind, `stage-worker` or `backend`.
+            grace_seconds: The time until the jobs are cancelled, in seconds.
+            now: The present time.
+        """
         self._stopper.stop_kind(kind, grace_seconds, now)
 
     def left(self, kind: str) -> list[Submission]:
-        """Returns those of a kind that have not ended."""
+        """Returns the submissions of one kind that have not ended."""
         return [one for one in self.jobs if one.workload.kind == kind]
 
     async def close(self) -> None:
-        """Ends the health checks; the jobs continue to run."""
+        """Ends the health checks. The Slurm jobs continue to run."""
         await self._submissions.close()

@@ -1,4 +1,4 @@
-"""`python -m rollyard_api`: the control plane as a process."""
+"""`python -m rollyard_api` runs the control plane as a process."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from rollyard_api.settings import Settings
 
 EXIT_USAGE = 2
 SHUTDOWN_SECONDS = 2
-"""For requests under way after a SIGTERM; long polls are answered at once."""
+"""The number of seconds that running requests have after a SIGTERM. Long polls are answered at once."""
 
 
 class ControlPlaneServer(uvicorn.Server):
-    """uvicorn, which ends long polls on a signal, exits with 0 then, and says where it listens."""
+    """A uvicorn server that ends long polls on a signal, then exits with 0, and writes its port to a file."""
 
     def __init__(self, config: uvicorn.Config, port_file: Path | None, port: int) -> None:
         super().__init__(config)
@@ -82,11 +82,11 @@ BOUNDS: tuple[tuple[str, type[int] | type[float], str], ...] = (
     ("max_pages", int, "pages of results in memory at the same time"),
     ("max_pages_per_namespace", int, "those of one namespace"),
 )
-"""Settings that are options: name, type and help."""
+"""The settings that are command-line options, with their names, types and help texts."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="rollyard_api", description="Rollyard's control plane.")
     made.add_argument("--state-dir", type=Path, required=True, help="tokens, database and trajectories")
     made.add_argument(
@@ -189,10 +189,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
+    """Return a listening socket.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: The address is not available.
     """
     if host.startswith("/"):
         return listen_on(host)
@@ -209,22 +209,22 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def cut_off_stalled(sock: socket.socket, seconds: int) -> None:
-    """Let the kernel close connections whose client takes nothing of what is sent for so long."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
+    """Let the kernel close connections whose client accepts no data for `seconds`."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # This exists on Linux only; accepted connections inherit it.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
 def open_many_files() -> None:
-    """Take all the descriptors that the process may have: each long poll is a connection."""
+    """Raise the limit of open files to the permitted maximum, because each long poll is a connection."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen_on(path: str) -> socket.socket:
-    """A listening Unix socket, of this user alone. One that nobody listens on any more makes way.
+    """Return a listening Unix socket that only this user can access, in place of one that no process uses.
 
     Raises:
-        OSError: the path cannot be had.
+        OSError: The path is not available.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
@@ -245,12 +245,12 @@ def listen_on(path: str) -> socket.socket:
 
 
 def _port(sock: socket.socket) -> int:
-    """Where it listens; 0: on a Unix socket."""
+    """Return the port on which a socket listens, which is 0 for a Unix socket."""
     return 0 if sock.family == socket.AF_UNIX else int(sock.getsockname()[1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT; the exit status."""
+    """Run until SIGTERM or SIGINT, and return the exit status."""
     given = parser().parse_args(argv)
     if given.lease_seconds <= 0:
         parser().error("--lease-seconds must be more than 0")
@@ -311,14 +311,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tls_problem(certificate: Path, key: Path) -> str | None:
-    """Why HTTPS cannot be served with this certificate and key; None where it can."""
+    """Return why HTTPS cannot be served with this certificate and key, or None if it can."""
     for option, path in (("--tls-cert", certificate), ("--tls-key", key)):
         try:
             path.read_bytes()
         except OSError as error:
             return f"{option} {path}: cannot be read: {error.strerror}"
     try:
-        # An empty password: a key that needs one is an error, not a question on the terminal.
+        # With an empty password, a key that needs one is an error instead of a question on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except (ssl.SSLError, ValueError) as error:
         return f"--tls-cert {certificate}, --tls-key {key}: no PEM certificate and key of a pair: {error}"
@@ -332,10 +332,14 @@ def serve(
     log_level: str,
     tls: tuple[Path, Path] | None = None,
 ) -> int:
-    """Serve on a listening socket until a signal comes, and return the exit status.
+    """Serve on a listening socket until a signal arrives, and return the exit status.
 
     Args:
-        tls: the files of the certificate and of its key.
+        settings: The settings of the control plane.
+        sock: The listening socket.
+        port_file: The file to which the port is written once requests are answered, or None.
+        log_level: The level of the log.
+        tls: The files of the certificate and of its key, or None for HTTP.
     """
 
     def started(plane: ControlPlane) -> None:
@@ -348,7 +352,7 @@ def serve(
         http="httptools",
         ws="none",
         lifespan="on",
-        # Its records go the way of all others, so that they are escaped, too.
+        # The server's records use the same log as all others, because they are escaped there.
         log_config=None,
         log_level=log_level,
         access_log=False,
@@ -358,11 +362,11 @@ def serve(
         ssl_certfile=None if tls is None else tls[0],
         ssl_keyfile=None if tls is None else tls[1],
     )
-    # The writer thread gives the interpreter up at every SQLite call; at the default of 5 ms it
+    # The writer thread releases the interpreter at every SQLite call. At the default interval of 5 ms it
     # would wait that long for each return while requests are being parsed.
     sys.setswitchinterval(0.0005)
     server = ControlPlaneServer(config, port_file, _port(sock))
-    # uvicorn exits by itself when the start fails; the reason is logged below.
+    # uvicorn itself exits if the start fails. The reason is printed below.
     with sock, contextlib.suppress(SystemExit):
         server.run(sockets=[sock])
     if server.started:

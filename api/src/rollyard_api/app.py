@@ -1,4 +1,4 @@
-"""The ASGI application: middleware for tokens, limits and problems around the routes."""
+"""The ASGI application puts middleware for tokens, limits and problems around the routes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollyard_api.settings import Settings
 
 
 class Gate:
-    """Before the routes: the bearer token and the body's size. Around them: latency."""
+    """A middleware that checks the token and the size of the body, and measures the latency of each call."""
 
     def __init__(
         self, app: ASGIApp, plane: Callable[[], ControlPlane], rules: Access, max_body: int, max_blob: int
@@ -48,7 +48,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if status >= HTTPStatus.BAD_REQUEST and not body.whole:
-                    # The server would read, and drop, what a refused caller still sends, without end.
+                    # Without this, the server would read and drop everything that a refused caller still
+                    # sends.
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
@@ -57,11 +58,12 @@ class Gate:
             rule = self._rules.rule(scope["method"], scope["path"])
             if not rule.open:
                 await self._admit(scope, rule, headers.get(b"authorization", b"").decode("latin-1"))
-            # An upload is read piece by piece and may be longer; all other bodies lie in memory whole.
+            # An upload is read in pieces and may be longer. All other bodies are held in memory as a whole.
             most = self._max_blob if scope["path"].startswith(blobs.PREFIX) else self._max_body
             most = most if rule.max_body is None else min(most, rule.max_body)
             given = headers.get(b"content-length", b"0")
-            # What is no number of this kind is the server's to refuse; it counts as too long here.
+            # The server itself refuses a value that is not a number of this kind. Here such a value counts as
+            # too long.
             if not given.isdigit() or len(given) > 18 or int(given) > most:
                 raise TooLarge(f"the body of {scope['method']} {scope['path']} may have {most} bytes")
             body.most = most
@@ -75,7 +77,7 @@ class Gate:
             self._plane().metrics.http.labels(scope["method"], path, str(status)).observe(elapsed)
 
     async def _admit(self, scope: Scope, rule: Rule, authorization: str) -> None:
-        """Find out who calls, for the routes, and refuse who may not."""
+        """Identify the caller for the routes, and refuse a caller that is not permitted."""
         plane = self._plane()
         caller = plane.tokens.caller(authorization)
         permissions.authorize(rule, caller, scope["method"], scope["path"])
@@ -89,15 +91,15 @@ class Gate:
 
 
 class Body:
-    """A request's body on its way to a route: counted as it comes, for a chunked one has no length."""
+    """The body of a request on its way to a route, which is counted because a chunked body has no length."""
 
     def __init__(self, receive: Receive, scope: Scope) -> None:
         self._receive = receive
         self._read = 0
         self.most = 0
-        """Bytes that it may have."""
+        """The largest number of bytes that the body may have."""
         self.whole = not any(name in _LENGTHS and value != b"0" for name, value in scope["headers"])
-        """Whether nothing of it is still to come."""
+        """Whether all of the body has arrived."""
 
     async def __call__(self) -> Message:
         message = await self._receive()
@@ -137,16 +139,17 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(_request: Request, error: Exception) -> Response:
-    # Starlette raises it again after the answer, so that the server logs it with its traceback.
+    # Starlette raises the error again after the answer, and the server then logs it with its traceback.
     return response(ApiError(f"unexpected {type(error).__name__}; the server's log says more"))
 
 
 def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None = None) -> FastAPI:
-    """The application; the control plane lives as long as its lifespan.
+    """Return the application. The control plane lives as long as the application's lifespan.
 
     Args:
-        settings: as given on the command line.
-        started: called with the control plane once it runs (the server's signal handler needs its bus).
+        settings: The settings from the command line.
+        started: This is called with the control plane once it runs, because the server's signal handler needs
+            its bus.
     """
 
     @asynccontextmanager
@@ -155,7 +158,7 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
             try:
                 plane = await stack.enter_async_context(running(settings))
             except Exception as error:
-                # The server only logs it: whoever started the server asks for it here.
+                # The server only logs the error. The code that started the server reads it from here.
                 app.state.failure = error
                 raise
             app.state.plane = plane

@@ -1,4 +1,4 @@
-"""Prometheus metrics: counters fed after each commit, gauges read from the database at each scrape."""
+"""Prometheus counters are fed after each commit, and gauges are read from the database at each scrape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)
 
 
 class _Snapshot:
-    """Gauges of one scrape, as a collector of its own."""
+    """The gauges of one scrape, as a collector of its own."""
 
     def __init__(self, families: list[GaugeMetricFamily]) -> None:
         self._families = families
@@ -31,7 +31,7 @@ class _Snapshot:
 
 
 class Metrics:
-    """All metrics of one control plane, in a registry of its own."""
+    """All metrics of one control plane, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -108,7 +108,7 @@ class Metrics:
         )
 
     def add(self, counted: Iterable[tuple[str, tuple[str, ...], float]]) -> None:
-        """Take what transactions counted."""
+        """Add the values that transactions have counted."""
         for name, labels, value in counted:
             counter = self._counters.get(name)
             if counter is not None:
@@ -118,7 +118,7 @@ class Metrics:
                 (histogram.labels(*labels) if labels else histogram).observe(value)
 
     def render(self, conn: Connection) -> bytes:
-        """The exposition text. Blocking: call it in a reader."""
+        """Return the exposition text. This blocks and is therefore to be called in a reader."""
         scrape = CollectorRegistry()
         scrape.register(_Snapshot(_gauges(conn)))
         return generate_latest(self.registry) + generate_latest(scrape)
@@ -162,7 +162,7 @@ _BACKEND = (
     ("prefix_cache_hit_ratio", "prefixCacheHitRate", "Share of prompt tokens found in the prefix cache"),
     ("tokens_per_second", "tokensPerSecond", "Sampled tokens per second of one rollout's model time"),
 )
-"""Gauge, field of BackendStatus, help."""
+"""The name of each gauge of a backend, its field of BackendStatus, and its help text."""
 
 
 def _of_backends(conn: Connection) -> list[GaugeMetricFamily]:

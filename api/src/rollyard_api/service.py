@@ -1,4 +1,4 @@
-"""The control plane as one object: database, bus, events, metrics, archive, and what runs beside requests."""
+"""The control plane is one object with database, bus, events, metrics, archive and background work."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ T = TypeVar("T")
 DISK_SECONDS = 30.0
 PARSE_SECONDS = 60.0
 LOOKS = 4
-"""Looks at the database for long polls of one namespace at the same time."""
+"""The number of simultaneous looks at the database for long polls of one namespace."""
 GRANTS = 16
-"""Requests for leases of one namespace that wait for the database's writer at the same time."""
+"""The number of lease requests of one namespace that wait for the database's writer at the same time."""
 FLUSH_SECONDS = 0.25
-"""Between two looks at what waits for the trajectory store."""
+"""The time between two looks at the results that wait for the trajectory store, in seconds."""
 FLUSH_RETRY_SECONDS = 2.0
 
 
 class ControlPlane:
-    """Everything that requests share; made by `running`."""
+    """The objects that requests share. They are created by `running`."""
 
     def __init__(self, settings: Settings, token_file: TokenFile, database: Database) -> None:
         self.settings = settings
@@ -67,9 +67,9 @@ class ControlPlane:
         store = open_store(settings.trajectories_url, 3 * patience)
         self.archive = Archive(database, store, patience)
         self.disk = Bulkhead("folder of weights", threads=4, waiting=256, seconds=DISK_SECONDS)
-        """For the folders of weights that updates name."""
+        """The threads for the folders of weights that updates name."""
         self.parsing = Bulkhead("reading of tasks", threads=2, waiting=256, seconds=PARSE_SECONDS)
-        """For request bodies that take long to read."""
+        """The threads for request bodies that take long to read."""
         self.token_reads = Bulkhead("token file", threads=1, waiting=16, seconds=DISK_SECONDS)
         self.polls = Quota("long polls", each=settings.max_polls_per_namespace, total=settings.max_polls)
         self.worker_polls = Quota(
@@ -100,7 +100,7 @@ class ControlPlane:
         self.poller = Poller()
         self.http = httpx.AsyncClient(timeout=health.CHECK_TIMEOUT, trust_env=False)
         self.transport = HttpxTransport(self.http)
-        """Every call to a backend goes through it."""
+        """The transport that every call to a backend uses."""
         python = settings.verify_python or verification.default_python()
         self.coordinator = Coordinator(
             database, self.transport, verification.Forward(python, self.disk), settings.weight_limits
@@ -109,7 +109,7 @@ class ControlPlane:
 
     @property
     def tokens(self) -> Tokens:
-        """The tokens that are in force now."""
+        """The tokens that are in force at the moment."""
         return self.token_file.tokens
 
     async def look_at_tokens(self) -> None:
@@ -117,14 +117,14 @@ class ControlPlane:
         await self.token_reads.run(self.token_file.look)
 
     def close(self) -> None:
-        """End the threads; those that hang are not waited for."""
+        """Stop the threads, without waiting for those that hang."""
         self.archive.close()
         self.disk.close()
         self.parsing.close()
         self.token_reads.close()
 
     def after_commit(self, committed: Sequence[Transaction]) -> None:
-        """Tell waiters, subscribers and metrics what has just been committed."""
+        """Inform waiters, subscribers and metrics of the transactions that have just been committed."""
         wakes: set[str] = set()
         for tx in committed:
             wakes |= tx.wakes
@@ -136,13 +136,17 @@ class ControlPlane:
             self.bus.wake(wakes)
 
     async def cancel_rest(self, job_id: int) -> None:
-        """End what is unfinished of a cancelled job, batch by batch, and give its sandboxes up."""
+        """End the unfinished rollouts of a cancelled job, batch by batch, and release their claims."""
         while await self.database.write(partial(cancellation.cancel_some, job_id=job_id)):
             pass
         await self.database.write(claims.release_unneeded, durable=False)
 
     def pages_of(self, rows: Sequence[RolloutSize]) -> Turns:
-        """Places for answers with these results. A store that hangs holds no place of others."""
+        """Return the places for answers with these results.
+
+        Results in the trajectory store and in the database have separate places, and a store that hangs holds
+        no place of the others.
+        """
         return self._pages["trajectory store" if any(row.pending is None for row in rows) else "database"]
 
     async def poll(
@@ -154,10 +158,10 @@ class ControlPlane:
         wait: float,
         gone: Callable[[], Awaitable[bool]],
     ) -> T:
-        """A long poll of a trainer or a driver in the name of a namespace ("" for all): see `Bus.until`.
+        """Answer a long poll of a trainer or a driver for a namespace ("" stands for all); see `Bus.until`.
 
         Raises:
-            TooManyWaits: as many as may stand open do already.
+            TooManyWaits: The largest number of long polls is already open.
         """
 
         async def turn() -> T:
@@ -170,11 +174,11 @@ class ControlPlane:
             return await self.bus.until(topic, turn, enough, wait, gone)
 
     async def refuse_when_full(self) -> None:
-        """Take no more results while the trajectory store takes none and the database holds its share.
+        """Refuse results while the trajectory store accepts none and the database holds its share of them.
 
         Raises:
-            StorageFull: the store has no space left.
-            Unavailable: it takes nothing for another reason.
+            StorageFull: The store has no space left.
+            Unavailable: The store accepts nothing for another reason.
         """
         refused = self.archive.refused
         if refused is None or await self.archive.unstored() < self.settings.max_unstored:
@@ -191,7 +195,7 @@ class ControlPlane:
         )
 
     async def sweep(self) -> None:
-        """One round of expiry, deadlines, cancellations, claims and removals."""
+        """Run one round of expiry, deadlines, cancellations, claims and removals."""
         write, read = self.database.write, self.database.read
         expire = partial(lease_expiry.expire, max_expiries=self.settings.max_expiries)
         while await write(expire, durable=False) == lease_expiry.EXPIRY_BATCH:
@@ -213,25 +217,25 @@ class ControlPlane:
         await self.uploads.remove_unneeded()
 
     async def flush(self) -> None:
-        """One round of storing trajectories; a refusal is remembered until a round succeeds."""
+        """Run one round of storing trajectories. A refusal is remembered until a round succeeds."""
         await self.archive.flush()
 
     async def check_health(self, *, ready: bool) -> None:
-        """One round of health checks of those external backends that are ready, or that are not."""
+        """Run one round of health checks of the external backends that are ready, or of all others."""
         await health.check_all(self.database, self.transport, ready=ready)
 
     async def probe_circuits(self) -> None:
-        """One probe of each backend whose circuit has been open long enough."""
+        """Send one probe to each backend whose circuit has been open long enough."""
         await circuits.probe_all(self.database, self.transport)
 
     async def read_stats(self) -> None:
-        """What backends say in their metrics, and how fast completed rollouts found them."""
+        """Store the speeds of completed rollouts on their backends, and read the backends' own metrics."""
         await self.speeds.write(self.database)
         await self.poller.poll(self.database, self.transport)
 
 
 async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Call `work` again and again; a refusal of the database or the store is logged once and retried."""
+    """Call `work` in a loop; a refusal of the database or the store is logged once, and retried."""
     refused = ""
     while True:
         try:
@@ -246,7 +250,7 @@ async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awa
             refused = error.reason
             pause = retry
         except Exception:
-            # Whatever it is, this work continues for everybody else.
+            # One failure, whatever it is, must not end the work for all others.
             log.exception("%s: failed, and will be tried again", what)
             pause = max(retry, 1.0)
         await asyncio.sleep(pause)
@@ -254,12 +258,12 @@ async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awa
 
 @asynccontextmanager
 async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
-    """A control plane with its schema up to date and its background work going on.
+    """Yield a control plane whose schema is up to date and whose background work is running.
 
     Raises:
-        TokenFileError: the token file cannot be used.
-        StateFolderInUse: another process serves this state folder.
-        sqlalchemy.exc.OperationalError: the database cannot be opened.
+        TokenFileError: The token file cannot be used.
+        StateFolderInUse: Another process serves this state folder.
+        sqlalchemy.exc.OperationalError: The database cannot be opened.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with ExitStack() as stack:
@@ -308,14 +312,15 @@ async def _open(archive: Archive) -> None:
     try:
         await archive.open()
     except TimedOut as error:
-        # Jobs run without it as long as the database has room for their results.
+        # Jobs run without the store as long as the database has room for their results.
         log.warning("start: %s", error.detail)
 
 
 def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[], Awaitable[None]]]]:
-    """Seconds between two rounds, seconds before another try, a name and the work."""
+    """Return the background work: seconds between two rounds, seconds before a retry, name and function."""
     given = plane.settings
-    # A server that is not ready may hold its check up with its first request: the others do not wait.
+    # A server that is not ready may delay its check by its first request. The check of the others does not
+    # wait for it.
     serving = partial(plane.check_health, ready=True)
     starting = partial(plane.check_health, ready=False)
     circuit, stats = plane.probe_circuits, plane.read_stats
@@ -332,17 +337,17 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
 
 
 async def _resume(plane: ControlPlane) -> None:
-    """What a start owes to whatever was going on before: leases get their time, parts their end."""
+    """Resume at a start what an earlier process left: leases get their full time, and parts are adopted."""
     try:
         await plane.database.write(partial(lease_expiry.grace, lease_seconds=plane.settings.lease_seconds))
         await plane.database.write(node_loss.grace)
         await plane.database.write(partial(node_loss.forget, silent_seconds=plane.settings.node_seconds))
     except StorageFull as error:
-        # A full disk must not keep the control plane from starting: reading works, and room may come.
+        # A full disk must not prevent a start, because reading still works and space may become free.
         log.warning("start: %s", error.detail)
     await plane.archive.adopt()
 
 
 def ping(conn: Connection) -> None:
-    """Raises when the database does not answer."""
+    """Raise an exception if the database does not answer."""
     conn.exec_driver_sql("SELECT 1")

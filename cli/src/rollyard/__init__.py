@@ -1,4 +1,4 @@
-"""The rollyard command line and the local driver; `from rollyard import Client` is the SDK."""
+"""The rollyard command line and the local driver. `from rollyard import Client` gives the SDK."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["AsyncClient", "Client", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # These are imported when they are asked for, so that `rollyard --help` does not pay for an HTTP client.
+    # These are imported on their first use, because `rollyard --help` must not import an HTTP client.
     if name == "__version__":
         from rollyard_crds.version import installed_version
 

@@ -1,4 +1,4 @@
-"""`python -m rollyard` is the command line."""
+"""Run the command line as `python -m rollyard`."""
 
 import sys
 

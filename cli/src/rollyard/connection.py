@@ -1,4 +1,4 @@
-"""Commands' way to the control plane: which server, and its errors as one line."""
+"""The connection of commands to a control plane: the choice of the server, and errors as one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KUBERNETES = "kubernetes://"
 
 
 def server_options(command: F) -> F:
-    """`--url`, `--kubernetes`, `--home` and `--namespace`: of every command that talks to a server."""
+    """Add `--url`, `--kubernetes`, `--home` and `--namespace` to a command that uses a server."""
 
     @functools.wraps(command)
     def folded(*args: Any, url: str | None, kubernetes: str | None, **kwargs: Any) -> Any:
@@ -51,13 +51,17 @@ def server_options(command: F) -> F:
 
 @contextlib.contextmanager
 def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Client]:
-    """A client; what the server or the network says wrong ends the command with one line.
+    """Yield a client whose errors end the command with one line.
 
-    Where neither arguments nor environment name a server and none of `rollyard up` runs, the one
-    installation in the cluster of the kubeconfig is taken.
+    If neither the arguments nor the environment name a server and no `rollyard up` runs, the client uses
+    the one installation in the cluster of the kubeconfig.
 
     Raises:
-        NoServer, NotFound, InvalidInput, CliError.
+        NoServer: No server answers, or none is found.
+        NotFound: The server has no such object, or the cluster has no such installation.
+        InvalidInput: The server refuses the request.
+        UsageProblem: The URL is not valid, or several installations match.
+        CliError: The call failed for another reason.
     """
     from rollyard_client import Client
     from rollyard_client import errors as wire
@@ -90,7 +94,10 @@ def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Clie
 
 @contextlib.contextmanager
 def _elsewhere(url: str | None, home: Path | None, env: dict[str, str]) -> Iterator[Context]:
-    """By URL or by the file that `rollyard up` writes; where nothing names a server, by the kubeconfig."""
+    """Yield the context of a URL or of the file that `rollyard up` writes.
+
+    If nothing names a server, the kubeconfig is used.
+    """
     from rollyard_client import errors as wire
     from rollyard_client.context import context_path, resolve
 
@@ -118,7 +125,7 @@ def _elsewhere(url: str | None, home: Path | None, env: dict[str, str]) -> Itera
 
 @contextlib.contextmanager
 def _in_cluster(address: str, env: dict[str, str]) -> Iterator[Context]:
-    """The installation that a `kubernetes://` address means, over a tunnel of kubectl's."""
+    """Yield the context of the installation that a `kubernetes://` address names, over a kubectl tunnel."""
     import ssl
 
     from rollyard_client.context import Context
@@ -130,7 +137,7 @@ def _in_cluster(address: str, env: dict[str, str]) -> Iterator[Context]:
     token = env.get("ROLLYARD_TOKEN") or installations.token(installation)
     tls: ssl.SSLContext | None = None
     if installation.scheme == "https":
-        # The API server has vouched for the other end of the tunnel; the certificate is for the Service's
+        # The API server has authenticated the other end of the tunnel. The certificate is for the Service's
         # name, and its authority may be the cluster's own.
         tls = ssl.create_default_context()
         tls.check_hostname = False
@@ -140,7 +147,10 @@ def _in_cluster(address: str, env: dict[str, str]) -> Iterator[Context]:
 
 
 def _no_context(error: Exception, url: str | None, env: dict[str, str]) -> CliError:
-    """No token is known. Most often that is because no server runs: say that first."""
+    """Return the error for a missing token.
+
+    The usual reason is that no server runs. In that case, the error says so.
+    """
     from rollyard_client import Client
     from rollyard_client.context import DEFAULT_URL, context_path
     from rollyard_client.errors import RollyardError, ServerUnavailable

@@ -1,4 +1,4 @@
-"""Programs of Rollyard in the background: each is started, and waited for until it is ready."""
+"""The start of Rollyard's programs in the background, which waits until they are ready."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ LOOK_SECONDS = 0.05
 
 
 def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seconds: float) -> str:
-    """Runs `rollyard ARGUMENTS` in a session of its own; returns the line that `ready` gives for its pid.
+    """Run `rollyard ARGUMENTS` in a session of its own, and return the line that `ready` gives for its pid.
 
     Args:
-        log: gets what it prints.
-        ready: given the pid, what to tell of it, or nothing while it is not ready.
-        seconds: to wait.
+        arguments: The command and its arguments.
+        log: The file to which the program's output is appended.
+        ready: A function of the pid. It returns a line about the program, or "" while that is not ready.
+        seconds: The longest wait in seconds.
 
     Raises:
-        StartFailed: it ended, or was not ready in time (and was asked to end).
+        StartFailed: The program ended, or it was not ready in time and was asked to end.
     """
     what = f"`rollyard {' '.join(word for word in arguments[:2] if not word.startswith('-'))}`"
     with log.open("ab") as output:

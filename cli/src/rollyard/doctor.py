@@ -1,4 +1,4 @@
-"""Checks of this machine: each says what it found, and what to do if something is missing."""
+"""The checks of `rollyard doctor`. Each reports what it found, and what to do if something is missing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rollyard.checks.finding import run as _run
 
 
 def check_python() -> Finding:
-    """Python and the machine."""
+    """Report the version of Python and of the operating system."""
     return Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.release()}")
 
 
 def check_sandboxes(run_dir: Path) -> list[Finding]:
-    """User namespaces, bubblewrap, limits and the run folder, as the sandboxes' own checks see them."""
+    """Check user namespaces, bubblewrap, limits and the run folder with the sandboxes' own checks."""
     import asyncio
 
     from rollyard_pipeline.sandboxes.doctor import sandbox_checks
@@ -33,7 +33,7 @@ def check_sandboxes(run_dir: Path) -> list[Finding]:
 
 
 def check_containers(on_slurm: bool) -> list[Finding]:
-    """Checks of Apptainer sandboxes; only a Slurm cluster needs them."""
+    """Check Apptainer sandboxes. Only a Slurm cluster needs them."""
     import asyncio
 
     from rollyard_pipeline.sandboxes.doctor import apptainer_checks
@@ -41,7 +41,7 @@ def check_containers(on_slurm: bool) -> list[Finding]:
     found = []
     for check in asyncio.run(apptainer_checks()):
         if check.ok:
-            # One with a remedy works in part.
+            # A check that succeeds and has a remedy found something that works in part.
             verdict: Verdict = "optional" if check.remedy else "ok"
         else:
             needed = on_slurm or check.name == "user namespaces"
@@ -51,7 +51,7 @@ def check_containers(on_slurm: bool) -> list[Finding]:
 
 
 def check_model() -> Finding:
-    """Whether the embedded engine and its shipped model are there."""
+    """Check that the embedded engine and its shipped model are installed."""
     from rollyard.errors import NotFound
     from rollyard.local.options import shipped_model
 
@@ -62,7 +62,7 @@ def check_model() -> Finding:
 
 
 def check_gpu() -> Finding:
-    """NVIDIA GPUs and their driver, which containers borrow by `--nv`."""
+    """Check NVIDIA GPUs and their driver, which `--nv` makes available in containers."""
     code, text = _run("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     if code == 0 and text:
         return Finding("gpu", "ok", f"{text} (name, memory, driver)")
@@ -74,7 +74,7 @@ def check_gpu() -> Finding:
 
 
 def check_vllm() -> Finding:
-    """vLLM, for `rollyard up --engine vllm` and pools with `engine.type: vllm`."""
+    """Check vLLM, which `rollyard up --engine vllm` and pools with `engine.type: vllm` need."""
     path = shutil.which("vllm")
     if path is not None:
         gpus = _run("nvidia-smi", "-L")
@@ -89,13 +89,13 @@ def check_vllm() -> Finding:
 
 
 def check_cluster() -> Finding:
-    """Access to a Kubernetes cluster."""
+    """Check the access to a Kubernetes cluster."""
     if shutil.which("kubectl") is None:
         return Finding("kubernetes", "optional", "no kubectl", "only needed to run on Kubernetes")
     advice = "only needed to run on Kubernetes; set KUBECONFIG to reach a cluster"
     code, context = _run("kubectl", "config", "current-context")
     if code != 0:
-        # Without a context kubectl falls back to localhost:8080, whose refusal says nothing.
+        # Without a context, kubectl tries localhost:8080, whose refusal would explain nothing.
         return Finding("kubernetes", "optional", "kubectl is there, no cluster is configured", advice)
     code, text = _run("kubectl", "version", "--request-timeout=5s", "-o", "json")
     if code == 0:
@@ -107,15 +107,15 @@ CHECKS: tuple[Callable[[], Finding], ...] = (check_model, check_gpu, check_vllm)
 
 
 def examine(run_dir: Path, profile: Path | None = None) -> Iterator[Finding]:
-    """Every check, most important first; `profile`: of a Slurm site."""
+    """Run every check, the most important first. `profile` is the profile of a Slurm site."""
     on_slurm = slurm.is_slurm_machine()
     yield check_python()
     rootless = check_containers(on_slurm)
-    # On clusters Apptainer makes the sandboxes; bubblewrap is rarely there, and not missed.
+    # On clusters, Apptainer makes the sandboxes. Bubblewrap is rarely installed there and is not needed.
     contained = on_slurm and all(one.verdict != "missing" for one in rootless)
     for finding in check_sandboxes(run_dir):
         if finding.name == "user namespaces" and finding.verdict == "ok":
-            continue  # reported below, where they are tried without bubblewrap
+            continue  # The check of containers reports them below, where it tries them without bubblewrap.
         if contained and finding.name == "bubblewrap" and finding.verdict == "missing":
             finding = replace(finding, verdict="optional", advice="Apptainer serves instead")
         yield finding

@@ -1,4 +1,4 @@
-"""Errors that end a command: one line that says what is wrong and what to do."""
+"""Errors that end a command. Each has one line that says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ __all__ = [
 
 
 class CliError(HostError):
-    """Ends the command with exit status 1 and this one line."""
+    """The base class of errors that end the command with exit status 1 and one line."""
 
 
 class UsageProblem(CliError):
-    """The command line asks for something impossible; exit status 2."""
+    """Raised if the command line asks for something impossible. The exit status is 2."""
 
     reason = "Usage"
 
 
 class NoServer(CliError):
-    """Nothing answers at the URL."""
+    """Raised if no server answers at the URL."""
 
     reason = "NoServer"
 
 
 class NotFound(CliError):
-    """There is no object or file of that name."""
+    """Raised if there is no object or file of that name."""
 
     reason = "NotFound"
 
 
 class InvalidInput(CliError):
-    """A file holds something that is refused."""
+    """Raised if the content of a file or a request is refused."""
 
     reason = "InvalidInput"
 
 
 class JobFailed(CliError):
-    """The job that was waited for ended as Failed or Cancelled."""
+    """Raised if the job that a command waited for ended as Failed or Cancelled."""
 
     reason = "JobFailed"

@@ -1,4 +1,7 @@
-"""The `rollyard` command: names and one-line helps here, everything else loaded when called."""
+"""The `rollyard` command.
+
+This module holds the names of the commands and their one-line helps. The rest is imported when it is called.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,16 @@ COMMANDS: dict[str, str] = {
 
 
 def _bare_kubernetes(words: list[str]) -> list[str]:
-    """`--kubernetes` without a value means any namespace; the word after it is never its value."""
+    """Return the words with each bare `--kubernetes` as `--kubernetes=*`, which means any namespace.
+
+    The word after `--kubernetes` is never its value.
+    """
     end = words.index("--") if "--" in words else len(words)
     return ["--kubernetes=*" if word == "--kubernetes" else word for word in words[:end]] + words[end:]
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are called, never for `--help`."""
+    """A group whose commands are imported when they are called, but not for `--help`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -82,7 +88,11 @@ def cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit status: 0, 1 with one line of error, 2 for wrong usage, 130 on Ctrl-C."""
+    """Run a command and return its exit status.
+
+    The status is 0 for success, 1 with one line of error, 2 for wrong usage, 130 on Ctrl-C, and 141 if the
+    reader of a pipe has ended.
+    """
     arguments: Any = list(argv) if argv is not None else None
     try:
         result = cli.main(args=arguments, prog_name="rollyard", standalone_mode=False)
@@ -96,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
-        # The reader of a pipe went away; nothing more can be said to it.
+        # The reader of a pipe has ended, so the rest of the output cannot be written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except UsageProblem as error:
@@ -106,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.echo(f"rollyard: {error}", err=True)
         return 1
     except OSError as error:
-        # A file or folder that cannot be read or written, a full disk: the user's to mend.
+        # The user can repair a file or folder that cannot be read or written, or a full disk.
         if error.filename is None:
             raise
         click.echo(f"rollyard: {error.filename}: {error.strerror or error}", err=True)

@@ -1,4 +1,4 @@
-"""Output on a terminal: text of servers and rollouts is shown, and its control sequences are not obeyed."""
+"""Output on a terminal. Text from servers and rollouts is printed with its control characters escaped."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def echo(text: str, *, err: bool = False) -> None:
 
 
 def echo_line(text: str, *, err: bool = False) -> None:
-    """Print text that is one line, whatever it holds."""
+    """Print text as one line, with control characters and line breaks escaped."""
     from rollyard_crds.security.log_text import one_line
 
     click.echo(one_line(text), err=err)
 
 
 def console(**options: Any) -> Console:
-    """A console that escapes control characters in what it prints. Its own styles are not touched.
+    """Return a console that escapes control characters in the text that it prints, but not its own styles.
 
-    Made in a function, so that commands that print no table need not import rich.
+    The class is defined in this function because commands that print no table need not import rich.
     """
     from rich.console import Console
     from rich.segment import Segment

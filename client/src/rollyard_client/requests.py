@@ -257,7 +257,7 @@ def parquet(name: str, namespace: str, *, cursor: str, limit: int) -> Call[tuple
 def groups(
     name: str, namespace: str, *, cursor: str, wait: float, limit: int, informative: bool, dropped: bool
 ) -> Call[Page]:
-    """Return the call that reads a page of ended groups; the arguments are those of `trajectories`.
+    """Return the call that reads a page of ended groups. The other arguments are those of `trajectories`.
 
     Args:
         informative: Leave out the groups whose rewards are all equal.

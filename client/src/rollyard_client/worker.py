@@ -43,10 +43,7 @@ def _lease_call(
 
 
 def _completed(request: CompleteRequest) -> bytes:
-    """Return the body. It has `reward_reason` only where that is not empty.
-
-    Older control planes do not know the field.
-    """
+    """Return the body. Empty `reward_reason` fields are left out, because older control planes lack them."""
     silent: dict[int, dict[str, Any]] = {}
     for place, result in enumerate(request.results):
         silent[place] = {"trajectory": {"reward_reason"}}

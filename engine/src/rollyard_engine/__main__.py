@@ -1,4 +1,4 @@
-"""``python -m rollyard_engine``."""
+"""The entry point of ``python -m rollyard_engine``."""
 
 import sys
 

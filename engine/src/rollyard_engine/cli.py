@@ -1,4 +1,4 @@
-"""The command line: ``python -m rollyard_engine --model DIR``."""
+"""The command line ``python -m rollyard_engine --model DIR``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ INTERRUPTED = 130
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Settings:
-    """The settings that ``argv`` (default: the process's arguments) asks for; exits 2 on a bad one."""
+    """Return the settings that ``argv`` specifies. The default is the process's arguments.
+
+    The process exits with status 2 if an argument is invalid.
+    """
     parser = argparse.ArgumentParser(
         prog="rollyard_engine",
         description="Serve an ONNX chat model through the HTTP calls of vLLM that Rollyard uses.",
@@ -91,9 +94,13 @@ def parse_arguments(argv: Sequence[str] | None) -> Settings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve; the exit status: 0 after a signal, 2 with one line on standard error if it cannot start."""
+    """Serve, and return the exit status.
+
+    The status is 0 after a signal. If the server cannot start, the status is 2 and one line is written to
+    standard error. If a signal arrives before the server handles signals, the status is 130.
+    """
     settings = parse_arguments(argv)
-    # Imported late: --help and bad arguments answer at once.
+    # This is imported late, which lets --help and invalid arguments answer immediately.
     from rollyard_engine.server import run
 
     log_to(level=logging.WARNING)
@@ -102,13 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         sys.stderr.write(f"rollyard_engine: {error.reason}: {error.message}\n")
         return USAGE_ERROR
-    except KeyboardInterrupt:  # before the server's own handling of signals is in place
+    except KeyboardInterrupt:  # The signal came before the server handles signals itself.
         return INTERRUPTED
     return 0
 
 
 class _count:
-    """An integer between ``least`` and ``most``."""
+    """A parser of integers between ``least`` and ``most``."""
 
     def __init__(self, most: int, *, least: int = 0) -> None:
         self._least, self._most = least, most

@@ -1,16 +1,16 @@
-"""Everything that can go wrong in the engine, each with a stable ``reason`` and its HTTP status.
+"""The exceptions of the engine, each with a stable ``reason`` and its HTTP status.
 
-The HTTP shape is vLLM's: ``{"error": {"message", "type", "param", "code"}}``.
+The HTTP form is that of vLLM: ``{"error": {"message", "type", "param", "code"}}``.
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of the package's exceptions.
+    """The base class of the package's exceptions.
 
-    ``reason`` is a stable CamelCase word for programs, ``status`` the HTTP status and ``kind`` vLLM's
-    ``error.type`` word; ``param`` names the request field at fault, where there is one.
+    ``reason`` is a stable CamelCase word for programs, ``status`` is the HTTP status, and ``kind`` is vLLM's
+    word for ``error.type``. ``param`` names the request field at fault, if there is one.
     """
 
     reason = "EngineError"
@@ -24,7 +24,10 @@ class EngineError(Exception):
 
 
 class InvalidRequest(EngineError):
-    """A request field has a value that cannot be served; as vLLM's ``VLLMValidationError``."""
+    """A request field has a value that cannot be served.
+
+    It corresponds to vLLM's ``VLLMValidationError``.
+    """
 
     reason = "InvalidRequest"
     status = 400
@@ -38,7 +41,10 @@ class InvalidRequest(EngineError):
 
 
 class MalformedRequest(EngineError):
-    """The body is not JSON of the right shape; as vLLM's handler of ``RequestValidationError``."""
+    """The body is not JSON of the right shape.
+
+    It corresponds to vLLM's handler of ``RequestValidationError``.
+    """
 
     reason = "MalformedRequest"
     status = 400
@@ -62,7 +68,10 @@ class ModelNotServed(EngineError):
 
 
 class QueueFull(EngineError):
-    """As many requests wait as the server accepts; try again after ``retry_after`` seconds."""
+    """As many requests wait as the server accepts.
+
+    The client can retry after ``retry_after`` seconds.
+    """
 
     reason = "QueueFull"
     status = 503
@@ -80,7 +89,7 @@ class GenerationFailed(EngineError):
 
 
 class EngineStopped(EngineError):
-    """The engine thread has ended; ``/health`` answers 503."""
+    """The engine thread has ended, so ``/health`` answers 503."""
 
     reason = "EngineStopped"
     status = 503
@@ -88,7 +97,7 @@ class EngineStopped(EngineError):
 
 
 class ModelFolderInvalid(EngineError):
-    """A model folder is missing, incomplete or does not fit the model that is being served."""
+    """A model folder is missing, is incomplete, or does not fit the model that is being served."""
 
     reason = "ModelFolderInvalid"
     status = 400
@@ -96,6 +105,6 @@ class ModelFolderInvalid(EngineError):
 
 
 class StartupFailed(EngineError):
-    """The server cannot start with these arguments (a port in use, too little cache space…)."""
+    """The server cannot start with these arguments, such as a port in use or too little cache memory."""
 
     reason = "StartupFailed"

@@ -1,4 +1,4 @@
-"""A model folder as onnxruntime-genai's builder writes it: what its configuration says, checked."""
+"""A model folder as onnxruntime-genai's builder writes it. Its configuration is read and checked."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 from rollyard_engine.errors import ModelFolderInvalid
 
 CONFIG_FILE = "genai_config.json"
-# The builder does not record the cache's element type; float32 is its widest: memory is not underestimated.
+# The builder does not record the element type of the cache. float32 is the widest type that it uses, so the
+# memory is not underestimated.
 KV_ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """What ``genai_config.json`` says of a model.
+    """The description of a model in ``genai_config.json``.
 
-    ``context_length`` and ``vocab_size`` are in tokens, ``kv_bytes_per_token`` is an upper bound of what
-    one token occupies in the KV cache, ``weight_bytes`` the size of the ONNX files.
+    ``context_length`` and ``vocab_size`` are in tokens. ``kv_bytes_per_token`` is an upper bound of the bytes
+    that one token occupies in the KV cache, and ``weight_bytes`` is the size of the ONNX files.
     """
 
     path: Path
@@ -34,7 +35,9 @@ class ModelFolder:
 def read_folder(path: Path) -> ModelFolder:
     """Read and check the configuration of the model folder at ``path``.
 
-    Raises ``ModelFolderInvalid`` naming the folder and what is missing or wrong in it.
+    Raises:
+        ModelFolderInvalid: The folder is unusable. The message names the folder and what is missing or wrong
+            in it.
     """
     if not path.is_dir():
         raise ModelFolderInvalid(
@@ -77,6 +80,6 @@ def read_folder(path: Path) -> ModelFolder:
 
 
 def _eos_ids(model: Mapping[str, Any]) -> tuple[int, ...]:
-    """The end-of-sequence ids: ``eos_token_id`` is one number or a list of them."""
+    """Return the end-of-sequence ids. The field ``eos_token_id`` is one number or a list of numbers."""
     value = model["eos_token_id"]
     return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)

@@ -1,4 +1,4 @@
-"""The process: loads the model, serves it, ends in order."""
+"""The server process, which loads the model, serves it, and ends in order."""
 
 from __future__ import annotations
 
@@ -25,16 +25,22 @@ from rollyard_engine.settings import Settings
 from rollyard_engine.tokens import load_tokenizer
 
 SHUTDOWN_SECONDS = 1.0
-"""How long the engine thread may take to end; connections then have one more second to drain."""
+"""The seconds that the engine thread may take to end. Connections then have one more second to drain."""
 
 SWITCH_INTERVAL_SECONDS = 0.0005
-"""The runtime holds the interpreter lock through a step; this bounds how long the event loop waits for it."""
+"""The interpreter's switch interval in seconds. The runtime holds the interpreter lock during a step, and
+this bounds how long the event loop waits for the lock."""
 
 SMALLEST_DEFAULT_CONTEXT = 256
 
 
 def context_limit(folder: ModelFolder, settings: Settings) -> int:
-    """The longest sequence to serve. Raises ``StartupFailed`` if one such does not fit the cache memory."""
+    """Return the length of the longest sequence to serve, in tokens.
+
+    Raises:
+        StartupFailed: The length exceeds the model's context, or one such sequence does not fit the cache
+            memory.
+    """
     fitting = settings.cache_bytes // folder.kv_bytes_per_token
     wanted = settings.max_model_len
     if wanted is None:
@@ -52,7 +58,11 @@ def context_limit(folder: ModelFolder, settings: Settings) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ``StartupFailed`` naming the address if it cannot be had."""
+    """Return a listening socket.
+
+    Raises:
+        StartupFailed: The address cannot be used. The message names it.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -69,7 +79,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ``ModelFolderInvalid`` or ``StartupFailed``."""
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        ModelFolderInvalid: The model folder cannot be served.
+        StartupFailed: The server cannot start with these settings.
+    """
     listener = listen(settings.host, settings.port)
     with contextlib.closing(listener):
         folder = read_folder(settings.model)
@@ -78,7 +93,8 @@ def run(settings: Settings) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             clean = runner.run(_serve(settings, listener, max_model_len))
     if not clean:
-        # A model call is still running on the engine thread; tearing the runtime down under it would crash.
+        # A model call is still running on the engine thread. Destroying the runtime while it runs would
+        # crash.
         sys.stderr.flush()
         os._exit(0)
 
@@ -86,7 +102,11 @@ def run(settings: Settings) -> None:
 def build_service(
     settings: Settings, max_model_len: int, notify: Callable[[list[Sequence]], None]
 ) -> EngineService:
-    """Load the model and its tokenizer; nothing runs yet. Raises ``ModelFolderInvalid``."""
+    """Load the model and its tokenizer, without starting the engine thread.
+
+    Raises:
+        ModelFolderInvalid: The model or its tokenizer cannot be loaded.
+    """
     model = load_model(settings.model, settings.threads)
     tokenizer = load_tokenizer(settings.model)
     eos = {*model.folder.eos_token_ids}
@@ -107,18 +127,18 @@ def build_service(
 
 
 async def _serve(settings: Settings, listener: socket.socket, max_model_len: int) -> bool:
-    """Serve until a signal stops the server; return whether the engine thread ended in time."""
+    """Serve until a signal stops the server, and return whether the engine thread ended in time."""
     loop = asyncio.get_running_loop()
 
     def notify(sequences: list[Sequence]) -> None:
         callbacks = [sequence.on_progress for sequence in sequences]
-        with contextlib.suppress(RuntimeError):  # the loop has closed: no client waits any more
+        with contextlib.suppress(RuntimeError):  # The loop has closed, so no client waits any more.
             loop.call_soon_threadsafe(_call_all, callbacks)
 
     service = build_service(settings, max_model_len, notify)
     config = uvicorn.Config(
         create_app(service),
-        # Its records go the way of all others, so that what they quote of requests is escaped.
+        # Its records are handled like all others, which escapes what they quote of requests.
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -130,9 +150,10 @@ async def _serve(settings: Settings, listener: socket.socket, max_model_len: int
     stopping = asyncio.Event()
 
     class Server(uvicorn.Server):
-        """uvicorn's server, which says when it serves and leaves signals to this module.
+        """The server of uvicorn, extended to announce when it serves and to leave signals to this module.
 
-        Its own signal handling ends the process by the signal again, so that no exit status is left.
+        uvicorn's own signal handling ends the process by raising the signal again, which would leave no exit
+        status.
         """
 
         @contextlib.contextmanager
@@ -150,7 +171,8 @@ async def _serve(settings: Settings, listener: socket.socket, max_model_len: int
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[listener]))
         await stopping.wait()
-        # Requests end with what they have first, so that their answers go out while connections drain.
+        # Requests first end with the tokens they have, and their answers are sent while the connections
+        # drain.
         ended = await asyncio.to_thread(service.engine.stop, SHUTDOWN_SECONDS)
         server.should_exit = True
     return ended
@@ -162,7 +184,10 @@ def _call_all(callbacks: list[Callable[[], None]]) -> None:
 
 
 def _announce(settings: Settings, port: int) -> None:
-    """Write the port file (in one step: readers see nothing or the whole) and a line on standard error."""
+    """Write the port file and a line on standard error.
+
+    The file is written in one step, so readers see either nothing or the whole file.
+    """
     if settings.port_file is not None:
         partial = settings.port_file.with_name(f".{settings.port_file.name}.{os.getpid()}")
         partial.write_text(f"{port}\n", encoding="ascii")

@@ -1,4 +1,4 @@
-"""What the command line settles."""
+"""The settings that the command line determines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The command line, parsed; sizes in tokens, requests and bytes."""
+    """The parsed command line. Sizes are in tokens, requests and bytes."""
 
     model: Path
     host: str

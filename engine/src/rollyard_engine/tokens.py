@@ -1,4 +1,4 @@
-"""Text to token ids and back: the model folder's tokenizer and chat template."""
+"""The conversion between text and token ids, by the model folder's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class ChatTokenizer:
-    """A model folder's ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``."""
+    """The tokenizer of a model folder.
+
+    It is read from ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
+    """
 
     def __init__(self, tokenizer: Any, config: Mapping[str, Any], templates: Mapping[str, str]) -> None:
         self._tokenizer = tokenizer
@@ -30,35 +33,35 @@ class ChatTokenizer:
         self._pieces: dict[int, str] = {}
 
     def token_id(self, text: str) -> int | None:
-        """The id of a special token by its text."""
+        """Return the id of the special token with this text, or None if there is none."""
         found: int | None = self._tokenizer.token_to_id(text)
         return found
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of ``tokenizer_config.json``'s ``eos_token``."""
+        """The id of the ``eos_token`` in ``tokenizer_config.json``, or None if there is none."""
         text = self._special.get("eos_token")
         return None if text is None else self.token_id(text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``."""
+        """Return the token ids of ``text``."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of ``token_ids``; ids beyond the vocabulary give nothing."""
+        """Return the text of ``token_ids``. Ids beyond the vocabulary produce no text."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def piece(self, token_id: int) -> str:
-        """One token's text, special tokens included."""
+        """Return the text of one token, special tokens included."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self.decode([token_id], skip_special_tokens=False)
         return piece
 
     def token_string(self, token_id: int) -> str:
-        """One token as the vocabulary writes it."""
+        """Return one token as the vocabulary writes it."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def render(
@@ -70,7 +73,11 @@ class ChatTokenizer:
         chat_template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat template's text for ``messages``. Raises ``InvalidRequest`` if it refuses them."""
+        """Return the text that the chat template produces for ``messages``.
+
+        Raises:
+            InvalidRequest: The chat template refuses the messages, or there is none.
+        """
         from jinja2 import TemplateError
 
         try:
@@ -100,10 +107,10 @@ class ChatTokenizer:
 
 
 class Detokenizer:
-    """Turns a growing list of ids into text pieces, holding back incomplete UTF-8 sequences.
+    """A converter of a growing list of ids into pieces of text, which holds back incomplete UTF-8 sequences.
 
-    The window of earlier ids keeps the pieces joined as one decoding of all ids would join them; the method
-    of Hugging Face's and vLLM's incremental detokenizers.
+    A window of earlier ids ensures that the joined pieces equal one decoding of all ids. This is the method
+    of the incremental detokenizers of Hugging Face and vLLM.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -113,7 +120,7 @@ class Detokenizer:
         self._emitted = 0
 
     def push(self, token_ids: Sequence[int], *, final: bool) -> str:
-        """The text that ``token_ids`` add; with ``final`` also what was held back."""
+        """Return the text that ``token_ids`` add. With ``final``, include the text that was held back."""
         self._ids.extend(token_ids)
         before = self._tokenizer.decode(self._ids[self._window : self._emitted], skip_special_tokens=True)
         now = self._tokenizer.decode(self._ids[self._window :], skip_special_tokens=True)
@@ -124,7 +131,11 @@ class Detokenizer:
 
 
 def load_tokenizer(path: Path) -> ChatTokenizer:
-    """Read the tokenizer of the model folder at ``path``. Raises ``ModelFolderInvalid``."""
+    """Read the tokenizer of the model folder at ``path``.
+
+    Raises:
+        ModelFolderInvalid: The tokenizer, its configuration or the chat template cannot be read.
+    """
     from jinja2 import TemplateError
     from tokenizers import Tokenizer
 
@@ -133,7 +144,7 @@ def load_tokenizer(path: Path) -> ChatTokenizer:
         raise ModelFolderInvalid(f"{path} has no tokenizer.json")
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    except Exception as error:  # tokenizers raises plain Exception
+    except Exception as error:  # The tokenizers package raises plain Exception.
         raise ModelFolderInvalid(f"{tokenizer_path} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -162,7 +173,10 @@ def _token_text(value: Any) -> str:
 
 
 def _normalise(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Messages as templates expect them: text parts joined by newlines, tool-call arguments as objects."""
+    """Return a message in the form that templates expect.
+
+    Text parts are joined by newlines, and the arguments of tool calls become objects.
+    """
     result = dict(message)
     content = result.get("content")
     if isinstance(content, list):
@@ -186,14 +200,14 @@ def _with_parsed_arguments(call: Any) -> dict[str, Any]:
         raise InvalidRequest("assistant tool_calls must be objects of type 'function'", param="tool_calls")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        # A malformed call of an earlier turn stays as the text it is: refusing it would end the chat.
+        # A malformed call of an earlier turn remains text, because refusing it would end the chat.
         with contextlib.suppress(ValueError):
             arguments = json.loads(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _compile(text: str) -> Render:
-    """Compile a chat template with the environment that Hugging Face's ``apply_chat_template`` gives it."""
+    """Compile a chat template in the environment that ``apply_chat_template`` of Hugging Face provides."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -201,7 +215,10 @@ def _compile(text: str) -> Render:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks assistant text for training masks; it renders as its content."""
+        """The tag ``{% generation %}``, which renders as its content.
+
+        It marks assistant text for training masks.
+        """
 
         tags = {"generation"}  # noqa: RUF012  (jinja2's own way to declare it)
 

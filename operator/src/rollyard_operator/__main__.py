@@ -27,7 +27,7 @@ from rollyard_operator.sandboxes.witnesses import Witnesses
 from rollyard_operator.settings import OperatorSettings, SettingsError, load_settings
 
 MAX_ACTIVE_JOBS = 100
-"""More wait as Pending; what the cluster has room for is its scheduler's and Kueue's business."""
+"""Further jobs wait as Pending. Room in the cluster is left to its scheduler and Kueue."""
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -53,15 +53,15 @@ async def serve(settings: OperatorSettings, liveness: str) -> None:
 
     Raises:
         SettingsError: The token file cannot be read.
-        KubeError: There is no cluster, or it refuses the operator. What ends the operator later may come as
-            a group of exceptions.
+        KubeError: There is no cluster, or it refuses the operator. Later errors may be raised as a group of
+            exceptions.
     """
     if settings.control_plane_ca_file is not None:
         os.environ[CA_FILE] = str(settings.control_plane_ca_file)
     kube = await KubeClient.connect()
     watcher = KubeWatch(kube)
     url, token = settings.control_plane_url, _token(settings.token_file)
-    # A pass that fails is tried again soon, so that the client itself need not be patient.
+    # A pass that fails is retried soon, so the client itself makes few attempts.
     client = DriverClient(url, token, timeout=15.0, retry=Retry(attempts=3))
     try:
         settings = settings.model_copy(update={"api_server_version": await kube.version()})
@@ -102,7 +102,7 @@ async def _run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 when it was asked to end, 1 after a failure, 2 for unusable settings."""
+    """Run the operator. Return 0 if it was asked to stop, 1 after a failure, and 2 for unusable settings."""
     options, status = _options(arguments), 0
     log_to(level=options.log_level)
     for noisy in ("kopf", "httpx", "httpcore", "aiohttp.access"):

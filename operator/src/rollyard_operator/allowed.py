@@ -1,4 +1,4 @@
-"""What the installation permits authors beyond the ordinary: the chart's value `jobs.allow`."""
+"""The chart's value `jobs.allow`: what the installation permits in templates beyond the defaults."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from rollyard_crds.base import Model
 Text = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+$")]
 """A name, a prefix or a key."""
 NamesOrAll = bool | Annotated[list[Text], Field(max_length=256)]
-"""True: any. False, or a list without entries: none."""
+"""True permits any name. False, or an empty list, permits none."""
 Entries = Annotated[list[Text], Field(max_length=256)]
 
 ORDINARY_VOLUMES: Final = frozenset(("configMap", "downwardAPI", "emptyDir", "image"))
-"""Kinds of volumes that need no permission. A read-only `image` gives no more than a sandbox's image does."""
+"""The kinds of volumes that need no permission.
+
+A volume of kind `image` is read-only and grants no more than a sandbox's image does.
+"""
 OWN_VALUES: Final = frozenset(("hostPath", "secret"))
-"""Kinds of volumes that have values of their own."""
+"""The kinds of volumes that are permitted by values of their own."""
 ORDINARY_TOLERATIONS: Final = (
     "amd.com/gpu",
     "node.kubernetes.io/not-ready",
@@ -25,7 +28,7 @@ ORDINARY_TOLERATIONS: Final = (
     "nvidia.com/gpu",
 )
 MOUNT_ROOTS: Final = ("/data", "/media", "/mnt", "/models", "/srv")
-"""Folders of a stage worker in which a template's volumes may appear. No program is looked up in them."""
+"""The folders of a stage worker in which a template's volumes may appear. No program is looked up in them."""
 
 
 def _kinds(kinds: list[str]) -> list[str]:
@@ -44,36 +47,36 @@ def _folders(paths: list[str]) -> list[str]:
 
 
 class Allowed(Model):
-    """What templates of jobs and pools may hold beside what is always permitted."""
+    """What templates of jobs and pools may contain in addition to what is always permitted."""
 
     volumes: Annotated[Entries, AfterValidator(_kinds)] = Field(default_factory=list)
-    """Further kinds of volumes, such as `persistentVolumeClaim`, `csi` or `serviceAccountToken`."""
+    """Additional kinds of volumes, such as `persistentVolumeClaim`, `csi` or `serviceAccountToken`."""
     host_path: Annotated[Entries, AfterValidator(_folders)] = Field(default_factory=list)
-    """Folders of the nodes that may be mounted, and everything below them."""
+    """The folders of the nodes that may be mounted, including everything below them."""
     secrets: NamesOrAll = Field(default_factory=list)
-    """Secrets of the namespace, by name, for volumes, environment variables and image pulls."""
+    """The Secrets of the namespace, by name, for volumes, environment variables and image pulls."""
     images: NamesOrAll = Field(default_factory=list)
-    """Images of stage workers: a whole name, or what it begins with up to a `/`, a `:` or an `@`."""
+    """The images of stage workers. An entry is a whole name or a prefix up to a `/`, a `:` or an `@`."""
     labels: Entries = Field(default_factory=list)
-    """Keys of labels; `prefix/*` stands for all keys with that prefix."""
+    """The keys of labels. `prefix/*` stands for all keys with that prefix."""
     annotations: Entries = Field(default_factory=list)
-    """Keys of annotations, in the same way."""
+    """The keys of annotations, in the same form."""
     tolerations: Entries = Field(default_factory=lambda: list(ORDINARY_TOLERATIONS))
-    """Keys of taints, in the same way; `*` stands for all of them."""
+    """The keys of taints, in the same form. `*` stands for all of them."""
     priority_classes: NamesOrAll = Field(default_factory=list)
-    """Names of PriorityClasses."""
+    """The names of PriorityClasses."""
     runtime_classes: NamesOrAll = Field(default_factory=list)
-    """Names of RuntimeClasses."""
+    """The names of RuntimeClasses."""
     env: Entries = Field(default_factory=list)
-    """Names of stage workers' environment variables that decide which code runs or whom it trusts."""
+    """The names of environment variables of stage workers that decide which code runs or whom it trusts."""
     mounts: Annotated[Entries, AfterValidator(_folders)] = Field(default_factory=list)
-    """Further folders of stage workers in which volumes may appear."""
+    """Additional folders of stage workers in which volumes may appear."""
     cross_namespace_affinity: bool = False
-    """Affinity to the pods of other namespaces, by which a pod may keep theirs from a node."""
+    """Whether affinity may name pods of other namespaces. With it, a pod may keep those pods from a node."""
 
 
 def segments(path: object) -> tuple[str, ...] | None:
-    """The names that an absolute path is made of; None where it is relative or has `.` or `..` in it."""
+    """Return the names in an absolute path, or None if it is relative or contains `.` or `..`."""
     if not isinstance(path, str) or not path.startswith("/") or "\0" in path:
         return None
     names = tuple(name for name in path.split("/") if name)
@@ -81,26 +84,26 @@ def segments(path: object) -> tuple[str, ...] | None:
 
 
 def is_below(path: object, folders: Iterable[str]) -> bool:
-    """Whether a path is one of the folders, or lies in it."""
+    """Return whether a path is one of the folders or is inside one of them."""
     names = segments(path)
     roots = (segments(folder) for folder in folders)
     return names is not None and any(root is not None and names[: len(root)] == root for root in roots)
 
 
 def is_named(name: object, names: bool | list[str]) -> bool:
-    """Whether a name is permitted."""
+    """Return whether a name is permitted."""
     return isinstance(name, str) and (names is True or (names is not False and name in names))
 
 
 def is_key(key: object, keys: Iterable[str]) -> bool:
-    """Whether a label's, an annotation's or a taint's key is among the keys and `prefix/*`."""
+    """Return whether the key of a label, an annotation or a taint matches one of the keys or `prefix/*`."""
     if not isinstance(key, str) or not key:
         return False
     return any(one in ("*", key) or (one.endswith("/*") and key.startswith(one[:-1])) for one in keys)
 
 
 def is_image(image: str, images: bool | list[str]) -> bool:
-    """Whether an image is permitted: by its whole name, or by a prefix that ends where a part of it does."""
+    """Return whether an image is permitted by its whole name or by a prefix that ends where a part ends."""
     if isinstance(images, bool):
         return images
     return any(

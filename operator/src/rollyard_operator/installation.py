@@ -1,4 +1,4 @@
-"""The operator: its caches, one loop for each object, the poll of the control plane, the sandboxes' loop."""
+"""The operator: its caches, a loop for each object, the poll of the control plane, and the sandbox loop."""
 
 from __future__ import annotations
 
@@ -35,22 +35,28 @@ from rollyard_operator.kube.reflector import Reflector, Watcher
 from rollyard_operator.settings import OperatorSettings
 
 PASSES_AT_ONCE = 64
-"""A pass mostly waits for the API server: fewer would let others wait behind it while that one is slow."""
+"""The number of passes that run at once.
+
+A pass mostly waits for the API server, so a lower limit would delay other passes while the server is slow.
+"""
 WORKERS_SECONDS = 0.2
-"""A job is looked at this long after news of its workers: each brings several, and they come together."""
+"""The delay of a pass over a job after a change of its workers, in seconds.
+
+Changes come in groups and share a pass.
+"""
 SWEEP_SECONDS = 120.0
 """The time between two comparisons of all jobs of the control plane, finished ones too, with the cluster."""
 TOKEN_SECONDS = 10.0
-"""Between two looks at the file with the token of all workers."""
+"""The time between two looks at the file with the token of all workers, in seconds."""
 KINDS = ("RolloutJob", "BackendPool")
 _log = logging.getLogger(__name__)
 
 
 class Operator:
-    """Everything of one installation that runs in one event loop.
+    """All parts of one installation that run in one event loop.
 
-    Reflectors keep its caches of jobs, pools and pods. Two operators at once do no harm: names are
-    deterministic, deletions name the uid, and registering is idempotent.
+    Reflectors keep its caches of jobs, pools and pods. Two operators at once do no harm, because names are
+    deterministic, deletions name the uid, and registration is idempotent.
 
     Args:
         watcher: Lists and watches the cluster for the reflectors.
@@ -86,7 +92,7 @@ class Operator:
         self._sync = RestSync(self.context)
         self._legacy_token = LegacyToken(kube, settings)
         self.job_changed: Callable[[], None] = lambda: None
-        """Called when a RolloutJob appeared, changed or went."""
+        """Called when a RolloutJob appeared, changed or disappeared."""
         self._polled_at = 0.0
         self._reflectors = [
             self._reflector(watcher, kind, namespace)
@@ -104,7 +110,7 @@ class Operator:
             kind
         ]
 
-    # Who is woken by what
+    # Which change wakes which loop
 
     def _pod_changed(self, pod: Object) -> None:
         namespace = key_of(pod)[0]
@@ -119,7 +125,7 @@ class Operator:
         there = self._cache(obj["kind"]).get(where[1])
         before, after = self._prints.get(where), None if there is None else fingerprint(there)
         if before == after:
-            return  # only its status
+            return  # Only the status has changed.
         if after is None:
             self._prints.pop(where, None)
         else:
@@ -157,18 +163,18 @@ class Operator:
         finally:
             del self._loops[where]
         if self._cache(where[0]).get(where[1]) is not None:
-            self._wake(where, start=True)  # it was made again in the last moment
+            self._wake(where, start=True)  # It was made again at the last moment.
 
     # Running
 
     async def run(self, *beside: Callable[[], Awaitable[Any]]) -> None:
-        """List what is there, then look after it until cancelled.
+        """List the existing objects, then keep all of them reconciled until cancelled.
 
         Args:
-            beside: Runs with it, once the caches are full, such as the loop of the sandboxes.
+            beside: Functions that run at the same time once the caches are full, such as the sandbox loop.
 
         Raises:
-            KubeError: The cluster has refused a watch for too long; a new process may begin with new rights.
+            KubeError: The cluster has refused a watch for too long. A new process may have new rights.
         """
         async with asyncio.TaskGroup() as group:
             for reflector in self._reflectors:
@@ -189,11 +195,11 @@ class Operator:
                 group.create_task(_awaited(one), name=getattr(one, "__qualname__", "beside"))
 
     def alive(self) -> bool:
-        """Whether the control plane is still polled. It is not while the cluster has not been listed yet."""
+        """Return whether the control plane is still polled, or True before the cluster has been listed."""
         return self._group is None or asyncio.get_running_loop().time() - self._polled_at < 120.0
 
     def _restore_admissions(self) -> None:
-        """Jobs that ran before the operator started keep their places."""
+        """Admit the jobs again that ran before the operator started."""
         reader = Reader(RolloutJob)
         for obj in self.context.jobs:
             placed = obj["spec"].get("placement", DRIVER)
@@ -220,12 +226,12 @@ class Operator:
     async def _forget_legacy_token(self) -> None:
         home = self.context.settings.release_namespace
         found = {key_of(obj)[0] for cache in (self.context.jobs, self.context.pods) for obj in cache}
-        # In its own namespace the chart removes it.
+        # In the operator's own namespace, the chart removes it.
         namespaces = (found | {*self.context.settings.namespaces}) - self.context.access.denied - {home}
         await self._legacy_token.remove(namespaces, self.context.pods)
 
     async def _watch_token(self) -> None:
-        """Wakes all jobs when the token of all workers has changed: theirs are derived from it."""
+        """Wake all jobs when the token of all workers changes, because their tokens are derived from it."""
         known = ""
         while True:
             try:

@@ -1,8 +1,8 @@
-"""The shell around the operator: kopf starts and ends it, answers probes and handles signals.
+"""The shell around the operator: kopf starts and stops it, answers probes and handles signals.
 
-kopf does not watch anything here. Its watches end for good on answers that every API server gives now and
-then (410, an error inside of a watch, a line that breaks off), and they do not show what was deleted while
-they were broken. `reflector` watches instead.
+kopf does not watch anything here. Its watches end for good after answers that every API server gives now and
+then (410, an error inside a watch, a broken connection), and they do not show what was deleted while they
+were broken. The module `reflector` watches instead.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ def login_of(kube: KubeClient) -> Login:
 async def run_under_kopf(
     work: Callable[[], Awaitable[None]], alive: Callable[[], bool], login: Login, liveness: str
 ) -> None:
-    """Run `work` until SIGTERM or SIGINT, and answer liveness probes meanwhile.
+    """Run `work` until SIGTERM or SIGINT, and answer liveness probes in the meantime.
 
     Args:
         work: The operator. It is cancelled at the end.
-        alive: Whether a liveness probe succeeds.
-        liveness: The URL on which probes are answered, or the empty string.
+        alive: Returns whether a liveness probe succeeds.
+        liveness: The URL on which probes are answered, or an empty string for none.
 
     Raises:
-        Exception: Whatever ended `work` by itself; the process is to end, and its supervisor starts another.
+        Exception: The error that ended `work`. The process should exit, and its supervisor starts another
+            one.
     """
     registry = kopf.OperatorRegistry()
     stop = asyncio.Event()

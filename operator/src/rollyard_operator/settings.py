@@ -1,4 +1,4 @@
-"""The settings of an operator: a YAML file in camelCase, of which every field is checked."""
+"""The settings of an operator: a YAML file with keys in camelCase. Every field is checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):([0-9]{1,5})")
 
 
 class SettingsError(ValueError):
-    """The operator's settings cannot be used; the message names the field."""
+    """The operator's settings cannot be used. The message names the field."""
 
 
 def _host_port(text: str) -> str:
@@ -32,63 +32,66 @@ HostPort = Annotated[str, Field(max_length=259), AfterValidator(_host_port)]
 
 
 class Images(Model):
-    """Container images that the installation brings along."""
+    """The container images of the installation."""
 
     worker: Image
-    """Stage workers."""
+    """The image of stage workers."""
     engine: Image
-    """Backends of `engine.type: embedded`."""
+    """The image of backends with `engine.type: embedded`."""
     vllm: Image = "vllm/vllm-openai:v0.32.0"
-    """Backends of `engine.type: vllm`."""
+    """The image of backends with `engine.type: vllm`."""
     sandbox: Image
-    """Holds the exec server's folder, mounted at /.rollyard into every sandbox."""
+    """The image with the folder of the exec server, which is mounted at /.rollyard into every sandbox."""
     sandbox_default: Image
-    """Sandboxes of jobs and tasks that name no image."""
+    """The image of sandboxes whose jobs and tasks name no image."""
 
 
 class Isolation(Model):
     """What a sandbox must not be able to reach before it is handed out."""
 
     required: bool = True
-    """False: sandboxes are handed out unchecked (a cluster without a NetworkPolicy engine, at your risk)."""
+    """False hands out sandboxes unchecked, at your risk, for a cluster without a NetworkPolicy engine."""
     checks: Annotated[list[HostPort], Field(max_length=16)] = Field(default_factory=list)
-    """Addresses that answer from an unrestricted pod. Names are resolved by the operator. Empty: the API
-    server, the control plane, the cluster's DNS and the metadata address of clouds."""
+    """The addresses to check, which answer an unrestricted pod.
+
+    The operator resolves names. An empty list means the API server, the control plane, the cluster's DNS and
+    the metadata address of clouds.
+    """
     external: Annotated[list[HostPort], Field(max_length=16)] = Field(default_factory=list)
-    """Further ones outside of the cluster's own networks. The operator says so where none of them answers."""
+    """Additional addresses outside the cluster's own networks. The operator reports if none answers."""
     policies: Literal["refuse", "ignore"] = "refuse"
-    """What becomes of sandboxes that a NetworkPolicy of their namespace permits to send."""
+    """Whether a sandbox that a NetworkPolicy of its namespace permits to send is refused or accepted."""
     seconds: Annotated[float, Field(gt=0, le=300)] = 10.0
-    """After which a sandbox that still reaches one of them gives up."""
+    """A sandbox that still reaches one of the addresses after this many seconds gives up."""
 
 
 class SandboxCreation(Model):
-    """Token bucket over the creation of sandbox pods, all namespaces together."""
+    """The token bucket for the creation of sandbox pods in all namespaces together."""
 
     per_second: Annotated[float, Field(gt=0, le=10_000)] = 10.0
-    """Pods a second, in the long run."""
+    """The number of pods per second in the long run."""
     burst: Annotated[int, Field(ge=1, le=10_000)] = 20
-    """Pods at once after a quiet time."""
+    """The number of pods that may be made at once after a quiet time."""
 
 
 class ContainerDefaults(Model):
-    """What containers get whose template says nothing."""
+    """The defaults for containers whose template does not set these values."""
 
     resources: PodResources = Field(default_factory=PodResources)
-    """Requests and limits; a template that names a resource wins over the one named here."""
+    """Requests and limits. A resource that a template names replaces the one named here."""
 
 
 class SandboxDefaults(Model):
-    """How sandbox pods are made; their size comes with the claim."""
+    """How sandbox pods are made. Their size comes with the claim."""
 
     cpu_request_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Share of a sandbox's `cpu` that the scheduler sets aside: sandboxes mostly wait for the model."""
+    """The share of a sandbox's `cpu` that the scheduler reserves. Sandboxes mostly wait for the model."""
     memory_request_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a sandbox's `memory` that the scheduler sets aside."""
+    """The share of a sandbox's `memory` that the scheduler reserves."""
     run_as_user: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1000
-    """User and group id of everything in a sandbox."""
+    """The user and group id of all processes in a sandbox."""
     termination_grace_seconds: Annotated[int, Field(ge=0, le=60)] = 1
-    """Between SIGTERM and SIGKILL of a sandbox that nobody needs any more."""
+    """The time between SIGTERM and SIGKILL of a sandbox that is no longer needed, in seconds."""
 
 
 def _worker_resources() -> ContainerDefaults:
@@ -107,60 +110,72 @@ class OperatorSettings(Model):
     """The settings of an operator."""
 
     instance: Name
-    """Name of this installation; on every child as label `rollyard.dev/instance`."""
+    """The name of this installation. Every object that it makes has it as label `rollyard.dev/instance`."""
     control_plane_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=2048)]
-    """As the operator and the stage workers reach it."""
+    """The URL at which the operator and the stage workers reach the control plane."""
     control_plane_ca_file: Path | None = None
-    """CA certificates (PEM) of the control plane, where the system's do not do. The operator hands it on to
-    the workers as key `ca.crt` of their job's Secret."""
+    """The CA certificates (PEM) of the control plane, if the system's are not sufficient.
+
+    The operator passes them to the workers as key `ca.crt` of the Secret of their job.
+    """
     token_file: Path
-    """File with the control plane's token of the role `driver`."""
+    """The file with the control plane's token of the role `driver`."""
     worker_token_file: Path
-    """File with the control plane's token of the role `worker`, from which those of jobs are derived. It is
-    read again, so that the token may change."""
+    """The file with the control plane's token of the role `worker`.
+
+    The tokens of jobs are derived from it. The file is read regularly because the token may change.
+    """
     worker_token_secret: Annotated[str, Field(min_length=1, max_length=253)] = "rollyard-worker"
-    """Secret with that token that earlier versions put into each job's namespace; it is removed."""
+    """The Secret with that token, which earlier versions put into the namespaces of jobs. It is removed."""
     release_namespace: Name
-    """Where the operator and the control plane run."""
+    """The namespace in which the operator and the control plane run."""
     namespaces: Annotated[list[Name], Field(max_length=256)] = Field(default_factory=list)
-    """Namespaces that it looks after; empty: all."""
+    """The namespaces that the operator serves. An empty list means all namespaces."""
     allow: Allowed = Field(default_factory=Allowed)
-    """What templates of jobs and pools may hold beside what is always permitted."""
+    """What templates of jobs and pools may contain in addition to what is always permitted."""
     reserved_secrets: Annotated[list[str], Field(max_length=64)] = Field(default_factory=list)
-    """Secrets of the release's namespace that no template may name, whatever `allow` says."""
+    """The Secrets of the release's namespace that no template may name, no matter what `allow` permits."""
     reserved_claims: Annotated[list[str], Field(max_length=64)] = Field(default_factory=list)
-    """PersistentVolumeClaims of the release's namespace that no template may name."""
+    """The PersistentVolumeClaims of the release's namespace that no template may name."""
     images: Images
-    """Container images."""
+    """The container images of the installation."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    """When the images above are pulled; a job's own are pulled IfNotPresent, or never if this says Never."""
+    """The pull policy of the images above. A job's own images use IfNotPresent, or Never if this is Never."""
     image_pull_secrets: Annotated[list[LocalReference], Field(max_length=16)] = Field(default_factory=list)
-    """Secrets with registry credentials, in every namespace with children."""
+    """The Secrets with registry credentials, expected in every namespace in which the operator makes pods."""
     image_volume: Literal["auto", "always", "never"] = "auto"
-    """The exec server's folder comes as an image volume, or is copied by an init container. `auto`: as an
-    image volume from Kubernetes 1.35 on, where they are on by default."""
+    """How the exec server's folder gets into a sandbox: as an image volume, or copied by an init container.
+
+    `auto` uses an image volume from Kubernetes 1.35 on, where these are enabled by default.
+    """
     isolation: Isolation = Field(default_factory=Isolation)
     """The check of a sandbox's network isolation."""
     network_policies: bool = True
-    """The operator keeps a NetworkPolicy for the sandboxes in every namespace with some. False: you do."""
+    """Whether the operator keeps a NetworkPolicy in every namespace with sandboxes. If False, you do that."""
     sandbox_creation: SandboxCreation = Field(default_factory=SandboxCreation)
     """How fast sandbox pods are made."""
     worker: ContainerDefaults = Field(default_factory=_worker_resources)
-    """Stage workers."""
+    """The defaults for stage workers."""
     engine: ContainerDefaults = Field(default_factory=_engine_resources)
-    """Backends of `engine.type: embedded`; those of vLLM have what their pool says, and no limit besides."""
+    """The defaults for backends with `engine.type: embedded`.
+    Backends of vLLM have what their pool says and no other limit.
+    """
     sandbox: SandboxDefaults = Field(default_factory=SandboxDefaults)
-    """Sandboxes."""
+    """The defaults for sandboxes."""
     unschedulable_seconds: Annotated[float, Field(ge=0, le=86_400)] = 300.0
-    """A sandbox pod that no node takes for this long fails its claim. Pods held back by a scheduling gate
-    (Kueue) wait for as long as it takes."""
+    """A sandbox pod that no node accepts for this many seconds fails its claim.
+
+    Pods held back by a scheduling gate (Kueue) wait without limit.
+    """
     image_pull_seconds: Annotated[float, Field(ge=0, le=86_400)] = 60.0
-    """A sandbox pod whose image cannot be pulled for this long fails its claim; an image that can never be
-    pulled (a malformed name, or absent with `Never`) fails it at once."""
+    """A sandbox pod whose image cannot be pulled for this many seconds fails its claim.
+
+    An image that can never be pulled (a malformed name, or absent with `Never`) fails it at once.
+    """
     cluster_domain: Annotated[str, Field(min_length=1, max_length=253)] = "cluster.local"
-    """DNS domain of the cluster."""
+    """The DNS domain of the cluster."""
     api_server_version: Annotated[str, Field(pattern=r"^([0-9]+\.[0-9]+)?$", max_length=16)] = ""
-    """`major.minor` of the cluster, as the operator finds it at its start; empty: unknown."""
+    """The cluster's `major.minor` version, which the operator reads when it starts. Empty means unknown."""
 
     @model_validator(mode="after")
     def _checks_need_required(self) -> OperatorSettings:
@@ -180,15 +195,16 @@ class OperatorSettings(Model):
         return bool(minor) and (int(major), int(minor)) >= (1, 35)
 
     def looks_after(self, namespace: str) -> bool:
-        """Whether the objects of a namespace are this operator's."""
+        """Return whether this operator serves the objects of a namespace."""
         return not self.namespaces or namespace in self.namespaces
 
 
 def parse_settings(text: str, source: str = "settings") -> OperatorSettings:
-    """Settings from YAML text.
+    """Return the settings in a YAML text.
 
     Raises:
-        SettingsError: no YAML, or a field is missing, unknown or wrong; names `source` and each field.
+        SettingsError: The text is not YAML, or a field is missing, unknown or wrong. The message names
+            `source` and each field.
     """
     try:
         data = yaml.safe_load(text)
@@ -208,10 +224,10 @@ def parse_settings(text: str, source: str = "settings") -> OperatorSettings:
 
 
 def load_settings(path: Path) -> OperatorSettings:
-    """Settings from a YAML file.
+    """Return the settings in a YAML file.
 
     Raises:
-        SettingsError: as `parse_settings`, or the file cannot be read.
+        SettingsError: The file cannot be read, or `parse_settings` raised the error.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`python -I /where/it/is/mounted/rollyard_sandbox …`: the server without an installed package."""
+"""The entry point of `python -I /path/to/rollyard_sandbox …`: the server without an installed package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 
 if not __package__:
-    # A folder run by path: its parent holds this package and ptyprocess.
+    # The folder was run by its path, and its parent holds this package and ptyprocess.
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from rollyard_sandbox.server.command_line import main

@@ -1,7 +1,7 @@
 """Copying the runtime out of its own image: `copy-runtime.py TARGET`.
 
-For clusters without image volumes. The image's root holds the runtime beside what the container engine adds
-(/proc, /dev, /etc), so only the runtime's own entries are copied.
+Clusters without image volumes need this. The image's root holds the runtime beside what the container engine
+adds (/proc, /dev, /etc), so only the runtime's own entries are copied.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ ENTRIES = ("copy-runtime.py", "exec-server.py", "lib", "libs", "loader", "python
 
 
 def copy_runtime(source: str, target: str) -> None:
-    """Copies the runtime at `source` into the existing folder `target`; repeating it is harmless.
+    """Copy the runtime at `source` into the existing folder `target`. Repeating it is harmless.
 
     Raises:
-        OSError: an entry is missing, or cannot be written.
+        OSError: An entry is missing, or cannot be written.
     """
     for name in ENTRIES:
         path, copy = os.path.join(source, name), os.path.join(target, name)
         if os.path.isdir(path):
-            shutil.rmtree(copy, ignore_errors=True)  # what an interrupted copy left
+            shutil.rmtree(copy, ignore_errors=True)  # An interrupted copy may have left it.
             shutil.copytree(path, copy, symlinks=True)
         else:
             shutil.copy2(path, copy, follow_symlinks=False)
 
 
 def main(source: str, arguments: list[str]) -> int:
-    """The command line of `copy-runtime.py`; the exit status."""
+    """Run the command line of `copy-runtime.py`, and return the exit status."""
     if len(arguments) != 1 or not os.path.isdir(arguments[0]):
         print("usage: copy-runtime.py TARGET (a folder that exists)", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """The exceptions of the exec server and its client.
 
-Every exception has a stable `reason` (CamelCase), which also travels on the wire: the client raises the
-class that `from_wire` finds for it.
+Every exception has a stable `reason` (CamelCase), which is also sent on the wire. The client raises the class
+that `from_wire` finds for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class SandboxError(Exception):
-    """Anything that the exec server or its client reports; `reason` says which, stably."""
+    """An error that the exec server or its client reports. `reason` is its stable name."""
 
     reason = "SandboxError"
 
@@ -36,19 +36,19 @@ class SandboxError(Exception):
 
 
 class ConnectionLost(SandboxError):
-    """The server is gone, does not answer, or was never there."""
+    """The server is gone, does not answer, or never existed."""
 
     reason = "SandboxLost"
 
 
 class ProtocolError(SandboxError):
-    """A frame that breaks the protocol: too large, not JSON, an unknown version."""
+    """A frame breaks the protocol: it is too large, is not JSON, or has an unknown version."""
 
     reason = "ProtocolError"
 
 
 class BadRequest(SandboxError):
-    """A well-formed frame that asks for something impossible; the message names the field."""
+    """A well-formed frame asks for something impossible. The message names the field."""
 
     reason = "BadRequest"
 
@@ -66,7 +66,7 @@ class SessionBusy(SandboxError):
 
 
 class NoCommandRunning(SandboxError):
-    """Input or an interrupt for a session that runs nothing."""
+    """Input or an interrupt was sent to a session that runs no command."""
 
     reason = "NoCommandRunning"
 
@@ -84,7 +84,7 @@ class CommandTooLarge(SandboxError):
 
 
 class LaunchError(SandboxError):
-    """A shell or a program could not be started: LaunchFailed, ProgramNotFound, ResourceExhausted, …"""
+    """A shell or program did not start. The reason is LaunchFailed, ProgramNotFound, ResourceExhausted, …"""
 
     reason = "LaunchFailed"
 
@@ -96,13 +96,13 @@ class IPythonUnavailable(SandboxError):
 
 
 class SandboxSabotaged(SandboxError):
-    """Programs of the sandbox have made its evaluation impossible; the message names the evidence."""
+    """Programs of the sandbox have made its evaluation impossible. The message names the evidence."""
 
     reason = "SandboxSabotaged"
 
 
 class FileError(SandboxError):
-    """A file operation failed: FileNotFound, IsADirectory, PermissionDenied, DiskFull, …"""
+    """A file operation failed. The reason is FileNotFound, IsADirectory, PermissionDenied, DiskFull, …"""
 
     reason = "FileError"
 
@@ -148,7 +148,7 @@ _CLASSES.update(dict.fromkeys(("ConfinementFailed", "ProgramNotFound", "Resource
 
 
 def file_error(error: OSError, path: str) -> FileError:
-    """The FileError for an OSError on `path`."""
+    """Return the FileError for an OSError on `path`."""
     import errno
 
     name = errno.errorcode.get(error.errno or 0, "")
@@ -156,6 +156,6 @@ def file_error(error: OSError, path: str) -> FileError:
 
 
 def from_wire(reason: str, message: str) -> SandboxError:
-    """The exception that a server's error answer stands for."""
+    """Return the exception that a server's error answer stands for."""
     cls = _CLASSES.get(reason, SandboxError)
     return cls(message, reason=reason)

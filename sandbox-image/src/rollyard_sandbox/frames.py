@@ -1,4 +1,4 @@
-"""Frames: how client and server talk.
+"""The frames in which client and server communicate.
 
 A frame is an 8-byte prefix (header length, body length; unsigned 32-bit, big-endian), a JSON object (the
 header, UTF-8) and a binary body. Sizes are checked before anything is stored.
@@ -11,7 +11,7 @@ from struct import Struct
 
 from rollyard_sandbox.errors import CommandTooLarge, ProtocolError
 
-TYPE_CHECKING = False  # `typing` is slow to import, and the server must start fast
+TYPE_CHECKING = False  # `typing` is slow to import, and the server must start fast.
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
@@ -26,10 +26,10 @@ _loads = json.JSONDecoder().decode
 
 
 def encode(header: dict[str, Any], body: bytes = b"") -> bytes:
-    """One frame.
+    """Return one frame.
 
     Raises:
-        CommandTooLarge: header or body exceeds MAX_HEADER or MAX_BODY.
+        CommandTooLarge: The header or the body exceeds MAX_HEADER or MAX_BODY.
     """
     head = _dumps(header).encode()
     if len(head) > MAX_HEADER:
@@ -40,7 +40,7 @@ def encode(header: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames; holds at most one unfinished frame."""
+    """A reader that cuts a byte stream into frames, and holds at most one unfinished frame."""
 
     __slots__ = ("_buffer", "_max_body")
 
@@ -49,14 +49,14 @@ class FrameReader:
         self._max_body = max_body
 
     def allow_body(self, max_body: int) -> None:
-        """Changes the largest body accepted from now on (a peer that has not shown its token gets little)."""
+        """Set the largest body accepted from now on. It is small for a peer that has not shown its token."""
         self._max_body = max_body
 
     def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Yields the frames that `data` completes.
+        """Yield the frames that `data` completes.
 
         Raises:
-            ProtocolError: a frame is too large or its header is not a JSON object.
+            ProtocolError: A frame is too large, or its header is not a JSON object.
         """
         buffer = self._buffer
         buffer += data

@@ -1,1 +1,1 @@
-"""Who may make which call, and how much of the control plane one namespace may hold."""
+"""This package decides who may make which call and how much of the control plane a namespace may hold."""

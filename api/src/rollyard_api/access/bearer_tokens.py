@@ -1,7 +1,7 @@
-"""Bearer tokens by role, made at first start, in a file that only the user reads.
+"""Bearer tokens, by role, are created at the first start in a file that only the user can read.
 
-Several tokens of a role may be valid at once: the first is the one that is handed out, and the
-others are on their way out.
+Several tokens of a role may be valid at the same time. The first of them is the one that is handed out, and
+the others are being retired.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rollyard_api.core.problems import Unauthorized
 Role = Literal["admin", "worker", "driver", "metrics"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 REQUIRED: Final[tuple[Role, ...]] = ("admin", "worker", "driver")
-"""Files of older releases have no others."""
+"""The roles that a file must have. Files of older releases have no others."""
 MAX_FILE_BYTES: Final = 64 << 10
 MAX_VALID: Final = 16
-"""Tokens of one role that are valid at once."""
+"""The largest number of tokens of one role that are valid at the same time."""
 FILE_NAME = "tokens.json"
 
 
@@ -38,20 +38,20 @@ class TokenFileError(ControlPlaneError):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The holder of the token that a request bears."""
+    """The holder of the token that came with a request."""
 
     role: Role
     job: JobIdentity | None = None
-    """The only job that it may work for; None for any."""
+    """The only job for which the holder may work; None allows any job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The valid secrets of each role, the one that is handed out first."""
+    """The valid secrets of each role, beginning with the one that is handed out."""
 
     by_role: Mapping[Role, tuple[str, ...]]
     older_job_tokens: bool = True
-    """Whether job tokens without a uid, which older bridges make, are accepted."""
+    """Whether job tokens without a uid, which older bridges create, are accepted."""
 
     @property
     def admin(self) -> str:
@@ -66,12 +66,12 @@ class Tokens:
         return self.by_role["driver"][0]
 
     def caller(self, authorization: str) -> Caller:
-        """Who is behind an Authorization header.
+        """Return the caller that an Authorization header identifies.
 
-        Every token is compared, each in constant time, so that the answer's time tells nothing.
+        Every token is compared, each in constant time, and the time of the answer therefore reveals nothing.
 
         Raises:
-            Unauthorized: no bearer token, or an unknown one.
+            Unauthorized: There is no bearer token, or the token is unknown.
         """
         scheme, _, given = authorization.partition(" ")
         given = given.strip()
@@ -102,10 +102,10 @@ class Tokens:
 
 
 def load_or_make(state_dir: Path) -> Tokens:
-    """Read tokens.json of the state folder, or make it (mode 0600) with fresh secrets.
+    """Read tokens.json from the state folder, or create it (mode 0600) with new secrets.
 
     Raises:
-        TokenFileError: the file holds no such JSON object.
+        TokenFileError: The file does not contain such a JSON object.
     """
     path = state_dir / FILE_NAME
     if not path.exists():
@@ -114,10 +114,10 @@ def load_or_make(state_dir: Path) -> Tokens:
 
 
 def load(path: Path, remedy: str = "write one string, or a list of strings, for each role") -> Tokens:
-    """Read a token file that somebody else has made, such as a mounted Secret.
+    """Read a token file that another program has created, such as a mounted Secret.
 
     Raises:
-        TokenFileError: the file cannot be read, or holds no such JSON object.
+        TokenFileError: The file cannot be read, or it does not contain such a JSON object.
     """
     try:
         with path.open("rb") as file:
@@ -157,7 +157,8 @@ def _make(path: Path) -> None:
         file.flush()
         os.fsync(descriptor)
     try:
-        # link, not rename: of two processes that start at once, the first one's tokens stand.
+        # A link, unlike a rename, fails if the file exists: of two processes that start at once, the tokens
+        # of the first remain.
         os.link(scratch, path)
     except FileExistsError:
         return

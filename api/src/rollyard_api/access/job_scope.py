@@ -1,4 +1,4 @@
-"""What a token of one job reaches: that job as it stands, its rollouts, its sandboxes and its claims."""
+"""The token of one job reaches that job in its present form, its rollouts, its sandboxes and its claims."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from rollyard_api.core.problems import Forbidden
 from rollyard_api.storage.schema import jobs, rollouts
 
 LOOKED_UP = 500
-"""Names in one query; SQLite bounds its variables."""
+"""The largest number of names in one query, because SQLite limits the variables of a query."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundJob:
-    """The job that a token speaks for."""
+    """The job for which a token was made, and the state of that job."""
 
     identity: JobIdentity
     stand: Stand
     id: int | None
-    """Its row's; None where it is gone."""
+    """The id of the job's row, or None if the job is gone."""
     uid: str | None
-    """Its own, which claims carry; None where it is gone."""
+    """The uid of the job itself, which claims carry, or None if the job is gone."""
 
 
 def look_up(conn: Connection, identity: JobIdentity) -> BoundJob:
-    """How the job of a token stands.
+    """Return the job of a token with its present state.
 
-    The uid is that of the job or of the Kubernetes object that it is registered for.
+    The uid in the token may be that of the job or of the Kubernetes object for which the job is registered.
     """
     columns = (jobs.c.id, jobs.c.uid, jobs.c.object_uid, jobs.c.finished_at)
     row = conn.execute(
@@ -48,7 +48,7 @@ def look_up(conn: Connection, identity: JobIdentity) -> BoundJob:
 
 
 def refused(bound: BoundJob) -> Forbidden:
-    """The job of a token has ended."""
+    """Return the error for a token whose job has ended."""
     who = bound.identity
     what = f"{who.namespace}/{who.name}" + ("" if who.uid is None else f" with uid {who.uid}")
     how = "has ended" if bound.stand == "finished" else "was deleted, or replaced by another of its name"
@@ -56,10 +56,10 @@ def refused(bound: BoundJob) -> Forbidden:
 
 
 def others(identity: JobIdentity) -> sa.ColumnElement[bool]:
-    """Selects the jobs that a token does not speak for; deleted ones, whose rows still stand, too."""
+    """Return the condition that selects all jobs but the token's own, even deleted jobs that have rows."""
     ours = [jobs.c.namespace == identity.namespace, jobs.c.name == identity.name]
     if identity.uid is not None:
-        # A job without an object has null there: compared as such, it would be nobody's and pass.
+        # A job without an object has null here. Compared as null, it would match no job and pass the check.
         object_uid = sa.func.coalesce(jobs.c.object_uid, "")
         ours.append(sa.or_(jobs.c.uid == identity.uid, object_uid == identity.uid))
     return sa.not_(sa.and_(*ours))
@@ -68,7 +68,7 @@ def others(identity: JobIdentity) -> sa.ColumnElement[bool]:
 def reaches_others(
     conn: Connection, identity: JobIdentity, rollouts_of: Collection[str], sandboxes: Collection[str]
 ) -> bool:
-    """Whether one of these rollouts, or one that has one of these sandboxes, is of another job."""
+    """Return whether one of these rollouts, or one that has one of these sandboxes, is of another job."""
     for column, given in ((rollouts.c.id, sorted(rollouts_of)), (rollouts.c.sandbox_id, sorted(sandboxes))):
         for at in range(0, len(given), LOOKED_UP):
             some = sa.select(rollouts.c.id).join(jobs, jobs.c.id == rollouts.c.job_id)

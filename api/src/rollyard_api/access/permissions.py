@@ -1,8 +1,8 @@
-"""Who may make which call: one rule for each route.
+"""Each route has one rule, which says who may make its calls.
 
-A route without a rule is the admin's alone, so that one that is added later is closed until somebody
-decides; a test fails until it stands here. A token of one job makes the calls of that job's workers
-only, and the routes see to it that every rollout, sandbox and claim named in them is of that job.
+A route without a rule is open to the admin alone. A route that is added later is therefore closed until its
+rule is written, and a test fails until then. A token of one job may make only the calls of that job's
+workers, and the routes check that every rollout, sandbox and claim in these calls belongs to that job.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.core.problems import Forbidden
 
 Stand = Literal["live", "finished", "gone"]
-"""How a token's job stands. Its rollouts are unfinished; all have ended; or it was deleted or replaced."""
+"""The state of a token's job: it has unfinished rollouts, all of its rollouts have ended, or it was
+deleted or replaced."""
 _ORDER: Final[tuple[Stand, ...]] = ("live", "finished", "gone")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Who may make a call, beside the admin."""
+    """The rule of a call, which says who may make it in addition to the admin."""
 
     roles: frozenset[str] = frozenset()
     until: Stand | None = None
-    """The latest state of a job in which a token of its workers may make the call; None for never."""
+    """The latest state of a job in which a token of its workers may make the call; None stands for never."""
     open: bool = False
-    """Whether no token is needed."""
+    """Whether the call needs no token."""
     max_body: int | None = None
-    """Bytes of the body, where less than the server's own bound is needed: decoded, it takes far more."""
+    """The largest number of bytes of the body, where the server's own bound is too high: a decoded body
+    takes far more memory."""
 
 
 OPEN: Final = Rule(open=True)
@@ -38,14 +40,15 @@ METRICS: Final = Rule(frozenset({"metrics"}))
 DRIVER: Final = Rule(frozenset({"driver"}))
 WORK: Final = Rule(frozenset({"worker", "driver"}), "live")
 LEARN: Final = Rule(frozenset({"worker", "driver"}), "finished")
-"""Calls by which a worker learns that its job has ended, or gives back what it still has."""
+"""The rule of calls by which a worker learns that its job has ended, or returns what it still has."""
 REPORT: Final = Rule(frozenset({"worker", "driver"}), "gone")
-"""Reports of leases. They are judged by the rollout alone, and must be answered however late they come."""
+"""The rule of reports of leases. They are judged by the rollout alone and must be answered however late
+they arrive."""
 
 SMALL: Final = 1 << 20
 FAILURES: Final = 4 << 20
 BEATS: Final = 16 << 20
-"""Room for all leases and sandboxes that a heartbeat may name."""
+"""The number of bytes that all leases and sandboxes in one heartbeat may need."""
 
 JOBS: Final = "/v1/rolloutjobs"
 POOLS: Final = "/v1/backendpools"
@@ -110,11 +113,11 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 class Access:
-    """The rules, with what the installer opens.
+    """The rules, changed by what the installer makes public.
 
     Args:
-        open_metrics: whether `/metrics` needs no token.
-        open_docs: whether `/docs` and `/openapi.json` need none.
+        open_metrics: Whether `/metrics` needs no token.
+        open_docs: Whether `/docs` and `/openapi.json` need no token.
     """
 
     def __init__(self, *, open_metrics: bool = False, open_docs: bool = False) -> None:
@@ -124,7 +127,7 @@ class Access:
         self._shaped = [(key[0], _pattern(key[1]), rule) for key, rule in rules.items() if "{" in key[1]]
 
     def rule(self, method: str, path: str) -> Rule:
-        """The rule of a call; that of the admin alone where none is written down."""
+        """Return the rule of a call, or the rule of the admin alone if there is none for the call."""
         method = "GET" if method == "HEAD" else method
         exact = self._exact.get((method, path))
         if exact is not None:
@@ -136,10 +139,10 @@ class Access:
 
 
 def authorize(rule: Rule, caller: Caller, method: str, path: str) -> None:
-    """See whether this caller may make this call, whatever it names.
+    """Check whether this caller may make this call, regardless of the objects that it names.
 
     Raises:
-        Forbidden: it may not.
+        Forbidden: The caller may not make the call.
     """
     if caller.role == "admin":
         return
@@ -152,5 +155,5 @@ def authorize(rule: Rule, caller: Caller, method: str, path: str) -> None:
 
 
 def still(rule: Rule, stand: Stand) -> bool:
-    """Whether the token of a job that stands so may still make the call."""
+    """Return whether a token may still make the call while its job is in the state `stand`."""
     return rule.until is not None and _ORDER.index(stand) <= _ORDER.index(rule.until)

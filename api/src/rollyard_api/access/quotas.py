@@ -1,8 +1,8 @@
-"""How much of the control plane one namespace may hold: open waits, and work at the same time.
+"""Quotas limit the open waits and the simultaneous work of one namespace.
 
-A `Quota` counts what stands open for long, and refuses more. `Turns` bounds what is done at the same
-time, and lets more wait for its turn. Both count by key, a namespace, and in all, so that whoever asks
-for too much is in nobody's way but their own.
+A `Quota` counts what is open for a long time, and refuses more. `Turns` limits what is done at the same time,
+and lets the rest wait in order. Both count by key, which is a namespace, and in total. A caller that asks for
+too much therefore obstructs only itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def _whose(key: str) -> str:
 
 
 class Quota:
-    """At most so many of something may stand open, for each key and in all.
+    """A limit on the number of things of one kind that are open, for each key and in total.
 
     Args:
-        what: plural, for messages.
-        each: for one key.
-        total: for all keys together.
+        what: The name of the things in the plural, for messages.
+        each: The largest number for one key.
+        total: The largest number for all keys together.
     """
 
     def __init__(self, what: str, *, each: int, total: int) -> None:
@@ -39,15 +39,15 @@ class Quota:
         self._count = 0
 
     def open(self, key: str) -> int:
-        """How many stand open for a key."""
+        """Return the number of open things of a key."""
         return self._open[key]
 
     @contextmanager
     def held(self, key: str) -> Iterator[None]:
-        """One of them stands open within the block.
+        """Keep one thing open within the block.
 
         Raises:
-            TooManyWaits: as many as may do already.
+            TooManyWaits: The largest number is already open.
         """
         if self._open[key] >= self._each:
             raise TooManyWaits(
@@ -76,13 +76,13 @@ class _Line:
 
 
 class Turns:
-    """At most so much is done at the same time, for each key and in all; the rest waits in order.
+    """A limit on what is done at the same time, for each key and in total; the rest waits in order.
 
     Args:
-        what: plural, for messages.
-        each: for one key.
-        total: for all keys together.
-        seconds: how long a turn is waited for; None: as long as it takes.
+        what: The name of the work in the plural, for messages.
+        each: The largest number for one key.
+        total: The largest number for all keys together.
+        seconds: The longest wait for a place, in seconds. None means that there is no limit.
     """
 
     def __init__(self, what: str, *, each: int, total: int, seconds: float | None = None) -> None:
@@ -94,10 +94,10 @@ class Turns:
 
     @asynccontextmanager
     async def held(self, key: str) -> AsyncIterator[None]:
-        """A turn within the block.
+        """Hold a place within the block.
 
         Raises:
-            TooManyWaits: it did not come in time.
+            TooManyWaits: No place became free in time.
         """
         line = self._lines.setdefault(key, _Line(asyncio.Semaphore(self._each)))
         line.users += 1
@@ -122,7 +122,8 @@ class Turns:
                 del self._lines[key]
 
     async def _acquire(self, line: _Line) -> None:
-        # A key's own line first: in the common one there are never more of a key than it has places.
+        # The key's own line comes first. The common line then never holds more of a key than the key has
+        # places.
         await line.places.acquire()
         try:
             await self._all.acquire()
@@ -132,33 +133,33 @@ class Turns:
 
 
 IDLE_SECONDS = 1.0
-"""How long an empty answer stands for other requests like it, where nothing says otherwise."""
+"""The number of seconds for which an empty answer holds for equal requests, unless the queues change."""
 IDLE_REQUESTS = 4096
 
 
 class Idle:
-    """Which lease requests were answered with nothing since the queues last changed.
+    """The lease requests that were answered with nothing since the queues last changed.
 
-    A change of the queues wakes every waiting lease request. Those that ask for the same are answered by
-    one look at the database: a thousand idle workers of one job cost as much as one.
+    A change of the queues wakes every waiting lease request. Equal requests are answered by one look at the
+    database, and a thousand idle workers of one job therefore cost as much as one.
     """
 
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[int, float]] = {}
 
     def is_known(self, asked: Hashable, changes: int, now: float) -> bool:
-        """Whether the same was asked in vain, and nothing has changed since.
+        """Return whether an equal request found nothing and the queues have not changed since.
 
         Args:
-            asked: what a request asks for, whoever makes it.
-            changes: how often the queues have changed.
-            now: a monotonic time in seconds.
+            asked: What a request asks for, without the worker that makes it.
+            changes: The number of changes of the queues so far.
+            now: A monotonic time in seconds.
         """
         found = self._found.get(asked)
         return found is not None and found[0] == changes and now - found[1] < IDLE_SECONDS
 
     def note(self, asked: Hashable, changes: int, now: float) -> None:
-        """There was nothing for it when the queues had changed so often; read before the look."""
+        """Record that a request found nothing; `changes` is the number of changes read before the look."""
         if len(self._found) >= IDLE_REQUESTS:
             self._found.clear()
         self._found[asked] = (changes, now)

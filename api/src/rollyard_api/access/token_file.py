@@ -1,4 +1,4 @@
-"""The token file, read again when it changes, so that tokens are rotated without a restart."""
+"""The token file is read again when it changes, which allows tokens to be rotated without a restart."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ _Seen = tuple[int, int, int, int, int]
 
 
 class TokenFile:
-    """The tokens in force. A file that cannot be used changes nothing, and the log says so once.
+    """The tokens in force. A file that cannot be used changes nothing and is logged once.
 
     Args:
-        state_dir: the folder whose tokens.json is made where it is missing.
-        given: another file, which somebody else makes, such as a mounted Secret; None for tokens.json.
-        older_job_tokens: whether job tokens without a uid are accepted.
+        state_dir: The folder whose tokens.json is created if it is missing.
+        given: Another file, which another program creates, such as a mounted Secret; None stands for
+            tokens.json.
+        older_job_tokens: Whether job tokens without a uid are accepted.
 
     Raises:
-        TokenFileError: the file cannot be used.
+        TokenFileError: The file cannot be used.
     """
 
     def __init__(self, state_dir: Path, given: Path | None, *, older_job_tokens: bool) -> None:
         self._path = state_dir / bearer_tokens.FILE_NAME if given is None else given
         self._older = older_job_tokens
         first = bearer_tokens.load_or_make(state_dir) if given is None else bearer_tokens.load(given)
-        # What was read may be newer than what was seen, never older: then it is read once more.
+        # The content may be newer than the recorded status of the file, but never older. If it is newer, the
+        # file is read once more.
         self._seen: _Seen | None = None
         self.tokens = replace(first, older_job_tokens=older_job_tokens)
 
     def look(self) -> None:
-        """Read the file again if it is another one than before; to be called in a thread, it may block."""
+        """Read the file again if it has changed. This may block and is therefore to be called in a thread."""
         try:
             seen = self._stat()
             if seen == self._seen:
@@ -67,6 +69,6 @@ class TokenFile:
         return replace(bearer_tokens.load(self._path), older_job_tokens=self._older)
 
     def _stat(self) -> _Seen:
-        # The links are followed: kubelet replaces a Secret by pointing a link to another folder.
+        # Links are followed, because kubelet replaces a Secret by pointing a link to another folder.
         found = os.stat(self._path)
         return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

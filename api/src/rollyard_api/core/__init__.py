@@ -1,1 +1,1 @@
-"""What every other folder uses: problems, encodings, states, waits and bounded threads."""
+"""This package holds what all other folders use: problems, encodings, states, waits and bounded threads."""

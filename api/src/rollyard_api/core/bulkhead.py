@@ -1,9 +1,9 @@
-"""Bounded threads for one kind of blocking work, so that what hangs there hangs nowhere else.
+"""Each kind of blocking work has bounded threads of its own, and work that hangs obstructs no other kind.
 
-A thread that hangs in a system call cannot be killed. A bulkhead therefore gives each kind of
-input and output a few threads of its own, a time-out for its callers, and a bounded queue. While
-all of its places hang, callers are refused at once; a single call is let through from time to time
-to find out whether the other side is back.
+A thread that hangs in a system call cannot be killed. A bulkhead therefore gives each kind of input and
+output a few threads of its own, a time-out for its callers, and a bounded queue. While all of its places
+hang, callers are refused at once. A single call is let through from time to time to find out whether the
+other side is back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from rollyard_api.core.problems import TimedOut, Unavailable
 T = TypeVar("T")
 
 SPARE = 4
-"""A bulkhead has at most this many times its places in threads, those that hang for ever included."""
+"""The largest number of threads of a bulkhead, as a multiple of its places. It includes threads that hang
+for ever."""
 PROBES: Final = Backoff(first=1.0, longest=60.0)
 RETRY_AFTER = {"Retry-After": "2"}
 
@@ -38,13 +39,13 @@ class _Call(Generic[T]):
 
 
 class Bulkhead:
-    """Threads and a queue for one kind of blocking work. Used from one event loop.
+    """Threads and a queue for one kind of blocking work, to be used from one event loop.
 
     Args:
-        what: what is worked with, as the subject of error messages.
-        threads: calls at the same time.
-        waiting: calls that may wait for a thread; keys take turns.
-        seconds: how long a caller waits, for a thread and for the answer together.
+        what: The thing that is worked with, as the subject of error messages.
+        threads: The number of calls that may run at the same time.
+        waiting: The number of calls that may wait for a thread. Keys take turns.
+        seconds: The time in seconds that a caller waits for a thread and for the answer together.
     """
 
     def __init__(self, what: str, *, threads: int, waiting: int, seconds: float) -> None:
@@ -57,7 +58,7 @@ class Bulkhead:
         self._running: set[_Call[Any]] = set()
         self._hanging: set[_Call[Any]] = set()
         self._written_off: set[_Call[Any]] = set()
-        """Calls that hang although later ones were answered: they hold a thread and no place."""
+        """The calls that hang although later ones were answered. They hold a thread but no place."""
         self._work: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._idle = 0
         self._threads = 0
@@ -67,24 +68,25 @@ class Bulkhead:
 
     @property
     def threads(self) -> int:
-        """Threads that exist now, idle and hanging ones included."""
+        """The number of threads that exist now, including idle and hanging ones."""
         return self._threads
 
     @property
     def hanging(self) -> int:
-        """Calls that have taken longer than a caller waits, and have not returned."""
+        """The number of calls that have not returned and have taken longer than a caller waits."""
         return len(self._hanging)
 
     async def run(self, function: Callable[[], T], key: str = "") -> T:
-        """Call `function` in a thread of the bulkhead.
+        """Call `function` in a thread of the bulkhead, and return its result.
 
         Args:
-            key: whose call it is; where calls wait, keys take turns.
+            function: The function to call.
+            key: The party for which the call is made. Where calls wait, keys take turns.
 
         Raises:
-            Unavailable: every place hangs, or too many calls wait.
-            TimedOut: the call was not answered within `seconds`.
-            Exception: what the function raised.
+            Unavailable: Every place hangs, or too many calls wait.
+            TimedOut: The call was not answered within `seconds`.
+            Exception: The function raised this exception.
         """
         loop = asyncio.get_running_loop()
         if self._closed:
@@ -109,7 +111,7 @@ class Bulkhead:
         return future.result()
 
     def close(self) -> None:
-        """End idle threads now and the others once they return; nothing waits for them."""
+        """Stop idle threads now and the others once they return, without waiting for any of them."""
         self._closed = True
         for _ in range(self._threads):
             self._work.put(None)
@@ -122,7 +124,7 @@ class Bulkhead:
         return min(self._places - held, self._limit - len(self._running))
 
     def _blocked(self) -> bool:
-        """Whether no place will be free as long as nothing that hangs returns."""
+        """Return whether no place becomes free until a hanging call returns."""
         lost = len(self._hanging) - len(self._written_off)
         return lost >= self._places or len(self._hanging) >= self._limit
 
@@ -144,7 +146,7 @@ class Bulkhead:
                 del self._waiting[call.key]
 
     def _next(self) -> _Call[Any]:
-        """The oldest call of the key whose turn it is; the key goes to the end of the line."""
+        """Return the oldest call of the key that is next, and move the key to the end of the line."""
         key, line = next(iter(self._waiting.items()))
         call = line.popleft()
         del self._waiting[key]
@@ -156,7 +158,7 @@ class Bulkhead:
         while self._waiting and self._room() > 0:
             self._start(self._next(), loop)
         if self._waiting and self._blocked() and self._may_probe(loop.time()):
-            # The next probe comes later if this one hangs too.
+            # The next probe comes later if this one hangs, too.
             self._probes += 1
             self._probe_at = loop.time() + PROBES.pause(self._probes)
             self._start(self._next(), loop)
@@ -188,12 +190,12 @@ class Bulkhead:
             result, error = None, None
             try:
                 result = call.function()
-            except BaseException as raised:  # a thread of the bulkhead must outlive what it calls
+            except BaseException as raised:  # A thread of the bulkhead must outlive what it calls.
                 error = raised
             try:
                 loop.call_soon_threadsafe(self._returned, call, result, error, loop)
             except RuntimeError:
-                return  # the loop is closed, nobody waits for the answer
+                return  # The loop is closed, and no caller waits for the answer.
             del call, result, error
 
     def _returned(
@@ -206,7 +208,7 @@ class Bulkhead:
         if call in self._hanging:
             self._hanging.discard(call)
             self._written_off.discard(call)
-        # What was started earlier and has not returned will not do so soon: it gives its place up.
+        # An earlier call that has not returned will not return soon. It gives up its place.
         self._written_off |= {old for old in self._hanging if old.started <= call.started}
         self._probes = 0
         if not call.future.done():

@@ -1,4 +1,4 @@
-"""Bytes in and out: JSON by orjson, small blobs compressed, bodies in JSON or msgpack."""
+"""This module encodes and decodes: JSON by orjson, compressed small blobs, bodies in JSON or msgpack."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rollyard_api.core.problems import Malformed
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
-_EXPLAINED_BYTES = 1 << 20  # of a body that cannot be decoded: above it nobody looks for the field
+_EXPLAINED_BYTES = 1 << 20  # The faulty field of a longer body is not searched for.
 _LARGEST = sys.float_info.max
 _PLAIN_BYTES = 512
-"""Below this, compression costs more than it saves."""
+"""The number of bytes below which compression costs more than it saves."""
 
 MAX_DEPTH = 128
 """The deepest nesting of lists and objects in a body.
 
-What is stored gets some more around it; JSON is written to depth 254.
+Stored documents add some levels around a body. JSON is written to depth 254.
 """
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _PLAIN = _SCALARS | {dict, list}
@@ -32,20 +32,20 @@ loads = orjson.loads
 
 
 def pack(data: bytes) -> bytes:
-    """A JSON object's bytes for the database: compressed when that pays."""
+    """Return the bytes of a JSON object for the database, compressed if that saves space."""
     return data if len(data) < _PLAIN_BYTES else zlib.compress(data, 1)
 
 
 def unpack(blob: bytes) -> bytes:
-    """The JSON bytes of a packed blob. JSON objects begin with `{`, zlib streams never do."""
+    """Return the JSON bytes of a packed blob. JSON objects begin with `{`, and zlib streams never do."""
     return blob if blob[:1] == b"{" else zlib.decompress(blob)
 
 
 def decode(body: bytes, content_type: str) -> Any:
-    """A request body.
+    """Return the decoded body of a request.
 
     Raises:
-        Malformed: it is not what its Content-Type says.
+        Malformed: The body is not what its Content-Type says.
     """
     try:
         if content_type.startswith(MSGPACK):
@@ -59,14 +59,15 @@ def decode(body: bytes, content_type: str) -> Any:
 
 
 def _not_finite(body: bytes) -> str:
-    """The field of a body that holds NaN, Infinity or a number too large for a double, where JSON has none.
+    """Return the field of a body that holds NaN, Infinity or a number too large for a double.
 
-    Empty where there is no such field, or the body is no JSON for another reason.
+    JSON has no such numbers. The result is empty if there is no such field, or if the body is not JSON for
+    another reason.
     """
     if len(body) > _EXPLAINED_BYTES:
         return ""
     try:
-        document = json.loads(body)  # Python's own parser takes all of them
+        document = json.loads(body)  # Python's own parser accepts all of these numbers.
     except (ValueError, RecursionError):
         return ""
     left: list[tuple[str, Any]] = [("", document)]
@@ -83,12 +84,14 @@ def _not_finite(body: bytes) -> str:
 
 
 def check_plain(document: Any) -> None:
-    """See that a decoded body is made of JSON's values and not too deep to be written again.
+    """Check that a decoded body consists of JSON's values and is not too deep to be written again.
 
-    Goes level by level, so that no depth exhausts the stack; lists of scalars cost next to nothing.
+    The check proceeds level by level, and no depth can exhaust the stack. Lists of scalars cost almost
+    nothing.
 
     Raises:
-        Malformed: lists and objects nest more than MAX_DEPTH deep, or msgpack brought another kind of value.
+        Malformed: Lists and objects nest more than MAX_DEPTH deep, or msgpack contained another kind of
+            value.
     """
     level: list[Any] = [document]
     for _ in range(MAX_DEPTH + 1):
@@ -111,7 +114,7 @@ def check_plain(document: Any) -> None:
 
 
 def encode(document: Any, accept: str) -> tuple[bytes, str]:
-    """A response body and its media type: msgpack where that is asked for, else JSON."""
+    """Return a response body and its media type, which is msgpack if `accept` asks for it, and else JSON."""
     data = orjson.dumps(document)
     if MSGPACK in accept:
         return bytes(msgpack.packb(orjson.loads(data))), MSGPACK

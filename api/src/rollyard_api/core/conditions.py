@@ -1,4 +1,4 @@
-"""Times and conditions are written here as Kubernetes writes those of its objects."""
+"""Times and conditions are written here in the form that Kubernetes uses for those of its objects."""
 
 from __future__ import annotations
 

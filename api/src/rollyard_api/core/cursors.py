@@ -1,8 +1,8 @@
-"""Cursors: opaque, safe in URLs, and bound to the job whose results they count.
+"""Cursors are opaque, safe in URLs, and bound to the job whose results they count.
 
-A job's uid is part of each cursor, so that a cursor of a deleted job is never taken for one of the
-job that was submitted under its name later. Whole numbers, which older clients still hold, count
-the results of the job that has the name now.
+The uid of a job is part of each of its cursors. A cursor of a deleted job is therefore never taken for one of
+a job that was submitted later under the same name. Older clients still hold whole numbers, which count the
+results of the job that has the name now.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _LETTERS: Final[dict[Kind, str]] = {"trajectories": "t", "groups": "g", "rollout
 _VERSION = "v1"
 MAX_LENGTH = 256
 _MAX_DIGITS = 18
-"""The largest number of digits of a position; it fits a 64-bit integer."""
+"""The largest number of digits of a position; such a number fits a 64-bit integer."""
 
 
 def text(kind: Kind, uid: str, position: int | str) -> str:
-    """The cursor of a place in the results of the job with this uid."""
+    """Return the cursor of a position in the results of the job with this uid."""
     packed = base64.urlsafe_b64encode(uuid.UUID(uid).bytes).rstrip(b"=").decode()
     return f"{_VERSION}.{_LETTERS[kind]}.{packed}.{position}"
 
 
 def garbage(parameter: str, given: str, kind: Kind) -> BadRequest:
-    """What was given as a cursor is none."""
+    """Return the error for a parameter that is not a cursor of this kind."""
     detail = (
         f"{parameter}: {given[:80]!r} is no cursor of {kind}; pass on what the last answer gave, "
         "or leave it out to begin with the first"
@@ -39,10 +39,10 @@ def garbage(parameter: str, given: str, kind: Kind) -> BadRequest:
 
 
 def _split(given: str, parameter: str, kind: Kind) -> tuple[str, str]:
-    """The uid and the position of a cursor.
+    """Return the uid and the position of a cursor.
 
     Raises:
-        BadRequest: it is none, or one of another kind.
+        BadRequest: This is not a cursor, or it is one of another kind.
     """
     parts = given.split(".", 3)
     if len(given) > MAX_LENGTH or len(parts) != 4 or parts[:2] != [_VERSION, _LETTERS[kind]]:
@@ -56,7 +56,7 @@ def _split(given: str, parameter: str, kind: Kind) -> tuple[str, str]:
 
 
 def gone(job: str) -> Gone:
-    """The job that a cursor belongs to was deleted, and another one has its name."""
+    """Return the error for a cursor of a deleted job whose name another job has now."""
     return Gone(
         f"the RolloutJob {job!r} that this cursor belongs to was deleted, and another one was submitted "
         "under its name; begin without a cursor to read that one",
@@ -65,11 +65,11 @@ def gone(job: str) -> Gone:
 
 
 def word(given: str, kind: Kind, *, uid: str, job: str, parameter: str) -> str:
-    """The position in a cursor of the job `job`, as it stands there.
+    """Return the position in a cursor of the job `job`, as it is written there.
 
     Raises:
-        BadRequest: it is no cursor of this kind.
-        Gone: it is one of another job.
+        BadRequest: This is not a cursor of this kind.
+        Gone: The cursor belongs to another job.
     """
     found, position = _split(given, parameter, kind)
     if found != uid:
@@ -78,19 +78,19 @@ def word(given: str, kind: Kind, *, uid: str, job: str, parameter: str) -> str:
 
 
 def number(given: str, kind: Kind, *, uid: str, job: str, end: int, parameter: str = "cursor") -> int:
-    """How many results of the job the cursor has behind it; none for an empty one.
+    """Return the number of results that precede the cursor, which is 0 for an empty cursor.
 
     Args:
-        given: the cursor, or a whole number as older clients hold it.
-        uid: of the job that has the name now.
-        job: its name.
-        end: how many results it has.
-        parameter: where the cursor stands in the request, for messages.
+        given: The cursor, or a whole number such as older clients hold.
+        uid: The uid of the job that has the name now.
+        job: The name of the job.
+        end: The number of results that the job has.
+        parameter: The name of the cursor's parameter in the request, for messages.
 
     Raises:
-        BadRequest: it is no cursor of this kind.
-        Gone: it is one of another job.
-        Conflict: it lies past the end.
+        BadRequest: This is not a cursor of this kind.
+        Gone: The cursor belongs to another job.
+        Conflict: The cursor lies past the end.
     """
     if not given:
         return 0
@@ -104,7 +104,7 @@ def number(given: str, kind: Kind, *, uid: str, job: str, end: int, parameter: s
 
 
 def beyond(parameter: str, position: int, end: int, job: str, kind: Kind) -> Conflict:
-    """A cursor lies past the end of what the job has."""
+    """Return the error for a cursor that lies past the end of the job's results."""
     return Conflict(
         f"{parameter}: lies past the end: it has {position} {kind} behind it, and RolloutJob {job!r} has "
         f"{end}; begin without a cursor",

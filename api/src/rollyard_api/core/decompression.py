@@ -1,4 +1,4 @@
-"""Lines out of a stream of bytes, unpacked where it is compressed; bounds hold while it is unpacked."""
+"""A stream of bytes is decompressed if need be and split into lines, within bounds from the beginning."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Final, Protocol
 from rollyard_api.core.errors import ControlPlaneError
 
 PIECE_BYTES: Final = 1 << 20
-"""Unpacked at once."""
+"""The number of bytes that are decompressed at once."""
 _XZ_MEMORY: Final = 64 << 20
-"""Bytes that an xz stream may ask for; the presets up to -6 need less to be unpacked."""
+"""The memory in bytes that an xz stream may ask for. The presets up to -6 need less for decompression."""
 
 
 class TooLong(ControlPlaneError):
-    """The text is longer than it may be."""
+    """The text is longer than its limit."""
 
     reason = "TextTooLong"
 
 
 class LineTooLong(ControlPlaneError):
-    """A line is longer than it may be."""
+    """A line is longer than its limit."""
 
     reason = "LineTooLong"
 
@@ -43,7 +43,7 @@ class _Unpacker(Protocol):
 
 
 class _Zlib:
-    """zlib's decompressor with the interface of the others: it keeps what it has not unpacked yet."""
+    """zlib's decompressor with the interface of the others, which keeps input that is still to be read."""
 
     def __init__(self) -> None:
         self._inner = zlib.decompressobj(wbits=31)
@@ -61,7 +61,10 @@ class _Zlib:
 
 
 def _unpacker_of(start: bytes) -> _Unpacker | None:
-    """What unpacks data that begins so; no JSON text begins as compressed data does."""
+    """Return a decompressor for data that begins with `start`, or None for data that is not compressed.
+
+    No JSON text begins like compressed data.
+    """
     if start.startswith(b"\x1f\x8b"):
         return _Zlib()
     if start.startswith(b"BZh"):
@@ -72,15 +75,15 @@ def _unpacker_of(start: bytes) -> _Unpacker | None:
 
 
 _MAGIC: Final = 6
-"""Bytes that tell what the data is."""
+"""The number of bytes that identify the kind of compression."""
 
 
 class Lines:
-    """The lines of a text whose bytes come piece by piece; it may be packed by gzip, bzip2 or xz.
+    """The lines of a text whose bytes come in pieces and may be compressed by gzip, bzip2 or xz.
 
     Args:
-        max_bytes: of the whole text, unpacked.
-        max_line: bytes of one line.
+        max_bytes: The largest size of the whole text after decompression, in bytes.
+        max_line: The largest size of one line, in bytes.
     """
 
     def __init__(self, max_bytes: int, max_line: int) -> None:
@@ -89,23 +92,24 @@ class Lines:
         self._line = bytearray()
         self._unpacker: _Unpacker | None = None
         self._streams = 0
-        # What has come of a stream of which is not known yet how it is packed; None where it is known.
+        # This is the beginning of a stream whose compression is not known yet. It is None once that is known.
         self._start: bytes | None = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The lines that these bytes complete, without their ends.
+        """Yield the lines that these bytes complete, without their line ends.
 
         Raises:
-            TooLong, LineTooLong, Damaged: nothing more can be fed then.
+            TooLong, LineTooLong, Damaged: The text is refused. Nothing more can be fed after this.
         """
         for piece in self._unpacked(data, last=False):
             yield from self._cut(piece)
 
     def end(self) -> Iterator[bytes]:
-        """The last line, if the text does not end with a line's end.
+        """Yield the last line if the text does not end with a line end.
 
         Raises:
-            TooLong, LineTooLong, Damaged: as for `feed`; compressed data is cut short.
+            TooLong, LineTooLong, Damaged: The text is refused as by `feed`, or the compressed data is cut
+                short.
         """
         for piece in self._unpacked(b"", last=True):
             yield from self._cut(piece)
@@ -143,7 +147,7 @@ class Lines:
                 piece = self._unpacker.decompress(data, PIECE_BYTES)
                 yield piece
                 if self._unpacker.eof:
-                    # Several streams, one after the other, are one text.
+                    # Several streams in sequence are one text.
                     self._start, data = b"", self._unpacker.unused_data
                 elif not piece:
                     return
@@ -153,11 +157,11 @@ class Lines:
             raise Damaged from error
 
     def _begin(self, data: bytes, last: bool) -> bool:
-        """Whether enough of a stream has come to know how it is packed."""
+        """Return whether enough of a stream has arrived to identify its compression."""
         assert self._start is not None
         self._start += data
         if self._streams:
-            self._start = self._start.lstrip(b"\0")  # zeros may pad the end
+            self._start = self._start.lstrip(b"\0")  # Zeros may pad the end.
         if not self._start or (len(self._start) < _MAGIC and not last):
             return False
         self._unpacker = _unpacker_of(self._start)

@@ -1,4 +1,4 @@
-"""Which handlers, agents, tools and parsers are installed, by metadata alone: nothing is imported."""
+"""The installed handlers, agents, tools and parsers are found by their metadata; nothing is imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Installed = Mapping[str, frozenset[str]]
 
 
 def installed() -> Installed:
-    """Names per kind (`handler`, `agent`, `tool`, `tool parser`) of every installed distribution."""
+    """Return the names of all installed entry points, by kind (`handler`, `agent`, `tool`, `tool parser`)."""
     return {
         kind: frozenset(point.name for point in metadata.entry_points(group=group))
         for kind, group in GROUPS.items()
@@ -26,7 +26,7 @@ def installed() -> Installed:
 
 
 def problems(spec: RolloutJobSpec, available: Installed) -> list[str]:
-    """A line for each name in the spec that nobody has installed."""
+    """Return a line for each name in the spec that no installed distribution provides."""
     asked = [
         ("spec.handler", "handler", spec.handler),
         ("spec.agent.type", "agent", spec.agent.type),

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 
 class ControlPlaneError(Exception):
-    """The root of all exceptions of `rollyard_api`; `reason` is stable, the message is for people."""
+    """The root of all exceptions of `rollyard_api`. The `reason` is stable, and the message is for people."""
 
     reason: str = "InternalError"

@@ -1,4 +1,4 @@
-"""What the control plane answers when it cannot do what was asked: problem+json (RFC 9457)."""
+"""The control plane answers requests that it cannot serve with problem+json (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEDIA_TYPE = "application/problem+json"
 
 
 class ApiError(ControlPlaneError):
-    """The root of what requests are answered with: an HTTP status, a reason and what would be right."""
+    """The root of the errors that answer requests, with an HTTP status, a reason and advice."""
 
     status: ClassVar[int] = 500
     reason: str = "InternalError"
@@ -39,28 +39,28 @@ class ApiError(ControlPlaneError):
 
 
 class Malformed(ApiError):
-    """The body is no JSON (or no msgpack) at all."""
+    """The body is not JSON (or msgpack) at all."""
 
     status = 400
     reason = "MalformedBody"
 
 
 class BadRequest(ApiError):
-    """A parameter of the request is not what it should be; `errors` names it."""
+    """A parameter of the request is wrong; `errors` names it."""
 
     status = 400
     reason = "BadRequest"
 
 
 class Unauthorized(ApiError):
-    """No bearer token, or one that nobody has."""
+    """The request has no bearer token, or an unknown one."""
 
     status = 401
     reason = "Unauthorized"
 
 
 class Forbidden(ApiError):
-    """The token's role may not make this call."""
+    """The role of the token may not make this call."""
 
     status = 403
     reason = "Forbidden"
@@ -72,7 +72,7 @@ class NotFound(ApiError):
 
 
 class MethodNotAllowed(ApiError):
-    """The path is known, and takes other methods."""
+    """The path exists, but it accepts other methods only."""
 
     status = 405
     reason = "MethodNotAllowed"
@@ -84,7 +84,7 @@ class Conflict(ApiError):
 
 
 class Gone(ApiError):
-    """What the request refers to is no longer there, and never will be again."""
+    """What the request refers to is gone for ever."""
 
     status = 410
     reason = "Gone"
@@ -96,49 +96,49 @@ class TooLarge(ApiError):
 
 
 class Invalid(ApiError):
-    """The body was understood and a field of it is wrong; `errors` names each."""
+    """The body was understood, but some of its fields are wrong; `errors` names each of them."""
 
     status = 422
     reason = "Invalid"
 
 
 class QueueFull(ApiError):
-    """The bounded queue has no room; ask again after Retry-After seconds."""
+    """The bounded queue has no room; retry after Retry-After seconds."""
 
     status = 429
     reason = "QueueFull"
 
 
 class TooManyWaits(ApiError):
-    """As many long polls or event streams stand open as may; ask again after Retry-After seconds."""
+    """The limit of open long polls or event streams is reached; retry after Retry-After seconds."""
 
     status = 429
     reason = "TooManyWaits"
 
 
 class Unavailable(ApiError):
-    """Shutting down, or the database or a store cannot be reached."""
+    """The server is shutting down, or the database or a store cannot be reached."""
 
     status = 503
     reason = "Unavailable"
 
 
 class TimedOut(ApiError):
-    """Something behind the control plane, a store for one, did not answer in time."""
+    """A service behind the control plane, such as a store, did not answer in time."""
 
     status = 504
     reason = "TimedOut"
 
 
 class StorageFull(ApiError):
-    """No space for the database or the trajectories; nothing of the request was kept."""
+    """There is no space for the database or the trajectories. Nothing of the request was kept."""
 
     status = 507
     reason = "StorageFull"
 
 
 def problem(error: ApiError) -> dict[str, Any]:
-    """The problem document of an error."""
+    """Return the problem document of an error."""
     kebab = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", error.reason).lower()
     document: dict[str, Any] = {
         "type": TYPE_BASE + kebab,
@@ -153,7 +153,7 @@ def problem(error: ApiError) -> dict[str, Any]:
 
 
 def response(error: ApiError) -> Response:
-    """The HTTP answer of an error."""
+    """Return the HTTP response of an error."""
     return Response(
         orjson.dumps(problem(error)), status_code=error.status, media_type=MEDIA_TYPE, headers=error.headers
     )

@@ -1,4 +1,4 @@
-"""The states that a rollout passes through."""
+"""The states through which a rollout passes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rollyard_crds.rolloutjob import STAGES, StageName
 
 
 class RolloutState(IntEnum):
-    """Where a rollout stands. The numbers are stored, and indexes sort by them.
+    """The state of a rollout. The numbers are stored, and indexes sort by them.
 
-    A rollout that waits in a stage's queue has an even number, one that a worker of the stage holds the odd
-    number that follows. Numbers from 6 on mean that the rollout has ended.
+    A rollout that waits in a stage's queue has an even number. A rollout that a worker of the stage holds has
+    the odd number that follows. Numbers from 6 on mean that the rollout has ended.
     """
 
     QUEUED_INIT = 0
@@ -36,7 +36,7 @@ class RolloutState(IntEnum):
 
     @classmethod
     def matching(cls, stage: StageName | None = None, status: str | None = None) -> list[RolloutState]:
-        """Return all states with this stage and this status; None matches every one."""
+        """Return all states with this stage and this status; None matches every stage or status."""
         return [state for state in cls if stage in (None, state.stage) and status in (None, state.status)]
 
     @property
@@ -60,7 +60,7 @@ class RolloutState(IntEnum):
         return _STATUSES[self]
 
 
-# Looked up for every lease and every report, where computing them each time would be felt.
+# These are looked up for every lease and every report, where the cost of computing them would be noticeable.
 BY_NUMBER: tuple[RolloutState, ...] = tuple(RolloutState)
 _FIRST_ENDED = int(RolloutState.SUCCEEDED)
 _QUEUED = {stage: BY_NUMBER[2 * place] for place, stage in enumerate(STAGES)}

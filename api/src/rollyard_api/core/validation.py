@@ -12,19 +12,19 @@ from rollyard_api.core.problems import Invalid
 M = TypeVar("M", bound=BaseModel)
 
 MAX_PROBLEMS = 20
-"""An answer names at most this many wrong fields."""
+"""The largest number of wrong fields that an answer names."""
 
 
 def validated(kind: type[M], document: Any, name: str = "") -> M:
     """Return a small body as an instance of its model.
 
     Args:
-        kind: the model.
-        document: the decoded body, or a part of it.
-        name: the part's name, which stands before the fields in messages.
+        kind: The model.
+        document: The decoded body, or a part of it.
+        name: The name of the part, which precedes the fields in messages.
 
     Raises:
-        Invalid: a field is wrong; `errors` names each of them.
+        Invalid: A field is wrong; `errors` names each wrong field.
     """
     try:
         return kind.model_validate(document)

@@ -1,4 +1,4 @@
-"""Waking long polls in this process: topics, and waits that never outlive their bound."""
+"""Long polls in this process wait on topics until they are woken, and never longer than their bound."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from typing import TypeVar
 T = TypeVar("T")
 
 QUEUE = "queue"
-"""Something can be leased that could not before."""
+"""The topic that is woken when something can be leased that could not be leased before."""
 CLAIMS = "claims"
-"""A claim, or what drivers are to keep warm, has changed."""
+"""The topic that is woken when a claim, or the set of sandboxes that drivers keep warm, has changed."""
 UNFINISHED = "unfinished"
-"""A job that drivers have to do with has come, ended, or changed otherwise than by its rollouts."""
+"""The topic that is woken when a job that drivers handle was created, has ended, or has changed in another
+way than by its rollouts."""
 
 
 def job_topic(job_id: int) -> str:
-    """A rollout or a group of the job has ended, or the job has."""
+    """Return the topic that is woken when a rollout or a group of the job, or the job itself, has ended."""
     return f"job:{job_id}"
 
 
 def claim_topic(claim: str) -> str:
-    """The claim has changed."""
+    """Return the topic that is woken when the claim has changed."""
     return f"claim:{claim}"
 
 
 class Bus:
-    """Who waits for what. `recheck` bounds each sleep where other replicas may make the change."""
+    """The waits of this process by topic.
+
+    Each sleep lasts at most `recheck` seconds where other replicas may make the awaited change.
+    """
 
     def __init__(self, recheck: float | None) -> None:
         self._recheck = recheck
@@ -38,7 +42,7 @@ class Bus:
 
     @property
     def queue_changes(self) -> int:
-        """How often waits on QUEUE were woken to look again."""
+        """The number of times that waits on QUEUE were woken to look again."""
         return self._queue_changes
 
     @property
@@ -46,7 +50,7 @@ class Bus:
         return self._closing
 
     def wake(self, topics: Iterable[str]) -> None:
-        """Let every wait on these topics look again."""
+        """Wake every wait on these topics, which then looks again."""
         for topic in topics:
             self._queue_changes += topic == QUEUE
             for future in self._waiting.pop(topic, ()):
@@ -54,7 +58,7 @@ class Bus:
                     future.set_result(None)
 
     def close(self) -> None:
-        """End all waits at once, now and from now on: the process is about to stop."""
+        """End all present and future waits at once, because the process is about to stop."""
         self._closing = True
         self.wake(list(self._waiting))
 
@@ -68,9 +72,9 @@ class Bus:
     ) -> T:
         """Call `look` until its answer is `enough`, at once and after each wake, for `wait` seconds.
 
-        The wait is registered before looking, so that no wake between the two is missed. Nothing
-        is looked for on behalf of a caller who is `gone`: a lease granted to a dead worker would
-        be held until it expires.
+        The wait is registered before the first look, and a wake between the two is therefore not missed. A
+        caller who is `gone` gets no further look, because a lease granted to a dead worker would be held
+        until it expires.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + wait

@@ -83,7 +83,7 @@ def find(conn: Connection, namespace: str, sha256: str) -> BlobRow:
 
 
 def touch(tx: Transaction, namespace: str, sha256: str) -> BlobRow:
-    """Return what `find` returns, and keep the upload for as long as a new upload that no job holds."""
+    """Return what `find` returns, and restart the time for which an upload that no job holds is kept."""
     row = tx.conn.execute(_of(namespace, sha256).with_for_update()).one_or_none()
     if row is None:
         raise missing(sha256)

@@ -88,8 +88,7 @@ class EventHub:
         return stream
 
     def publish(self, job_id: int, name: str, data: dict[str, Any]) -> None:
-        """Add an event; a subscriber with a full buffer is dropped, because publishing must not wait for
-        it."""
+        """Add an event, and drop every subscriber with a full buffer, because publishing must not wait."""
         stream = self._stream(job_id)
         event = Event(stream.next, name, dumps(data))
         stream.next += 1
@@ -150,7 +149,7 @@ class EventHub:
         return int(number)
 
     async def subscribe(self, job_id: int, after: int | None, idle: float) -> AsyncIterator[Event | None]:
-        """Yield the events after number `after`, or only new ones if it is None, and None when idle.
+        """Yield the events after number `after`, or only new ones if it is None.
 
         None is yielded after every `idle` seconds without an event. If some of the events are not kept, the
         first event is `missed`.

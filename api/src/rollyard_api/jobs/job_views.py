@@ -115,8 +115,8 @@ def _drivers_concern() -> sa.ColumnElement[bool]:
 def unfinished(conn: Connection) -> dict[str, Any]:
     """Return UnfinishedJobs, which lists the jobs that drivers handle.
 
-    The revision is a digest of the content of the list, so that every replica computes the same revision for
-    the same list.
+    The revision is a digest of the content of the list. Every replica therefore computes the same revision
+    for the same list.
     """
     columns = (jobs.c.namespace, jobs.c.name, jobs.c.uid, jobs.c.generation, jobs.c.cancel_reason)
     query = sa.select(*columns).where(jobs.c.deleted_at.is_(None), _drivers_concern()).order_by(jobs.c.id)

@@ -30,16 +30,16 @@ class TaskFileLimits:
     seconds: float = 60.0
     """The number of seconds within which one file must be read."""
     per_namespace: int = 2
-    """The number of files that are read at the same time for the jobs of one namespace."""
+    """The number of files that may be read at the same time for the jobs of one namespace."""
     external: int = 16
-    """The number of files, web servers and buckets that are read at the same time in all. Each may block a
-    thread."""
+    """The number of files, web servers and buckets that may be read at the same time in all. Each may
+    block a thread."""
     uploads: int = 16
-    """The number of uploads that are read at the same time in all."""
+    """The number of uploads that may be read at the same time in all."""
 
 
 class SourcesBusy(QueueFull):
-    """The namespace has reached its limit of task files that are read; retry after Retry-After seconds."""
+    """The namespace has too many task files that are being read; retry after Retry-After seconds."""
 
     reason = "SourcesBusy"
 

@@ -16,7 +16,7 @@ from rollyard_api.jobs.blobs import PIECE_BYTES, BlobLimits, BlobTooLarge
 from rollyard_api.storage.database import Database
 
 AT_ONCE: Final = 4
-"""The number of uploads to one namespace at the same time."""
+"""The number of uploads to one namespace that may run at the same time."""
 PACKERS: Final = 2
 """The number of threads that compress."""
 SILENT_SECONDS: Final = 60.0

@@ -293,7 +293,7 @@ def _route(
     if chosen is None or chosen.url in (group.backend, own):
         return chosen
     if avoid is None or group.backend not in router.backends:
-        # The samples that follow use the same backend, which splits a group into as few parts as possible.
+        # The samples that follow use the same backend, which keeps a group that must be split in few parts.
         tx.conn.execute(STICK, {"b_job": row.job_id, "b_no": row.group_no, "b_backend": chosen.url})
         by_group[row.job_id, row.group_no] = replace(group, backend=chosen.url)
     return chosen

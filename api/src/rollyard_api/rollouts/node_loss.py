@@ -97,7 +97,9 @@ def _has_rollouts(tx: Transaction, node: str, job_id: int) -> bool:
 
 
 def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
-    """Queue the rollouts that wait for these sandboxes at Init, because the sandboxes end with their worker.
+    """Send the rollouts that wait for these sandboxes back to Init, because the sandboxes end now.
+
+    The sandboxes end together with their worker.
 
     Returns:
         The sandboxes that no worker uses at the moment. They may be removed.
@@ -111,7 +113,7 @@ def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
 
 
 def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
-    """Queue the rollouts of silent nodes at Init, and return the number of these rollouts.
+    """Send the rollouts that wait for silent nodes back to Init, and return the number of these rollouts.
 
     A node is silent if none of its workers was heard for `silent_seconds`. An unknown node counts as heard
     now. A caller that gets BATCH or more calls this function again.
@@ -143,7 +145,7 @@ def forget(tx: Transaction, silent_seconds: float) -> None:
 
 
 def grace(tx: Transaction) -> None:
-    """Count every node as heard now. This is called at a start, as no worker could be heard before it."""
+    """Count every node as heard now. This is called after a start, before which no worker could be heard."""
     tx.conn.execute(sa.update(nodes).values(heard_at=tx.now))
 
 

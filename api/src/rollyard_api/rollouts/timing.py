@@ -20,9 +20,9 @@ def add(
     attempts: int = 0,
     worker: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the timings with seconds and attempts added to one stage.
+    """Return the timings with seconds and attempts added to those of one stage.
 
-    The StageTimes that the worker measured are given as `worker`.
+    The times that the worker measured (StageTimes) are given as `worker` and are added to the rollout's own.
     """
     document = loads(timings)
     entry = document.setdefault(stage, dict.fromkeys(_STAGE, 0))

@@ -150,7 +150,7 @@ async def submit(request: Request) -> Response:
     if missing:
         raise Invalid(missing[0], reason="NotInstalled", errors=missing)
     meta = job.metadata
-    # A repeat is answered before its tasks are read, since their file may be gone by then.
+    # A repeat is answered before its tasks are read, since their file may have been removed since.
     bare = jobs.prepare(job, [])
     if await plane.database.read(partial(jobs.same, new=bare)):
         made = False

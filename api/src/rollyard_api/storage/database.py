@@ -209,7 +209,7 @@ class Database:
             durable: Whether the commit must survive a power cut, and not only a killed process.
 
         Raises:
-            Unavailable: Too many ops wait, or the database is unreachable.
+            Unavailable: Too many ops wait, or the database cannot be used.
             StorageFull: There is no space, and nothing was changed.
             ApiError: The op raised it, and nothing was changed.
         """
@@ -228,7 +228,7 @@ class Database:
         """Run `query` on a snapshot, in a reader thread. It must read nothing but the database.
 
         Raises:
-            Unavailable: Too many queries wait, or the database is unreachable.
+            Unavailable: Too many queries wait, or the database cannot be used.
             ApiError: The query raised it.
         """
         if self._reading >= MAX_WAITING:

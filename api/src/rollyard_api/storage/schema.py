@@ -274,7 +274,7 @@ backends = sa.Table(
     # The sampled tokens per second of one rollout's model time, a moving average, or null until measured.
     sa.Column("speed", sa.Double),
     # Moving averages of a rollout's sampled tokens per second of Run, its seconds in Run and the active
-    # rollouts on the backend meanwhile, and the time of the last measurement. All are null until measured.
+    # rollouts on the backend at that time, and when they were last measured. All are null until measured.
     sa.Column("pace", sa.Double),
     sa.Column("pace_seconds", sa.Double),
     sa.Column("pace_load", sa.Double),

@@ -154,7 +154,7 @@ def sizes() -> sa.Select[Any]:
 
 
 def fitting(sizes: Iterable[int], max_bytes: int) -> int:
-    """Return how many of the first sizes have at most `max_bytes` together; the first always fits."""
+    """Return how many sizes, from the first on, have at most `max_bytes` together; one always fits."""
     total = count = 0
     for size in sizes:
         total += size

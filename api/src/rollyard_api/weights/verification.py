@@ -78,7 +78,7 @@ class Comparison:
 
 
 def fixed_prompt(vocabulary: int, room: int = PROMPT_TOKENS) -> list[int]:
-    """Return ids spread over the vocabulary (a linear congruential sequence), equal for equal sizes."""
+    """Return ids spread over a vocabulary (a linear congruential sequence), always the same for a size."""
     state, ids = 20_240_229, []
     for _ in range(max(2, min(PROMPT_TOKENS, room))):
         state = (1_103_515_245 * state + 12_345) % 2**31

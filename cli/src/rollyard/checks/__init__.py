@@ -1,1 +1,1 @@
-"""What `rollyard doctor` looks at, a module for each noun."""
+"""The checks of `rollyard doctor`, with a module for each subject."""

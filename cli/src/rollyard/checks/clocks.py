@@ -1,4 +1,4 @@
-"""Whether this machine's clock is kept right, and agrees with the file server's."""
+"""The check that this machine's clock is synchronised and agrees with the clock of the file server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATUS_OFFSET = 40 if ctypes.sizeof(ctypes.c_long) == 8 else 20
 
 
 def is_synchronised() -> bool | None:
-    """Whether something keeps the kernel's clock right (adjtimex(2)); None where that is not known."""
+    """Return whether the kernel's clock is synchronised (adjtimex(2)), or None if that is not known."""
     buffer = ctypes.create_string_buffer(_TIMEX_BYTES)
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
@@ -32,7 +32,10 @@ def is_synchronised() -> bool | None:
 
 
 def storage_offset(folder: Path) -> float | None:
-    """Seconds that the file server's clock is ahead of this one; None where nothing can be written."""
+    """Return the seconds by which the file server's clock is ahead of this machine's clock.
+
+    The result is None if nothing can be written to the folder.
+    """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".rollyard-doctor-") as file:
             before = time.time()
@@ -53,7 +56,7 @@ def check_clocks(
     synchronised: Callable[[], bool | None] = is_synchronised,
     offset: Callable[[Path], float | None] = storage_offset,
 ) -> Finding:
-    """The clock, by the kernel's word and by the time stamps of a folder's file server."""
+    """Check the clock by the kernel's state and by the time stamps of a folder's file server."""
     name = "clock"
     ahead = offset(folder)
     if ahead is not None and abs(ahead) > FAR_SECONDS:

@@ -1,4 +1,4 @@
-"""One line of `rollyard doctor`, and the bounded run of a program that it may rest on."""
+"""One line of `rollyard doctor`, and the run of a program within a time limit, on which it may be based."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Literal
 Verdict = Literal["ok", "missing", "optional"]
 TIMEOUT_SECONDS = 10.0
 Runner = Callable[..., tuple[int, str]]
-"""Runs a command given word by word; its exit status (127: no such program, 124: no answer) and last line."""
+"""A function that runs a command, given word by word, and returns its exit status and its last line.
+
+The status is 127 if there is no such program, and 124 if the program did not end in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `rollyard doctor`. `optional`: absent, and only some uses need it."""
+    """One line of `rollyard doctor`. `optional` means that it is absent and that only some uses need it."""
 
     name: str
     verdict: Verdict
@@ -24,7 +26,7 @@ class Finding:
 
 
 def run(*command: str) -> tuple[int, str]:
-    """Exit status and last line of a program, waited for ten seconds at most."""
+    """Run a program for ten seconds at most, and return its exit status and the last line of its output."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, stdin=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""Slurm, seen from a login node or from within a job."""
+"""The checks of Slurm, from a login node or from within a job."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\S+)?")
 
 
 def is_slurm_machine(env: Mapping[str, str] = os.environ, runner: Runner = run) -> bool:
-    """Whether this is a node of a Slurm cluster, or one that submits to it."""
+    """Return whether this machine is a node of a Slurm cluster or submits jobs to one."""
     if "SLURM_JOB_ID" in env:
         return True
     return shutil.which("sbatch") is not None and not _unconfigured(runner)
 
 
 def _unconfigured(runner: Runner) -> bool:
-    """Slurm's commands are here as a package alone: they know no cluster, nor tell their version."""
+    """Return whether Slurm's commands are installed without a cluster.
+
+    Such commands have no configuration, and they do not even print their version.
+    """
     code, text = runner("sbatch", "--version")
     return code != 0 and "configuration source" in text
 
 
 def check_slurm(env: Mapping[str, str] = os.environ, runner: Runner = run) -> Finding:
-    """Slurm's commands and their version."""
+    """Check Slurm's commands and their version."""
     if not is_slurm_machine(env, runner):
         if shutil.which("sbatch") is not None:
             return Finding(
@@ -65,7 +68,7 @@ def check_slurm(env: Mapping[str, str] = os.environ, runner: Runner = run) -> Fi
 
 
 def check_controller(runner: Runner = run) -> Finding:
-    """Whether slurmctld answers, and what it offers this user."""
+    """Check that slurmctld answers, and list the partitions that it offers this user."""
     name = "slurmctld"
     code, text = runner("scontrol", "ping")
     if code != 0 or "UP" not in text:
@@ -81,7 +84,7 @@ def check_controller(runner: Runner = run) -> Finding:
 
 
 def check_tracking(runner: Runner = run) -> Finding:
-    """Whether Slurm ends everything that a job has started."""
+    """Check that Slurm ends all processes that a job has started."""
     name = "job cleanup"
     code, text = runner("sh", "-c", "scontrol show config | grep -i '^ProctrackType'")
     kind = text.partition("=")[2].strip()
@@ -96,7 +99,7 @@ def check_tracking(runner: Runner = run) -> Finding:
 
 
 def check_limits(runner: Runner = run) -> Finding:
-    """Whether a job's memory limit binds, which is what keeps sandboxes within theirs."""
+    """Check that a job's memory limit is enforced, because it also limits the memory of sandboxes."""
     name = "job limits"
     code, text = runner("sh", "-c", "scontrol show config | grep -i '^TaskPlugin '")
     plugins = text.partition("=")[2].strip()
@@ -111,7 +114,7 @@ def check_limits(runner: Runner = run) -> Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """All of these; only the first where there is no Slurm."""
+    """Run all checks of this module, or only the first if there is no Slurm."""
     first = check_slurm()
     yield first
     if is_slurm_machine() and shutil.which("scontrol") is not None:

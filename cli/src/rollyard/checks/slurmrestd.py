@@ -1,4 +1,4 @@
-"""slurmrestd: the one that a profile names, or one whose socket is where sites put it."""
+"""The check of slurmrestd, which a profile names or whose socket is at one of the usual places."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "slurmrestd"
 
 
 def check_slurmrestd(profile: Path | None, sockets: Iterable[Path] = SOCKETS) -> Finding | None:
-    """Checks whether slurmrestd answers; None where nothing names one and no socket of it exists."""
+    """Check that slurmrestd answers. Return None if no profile names one and no socket of it exists."""
     from rollyard_slurm.errors import ProfileInvalid
     from rollyard_slurm.profile import RestProfile, load
 

@@ -1,4 +1,4 @@
-"""The folder that jobs on other nodes share: what file system it is, whether its locks and space hold."""
+"""The checks of the folder that jobs on other nodes share: its file system, locks and free space."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with open(sys.argv[1], "r+b") as file:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """Where a path lies."""
+    """The mount point of a path, with the kind of the file system and its options."""
 
     point: str
     kind: str
@@ -39,7 +39,7 @@ class Mount:
 
 
 def mount_of(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount:
-    """The mount that holds a path; the last one mounted where there are several."""
+    """Return the mount that holds a path, or the last one mounted if there are several."""
     found = Mount("/", "unknown", frozenset())
     real = str(path.resolve())
     for line in mountinfo.read_text().splitlines():
@@ -53,14 +53,14 @@ def mount_of(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Moun
 
 
 def nearest(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Return the path, or the nearest folder above it that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
 
 
 def check_kind(path: Path, slurm: bool, mount: Mount | None = None) -> Finding:
-    """What file system a folder is on, and what to mind about it."""
+    """Check which file system a folder is on, and whether that has known limits."""
     name = "shared storage"
     mount = mount or mount_of(path)
     where = f"{path} is on {mount.kind} ({mount.point})"
@@ -84,7 +84,7 @@ def check_kind(path: Path, slurm: bool, mount: Mount | None = None) -> Finding:
 
 
 def check_locks(folder: Path) -> Finding:
-    """Whether a lock that this process holds keeps another process of this node out."""
+    """Check that a lock of this process excludes another process of this node."""
     import fcntl
 
     name = "locks"
@@ -117,13 +117,13 @@ def check_locks(folder: Path) -> Finding:
 
 
 def check_space(folder: Path) -> Finding:
-    """Whether something can be written, quota included, and how much the file system has left."""
+    """Check that the folder can be written within its quota, and how much space the file system has left."""
     name = "space"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".rollyard-doctor-") as file:
             file.write(os.urandom(PROBE_BYTES))
             file.flush()
-            # Network file systems tell of a quota that is used up only when data reaches the server.
+            # Network file systems report an exhausted quota only when data reaches the server.
             os.fsync(file.fileno())
         free = os.statvfs(folder)
     except OSError as error:
@@ -142,7 +142,7 @@ def _space_advice(error: OSError) -> str:
 
 
 def examine(folder: Path, slurm: bool) -> Iterator[Finding]:
-    """All of these, for the folder or the nearest one above it."""
+    """Run all checks of this module for the folder, or for the nearest existing folder above it."""
     there = nearest(folder)
     yield check_kind(there, slurm)
     yield check_locks(there)

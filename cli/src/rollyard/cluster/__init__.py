@@ -1,1 +1,1 @@
-"""The control plane of a Kubernetes cluster, reached with the rights of a kubeconfig, over kubectl."""
+"""Access to the control plane of a Kubernetes cluster over kubectl, with the rights of a kubeconfig."""

@@ -1,4 +1,4 @@
-"""Installations of Rollyard in a cluster, found by the labels of their Service, and their tokens."""
+"""The installations of Rollyard in a cluster, found by the labels of their Services, and their tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollyard.cluster.kubectl import ClusterProblem, KubectlRefused, kubectl
 from rollyard.errors import NotFound, UsageProblem
 
 SCHEME = "kubernetes://"
-"""`kubernetes://NAMESPACE/RELEASE` as a URL; either part may be left out."""
+"""The scheme of URLs `kubernetes://NAMESPACE/RELEASE`. Either part may be left out."""
 SELECTOR = "app.kubernetes.io/name=rollyard,app.kubernetes.io/component=api"
 INSTANCE = "app.kubernetes.io/instance"
 TOKENS_SECRET = "rollyard.dev/tokens-secret"
@@ -22,7 +22,7 @@ TOKEN_KEY = "admin"
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """One Rollyard in a cluster."""
+    """One installation of Rollyard in a cluster."""
 
     namespace: str
     service: str
@@ -44,10 +44,10 @@ def _current_namespace() -> str:
 
 
 def parse(url: str) -> tuple[str, str]:
-    """Namespace and release of a `kubernetes://` URL; empty: any.
+    """Return the namespace and the release of a `kubernetes://` URL. An empty part stands for any.
 
     Raises:
-        UsageProblem: it is none.
+        UsageProblem: A part is not a valid name.
     """
     namespace, _, release = url.removeprefix(SCHEME).strip("/").partition("/")
     namespace = "" if namespace == "*" else namespace
@@ -58,10 +58,12 @@ def parse(url: str) -> tuple[str, str]:
 
 
 def find(url: str) -> Installation:
-    """The one installation that a `kubernetes://` URL means.
+    """Return the one installation that a `kubernetes://` URL names.
 
     Raises:
-        NotFound: there is none. UsageProblem: there are several. ClusterProblem.
+        NotFound: There is no such installation.
+        UsageProblem: There are several.
+        ClusterProblem: The cluster does not answer, or it refuses to list Services.
     """
     namespace, release = parse(url)
     found, where = _listed(namespace)
@@ -78,14 +80,18 @@ def find(url: str) -> Installation:
 
 
 def _listed(namespace: str) -> tuple[list[Installation], str]:
-    """The installations of a namespace, or of as much as may be looked at; and where that was."""
+    """Return the installations, and the name of the scope in which they were listed.
+
+    Without a namespace, the scope is the whole cluster if the rights permit that, and otherwise the
+    kubeconfig's own namespace.
+    """
     if not namespace:
         try:
             return _services("--all-namespaces"), "the cluster"
         except KubectlRefused as error:
             if not error.forbidden:
                 raise ClusterProblem(f"services cannot be listed: {error}") from error
-        # Not all of the cluster, then: the kubeconfig's own namespace.
+        # The rights do not cover the whole cluster, so only the kubeconfig's own namespace is listed.
         namespace = _current_namespace()
     try:
         return _services("--namespace", namespace), f"namespace {namespace!r}"
@@ -120,10 +126,10 @@ def _services(*scope: str) -> list[Installation]:
 
 
 def token(installation: Installation) -> str:
-    """The admin's token, from the installation's Secret.
+    """Return the admin token from the installation's Secret.
 
     Raises:
-        ClusterProblem: it may not be read, or holds none.
+        ClusterProblem: The Secret cannot be read, or it holds no admin token.
     """
     name, namespace = installation.tokens_secret, installation.namespace
     instead = "set ROLLYARD_TOKEN to a token that you were given"

@@ -1,4 +1,4 @@
-"""Calls of kubectl, which does what it is good at: authentication plugins and proxies."""
+"""Calls of kubectl, which handles authentication plugins and proxies."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from pathlib import Path
 from rollyard.errors import CliError
 
 CALL_SECONDS = 15
-"""Limit of one kubectl call."""
+"""The limit of one kubectl call, in seconds."""
 
 
 class ClusterProblem(CliError):
-    """The cluster, or the rights in it, do not do; the message says what to do."""
+    """Raised if the cluster or the user's rights in it do not suffice. The message says what to do."""
 
     reason = "ClusterProblem"
 
 
 class KubectlRefused(Exception):
-    """kubectl failed; the message is its own."""
+    """Raised if kubectl failed. The message is kubectl's own."""
 
     @property
     def forbidden(self) -> bool:
-        """Whether the cluster refused for lack of rights."""
+        """Whether the cluster refused the call because the user lacks rights."""
         return "Forbidden" in str(self) or "forbidden" in str(self)
 
 
 def configured(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether kubectl and a kubeconfig exist; no cluster is asked."""
+    """Return whether kubectl and a kubeconfig exist. This does not contact a cluster."""
     if shutil.which("kubectl") is None:
         return False
     given = env.get("KUBECONFIG")
@@ -39,11 +39,11 @@ def configured(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def kubectl(*arguments: str, seconds: float = CALL_SECONDS) -> str:
-    """What kubectl prints.
+    """Run kubectl and return its output.
 
     Raises:
-        KubectlRefused: it failed.
-        ClusterProblem: there is no kubectl, or no cluster that answers in time.
+        KubectlRefused: kubectl failed.
+        ClusterProblem: There is no kubectl, or no cluster answers in time.
     """
     program = shutil.which("kubectl")
     if program is None:

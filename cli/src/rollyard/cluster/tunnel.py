@@ -1,4 +1,4 @@
-"""A tunnel to the control plane of a cluster, which lasts as long as the command and needs no ingress."""
+"""A tunnel to the control plane of a cluster. It lasts as long as the command, and it needs no ingress."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from rollyard.cluster.kubectl import ClusterProblem
 from rollyard.errors import CliError, NoServer
 
 START_SECONDS = 30.0
-"""Limit of the time until the tunnel is open."""
+"""The limit of the time until the tunnel is open, in seconds."""
 _PAUSES: Final = Backoff(first=0.1, longest=1.0)
-"""Seconds between two attempts to restore a broken tunnel."""
+"""The seconds between two attempts to restore a broken tunnel."""
 _FORWARDING = re.compile(rb"^Forwarding from 127\.0\.0\.1:(\d+) ")
 
 
 class Tunnel:
-    """`kubectl port-forward`, brought back on the same port when its pod goes."""
+    """A `kubectl port-forward` that is started again on the same port when its pod ends."""
 
     def __init__(self, installation: Installation, errors: IO[bytes]) -> None:
-        """`errors`: an empty file, for kubectl's words."""
+        """Make a tunnel, which is not open yet. `errors` is an empty file for kubectl's standard error."""
         self._installation = installation
         self._errors = errors
         self._lock = threading.Lock()
@@ -42,11 +42,11 @@ class Tunnel:
         self.port = 0
 
     def open(self) -> None:
-        """Returns when local connections are taken.
+        """Open the tunnel, and return when it accepts local connections.
 
         Raises:
-            ClusterProblem: no right to.
-            NoServer: it does not stand in time, or no pod runs.
+            ClusterProblem: The user may not forward ports.
+            NoServer: The tunnel is not open in time, or no pod runs.
         """
         opened = threading.Event()
         process = self._start(0)
@@ -60,7 +60,7 @@ class Tunnel:
         self._run(self._keep, process)
 
     def close(self) -> None:
-        """Ends kubectl; returns when it has gone."""
+        """End kubectl, and return when it has ended."""
         with self._lock:
             self._closing.set()
             if self._process is not None:
@@ -77,7 +77,10 @@ class Tunnel:
         self._threads.append(thread)
 
     def _start(self, port: int) -> subprocess.Popen[bytes] | None:
-        """kubectl on a local port, 0: any free one; None while closing."""
+        """Start kubectl on a local port and return its process, or None if the tunnel is being closed.
+
+        The port 0 selects any free one.
+        """
         one = self._installation
         program = shutil.which("kubectl") or "kubectl"
         command = [program, "port-forward", "--namespace", one.namespace, "--address", "127.0.0.1"]
@@ -85,7 +88,7 @@ class Tunnel:
         with self._lock:
             if self._closing.is_set():
                 return None
-            # In a session of its own, so that Ctrl-C is for the command alone; it dies with us all the same.
+            # The session of its own keeps Ctrl-C away from kubectl. The launcher ends it with this process.
             self._process = subprocess.Popen(
                 [sys.executable, "-IS", str(launcher.__file__), str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
@@ -105,7 +108,7 @@ class Tunnel:
         opened.set()
 
     def _keep(self, process: subprocess.Popen[bytes] | None) -> None:
-        # The kernel counts this thread as the parent of new processes: it lives as long as they do.
+        # The kernel counts this thread as the parent of new processes, so it lives as long as they do.
         failures = 0
         while process is not None:
             began = time.monotonic()
@@ -134,10 +137,11 @@ class Tunnel:
 
 @contextlib.contextmanager
 def forwarded(installation: Installation) -> Iterator[str]:
-    """A local URL of the installation's control plane, as long as the block lasts.
+    """Yield a local URL of the installation's control plane, which works as long as the block lasts.
 
     Raises:
-        ClusterProblem, NoServer.
+        ClusterProblem: The user may not forward ports.
+        NoServer: The tunnel is not open in time, or no pod runs.
     """
     with tempfile.TemporaryFile() as errors:
         tunnel = Tunnel(installation, errors)

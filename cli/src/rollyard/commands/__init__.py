@@ -1,1 +1,1 @@
-"""One module for each command; loaded only when it is called."""
+"""The commands of `rollyard`, with one module for each. A module is imported only when it is called."""

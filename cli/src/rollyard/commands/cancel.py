@@ -1,4 +1,4 @@
-"""`rollyard cancel`."""
+"""The command `rollyard cancel`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollyard describe`."""
+"""The command `rollyard describe`."""
 
 from __future__ import annotations
 

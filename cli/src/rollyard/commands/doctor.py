@@ -1,4 +1,4 @@
-"""`rollyard doctor`."""
+"""The command `rollyard doctor`."""
 
 from __future__ import annotations
 

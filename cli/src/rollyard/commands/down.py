@@ -1,4 +1,4 @@
-"""`rollyard down`: stops what `rollyard up` started."""
+"""The command `rollyard down`, which stops what `rollyard up` started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollyard get`."""
+"""The command `rollyard get`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _text(document: object, output: str) -> str:
 
 
 def find(client: Client, kind: str, name: str | None, namespace: str) -> RolloutJob | BackendPool:
-    """The object that `KIND NAME` or just `NAME` (a job, else a pool) means."""
+    """Return the object that `KIND NAME` names. A `NAME` alone is that of a job, or else of a pool."""
     from rollyard_client.errors import NotFound
 
     if name is not None and kind in POOL_WORDS:

@@ -1,4 +1,4 @@
-"""`rollyard quickstart`."""
+"""The command `rollyard quickstart`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollyard scale`."""
+"""The command `rollyard scale`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollyard submit`."""
+"""The command `rollyard submit`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def command(
                 click.echo(f"rolloutjob/{job.metadata.name} submitted ({job.status.counts.total} rollouts)")
                 if carried is not None:
                     click.echo(f"rollyard: its tasks went along: the server does not see {carried}", err=True)
-                # Only worth a word where the control plane, perhaps on another machine, has them.
+                # The control plane, perhaps on another machine, has them, so this is only a note.
                 for problem in entry_point_problems(manifest):
                     click.echo(f"rollyard: not installed on this machine: {problem}", err=True)
         if not jobs:

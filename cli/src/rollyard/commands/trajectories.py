@@ -1,4 +1,4 @@
-"""`rollyard trajectories`."""
+"""The command `rollyard trajectories`."""
 
 from __future__ import annotations
 

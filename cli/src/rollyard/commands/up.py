@@ -1,4 +1,4 @@
-"""`rollyard up`: everything on this machine, in the foreground or detached."""
+"""The command `rollyard up`, which runs everything on this machine, in the foreground or detached."""
 
 from __future__ import annotations
 
@@ -144,7 +144,8 @@ def command(
         found = shutil.which(Path(verify_python).expanduser())
         if found is None:
             raise UsageProblem(f"--verify-python: {verify_python} is no program that can be run")
-        verify_python = str(Path(found).absolute())  # not resolved: the link of a virtual environment counts
+        # The path is not resolved, because the link in a virtual environment selects that environment.
+        verify_python = str(Path(found).absolute())
     if tokenizer and not backend_url:
         raise UsageProblem("--tokenizer goes with --backend; an embedded engine reads its model folder")
     if model and not backend_url:

@@ -1,4 +1,4 @@
-"""`rollyard validate`: manifests and task lists, checked without a server."""
+"""The command `rollyard validate`, which checks manifests and task lists without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollyard version`."""
+"""The command `rollyard version`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollyard view`."""
+"""The command `rollyard view`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which rollouts to show where none is named, and how."""
+    """The rollouts to show if none is named, and how to show them."""
 
     failed: bool
     listing: bool
@@ -81,12 +81,13 @@ def _of_job(client: Client, name: str, rest: tuple[str, ...], namespace: str) ->
         try:
             return [client.trajectory(name, rest[0], namespace)]
         except NotFound:
-            client.job(name, namespace)  # a wrong job is another error than a shortened rollout id
+            # This raises NotFound if there is no such job. If there is, the rollout's id may be shortened.
+            client.job(name, namespace)
     return client.trajectories(name, namespace=namespace)
 
 
 def _tokenizer(client: Client, name: str, namespace: str) -> Path | None:
-    """The folder of the job's pool, if it lies on this machine."""
+    """Return the folder with the tokenizer of the job's pool, if it is on this machine."""
     from rollyard_client.errors import NotFound
 
     reference = client.job(name, namespace).spec.backend_ref

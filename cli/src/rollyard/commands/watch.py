@@ -1,4 +1,4 @@
-"""`rollyard watch`."""
+"""The command `rollyard watch`."""
 
 from __future__ import annotations
 

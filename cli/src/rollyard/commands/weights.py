@@ -1,4 +1,4 @@
-"""`rollyard weights`."""
+"""The command `rollyard weights`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def command(
 
 @contextlib.contextmanager
 def _leaving(pool: str, number: int) -> Iterator[None]:
-    """Where Ctrl-C ends the waiting and not the update, says so."""
+    """Print a message if Ctrl-C ends the block, because the update continues."""
     try:
         yield
     except KeyboardInterrupt:
@@ -179,7 +179,7 @@ def _line(pool: str, update: WeightUpdate) -> str:
 
 
 def table(updates: list[WeightUpdate]) -> Table:
-    """Updates, the newest first."""
+    """Return a table with one row for each weight update, the newest first."""
     from datetime import UTC, datetime
 
     from rollyard.render.tables import age, plain_table

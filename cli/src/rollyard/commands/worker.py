@@ -1,4 +1,4 @@
-"""`rollyard worker`: the stage worker's own command line, passed through."""
+"""The command `rollyard worker`, which passes its arguments to the stage worker's own command line."""
 
 from __future__ import annotations
 

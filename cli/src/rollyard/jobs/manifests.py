@@ -1,4 +1,4 @@
-"""Manifests and task lists on this machine: read, checked, and made absolute for the control plane."""
+"""Manifests and task lists on this machine. They are read and checked, and their paths are made absolute."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MAX_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings of a check: lines about what is good, and problems."""
+    """The findings of a check: lines about valid objects, and lines about problems."""
 
     good: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 def read_manifests(path: Path) -> list[Manifest]:
-    """Every manifest of a file, with task paths made absolute (relative ones: to the file).
+    """Return every manifest of a file. Task paths, which are relative to the file, are made absolute.
 
     Raises:
-        NotFound: there is no such file.
-        InvalidInput: a document is refused; the message names field and fault.
+        NotFound: There is no such file.
+        InvalidInput: A document is refused. The message names the field and the fault.
     """
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -49,7 +49,7 @@ def read_manifests(path: Path) -> list[Manifest]:
 
 
 def _absolute(manifest: Manifest, folder: Path) -> Manifest:
-    """A task path that is no URL is meant relative to the manifest."""
+    """Return the manifest with its task path as a URL. A path that is no URL is relative to the manifest."""
     if isinstance(manifest, RolloutJob) and manifest.spec.tasks.url is not None:
         url = manifest.spec.tasks.url
         if "://" not in url:
@@ -58,17 +58,17 @@ def _absolute(manifest: Manifest, folder: Path) -> Manifest:
 
 
 def local_path(url: str) -> Path | None:
-    """The path of a `file:` URL; None for any other."""
+    """Return the path of a `file:` URL, or None for any other URL."""
     parts = urlsplit(url)
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """The tasks of a JSON-lines file (`.gz` too).
+    """Return the tasks of a file with JSON lines, which may be compressed (`.gz`).
 
     Raises:
-        NotFound: there is no such file.
-        TaskListError: a line is malformed; its number and field are named.
+        NotFound: There is no such file.
+        TaskListError: A line is malformed. The message names its number and field.
     """
     try:
         with text_file(path) as file:
@@ -80,19 +80,19 @@ def read_tasks(path: Path) -> list[Task]:
 
 
 def text_file(path: Path) -> AbstractContextManager[TextIO]:
-    """A text file opened for reading, unpacked if its name ends in `.gz`."""
+    """Open a text file for reading. It is decompressed if its name ends in `.gz`."""
     if path.suffix == ".gz":
         return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
     return path.open(encoding="utf-8")
 
 
 def names_of(group: str) -> list[str]:
-    """The installed entry points of a group, sorted."""
+    """Return the names of the installed entry points of a group, sorted."""
     return sorted({point.name for point in entry_points(group=f"rollyard.{group}")})
 
 
 def entry_point_problems(job: RolloutJob) -> list[str]:
-    """Handlers, agents, tools and parsers that are not installed here."""
+    """Return a problem for each handler, agent, tool and parser that is not installed here."""
     wanted = [
         ("spec.handler", "handlers", job.spec.handler),
         ("spec.agent.type", "agents", job.spec.agent.type),
@@ -109,7 +109,7 @@ def entry_point_problems(job: RolloutJob) -> list[str]:
 
 
 def handler_problems(handler: str, tasks: list[Task]) -> list[str]:
-    """What the handler itself finds wrong with the tasks, by task id."""
+    """Return the problems that the handler itself finds in the tasks, each with the id of its task."""
     points = [point for point in entry_points(group="rollyard.handlers") if point.name == handler]
     if not points:
         return [f"no handler {handler!r} is installed; installed: {', '.join(names_of('handlers'))}"]
@@ -127,7 +127,7 @@ def handler_problems(handler: str, tasks: list[Task]) -> list[str]:
 
 
 def check_job(job: RolloutJob) -> Report:
-    """One job with its tasks, as far as this machine can tell."""
+    """Check one job and its tasks, as far as that is possible on this machine."""
     where = f"RolloutJob {job.metadata.name!r}"
     problems = [f"{where}: {problem}" for problem in entry_point_problems(job)]
     source = job.spec.tasks
@@ -154,10 +154,10 @@ def check_job(job: RolloutJob) -> Report:
 
 
 def check_file(path: Path, handler: str | None = None) -> Report:
-    """Checks a manifest file or a task list, depending on the file's name.
+    """Check a manifest file or a task list, depending on the file's name.
 
     Raises:
-        NotFound: there is no such file.
+        NotFound: There is no such file.
     """
     if path.name.endswith((".jsonl", ".jsonl.gz", ".ndjson")):
         try:

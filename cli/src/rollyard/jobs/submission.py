@@ -1,4 +1,4 @@
-"""Submitting a job whose tasks stand in a file of this machine: the file is uploaded."""
+"""Submission of a job whose tasks are in a file of this machine, which is uploaded."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from rollyard.jobs.manifests import local_path, read_tasks
 
 
 def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:
-    """Submit a job; a task file of this machine is uploaded first.
+    """Submit a job. If its tasks are in a file of this machine, the file is uploaded first.
 
     Returns:
-        The job, and the file whose tasks went into the manifest, which happens where the server takes no
-        uploads; None otherwise.
+        The job, and the file whose tasks were sent in the manifest, or None. Tasks are sent in the manifest
+        if the server accepts no uploads and cannot read the file.
 
     Raises:
-        RollyardError: it is refused.
-        InvalidInput: the server takes no uploads, and the file holds more tasks than a manifest may.
+        RollyardError: The server refuses the job.
+        InvalidInput: The file cannot be read, or the server accepts no uploads and the file holds more tasks
+            than a manifest may.
     """
     path = local_path(job.spec.tasks.url or "")
     if path is None or not path.is_file():
@@ -38,12 +39,12 @@ def submit(client: Client, job: RolloutJob) -> tuple[RolloutJob, Path | None]:
         if error.reason != "AlreadyExists":
             raise
         try:
-            # It may stand as an older command line submitted it.
+            # The existing job may be the same one, submitted by an older version of this command.
             return _to_older(client, job, path)
         except (Conflict, Invalid, InvalidInput):
             raise error from None
     except Invalid as error:
-        # People know the file by its name.
+        # Users know the file by its name, not by the URL of its upload.
         errors = [line.replace(url, path.as_uri()) for line in error.errors]
         message = str(error).replace(url, path.as_uri())
         raise Invalid(message, reason=error.reason, status=error.status, errors=errors) from error
@@ -55,9 +56,10 @@ def _with(job: RolloutJob, **source: object) -> RolloutJob:
 
 
 def _file_unseen(error: RollyardError) -> bool:
-    """Whether the refusal may be due to a task file that only this machine has.
+    """Return whether the refusal may be due to a task file that only this machine has.
 
-    A job whose tasks went along stands with another spec than its manifest.
+    A conflict may be due to it, too: a job that was submitted with its tasks has another spec than its
+    manifest.
     """
     if isinstance(error, Conflict):
         return error.reason == "AlreadyExists"
@@ -65,7 +67,10 @@ def _file_unseen(error: RollyardError) -> bool:
 
 
 def _to_older(client: Client, job: RolloutJob, path: Path) -> tuple[RolloutJob, Path | None]:
-    """Submit to a server that takes no uploads: it reads the file itself, or the tasks go along."""
+    """Submit to a server that accepts no uploads.
+
+    The server reads the file itself, or else the tasks are sent in the manifest.
+    """
     try:
         return client.submit(job), None
     except (Conflict, Invalid) as error:

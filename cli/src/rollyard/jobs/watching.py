@@ -1,4 +1,4 @@
-"""Following one job until it ends."""
+"""Functions that follow one job until it ends."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def watch(
     console: Console | None = None,
     also: Callable[[RolloutJob], None] | None = None,
 ) -> RolloutJob:
-    """Shows the job's progress until it is Finished; returns it as it ended.
+    """Show the job's progress until it is Finished, and return its last state.
 
-    `also` is called with each state of the job that is seen.
+    `also` is called with each observed state of the job.
 
     Raises:
-        CliError: the job was deleted; the message says whether another one has its name.
+        CliError: The job was deleted. The message says whether another one has its name.
     """
     from rollyard_client.errors import JobReplaced, NotFound, ServerUnavailable
     from rollyard_client.finish import check_same, finished
 
     from rollyard.render.progress import progress_view
 
-    # No bars for a job that there is not.
+    # This raises before any progress bar is shown if there is no such job.
     with contextlib.suppress(ServerUnavailable):
         client.job(name, namespace)
     with progress_view(console or terminal.console()) as view:
@@ -50,7 +50,7 @@ def watch(
             try:
                 job = client.job(name, namespace)
             except ServerUnavailable:
-                # A control plane that was killed comes back within seconds.
+                # A control plane that was killed is started again within seconds.
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > UNREACHABLE_SECONDS:
                     raise
@@ -79,7 +79,7 @@ def watch(
 
 @contextlib.contextmanager
 def leaving(name: str) -> Iterator[None]:
-    """Where Ctrl-C ends the watching and not the job, says so."""
+    """Print a message if Ctrl-C ends the block, because the job continues."""
     try:
         yield
     except KeyboardInterrupt:
@@ -91,7 +91,10 @@ def leaving(name: str) -> Iterator[None]:
 
 
 def require_success(job: RolloutJob, hint: bool = False) -> None:
-    """Raises JobFailed unless the job succeeded. `hint`: say how to read what failed."""
+    """Raise JobFailed unless the job succeeded.
+
+    With `hint`, the message names the command that shows why rollouts failed.
+    """
     if job.status.phase == "Succeeded":
         return
     name = job.metadata.name

@@ -1,4 +1,4 @@
-"""An external server: which model it serves, and where its tokenizer is."""
+"""External servers: the model that such a server serves, and the folder of its tokenizer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def _models(url: str) -> list[dict[str, Any]]:
 
 
 def served(url: str, model: str, tokenizer: str) -> tuple[str, str]:
-    """Name of the model that the server at `url` serves, and the folder of its tokenizer.
+    """Return the name of the model that the server at `url` serves, and the folder of its tokenizer.
 
     Raises:
-        StartFailed: the server does not answer, or serves nothing.
-        NotFound: it does not serve `model`.
-        UsageProblem: the tokenizer's folder is not known, or does not exist.
+        StartFailed: The server does not answer, or it serves no model.
+        NotFound: The server does not serve `model`.
+        UsageProblem: The tokenizer's folder is not known, or it does not exist.
     """
     models = _models(url)
     if not models:

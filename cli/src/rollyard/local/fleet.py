@@ -1,4 +1,4 @@
-"""Carries plans out with subprocesses, and says what is seen of them."""
+"""The stage workers and backends of a supervisor, which are subprocesses that plans start and stop."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from rollyard.local.options import Options
 from rollyard.local.vllm import free_port, vllm_server
 
 HAND_OVER_SECONDS = 6.0
-"""After a second SIGTERM a stage worker hands over what it holds at once."""
+"""A stage worker gets a second SIGTERM so many seconds before its grace ends. It then gives back the rollouts
+that it holds at once."""
 PORT_CHECK_SECONDS = 0.1
-"""Between two looks at whether an embedded engine has written its port."""
+"""The time between two checks whether an embedded engine has written its port, in seconds."""
 
 
 @dataclass(slots=True)
@@ -42,26 +43,26 @@ class _Entry:
     workload: Workload
     restarts: int
     child: Child | None
-    """It is None where the process could not be started."""
+    """The process, or None if it could not be started."""
     started_at: datetime
     failure: str = ""
     stopping: asyncio.Task[None] | None = None
     probe: asyncio.Task[None] | None = None
     health: BackendHealth = field(default_factory=BackendHealth)
     blocked: bool = False
-    """Nothing was started: `failure` says what this machine lacks."""
+    """Whether nothing was started because this machine lacks something, which `failure` names."""
     draining_since: datetime | None = None
     port: int = 0
-    """vLLM: the port that was chosen for it."""
+    """The port that was chosen for a vLLM server."""
     gpus: tuple[str, ...] = ()
     url: str = ""
-    """vLLM: where it will answer; an embedded engine says it itself."""
+    """The URL at which a vLLM server will answer. An embedded engine reports its own URL."""
     last_end: str = ""
-    """How the one before it ended."""
+    """How the process that ran before this one ended."""
 
 
 async def _listening(port_file: Path, host: str) -> str:
-    """Base URL of an embedded engine, once it has written its port."""
+    """Wait until an embedded engine has written its port, and return its base URL."""
     while True:
         try:
             port = int(port_file.read_text())
@@ -88,17 +89,17 @@ class Fleet:
         self._replaced = Replacements()
 
     def owners(self) -> set[Owner]:
-        """The owners of all workloads."""
+        """Return the owners of all workloads."""
         return {entry.workload.owner for entry in self._entries.values()}
 
     def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
-        """What is seen of an owner's workloads."""
+        """Return the observed state of an owner's workloads."""
         return tuple(
             self._observe(entry) for entry in self._entries.values() if entry.workload.owner == owner
         )
 
     def running(self) -> int:
-        """Processes that run."""
+        """Return the number of processes that run."""
         return sum(
             entry.child is not None and entry.child.exit_code is None for entry in self._entries.values()
         )
@@ -133,7 +134,7 @@ class Fleet:
         )
 
     async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
-        """Starts, drains and stops what the plan of one owner says; stopping continues in the background."""
+        """Start, drain and stop what the plan of one owner says. Stopping continues in the background."""
         for stop in plan.stop:
             self.stop(stop)
         for name, entry in self._entries.items():
@@ -192,7 +193,7 @@ class Fleet:
         )
 
     def _living(self) -> list[_Entry]:
-        """Those whose process has not ended, and so holds its port and GPUs."""
+        """Return the entries whose process has not ended, because it still holds its port and GPUs."""
         return [
             entry
             for entry in self._entries.values()
@@ -225,7 +226,7 @@ class Fleet:
         ]
 
     def stop(self, stop: Stop) -> None:
-        """Ends a workload within its grace, in the background; forgets one that has ended."""
+        """End a workload within its grace, in the background. One that has ended is removed."""
         entry = self._entries.get(stop.name)
         if entry is None or entry.stopping is not None:
             return
@@ -247,7 +248,7 @@ class Fleet:
         self._wake()
 
     async def stop_all(self, kind: str, grace_seconds: float) -> None:
-        """Ends every workload of a kind, at the same time, within the grace and five seconds."""
+        """End all workloads of a kind at the same time, within the grace and five seconds."""
         ending = [entry for entry in self._entries.values() if entry.workload.kind == kind]
         for entry in ending:
             if entry.stopping is not None:

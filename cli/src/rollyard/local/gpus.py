@@ -1,4 +1,4 @@
-"""The GPUs of this machine: which there are, and who has which."""
+"""The GPUs of this machine, and the choice of free ones for a backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LISTED = re.compile(r"^GPU (\d+): ", re.MULTILINE)
 
 
 async def visible_gpus(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The GPUs that `CUDA_VISIBLE_DEVICES` names, else those that `nvidia-smi -L` lists."""
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` names, or else those that `nvidia-smi -L` lists."""
     named = env.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return tuple(part.strip() for part in named.split(",") if part.strip() not in ("", "-1"))
@@ -39,13 +39,16 @@ async def visible_gpus(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def choose(wanted: int, index: int, visible: Sequence[str], taken: Iterable[str]) -> tuple[str, ...]:
-    """`wanted` of the visible GPUs that nobody has.
+    """Return `wanted` of the visible GPUs that are not taken.
 
     Args:
-        index: of the backend, for the message.
+        wanted: The number of GPUs.
+        index: The index of the backend, which the message of the exception names.
+        visible: The GPUs of this machine.
+        taken: The GPUs that other backends hold.
 
     Raises:
-        CannotStart: there are too few.
+        CannotStart: Too few GPUs are free.
     """
     held = set(taken)
     free = [gpu for gpu in visible if gpu not in held]

@@ -1,4 +1,4 @@
-"""What `rollyard up` was asked for."""
+"""The options of `rollyard up`."""
 
 from __future__ import annotations
 
@@ -11,47 +11,49 @@ from rollyard.errors import NotFound
 DEFAULT_PORT = 8765
 DEFAULT_POOL = "default"
 DEFAULT_LEASE_SECONDS = 15.0
-"""Half of what a cluster's control plane takes: on one machine no heartbeat waits for a network."""
+"""The default is half of that of a cluster's control plane, because on one machine no heartbeat waits for a
+network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of one supervisor."""
+    """The settings of one supervisor."""
 
     home: Path
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
-    """0: a free one."""
+    """The port of the control plane. 0 selects a free one."""
     backend_url: str = ""
-    """A running vLLM-compatible server; empty: backends that are started here."""
+    """The URL of a running vLLM-compatible server. If it is empty, the supervisor starts backends itself."""
     engine: str = "embedded"
-    """The engine that is started here: `embedded` or `vllm`."""
+    """The engine of the backends that the supervisor starts: `embedded` or `vllm`."""
     replicas: int = 1
-    """Backends that are started."""
+    """The number of backends that the supervisor starts."""
     vllm_python: str = ""
-    """The Python of an environment with vLLM; empty: the command `vllm`."""
+    """The Python of an environment with vLLM. If it is empty, the command `vllm` is run."""
     engine_args: tuple[str, ...] = ()
     engine_env: tuple[tuple[str, str], ...] = ()
     gpus: int = 0
-    """GPUs of each vLLM server; 0: neither asked for nor restricted."""
+    """The number of GPUs of each vLLM server. With 0, GPUs are neither requested nor restricted."""
     model: str = ""
-    """Embedded and vLLM: model folder. External: the name that the server serves."""
+    """The model folder for the engines `embedded` and `vllm`, or the name that an external server serves."""
     tokenizer: str = ""
-    """External: folder with tokenizer.json and the chat template."""
+    """The folder with tokenizer.json and the chat template, for an external server."""
     verify_python: str = ""
-    """A Python with torch and transformers, which verifies weight updates; empty: `vllm_python`, if given."""
+    """A Python with torch and transformers, which verifies weight updates. If it is empty, `vllm_python` is
+    used, if given."""
     sandbox: str = "bubblewrap"
     default_image: str = ""
-    """Apptainer: the image of jobs that name none."""
+    """The image of jobs that name none, for Apptainer."""
     image_cache: str = ""
-    """Apptainer: where built images are kept; empty: in the home."""
+    """The folder for built images, for Apptainer. If it is empty, the images are in the home."""
     fakeroot: bool = False
-    """Apptainer: programs inside are root of their image."""
+    """Whether programs inside a sandbox are root of their image, for Apptainer."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
-    """How long a stage worker may be silent before its rollouts go to another."""
+    """The seconds that a stage worker may be silent before its rollouts go to another one."""
 
     def sandbox_arguments(self) -> tuple[str, ...]:
-        """The sandbox options of stage workers, and of a supervisor."""
+        """Return the sandbox options for the command lines of stage workers and of a supervisor."""
         return (
             *("--sandbox", self.sandbox),
             *(("--default-image", self.default_image) if self.default_image else ()),
@@ -61,10 +63,10 @@ class Options:
 
 
 def shipped_model() -> Path:
-    """The folder of the policy that the engine ships.
+    """Return the folder of the model that is shipped with the engine.
 
     Raises:
-        NotFound: this installation lacks it.
+        NotFound: This installation lacks the model.
     """
     spec = find_spec("rollyard_engine")
     for folder in (spec.submodule_search_locations or ()) if spec else ():

@@ -1,4 +1,4 @@
-"""Runs a supervisor with everything real: REST, sandboxes, signals, and a compact account of it."""
+"""`rollyard up` in the foreground: a supervisor with REST, sandboxes, signals and short messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SWEEP_SECONDS = 15.0
 def make_supervisor(
     options: Options, on_ready: Callable[[Ready], None], say: Callable[[str], None]
 ) -> Supervisor:
-    """A supervisor over REST that removes its sandboxes when it ends."""
+    """Return a supervisor that uses REST and removes its sandboxes when it ends."""
     return Supervisor(
         options,
         RestStore,
@@ -32,7 +32,7 @@ def make_supervisor(
 
 
 async def remove_sandboxes(home: Home, provider_name: str) -> None:
-    """Removes every sandbox of this home. Those that resist die by their own lease."""
+    """Remove every sandbox of this home. A sandbox that cannot be removed ends when its own lease expires."""
     if not (home.run / "sandboxes").is_dir():
         return
     from rollyard_pipeline.sandboxes import open_provider
@@ -44,15 +44,16 @@ async def remove_sandboxes(home: Home, provider_name: str) -> None:
                 await provider.release(sandbox)
             await provider.sweep()
             await provider.aclose()
-            # Every worker has ended: what is left here belongs to nobody.
+            # Every worker has ended, so no process uses the files that are left here.
             shutil.rmtree(home.run / "sandboxes", ignore_errors=True)
 
 
 async def run_supervisor(options: Options, say: Callable[[str], None]) -> None:
-    """`rollyard up` in the foreground: until Ctrl-C, SIGTERM, or a failure to start.
+    """Run `rollyard up` in the foreground until Ctrl-C, SIGTERM or a failure to start.
 
     Raises:
-        HomeInUse, StartFailed: see Supervisor.run.
+        HomeInUse: Another supervisor runs on this home.
+        StartFailed: The control plane does not become ready.
     """
 
     def ready(what: Ready) -> None:

@@ -1,7 +1,8 @@
-"""`rollyard up`: one control plane, and a reconcile loop over its jobs and pools.
+"""The supervisor of `rollyard up`: one control plane, and a reconcile loop over its jobs and pools.
 
-Level-based: every turn looks at everything and acts on the difference. What wakes it
-(a child's end, a backend's health, half a second) only decides when it looks.
+The loop is level-based: every pass compares the whole observed state with the desired state and acts on the
+difference. The events that start a pass (a child's end, a change of a backend's health, half a second without
+a pass) only decide when it runs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PROFILE = Profile(combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What `rollyard up` prints when everything was started."""
+    """The facts that `rollyard up` prints when everything was started."""
 
     url: str
     token: str
@@ -47,7 +48,7 @@ class Ready:
 
 
 def default_pool(options: Options) -> BackendPool:
-    """The pool `default` that `rollyard up` makes: the given server, vLLM servers, or an embedded engine."""
+    """Return the pool `default` of `rollyard up`: the given server, vLLM servers, or an embedded engine."""
     spec: dict[str, Any]
     if options.backend_url:
         spec = {
@@ -69,13 +70,14 @@ def default_pool(options: Options) -> BackendPool:
 
 
 def opens_docs(options: Options) -> bool:
-    """Whether `/docs` needs no token: on loopback, where only this machine sees it."""
+    """Return whether `/docs` needs no token, which is so on loopback, where only this machine reaches it."""
     return options.host in ("127.0.0.1", "::1", "localhost")
 
 
 def plane_settings(options: Options) -> ControlPlaneSettings:
-    """The control plane that these options mean."""
-    # Without either, the control plane reads ROLLYARD_VERIFY_PYTHON: it has this process's environment.
+    """Return the settings of the control plane for these options."""
+    # Without either option, the control plane reads ROLLYARD_VERIFY_PYTHON from the environment that it
+    # inherits.
     verify = options.verify_python
     if not verify and "ROLLYARD_VERIFY_PYTHON" not in os.environ:
         verify = options.vllm_python
@@ -85,13 +87,13 @@ def plane_settings(options: Options) -> ControlPlaneSettings:
         options.lease_seconds,
         verify,
         open_docs=opens_docs(options),
-        # It runs as the user who calls it, for jobs of whoever holds the user's own token.
+        # The control plane runs as the user who calls it, and only holders of that user's token submit jobs.
         allow_tasks_from=("file:///",),
     )
 
 
 class Supervisor:
-    """Runs one home until it is asked to stop, and leaves nothing behind."""
+    """Runs the processes of one home until it is stopped, and leaves no process behind."""
 
     def __init__(
         self,
@@ -111,15 +113,15 @@ class Supervisor:
         self._on_trouble = on_trouble
 
     def stop(self) -> None:
-        """Ends `run`; everything is drained and stopped first."""
+        """Make `run` return after it has drained and stopped everything."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Holds the home, starts everything, reconciles until stopped.
+        """Lock the home, start everything, and reconcile until stopped.
 
         Raises:
-            HomeInUse: another supervisor runs on this home.
-            StartFailed: the control plane does not become ready.
+            HomeInUse: Another supervisor runs on this home.
+            StartFailed: The control plane does not become ready.
         """
         pool = default_pool(self._options)
         with self._home.locked():
@@ -163,7 +165,7 @@ class Supervisor:
                 await store.close()
 
     async def _shut_down(self, plane: ControlPlaneProcess, fleet: Fleet | None) -> None:
-        # Workers first: they hand over what they hold while somebody is there to take it.
+        # The workers end first, while the control plane can still take back the rollouts that they hold.
         if fleet is not None:
             await fleet.stop_all("stage-worker", WORKER_GRACE_SECONDS)
             await fleet.stop_all("backend", BACKEND_GRACE_SECONDS)
@@ -181,9 +183,9 @@ class Supervisor:
 
 
 def install_signals(supervisor: Supervisor) -> None:
-    """Ctrl-C, SIGTERM and a closed terminal stop the running loop's supervisor; a second changes nothing."""
+    """Stop the supervisor on Ctrl-C, SIGTERM and a closed terminal. A second signal changes nothing."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue  # nohup: it is meant to outlive the terminal
+            continue  # Under nohup, the supervisor is meant to outlive the terminal.
         loop.add_signal_handler(number, supervisor.stop)

@@ -1,4 +1,4 @@
-"""The command line and environment of one vLLM server, and where its program is."""
+"""The program, command line and environment of one vLLM server."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ PORT_TRIES = 100
 
 @dataclass(frozen=True, slots=True)
 class VllmCommand:
-    """What to run, and where it will answer."""
+    """The command that starts a vLLM server, and the URL at which the server will answer."""
 
     program: str
-    """Absolute path."""
+    """The absolute path of the program."""
     arguments: tuple[str, ...]
     env: Mapping[str, str]
-    """On top of the driver's own."""
+    """The environment variables in addition to those of the driver."""
     url: str
 
 
 def find_program(name: str, env: Mapping[str, str]) -> str:
-    """Absolute path of a program.
+    """Return the absolute path of a program.
 
     Raises:
-        CannotStart: it is not there.
+        CannotStart: There is no such program.
     """
     path = shutil.which(name, path=env.get("PATH", os.environ.get("PATH")))
     if path is None and name == DEFAULT_COMMAND[0]:
@@ -48,10 +48,12 @@ def find_program(name: str, env: Mapping[str, str]) -> str:
 
 
 def free_port(host: str, taken: Collection[int]) -> int:
-    """A port that nothing listens on and none of `taken`. Who loses the race for it starts again elsewhere.
+    """Return a port that no program listens on and that is not in `taken`.
+
+    If another program takes the port first, the server fails and is started again on another one.
 
     Raises:
-        OSError: the host is not one of this machine, or no port is free.
+        OSError: The host is not an address of this machine, or no port is free.
     """
     for _ in range(PORT_TRIES):
         with socket.create_server((host, 0)) as probe:
@@ -62,14 +64,16 @@ def free_port(host: str, taken: Collection[int]) -> int:
 
 
 def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -> VllmCommand:
-    """The server that a workload means. What the user's arguments say is not said again.
+    """Return the command that starts a workload's server. It does not repeat options that the user gave.
 
     Args:
-        port: a free one; unused where the arguments give `--port`.
-        gpus: what the server may see of the machine's; empty: it is not restricted.
+        workload: The backend to start.
+        host: The address to listen on.
+        port: A free port. It is not used if the workload's arguments give `--port`.
+        gpus: The GPUs that the server may use. If there are none, it is not restricted.
 
     Raises:
-        CannotStart: there is no such program, or no such model folder.
+        CannotStart: The program or the model folder does not exist.
     """
     env = dict(SERVER_ENV)
     if gpus:

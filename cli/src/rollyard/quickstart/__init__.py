@@ -1,1 +1,1 @@
-"""The quickstart: one job on this machine, and new weights in the middle of it where vLLM serves."""
+"""The quickstart: one job on this machine, in the middle of which vLLM servers can get new weights."""

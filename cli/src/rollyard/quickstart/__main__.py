@@ -1,4 +1,4 @@
-"""`python -m rollyard.quickstart` is `rollyard quickstart`."""
+"""Run `rollyard quickstart` as `python -m rollyard.quickstart`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A new checkpoint for a demonstration: the old one with a little noise, and what it must give.
+"""A new checkpoint for a demonstration, and the log-probabilities that it must give.
 
-A stand-in for a trainer's optimiser step: the files, shapes and names are those of a real checkpoint,
-only the values were not learnt.
+The checkpoint is the old one with a little noise, in place of a trainer's optimiser step. The files, shapes
+and names are those of a real checkpoint; only the values were not learnt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from rollyard.errors import InvalidInput, StartFailed
 
 PROMPT_TOKENS = 24
-_HEADER_LIMIT = 100 << 20  # bytes, as the safetensors format bounds it
+_HEADER_LIMIT = 100 << 20  # The safetensors format limits the header to this number of bytes.
 _REFERENCE_SCRIPT = """
 import json, sys
 import torch
@@ -35,7 +35,7 @@ print(json.dumps([min(0.0, float(logprobs[at, token])) for at, token in enumerat
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a checkpoint gives on a fixed prompt, as transformers computes it."""
+    """The log-probabilities of a fixed prompt under a checkpoint, as transformers computes them."""
 
     prompt_ids: list[int]
     logprobs: list[float]
@@ -43,7 +43,7 @@ class Reference:
 
 
 def check_model(folder: Path) -> None:
-    """Raises InvalidInput unless `folder` holds a Hugging Face model with its tokenizer."""
+    """Raise InvalidInput unless `folder` holds a Hugging Face model with its tokenizer."""
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise InvalidInput(f"--model {folder}: no {name} there; give a Hugging Face model folder")
@@ -52,11 +52,12 @@ def check_model(folder: Path) -> None:
 
 
 def perturbed(source: Path, target: Path, scale: float, seed: int = 0) -> None:
-    """Copies the model folder `source` to `target`, every weight matrix with Gaussian noise of `scale`
-    times its own standard deviation. Vectors (norms, biases) stay.
+    """Copy the model folder `source` to `target` and add Gaussian noise to every weight matrix.
+
+    The noise is `scale` times the standard deviation of the matrix. Vectors (norms, biases) do not change.
 
     Raises:
-        InvalidInput: a weight file is broken, or its weights are of a type that is not known here.
+        InvalidInput: A weight file is broken, or its weights have a type that is not supported.
     """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -85,7 +86,7 @@ def _perturb(file: Path, scale: float, noise: np.random.Generator) -> None:
 
 
 def _noisy(raw: bytes, kind: str, scale: float, noise: np.random.Generator) -> bytes:
-    """The tensor's bytes with noise; `kind` is safetensors' name of its type."""
+    """Return the tensor's bytes with noise. `kind` is the name of its type in safetensors."""
     if kind == "BF16":
         # bfloat16 is the upper half of a float32.
         values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -100,12 +101,12 @@ def _noisy(raw: bytes, kind: str, scale: float, noise: np.random.Generator) -> b
 
 
 class ReferenceRun:
-    """A transformers forward pass in another Python, which continues while servers start.
+    """A forward pass of transformers in another Python, which runs while servers start.
 
     Args:
-        python: one with torch and transformers, such as vLLM's.
-        folder: the checkpoint.
-        log: where its complaints go.
+        python: A Python with torch and transformers, such as that of vLLM.
+        folder: The folder of the checkpoint.
+        log: The file for its standard error.
     """
 
     def __init__(self, python: Path, folder: Path, log: Path) -> None:
@@ -123,10 +124,10 @@ class ReferenceRun:
             )
 
     def result(self, timeout: float) -> Reference:
-        """Waits for it.
+        """Wait for the forward pass and return its result.
 
         Raises:
-            StartFailed: it failed, or took longer than `timeout` seconds.
+            StartFailed: The forward pass failed, or it took longer than `timeout` seconds.
         """
         try:
             said, _ = self._process.communicate(timeout=timeout)
@@ -137,7 +138,7 @@ class ReferenceRun:
         raise StartFailed(f"transformers computed no log-probabilities of the new weights (log: {self._log})")
 
     def stop(self) -> None:
-        """Ends it if it still runs."""
+        """End the forward pass if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()

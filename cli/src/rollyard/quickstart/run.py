@@ -1,4 +1,4 @@
-"""One run of the quickstart: a whole Rollyard in a private home, one job, its trajectories and a summary."""
+"""One run of the quickstart: a whole Rollyard in its own home, one job, its trajectories and a summary."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STOP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class QuickstartOptions:
-    """What to run and where."""
+    """The options of a quickstart: what it runs, and in which folders."""
 
     job: Path
     home: Path
@@ -47,16 +47,16 @@ class QuickstartOptions:
     samples: int
     sandbox: str = "bubblewrap"
     backend: tuple[str, ...] = ()
-    """Further arguments for `rollyard up`: --model or --backend."""
+    """Further arguments for `rollyard up`, such as --model or --backend."""
     vllm: VllmOptions | None = None
-    """vLLM servers in the place of the embedded engine."""
+    """The options of vLLM servers, which take the place of the embedded engine."""
 
 
 def default_job() -> Path:
-    """examples/quickstart/job.yaml of the checkout that this package runs from.
+    """Return the path of examples/quickstart/job.yaml in the checkout that this package runs from.
 
     Raises:
-        NotFound: it does not run from a checkout.
+        NotFound: The package does not run from a checkout.
     """
     path = Path(__file__).resolve().parents[4] / "examples" / "quickstart" / "job.yaml"
     if not path.is_file():
@@ -65,11 +65,11 @@ def default_job() -> Path:
 
 
 def prepare(options: QuickstartOptions) -> RolloutJob:
-    """The job, over its first tasks, which are written to the output folder.
+    """Return the job with its first tasks only, which are written to a file in the output folder.
 
     Raises:
-        InvalidInput: the manifest is no single RolloutJob over a file, or has too few tasks.
-        HomeUnusable: the output folder cannot be written.
+        InvalidInput: The manifest is not a single RolloutJob with a task file, or it has too few tasks.
+        HomeUnusable: The output folder cannot be written.
     """
     from rollyard_crds import RolloutJob, TaskListError
 
@@ -102,10 +102,10 @@ def prepare(options: QuickstartOptions) -> RolloutJob:
 
 
 def fresh_home(path: Path) -> Home:
-    """The home without what an earlier quickstart left in it.
+    """Return the home after the files of an earlier quickstart were removed from it.
 
     Raises:
-        HomeInUse: a quickstart runs there now.
+        HomeInUse: A quickstart runs there now.
     """
     home = Home(path.resolve())
     with home.locked():
@@ -117,10 +117,10 @@ def fresh_home(path: Path) -> Home:
 
 @contextlib.contextmanager
 def running(home: Home, options: QuickstartOptions, further: Sequence[str] = ()) -> Iterator[None]:
-    """`rollyard up` as a child; when the block ends, however it does, all of it has been stopped.
+    """Run `rollyard up` as a child process. It is stopped when the block ends, also by an exception.
 
     Raises:
-        StartFailed: it ended or was not ready in time.
+        StartFailed: It ended, or it was not ready in time.
     """
     log = home.root / "up.log"
     command = [sys.executable, "-m", "rollyard", "up", "--home", str(home.root), "--port", "0"]
@@ -160,7 +160,7 @@ def _wait_ready(home: Home, process: subprocess.Popen[bytes], log: Path) -> None
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP wait until the block has ended: it is what they ask for."""
+    """Ignore Ctrl-C, SIGTERM and SIGHUP during the block, because it already stops what they would stop."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
@@ -175,16 +175,20 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def run(options: QuickstartOptions, console: Console) -> RolloutJob:
-    """Everything, from an empty folder to trajectories and summary.json; returns the job as it ended.
+    """Run the quickstart from an empty folder to trajectories and summary.json, and return the ended job.
 
     Raises:
-        InvalidInput, HomeInUse, StartFailed, CliError: with what to do.
+        InvalidInput: The manifest, its tasks or the model cannot be used.
+        HomeInUse: A quickstart runs in this home already.
+        StartFailed: `rollyard up` or a server did not start in time, or the weight update failed.
+        CliError: Something else failed. As with the others, the message says what to do.
     """
     from rollyard.connection import connect
     from rollyard.jobs.watching import watch
 
     signal.signal(signal.SIGTERM, _interrupt)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # it is under nohup, to outlive the terminal
+    # Under nohup, SIGHUP stays ignored, because the command is meant to outlive the terminal.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _interrupt)
     if options.vllm is not None:
         options.vllm.check()
@@ -249,7 +253,15 @@ def _export(client: Client, job: RolloutJob, options: QuickstartOptions) -> Path
 def conclude(
     console: Console, out: Path, lines: Path, wall: float, policies: PolicySummary | None = None
 ) -> None:
-    """Prints what a run came to and writes OUT/summary.json; `lines`: its trajectories, `wall`: seconds."""
+    """Print the summary of a run and write OUT/summary.json.
+
+    Args:
+        console: The console to print on.
+        out: The output folder.
+        lines: The file with the trajectories as JSON lines.
+        wall: The wall time of the job in seconds.
+        policies: The backends and policy versions of the job, if vLLM served it.
+    """
     from rollyard.render.summary import print_policies, print_summary
     from rollyard.trajectories.reading import most_telling, read_file
     from rollyard.trajectories.summary import summarize
@@ -270,14 +282,14 @@ def conclude(
 
 
 def _short(path: Path) -> str:
-    """Relative to the working folder where it lies within."""
+    """Return the path, relative to the working folder if it is inside that."""
     with contextlib.suppress(ValueError):
         return str(path.resolve().relative_to(Path.cwd()))
     return str(path)
 
 
 def _program() -> str:
-    """How this user would call `rollyard` here."""
+    """Return the command with which this user can call `rollyard` from the working folder."""
     found = shutil.which("rollyard")
     beside = Path(sys.executable).with_name("rollyard")
     if found is not None and Path(found).resolve() == beside.resolve():

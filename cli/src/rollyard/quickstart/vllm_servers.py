@@ -1,4 +1,4 @@
-"""The quickstart's vLLM servers: a pool of them, and new weights in the middle of the job."""
+"""The vLLM servers of the quickstart: a pool of them, which can get new weights in the middle of the job."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PROBE_SECONDS = 120.0
 REFERENCE_SECONDS = 180.0
 NEW_VERSION = "step-1"
 NOISE = 0.02
-"""A fraction of each matrix's standard deviation: it changes log-probabilities by some hundredths only."""
+"""The noise as a fraction of each matrix's standard deviation. It changes log-probabilities by hundredths."""
 CPU_ARGUMENTS = (
     "--enforce-eager",
     "--dtype=float32",
     "--block-size=32",
-    # vLLM 0.32's CPU build dies of a prompt that is read in parts while its request has a seed.
+    # The CPU build of vLLM 0.32 crashes if a prompt is prefilled in chunks and its request has a seed.
     "--no-enable-chunked-prefill",
 )
 CPU_ENVIRONMENT = {
@@ -48,7 +48,7 @@ _MIN_RUN_PLACES, _SHARE_OF_RUN_PLACES = 4, 8
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """What the servers run, and with what."""
+    """The options of the servers: their program, their model and their number."""
 
     python: Path
     """A Python that has vLLM."""
@@ -57,11 +57,11 @@ class VllmOptions:
     update_weights: bool
 
     def check(self) -> None:
-        """Everything that can be known before a server starts.
+        """Check everything that can be checked before a server starts.
 
         Raises:
-            UsageProblem: the Python is none, or has no vLLM.
-            InvalidInput: the model's folder is incomplete.
+            UsageProblem: The Python is not a program that runs, or it has no vLLM.
+            InvalidInput: The model's folder is incomplete.
         """
         if not (self.python.is_file() and os.access(self.python, os.X_OK)):
             raise UsageProblem(f"--vllm-python: {self.python} is no program")
@@ -80,7 +80,7 @@ class VllmOptions:
 
 
 def gpus() -> int:
-    """GPUs that the driver sees."""
+    """Return the number of GPUs that NVIDIA's driver reports."""
     if shutil.which("nvidia-smi") is None:
         return 0
     try:
@@ -91,7 +91,7 @@ def gpus() -> int:
 
 
 def up_arguments(options: VllmOptions, gpu_count: int) -> list[str]:
-    """The arguments of `rollyard up`; without GPUs the servers use the CPU, one core each."""
+    """Return the arguments of `rollyard up`. Without GPUs, the servers use one CPU core each."""
     arguments = ["--engine", "vllm", "--replicas", str(options.replicas)]
     arguments += ["--vllm-python", os.path.abspath(options.python), "--model", str(options.model.resolve())]
     if gpu_count == 0:
@@ -105,7 +105,7 @@ def up_arguments(options: VllmOptions, gpu_count: int) -> list[str]:
 
 
 def run_places(places: int, rollouts: int) -> int:
-    """Places in Run that leave most rollouts ahead while the update in the middle is on its way."""
+    """Return the concurrency of Run with which most rollouts have not begun when the update is sent."""
     return min(places, max(_MIN_RUN_PLACES, rollouts // _SHARE_OF_RUN_PLACES))
 
 
@@ -121,15 +121,15 @@ class VllmServers:
 
     @property
     def folder(self) -> Path:
-        """The new checkpoint."""
+        """The folder of the new checkpoint."""
         return self.out / "new-weights"
 
     @contextlib.contextmanager
     def new_weights(self) -> Iterator[None]:
-        """Makes the new checkpoint; its log-probabilities are computed while the servers start.
+        """Make the new checkpoint. Its log-probabilities are computed during the block, while servers start.
 
         Raises:
-            InvalidInput: the model's weights cannot be read.
+            InvalidInput: The model's weights cannot be read.
         """
         if not self.options.update_weights:
             yield
@@ -149,14 +149,14 @@ class VllmServers:
             reference.stop()
 
     def up_arguments(self) -> list[str]:
-        """What `rollyard up` is asked for."""
+        """Return the arguments of `rollyard up`."""
         return up_arguments(self.options, gpus())
 
     def start(self, client: Client) -> None:
-        """Returns when every server is ready.
+        """Wait until every server is ready, and prepare the weight update if one is wanted.
 
         Raises:
-            StartFailed: they were not in time, or the new weights' log-probabilities are missing.
+            StartFailed: A server was not ready in time, or the new weights' log-probabilities are missing.
         """
         self._wait_ready(client)
         if self._reference is not None:
@@ -186,10 +186,10 @@ class VllmServers:
         raise StartFailed(f"{state} within {READY_SECONDS:.0f} s")
 
     def summarize(self, client: Client, trajectories: Path) -> PolicySummary:
-        """What came of it, once the update has ended, if it was sent.
+        """Wait for the end of the update, if one is wanted, and return the summary of the policy versions.
 
         Raises:
-            StartFailed: the update did not succeed.
+            StartFailed: The update did not succeed.
         """
         update = self.update.finish() if self.update is not None else None
         if self.update is not None and (update is None or update.state != "Succeeded"):

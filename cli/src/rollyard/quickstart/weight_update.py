@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from rollyard_client import Client
 
 START_AT = 0.25
-"""Share of the rollouts that have ended when the update is sent."""
+"""The share of the rollouts that have ended when the update is sent."""
 FINISH_SECONDS = 180.0
 
 
 @dataclass(frozen=True, slots=True)
 class NewVersion:
-    """A checkpoint that the servers shall get."""
+    """A checkpoint to which the servers are updated."""
 
     version: str
     folder: Path
@@ -30,11 +30,15 @@ class NewVersion:
 
 
 class MidwayUpdate:
-    """Sends one update once the job is far enough, and follows it; shown each state of the job.
+    """Sends one update when enough of the job's rollouts have ended, and follows it.
+
+    It is called with each observed state of the job.
 
     Args:
-        pool: the BackendPool that the job samples from.
-        new: what it gets.
+        client: The client of the control plane.
+        pool: The BackendPool from which the job samples.
+        new: The new version of the pool's weights.
+        console: The console for messages about the update.
     """
 
     def __init__(self, client: Client, pool: str, new: NewVersion, console: Console) -> None:
@@ -45,7 +49,7 @@ class MidwayUpdate:
         self._update: WeightUpdate | None = None
 
     def __call__(self, job: RolloutJob) -> None:
-        """Look at the job, and act."""
+        """Send the update if it is due, or check the update that was sent."""
         if self._update is None:
             counts = job.status.counts
             ended = counts.succeeded + counts.failed + counts.cancelled
@@ -63,10 +67,10 @@ class MidwayUpdate:
             self._seen(next(one for one in self._client.weight_updates(self._pool) if one.id == number))
 
     def finish(self) -> WeightUpdate | None:
-        """Waits until the update has ended; None if it was never sent.
+        """Wait until the update has ended and return it, or None if it was never sent.
 
         Raises:
-            WaitTimeout: it runs still.
+            WaitTimeout: The update still runs after `FINISH_SECONDS`.
         """
         if self._update is not None and self._update.state == "Running":
             self._seen(self._client.wait_weights(self._pool, self._update.id, FINISH_SECONDS))

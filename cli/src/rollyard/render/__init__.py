@@ -1,1 +1,1 @@
-"""What the commands print: tables, progress and trajectories."""
+"""The output of the commands: tables, progress and trajectories."""

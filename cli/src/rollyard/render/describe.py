@@ -1,4 +1,4 @@
-"""One job or pool in full, for people."""
+"""The full description of one job or pool, for people to read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def _spec(console: Console, spec: object) -> None:
 
 
 def describe_job(console: Console, job: RolloutJob, failures: Counter[tuple[str, str]]) -> None:
-    """Status, counts per stage, conditions, reasons of failures (most frequent first), spec."""
+    """Print a job's status, counts per stage, reasons of failures, conditions and spec.
+
+    The most frequent reasons of failures are first.
+    """
     status, counts = job.status, job.status.counts
     _field(console, "Name", job.metadata.name)
     _field(console, "Namespace", job.metadata.namespace)
@@ -78,7 +81,7 @@ def describe_job(console: Console, job: RolloutJob, failures: Counter[tuple[str,
 
 
 def _backends(console: Console, backends: Iterable[BackendStatus]) -> None:
-    """A table, or a few lines for each backend where a terminal is too narrow for it."""
+    """Print a table, or a few lines for each backend if a terminal is too narrow for the table."""
     table = plain_table(BACKEND_COLUMNS)
     table.padding = (0, 2, 0, 0)
     rows = [(backend_row(backend), backend.message) for backend in backends]
@@ -97,7 +100,7 @@ def _backends(console: Console, backends: Iterable[BackendStatus]) -> None:
 
 
 def describe_pool(console: Console, pool: BackendPool) -> None:
-    """Backends, conditions, spec."""
+    """Print a pool's state, backends, conditions and spec."""
     _field(console, "Name", pool.metadata.name)
     _field(console, "Namespace", pool.metadata.namespace)
     engine = pool.spec.engine

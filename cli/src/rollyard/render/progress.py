@@ -1,4 +1,4 @@
-"""Progress of a job: bars per stage on a terminal, plain lines elsewhere."""
+"""The progress of a job, as a bar for each stage on a terminal and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LINE_SECONDS = 2.0
 WAITING_SECONDS = 3.0
 MIN_BAR, MAX_BAR = 4, 36
 TEXT_WIDTH = 72
-"""Characters of a bar's line beside the bar itself."""
+"""The width of a bar's line without the bar itself, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """How far one stage is: rollouts that are past it, in it, and waiting for it."""
+    """The progress of one stage: the numbers of rollouts that are past it, in it, and waiting for it."""
 
     stage: StageName
     done: int
@@ -31,7 +31,7 @@ class StageProgress:
 
 
 def stage_progress(counts: RolloutCounts) -> tuple[StageProgress, ...]:
-    """Per stage. A rollout that has ended is past every stage."""
+    """Return the progress of each stage. A rollout that has ended is past every stage."""
     done = counts.succeeded + counts.failed + counts.cancelled
     out = []
     for stage in reversed(STAGES):
@@ -42,7 +42,7 @@ def stage_progress(counts: RolloutCounts) -> tuple[StageProgress, ...]:
 
 
 class ProgressView(Protocol):
-    """Shows one job's state after another."""
+    """A view that shows the states of one job, one after the other."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -52,7 +52,7 @@ class ProgressView(Protocol):
 
 
 def reward_text(job: RolloutJob) -> str:
-    """`reward 0.412, 3 failed`, as far as there is something to tell."""
+    """Return a text such as `reward 0.412, 3 failed`, without the parts that are unknown or zero."""
     status = job.status
     parts = [] if status.reward_mean is None else [f"reward {status.reward_mean:.3f}"]
     parts += [f"{status.counts.failed} failed"] if status.counts.failed else []
@@ -61,10 +61,10 @@ def reward_text(job: RolloutJob) -> str:
 
 
 class Bars:
-    """One bar for each stage."""
+    """A view with one bar for each stage."""
 
     def __init__(self, console: Console) -> None:
-        # On a narrow terminal the bars give way: counts that are cut say nothing.
+        # On a narrow terminal, the bars become shorter, because counts must not be cut.
         width = max(MIN_BAR, min(MAX_BAR, console.width - TEXT_WIDTH))
         elapsed = [TimeElapsedColumn()] if width > MIN_BAR else []
         self._progress = Progress(
@@ -92,7 +92,7 @@ class Bars:
         self._progress.stop()
 
     def update(self, job: RolloutJob) -> None:
-        """Moves the bars to this state; says above them why a job waits, if it does so for long."""
+        """Move the bars to this state. If the job has waited for long, print the reason above them."""
         self._tell(job)
         for item in stage_progress(job.status.counts):
             note = f"{item.active} active, {item.queued} queued"
@@ -109,14 +109,14 @@ class Bars:
         message = "" if job.status.completion_time is not None else job.status.message
         if message != self._message:
             self._message, self._since = message, time.monotonic()
-        # What begins takes a moment, and nobody needs to read that it does.
+        # Every start takes a moment, so only a longer wait is worth a message.
         if message and message != self._told and time.monotonic() - self._since >= WAITING_SECONDS:
             self._told = message
             self._progress.console.print(Text(f"Waiting: {message}"), soft_wrap=True)
 
 
 class Lines:
-    """One line now and then, and one at the end."""
+    """A view that prints a line from time to time, and one at the end."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -132,7 +132,7 @@ class Lines:
         return None
 
     def update(self, job: RolloutJob) -> None:
-        """Writes a line if the state has changed and the last line is old enough, or the job ended."""
+        """Print a line if the state has changed, and if the last line is old enough or the job has ended."""
         line = progress_line(job)
         ended = job.status.completion_time is not None
         now = time.monotonic()
@@ -143,7 +143,7 @@ class Lines:
 
 
 def progress_line(job: RolloutJob) -> str:
-    """`Run: init 64/64, run 12/64 (16 active), eval 3/64, reward 0.500`."""
+    """Return a line such as `Run: init 64/64, run 12/64 (16 active), eval 3/64, reward 0.500`."""
     counts = job.status.counts
     parts = []
     for item in stage_progress(counts):
@@ -155,5 +155,5 @@ def progress_line(job: RolloutJob) -> str:
 
 
 def progress_view(console: Console) -> ProgressView:
-    """Bars on a terminal, lines elsewhere."""
+    """Return a view with bars if the console is a terminal, and a view with lines otherwise."""
     return Bars(console) if console.is_terminal else Lines(console)

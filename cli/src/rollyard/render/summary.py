@@ -1,4 +1,4 @@
-"""The table at the end of a run."""
+"""The tables at the end of a quickstart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollyard.trajectories.versions import PolicySummary, UpdateSummary
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """Stages in one table, the outcome in another."""
+    """Print a table of the stages and a table of the outcome."""
     stages = Table(title="Stages", title_justify="left", title_style="bold")
     for column in ("stage", "rollouts", "mean work", "mean wait", "work in all"):
         stages.add_column(column, justify="left" if column == "stage" else "right")
@@ -44,7 +44,7 @@ def print_summary(console: Console, summary: Summary) -> None:
 
 
 def print_policies(console: Console, policies: PolicySummary) -> None:
-    """Backends, policy versions and weight updates, a table each."""
+    """Print a table of the backends, a table of the policy versions, and a line for each weight update."""
     backends = Table(title="Backends", title_justify="left", title_style="bold")
     backends.add_column("backend", no_wrap=True)
     for column in ("rollouts", "tokens", "cache hits"):

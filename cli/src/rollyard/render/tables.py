@@ -1,4 +1,4 @@
-"""Tables of jobs, pools, rollouts and summaries."""
+"""Tables of jobs, pools, backends and trajectories."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rollyard.render.trajectory import why
 WRAPPED = frozenset({"why", "message"})
 PIPE_WIDTH = 8192
 GAPS = (3, 2, 1)
-"""Spaces between columns: the widest that lets a table fit its terminal."""
+"""The spaces between columns. The widest gap with which a table fits the terminal is used."""
 
 
 def age(since: datetime | None, now: datetime) -> str:
-    """As kubectl writes ages: `12s`, `5m`, `3h`, `2d`."""
+    """Return an age as kubectl writes it, such as `12s`, `5m`, `3h` or `2d`."""
     if since is None:
         return ""
     seconds = max(0, int((now - since).total_seconds()))
@@ -32,7 +32,10 @@ def age(since: datetime | None, now: datetime) -> str:
 
 
 def plain_table(columns: Sequence[str]) -> Table:
-    """As kubectl's: no lines, upper-case heads. Free text (`why`, `message`) may wrap on a terminal."""
+    """Return an empty table like those of kubectl, without lines and with upper-case heads.
+
+    Columns with free text (`why`, `message`) may wrap on a terminal.
+    """
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="", padding=(0, GAPS[0], 0, 0))
     for column in columns:
         table.add_column(column.upper(), no_wrap=column not in WRAPPED, min_width=len(column))
@@ -40,10 +43,10 @@ def plain_table(columns: Sequence[str]) -> Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Fits a terminal if it can be without cutting a word; else, and in a pipe, rows are as long as they are.
+    """Print a table that fits the terminal, if that is possible without cutting a word.
 
-    Columns move closer before that. A name or id that is cut cannot be copied; a terminal wraps what is
-    too long.
+    Columns move closer together for that. If the table still does not fit, and in a pipe, rows have their
+    full length. The terminal wraps them, because a name or id that is cut cannot be copied.
     """
     if console.is_terminal:
         for gap in GAPS:
@@ -59,7 +62,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def fits(console: Console, table: Table) -> bool:
-    """Whether no word need be cut to print it."""
+    """Return whether the table can be printed without cutting a word."""
     uncut = console.measure(table, options=console.options.update(width=PIPE_WIDTH)).minimum
     return uncut <= console.width
 
@@ -76,7 +79,7 @@ def _stage(counts: StageCounts) -> str:
 
 
 def jobs_table(jobs: Iterable[RolloutJob], wide: bool = False) -> Table:
-    """One row for each job."""
+    """Return a table with one row for each job."""
     columns = ["name", "finished", "phase", "reason", "succeeded", "failed", "total", "reward"]
     if wide:
         columns += ["handler", "pool", "init", "run", "eval", "message"]
@@ -103,7 +106,7 @@ def jobs_table(jobs: Iterable[RolloutJob], wide: bool = False) -> Table:
 
 
 def pools_table(pools: Iterable[BackendPool]) -> Table:
-    """One row for each pool; of a model's folder its last name."""
+    """Return a table with one row for each pool. A model's folder is shortened to its last part."""
     columns = ["name", "ready", "model", "engine", "version", "active", "waiting", "hit rate", "state"]
     table = plain_table([*columns, "age"])
     now = datetime.now(UTC)
@@ -132,7 +135,10 @@ BACKEND_COLUMNS = (
 
 
 def backend_row(backend: BackendStatus) -> list[str]:
-    """The row of one backend, as the driver, the router and the server report it: a text for each column."""
+    """Return the row of one backend, with a text for each column of `BACKEND_COLUMNS`.
+
+    The values are those that the driver, the router and the server report.
+    """
     return [
         backend.url,
         health_of(backend),
@@ -148,9 +154,9 @@ def backend_row(backend: BackendStatus) -> list[str]:
 
 
 def backends_table(pools: Iterable[BackendPool]) -> Table:
-    """One row for each backend of each pool."""
+    """Return a table with one row for each backend of each pool."""
     rows = [(pool.metadata.name, backend) for pool in pools for backend in pool.status.backends]
-    # A column without a single message would only make lines longer.
+    # If there is no message at all, the column is left out because it would only make lines longer.
     told = ["message"] if any(backend.message for _, backend in rows) else []
     table = plain_table(["pool", *BACKEND_COLUMNS, *told])
     for name, backend in rows:
@@ -159,7 +165,7 @@ def backends_table(pools: Iterable[BackendPool]) -> Table:
 
 
 def health_of(backend: BackendStatus) -> str:
-    """`Ready`, `Draining`, `Restarting` or `NotReady`."""
+    """Return the health of a backend: `Ready`, `Draining`, `Restarting` or `NotReady`."""
     if backend.draining:
         return "Draining"
     if backend.restart_requested:
@@ -168,7 +174,11 @@ def health_of(backend: BackendStatus) -> str:
 
 
 def version_of(pool: BackendPool) -> str:
-    """Label of the pool's weights; before the first update what its backends say, if that is one thing."""
+    """Return the policy version of the pool's weights.
+
+    Before the first update, it is the version that the backends report, `mixed` if they differ, or `-` if
+    they report none.
+    """
     if pool.status.policy_version:
         return pool.status.policy_version
     said = {backend.policy_version for backend in pool.status.backends if backend.policy_version}
@@ -176,7 +186,7 @@ def version_of(pool: BackendPool) -> str:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of the known values; None if no value is known."""
+    """Return the mean of the known values, or None if no value is known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -195,7 +205,7 @@ def _share(value: float | None) -> str:
 
 
 def trajectories_table(trajectories: Iterable[Trajectory]) -> Table:
-    """One row for each trajectory, with why it failed where it did."""
+    """Return a table with one row for each trajectory, and with the reason of a failure."""
     table = plain_table(["rollout", "task", "status", "reward", "turns", "tokens", "why"])
     for trajectory in trajectories:
         table.add_row(

@@ -1,4 +1,7 @@
-"""A trajectory for reading: turn by turn, sampled tokens marked, with their log-probabilities."""
+"""A trajectory for people to read, turn by turn.
+
+Sampled tokens are marked, and each turn has the statistics of their log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class LogprobStats:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> LogprobStats:
-        """Computes the statistics of some log-probabilities; all are zero where there are none."""
+        """Return the statistics of some log-probabilities. All are zero if there are none."""
         if not values:
             return cls(0, 0.0, 0.0)
         return cls(len(values), sum(values) / len(values), min(values))
@@ -44,11 +47,13 @@ class LogprobStats:
 
 
 def tokenizer_decode(folder: Path) -> Decode:
-    """Decodes with `tokenizer.json` of a model folder, special tokens shown.
+    """Return a function that decodes tokens with the `tokenizer.json` of a model folder.
+
+    Special tokens are shown.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: it cannot be read as a tokenizer.
+        OSError: There is no such file.
+        ValueError: The file cannot be read as a tokenizer.
     """
     from tokenizers import Tokenizer
 
@@ -56,7 +61,7 @@ def tokenizer_decode(folder: Path) -> Decode:
     text = file.read_text()
     try:
         tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the library raises its own bare Exception
+    except Exception as error:  # The library raises a bare Exception.
         raise ValueError(f"{file}: not a tokenizer: {error}") from error
 
     def decode(ids: Sequence[int]) -> str:
@@ -66,7 +71,7 @@ def tokenizer_decode(folder: Path) -> Decode:
 
 
 def why(trajectory: Trajectory) -> str:
-    """Why a rollout has no reward or a reward of zero, in one line; empty if neither."""
+    """Return one line that says why a rollout has no reward or a reward of zero, or an empty text."""
     if trajectory.status != "succeeded":
         detail = f": {trajectory.message}" if trajectory.message else ""
         return f"{trajectory.status}, {trajectory.reason or 'no reason given'}{detail}"
@@ -85,7 +90,7 @@ def why(trajectory: Trajectory) -> str:
 
 
 def header(trajectory: Trajectory) -> Iterator[Text]:
-    """What the rollout is and how it ended."""
+    """Yield lines that identify the rollout and say how it ended."""
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
     yield Text(f"{trajectory.id}", style="bold")
     yield Text(
@@ -114,14 +119,14 @@ def header(trajectory: Trajectory) -> Iterator[Text]:
 
 
 class TrajectoryView:
-    """Writes trajectories to a console; without a terminal, sampled text stands in «…»."""
+    """Prints trajectories on a console. Without a terminal, sampled text is enclosed in «…»."""
 
     def __init__(self, console: Console, decode: Decode | None = None) -> None:
         self._console = console
         self._decode = decode
 
     def show(self, trajectory: Trajectory) -> None:
-        """The whole trajectory."""
+        """Print the whole trajectory."""
         for line in header(trajectory):
             self._console.print(line, soft_wrap=True)
         self._console.print()
@@ -151,7 +156,7 @@ class TrajectoryView:
         segment = trajectory.segments[turn.segment] if trajectory.segments else None
         values = segment.logprobs[turn.start : turn.end] if segment is not None else []
         title = f"turn {number}: {LogprobStats.of(values)}, ended by {turn.finish_reason}"
-        # Only where it could be another: most rollouts are sampled by one set of weights.
+        # Most rollouts are sampled from one version, so the versions are shown only if there are several.
         if segment is not None and len(_versions(trajectory, trajectory.turns)) > 1:
             title += f", policy version {' then '.join(_versions(trajectory, [turn]))}"
         self._rule(f"{title}, model {turn.model_seconds:.3f} s, tools {turn.tool_seconds:.3f} s")
@@ -179,7 +184,10 @@ class TrajectoryView:
                 self._console.print(Text(decode(outside), style=OUTSIDE), soft_wrap=True)
 
     def _new_segment(self, trajectory: Trajectory, number: int, turn: Turn) -> None:
-        """What the turn answers stands at the end of the new segment's prompt, not after the turn before."""
+        """Print the messages that the turn answers.
+
+        They are at the end of the new segment's prompt, and not after the previous turn.
+        """
         tokens = len(trajectory.segments[turn.segment].prompt_ids)
         self._rule(
             f"segment {turn.segment + 1}: the chat template shows earlier turns differently, "
@@ -208,7 +216,7 @@ class TrajectoryView:
 
 
 def _versions(trajectory: Trajectory, turns: Iterable[Turn]) -> list[str]:
-    """Policy versions of the turns' tokens, in order of appearance."""
+    """Return the policy versions of the turns' tokens, in the order of their first appearance."""
     found: dict[str, None] = {}
     for turn in turns:
         found |= dict.fromkeys(trajectory.segments[turn.segment].policy_versions[turn.start : turn.end])
@@ -216,7 +224,7 @@ def _versions(trajectory: Trajectory, turns: Iterable[Turn]) -> list[str]:
 
 
 def _said_before(trajectory: Trajectory, number: int) -> list[Message]:
-    """Messages between the turn before turn `number` (from 1) and that one."""
+    """Return the messages between turn `number` and the turn before it. Turns are counted from 1."""
     spoken, found = 0, []
     for message in trajectory.messages:
         if message.role == "assistant":
@@ -227,7 +235,10 @@ def _said_before(trajectory: Trajectory, number: int) -> list[Message]:
 
 
 def _outside_after(trajectory: Trajectory, index: int, segment: Segment) -> list[int]:
-    """Tokens between a turn's end and the next turn (or the segment's end): tool results and template."""
+    """Return the tokens between a turn's end and the next turn or the segment's end.
+
+    They are tool results and text of the chat template.
+    """
     turn = trajectory.turns[index]
     following = trajectory.turns[index + 1] if index + 1 < len(trajectory.turns) else None
     end = following.start if following is not None and following.segment == turn.segment else None

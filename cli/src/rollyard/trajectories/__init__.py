@@ -1,1 +1,1 @@
-"""Trajectories in files: written from a server, read back, counted and summed up."""
+"""Files of trajectories, which are written from a server, read back and summarized."""

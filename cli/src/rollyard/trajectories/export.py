@@ -1,4 +1,4 @@
-"""A job's trajectories into a file, whole or not at all."""
+"""The export of a job's trajectories to a file, which is written as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def write(client: Client, name: str, namespace: str, path: Path, follow: bool = False) -> int:
-    """Writes .parquet, .jsonl or .jsonl.gz by the file's name; returns how many trajectories.
+    """Write a .parquet, .jsonl or .jsonl.gz file, and return the number of its trajectories.
 
     Raises:
-        UsageProblem: another file name.
-        CliError: the file cannot be written.
+        UsageProblem: The file's name has another ending.
+        CliError: The file cannot be written.
     """
     if not path.name.endswith((".parquet", ".jsonl", ".jsonl.gz")):
         raise UsageProblem(f"--output must end in .parquet, .jsonl or .jsonl.gz (got {path.name!r})")

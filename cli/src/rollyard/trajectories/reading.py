@@ -1,4 +1,4 @@
-"""Trajectories in files: JSON lines and Parquet, read back for viewing."""
+"""Functions that read trajectories from files with JSON lines or Parquet, and that select one to show."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ JSON_COLUMNS = frozenset({"reward_components", "messages", "turns", "sampling", 
 
 
 def read_file(path: Path) -> Iterator[Trajectory]:
-    """Every trajectory of a file that `rollyard trajectories` or the quickstart wrote.
+    """Yield every trajectory of a file that `rollyard trajectories` or the quickstart wrote.
 
     Raises:
-        NotFound: there is no such file.
-        InvalidInput: it holds something else; line and field are named.
+        NotFound: There is no such file.
+        InvalidInput: The file holds something else. The message names the line and the field.
     """
     if not path.is_file():
         raise NotFound(f"{path}: no such file")
@@ -57,7 +57,7 @@ def _parquet(path: Path) -> Iterator[Trajectory]:
 
 
 def _from_row(row: dict[str, Any], path: Path) -> Trajectory:
-    # Parts of no fixed shape are JSON text in Parquet.
+    # Columns without a fixed schema hold JSON text in Parquet.
     present = {name: value for name, value in row.items() if value is not None}
     for name in JSON_COLUMNS & present.keys():
         present[name] = json.loads(present[name])
@@ -68,10 +68,10 @@ def _from_row(row: dict[str, Any], path: Path) -> Trajectory:
 
 
 def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:
-    """The one with this id, or the only one whose id ends so.
+    """Return the trajectory with this id, or else the only one whose id ends so or whose task has this id.
 
     Raises:
-        NotFound: there is none, or several.
+        NotFound: There is no such trajectory, or there are several.
     """
     near = []
     for trajectory in trajectories:
@@ -88,7 +88,7 @@ def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:
 
 
 def tokenizer_of(path: Path) -> Path | None:
-    """The model folder that `tokenizer.txt` beside a trajectory file names, if it is still there."""
+    """Return the model folder that `tokenizer.txt` beside a trajectory file names, if it still exists."""
     try:
         folder = Path(path.with_name("tokenizer.txt").read_text().strip())
     except OSError:
@@ -97,7 +97,11 @@ def tokenizer_of(path: Path) -> Path | None:
 
 
 def most_telling(trajectories: Iterator[Trajectory]) -> Trajectory | None:
-    """One worth reading first: solved, in several turns if there is such a one, the earliest of them."""
+    """Return the trajectory that is most useful to read first, or None if there is none.
+
+    Solved ones are preferred, and then those with more turns, of which three are enough. Of equally useful
+    ones, it is the earliest.
+    """
     best: Trajectory | None = None
     rank = (-1, -1)
     for trajectory in trajectories:

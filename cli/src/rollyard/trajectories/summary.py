@@ -1,4 +1,4 @@
-"""The result of a run: counts, rewards, tokens and times, from its trajectories."""
+"""The summary of a run: counts, rewards, tokens and times, computed from its trajectories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_GROUP = 2
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """One stage: rollouts that worked in it, seconds of work and of waiting."""
+    """The number of rollouts that worked in one stage, and their seconds of work and of waiting."""
 
     rollouts: int = 0
     worked_seconds: float = 0.0
@@ -23,18 +23,18 @@ class StageSummary:
 
     @property
     def mean_worked(self) -> float:
-        """Seconds of work of one rollout, on average."""
+        """The average seconds of work of one rollout."""
         return self.worked_seconds / self.rollouts if self.rollouts else 0.0
 
     @property
     def mean_queued(self) -> float:
-        """Seconds in the queue of one rollout, on average."""
+        """The average seconds of one rollout in the queue."""
         return self.queued_seconds / self.rollouts if self.rollouts else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A finished job in numbers."""
+    """The numbers of a finished job."""
 
     rollouts: int
     succeeded: int
@@ -51,11 +51,11 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
-        """Sampled tokens of all rollouts for each second of wall time."""
+        """The sampled tokens of all rollouts per second of wall time."""
         return self.tokens_sampled / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the document of summary.json, whose numbers are rounded to meaningful digits."""
+        """Return the document of summary.json, whose numbers are rounded to meaningful digits."""
         document = asdict(self)
         document["wall_seconds"] = round(self.wall_seconds, 3)
         document["tokens_per_second"] = round(self.tokens_per_second, 1)
@@ -63,7 +63,10 @@ class Summary:
 
 
 def summarize(trajectories: Iterable[Trajectory], wall_seconds: float) -> Summary:
-    """One pass over a job's trajectories. A group is informative if its rewards are not all equal."""
+    """Return the summary of a job's trajectories, which are read once.
+
+    A group is informative if its rewards are not all equal.
+    """
     statuses: defaultdict[str, int] = defaultdict(int)
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     groups: set[str] = set()

@@ -1,4 +1,4 @@
-"""Which backends sampled a job's tokens, and under which policy versions."""
+"""The backends that sampled a job's tokens, and the policy versions under which they did so."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from rollyard_crds.weights import WeightUpdate
 
 @dataclass(frozen=True, slots=True)
 class BackendSummary:
-    """What one backend did for the job, and how it stands at its end."""
+    """The work of one backend for the job, and the backend's state at the job's end."""
 
     url: str
     rollouts: int
     tokens_sampled: int
     policy_version: str
     prefix_cache_hit_rate: float | None
-    """Share of prompt tokens, from the server's own metrics; None where it has none."""
+    """The share of prompt tokens that were cached, from the server's own metrics, or None if it has none."""
     tokens_per_second: float | None
-    """Sampled tokens per second of one rollout's model time."""
+    """The sampled tokens per second of one rollout's model time."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSummary:
-    """What was sampled under one policy version."""
+    """The tokens that were sampled under one policy version."""
 
     version: str
     rollouts: int
-    """With at least one token of it."""
+    """The number of rollouts with at least one token of this version."""
     tokens: int
     lag: int
-    """Weight updates between it and the newest version."""
+    """The number of weight updates between this version and the newest one."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSummary:
-    """One weight update."""
+    """The summary of one weight update."""
 
     policy_version: str
     state: str
     verified: bool
     verified_by: str
     max_difference: float | None
-    """Largest difference of a log-probability from the reference over all backends, in nats."""
+    """The largest difference of a log-probability from the reference over all backends, in nats."""
     paused_seconds: float | None
-    """The longest that a backend sampled nothing."""
+    """The longest time in seconds that a backend sampled nothing."""
     seconds: float | None
-    """From the request until the last backend was done."""
+    """The seconds from the request until the last backend was done."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySummary:
-    """Backends, versions and updates of a job."""
+    """The backends, policy versions and weight updates of a job."""
 
     backends: list[BackendSummary]
     policy_versions: list[VersionSummary]
@@ -64,14 +64,20 @@ class PolicySummary:
     weight_updates: list[UpdateSummary]
 
     def to_json(self) -> dict[str, Any]:
-        """For summary.json."""
+        """Return the part of summary.json about policy versions."""
         return asdict(self)
 
 
 def summarize_policies(
     trajectories: Iterable[Trajectory], backends: Sequence[BackendStatus], updates: Sequence[WeightUpdate]
 ) -> PolicySummary:
-    """One pass over a job's trajectories; `updates` in the order in which they were asked for."""
+    """Return the summary of a job's trajectories, which are read once.
+
+    Args:
+        trajectories: The trajectories of the job.
+        backends: The backends of the pool, as its status lists them.
+        updates: The weight updates in the order of their requests.
+    """
     rollouts: Counter[str] = Counter()
     sampled: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
@@ -87,7 +93,7 @@ def summarize_policies(
         tokens.update(own)
         seen.update(own.keys())
         several += len(own) > 1
-    # What no update brought was there from the start.
+    # A version that no update brought was in the servers from the start.
     brought = [update.policy_version for update in updates]
     order = [*(version for version in tokens if version not in brought), *brought]
     newest = len(order) - 1

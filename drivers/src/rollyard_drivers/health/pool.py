@@ -24,6 +24,7 @@ class PoolHealth:
     """The health probes of one pool.
 
     Args:
+        http: The client that sends the requests of the probes.
         wake: Called when a backend has become ready, or is no longer ready.
     """
 

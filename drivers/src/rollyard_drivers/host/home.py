@@ -66,7 +66,7 @@ class Home:
 
     @property
     def context_file(self) -> Path:
-        """The file that tells clients the URL and the token."""
+        """The file from which clients read the URL and the path of the token file."""
         return self.root / "context.json"
 
     @property

@@ -1,1 +1,1 @@
-"""The computing side: the model, its caches, sampling, and the scheduler with its thread."""
+"""The computing part of the engine: the model, its caches, sampling, and the scheduler with its thread."""

@@ -1,7 +1,7 @@
-"""The policy model on onnxruntime-genai: weights that several sequences share, one KV cache a sequence.
+"""The policy model on onnxruntime-genai: the sequences share the weights, and each has a KV cache of its own.
 
-Each sequence has a ``Generator`` of its own, to which token ids are appended and from which logits are
-read; sampling is done elsewhere. Sequences are not batched into one matrix product: a token's logits then
+Each sequence has a ``Generator`` of its own, to which token ids are appended and from which logits are read;
+sampling is done elsewhere. Sequences are not batched into one matrix product. The logits of a token therefore
 do not depend, not even in the last bit, on what else runs.
 """
 
@@ -19,7 +19,8 @@ from rollyard_engine.errors import ModelFolderInvalid
 from rollyard_engine.folder import ModelFolder, read_folder
 from rollyard_engine.generation.sampling import Logits
 
-# A second thread does not pay below this size of the weights: synchronising costs more than it computes.
+# Below this size of the weights, a second thread is not worthwhile, because synchronising costs more than it
+# computes.
 SINGLE_THREAD_BELOW_BYTES = 64 << 20
 
 
@@ -28,38 +29,41 @@ class KVCache(Protocol):
 
     @property
     def length(self) -> int:
-        """How many tokens are cached."""
+        """The number of tokens that are cached."""
         ...
 
     @property
     def capacity(self) -> int:
-        """How many tokens fit."""
+        """The number of tokens that fit."""
         ...
 
     def append(self, token_ids: NDArray[np.int32]) -> Logits:
-        """Run the model over further tokens; the logits (shape ``[vocabulary]``) after the last of them."""
+        """Run the model over further tokens, and return the logits after the last of them.
+
+        The logits have the shape ``[vocabulary]``.
+        """
         ...
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens."""
+        """Discard all but the first ``length`` tokens."""
         ...
 
 
 class PolicyModel(Protocol):
-    """Loaded weights."""
+    """A model with loaded weights."""
 
     @property
     def folder(self) -> ModelFolder:
-        """Where the weights came from, and their dimensions."""
+        """The folder that the weights were loaded from, with their dimensions."""
         ...
 
     def open(self, capacity: int) -> KVCache:
-        """An empty cache for ``capacity`` tokens."""
+        """Return an empty cache for ``capacity`` tokens."""
         ...
 
 
 class GenAIKVCache:
-    """A ``KVCache`` held by an onnxruntime-genai ``Generator``."""
+    """A ``KVCache`` that is held by an onnxruntime-genai ``Generator``."""
 
     __slots__ = ("_capacity", "_generator", "_length")
 
@@ -70,30 +74,30 @@ class GenAIKVCache:
 
     @property
     def length(self) -> int:
-        """How many tokens are cached."""
+        """The number of tokens that are cached."""
         return self._length
 
     @property
     def capacity(self) -> int:
-        """How many tokens fit."""
+        """The number of tokens that fit."""
         return self._capacity
 
     def append(self, token_ids: NDArray[np.int32]) -> Logits:
-        """Run the model over further tokens; the logits after the last of them."""
+        """Run the model over further tokens, and return the logits after the last of them."""
         self._generator.append_tokens(token_ids)
         self._length += len(token_ids)
         logits: Logits = self._generator.get_logits()[0, -1]
         return logits
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens."""
+        """Discard all but the first ``length`` tokens."""
         if length != self._length:
             self._generator.rewind_to(length)
             self._length = length
 
 
 class GenAIModel:
-    """A ``PolicyModel`` loaded by onnxruntime-genai."""
+    """A ``PolicyModel`` that was loaded by onnxruntime-genai."""
 
     __slots__ = ("_folder", "_model", "_runtime")
 
@@ -104,11 +108,11 @@ class GenAIModel:
 
     @property
     def folder(self) -> ModelFolder:
-        """Where the weights came from, and their dimensions."""
+        """The folder that the weights were loaded from, with their dimensions."""
         return self._folder
 
     def open(self, capacity: int) -> GenAIKVCache:
-        """An empty cache for ``capacity`` tokens."""
+        """Return an empty cache for ``capacity`` tokens."""
         params = self._runtime.GeneratorParams(self._model)
         params.set_search_options(max_length=capacity, do_sample=False, batch_size=1)
         return GenAIKVCache(self._runtime.Generator(self._model, params), capacity)
@@ -117,8 +121,13 @@ class GenAIModel:
 def load_model(path: Path, threads: int = 0) -> GenAIModel:
     """Load the model folder at ``path`` and run one token through it.
 
-    ``threads`` bounds the threads of one matrix product; 0 means one for small models, else one per core.
-    Raises ``ModelFolderInvalid`` saying what does not load or that the logits are not finite.
+    Args:
+        path: The model folder.
+        threads: The maximum number of threads of one matrix product. The value 0 means one thread for small
+            models, and one per core for others.
+
+    Raises:
+        ModelFolderInvalid: Something does not load, as the message says, or the logits are not finite.
     """
     import onnxruntime_genai as runtime
 

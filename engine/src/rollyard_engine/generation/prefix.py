@@ -1,4 +1,4 @@
-"""Finished sequences' KV caches, kept so that the next turn of a rollout continues from them."""
+"""The KV caches of finished sequences, which are kept for the next turn of the same rollout."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from numpy.typing import NDArray
 from rollyard_engine.generation.model import KVCache
 
 MIN_SHARED_TOKENS = 32
-"""A shorter common prefix is recomputed rather than taken from another conversation's cache."""
+"""The shortest common prefix, in tokens, that is taken from another conversation's cache rather than
+recomputed."""
 
 DONOR_IDLE_SECONDS = 1.0
-"""A cache is truncated for another prompt only after it was idle this long: its conversation may continue."""
+"""The seconds that a cache must have been idle before it is truncated for another prompt, because its own
+conversation may continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptCache:
-    """A KV cache, the ids it holds (length ``kv.length``) and when it was kept (monotonic seconds)."""
+    """A KV cache, the ids that it holds, and the time at which it was kept.
+
+    There are ``kv.length`` ids. The time is in monotonic seconds.
+    """
 
     token_ids: NDArray[np.int32]
     kv: KVCache
@@ -27,7 +32,10 @@ class KeptCache:
 
 
 class PrefixCache:
-    """KV caches, oldest first, at most ``max_entries`` of them; the caller bounds their memory."""
+    """A collection of at most ``max_entries`` KV caches, ordered from the oldest to the newest.
+
+    The caller bounds their memory.
+    """
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
@@ -39,7 +47,10 @@ class PrefixCache:
         return len(self._entries)
 
     def put(self, token_ids: NDArray[np.int32], kv: KVCache, now: float) -> None:
-        """Keep ``kv``, which holds ``token_ids``; the oldest is dropped when there are too many."""
+        """Keep ``kv``, which holds ``token_ids``.
+
+        The oldest cache is dropped if there are too many.
+        """
         if self._max_entries == 0 or kv.length == 0:
             return
         while len(self._entries) >= self._max_entries:
@@ -49,12 +60,13 @@ class PrefixCache:
         self.capacity_tokens += kv.capacity
 
     def take(self, prompt: NDArray[np.int32], capacity: int, now: float) -> KVCache | None:
-        """Take out the best cache for ``prompt``, cut back to what both share; ``None`` if there is none.
+        """Remove the best cache for ``prompt``, truncate it to the common prefix, and return it.
 
-        A cache that ``prompt`` wholly extends is best (the longest such). Otherwise one that shares at
-        least ``MIN_SHARED_TOKENS`` and was idle for ``DONOR_IDLE_SECONDS``: cutting back a fresh one would
-        cost its own rollout the next turn's hit. The last prompt token is always left to be computed,
-        since its logits are needed. Only caches with room for ``capacity`` tokens qualify.
+        The best cache is the longest one that ``prompt`` wholly extends. If there is none, it is one that
+        shares at least ``MIN_SHARED_TOKENS`` and was idle for ``DONOR_IDLE_SECONDS``, since truncating a
+        recently used one would cost its own rollout the hit of the next turn. The last prompt token is always
+        left to be computed, because its logits are needed. Only caches with room for ``capacity`` tokens
+        qualify. The result is ``None`` if there is no such cache.
         """
         best_key, best_shared, best_extends = -1, 0, False
         for key, entry in self._entries.items():
@@ -75,7 +87,7 @@ class PrefixCache:
         return kv
 
     def drop_oldest(self) -> bool:
-        """Drop the cache that was kept longest ago; whether there was one."""
+        """Drop the cache that was kept longest ago, and return whether there was one."""
         if not self._entries:
             return False
         _, entry = self._entries.popitem(last=False)
@@ -83,13 +95,13 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all caches."""
         self._entries.clear()
         self.capacity_tokens = 0
 
 
 def shared_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
-    """How many leading ids two sequences share."""
+    """Return the number of leading ids that two sequences share."""
     size = min(len(left), len(right))
     if size == 0 or left[0] != right[0]:
         return 0

@@ -1,9 +1,9 @@
-"""Sampling one token from logits, with the log-probability of what was sampled.
+"""The sampling of one token from logits, with the log-probability of the sampled token.
 
-Log-probabilities are vLLM's ``processed_logprobs``: log-softmax after temperature, top-k and top-p, over
-the tokens that these leave. Greedy requests (temperature below 1e-5) have no processing: their
-log-probabilities are the log-softmax of the raw logits, as in ``vllm/v1/sample/sampler.py`` (0.32).
-Those of prompt tokens are of the raw logits in every mode, as vLLM's.
+Log-probabilities are vLLM's ``processed_logprobs``: the log-softmax after temperature, top-k and top-p, over
+the tokens that these leave. Greedy requests (temperature below 1e-5) have no processing. Their
+log-probabilities are the log-softmax of the raw logits, as in ``vllm/v1/sample/sampler.py`` (0.32). The
+log-probabilities of prompt tokens come from the raw logits in every mode, as in vLLM.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rollyard_engine.errors import GenerationFailed
 Logits: TypeAlias = NDArray[np.float32]
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this sample greedily; vLLM's ``_SAMPLING_EPS``."""
+"""Temperatures below this value sample greedily. It equals vLLM's ``_SAMPLING_EPS``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample a sequence.
+    """The parameters that a sequence is sampled with.
 
-    ``top_k`` 0 and ``top_p`` 1.0 switch the truncation off. ``logprobs`` is the number of most likely
-    alternatives to report beside the sampled token, or ``None`` to report no log-probabilities;
+    ``top_k`` 0 and ``top_p`` 1.0 disable the truncation. ``logprobs`` is the number of most likely
+    alternatives to report beside the sampled token, or ``None`` to report no log-probabilities.
     ``prompt_logprobs`` is the same for the prompt's tokens.
     """
 
@@ -45,7 +45,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """One token of a prompt as the tokens before it predict it; the fields are a ``SampledToken``'s."""
+    """One token of a prompt, as predicted by the tokens before it.
+
+    The fields are those of a ``SampledToken``.
+    """
 
     token_id: int
     logprob: float
@@ -57,8 +60,8 @@ class PromptToken:
 class SampledToken:
     """One sampled token.
 
-    ``rank`` counts from 1 (the most likely token); ``top`` holds the alternatives asked for as
-    ``(token id, logprob)``, most likely first; ``version`` labels the weights whose logits chose it.
+    ``rank`` counts from 1 (the most likely token). ``top`` holds the requested alternatives as ``(token id,
+    logprob)``, the most likely first. ``version`` is the label of the weights whose logits chose the token.
     """
 
     token_id: int
@@ -71,8 +74,9 @@ class SampledToken:
 class Sampler:
     """The random stream of one sequence.
 
-    One uniform draw a token from a stream of its own, so that a seed gives the same tokens alone or beside
-    other sequences. Without a seed the stream starts from the operating system's entropy.
+    Each token takes one uniform draw from the sequence's own stream. A seed therefore gives the same tokens
+    whether the sequence runs alone or beside others. Without a seed, the stream starts from the operating
+    system's entropy.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -81,9 +85,10 @@ class Sampler:
         self._random = np.random.Generator(np.random.PCG64(seed))
 
     def sample(self, logits: Logits, version: str) -> SampledToken:
-        """Sample from ``logits`` (shape ``[vocabulary]``); computed in float64.
+        """Return a token sampled from ``logits`` (shape ``[vocabulary]``). It is computed in float64.
 
-        Raises ``GenerationFailed`` if the logits are not finite numbers.
+        Raises:
+            GenerationFailed: The logits are not finite numbers.
         """
         params = self._params
         scores = logits.astype(np.float64)
@@ -99,7 +104,8 @@ class Sampler:
             scores -= scores.max()
             cumulative = np.exp(scores).cumsum()
             total = float(cumulative[-1])
-            # "right" skips tokens of zero mass; the draw is below 1, so the bound only guards rounding.
+            # The side "right" skips tokens of zero mass. The draw is below 1, so the bound only guards
+            # against rounding.
             point = self._random.random() * total
             chosen = int(np.searchsorted(cumulative, point, side="right"))
             if chosen >= len(scores):
@@ -117,9 +123,12 @@ class Sampler:
 
 
 def score(logits: Logits, token_id: int, alternatives: int) -> PromptToken:
-    """How likely the raw ``logits`` (shape ``[vocabulary]``) make ``token_id``; computed in float64.
+    """Return how likely the raw ``logits`` (shape ``[vocabulary]``) make ``token_id``.
 
-    Raises ``GenerationFailed`` if the logits are not finite numbers.
+    It is computed in float64.
+
+    Raises:
+        GenerationFailed: The logits are not finite numbers.
     """
     scores = logits.astype(np.float64)
     if not math.isfinite(float(scores.sum())):
@@ -136,7 +145,10 @@ def score(logits: Logits, token_id: int, alternatives: int) -> PromptToken:
 
 
 def _truncate(scores: NDArray[np.float64], top_k: int, top_p: float) -> None:
-    """Set what top-k, then top-p, cut off to minus infinity, in place; ties with the k-th token stay."""
+    """Set the scores that top-k, and then top-p, cut off to minus infinity, in place.
+
+    Tokens that tie with the k-th token are kept.
+    """
     size = len(scores)
     if 0 < top_k < size:
         kth = np.partition(scores, size - top_k)[size - top_k]
@@ -145,7 +157,7 @@ def _truncate(scores: NDArray[np.float64], top_k: int, top_p: float) -> None:
         order = np.argsort(-scores, kind="stable")
         mass = np.exp(scores[order] - scores[order[0]])
         cumulative = mass.cumsum()
-        # A token stays while the mass of the likelier ones is below top_p; the first one always stays.
+        # A token is kept while the mass of the likelier ones is below top_p. The first token is always kept.
         before = cumulative - mass
         cut = before >= top_p * cumulative[-1]
         cut[0] = False
@@ -153,7 +165,7 @@ def _truncate(scores: NDArray[np.float64], top_k: int, top_p: float) -> None:
 
 
 def _top(scores: NDArray[np.float64], norm: float, count: int) -> tuple[tuple[int, float], ...]:
-    """The ``count`` most likely tokens and their log-probabilities, most likely first."""
+    """Return the ``count`` most likely tokens and their log-probabilities, the most likely first."""
     if count <= 0:
         return ()
     count = min(count, len(scores))

@@ -1,6 +1,6 @@
 """The order in which sequences compute: continuous scheduling of many sequences over one model.
 
-Not thread-safe and without I/O: ``rollyard_engine.generation.thread`` runs it.
+The scheduler is not thread-safe and does no I/O; ``rollyard_engine.generation.thread`` runs it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from rollyard_engine.generation.sequence import FinishReason, Sequence
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 
 PREFILL_CHUNK = 128
-"""Prompt tokens in one call of the model; constant, so that the same prompt gives the same logits."""
+"""The number of prompt tokens in one call of the model. It is constant, so the same prompt gives the same
+logits."""
 
 PREFILL_BUDGET = 512
-"""Prompt tokens computed between two decoding steps of the running sequences."""
+"""The number of prompt tokens that are computed between two decoding steps of the running sequences."""
 
 SLICE_SECONDS = 0.02
-"""How long a step may take, up to one call of the model more."""
+"""The seconds that a step may take. It may exceed them by one call of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the scheduler: tokens of a sequence, sequences at once, caches kept, bytes of all caches."""
+    """The bounds of the scheduler.
+
+    They are the tokens of a sequence, the sequences that run at the same time, the caches that are kept, and
+    the bytes of all caches.
+    """
 
     max_model_len: int
     max_num_seqs: int
@@ -40,7 +45,10 @@ class Limits:
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the start, in tokens unless named otherwise; read by other threads, written by one."""
+    """The counters since the start, in tokens unless their names say otherwise.
+
+    One thread writes them, and other threads read them.
+    """
 
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -52,7 +60,7 @@ class Stats:
 
 
 class Scheduler:
-    """Waiting and running sequences, the kept caches, the weights and the pause state."""
+    """The waiting and running sequences, the kept caches, the weights and the pause state."""
 
     def __init__(
         self, model: PolicyModel, version: str, eos_token_ids: Iterable[int], limits: Limits
@@ -82,22 +90,22 @@ class Scheduler:
 
     @property
     def cache_usage(self) -> float:
-        """The share of the cache memory in use by running and kept sequences, from 0 to 1."""
+        """The share of the cache memory that running and kept sequences use, from 0 to 1."""
         return self._cache_bytes() / self.limits.cache_bytes
 
     def take_progressed(self) -> list[Sequence]:
-        """The sequences that streamed tokens or finished since the last call."""
+        """Return the sequences that streamed tokens or finished since the last call."""
         progressed, self._progressed = self._progressed, []
         return progressed
 
     # -- requests ------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; it waits while paused."""
+        """Queue a sequence. It waits while the scheduler is paused."""
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence with what it has; nothing happens if it ended already."""
+        """End a sequence with the tokens it has. This does nothing if the sequence has already ended."""
         if sequence.finished:
             return
         if sequence in self.running:
@@ -108,7 +116,10 @@ class Scheduler:
             self._ended(sequence, "abort")
 
     def abort_ids(self, request_ids: Iterable[str] | None) -> int:
-        """Abort the requests with these external ids (``None``: all); how many were aborted."""
+        """Abort the requests with these external ids, and return how many were aborted.
+
+        With ``None``, all requests are aborted.
+        """
         wanted = None if request_ids is None else set(request_ids)
         chosen = [
             sequence
@@ -120,10 +131,11 @@ class Scheduler:
         return len(chosen)
 
     def step(self) -> None:
-        """Advance running sequences by one token, or one piece of a prompt, each.
+        """Advance each running sequence by one token, or by one piece of its prompt.
 
-        All of them advance, or as many as ``SLICE_SECONDS`` allow: the next call then advances the others, so
-        that with a slow model commands do not wait for every sequence. Waiting sequences are admitted first.
+        Waiting sequences are admitted first. If the time of ``SLICE_SECONDS`` does not suffice for all
+        sequences, the next call advances the others. With a slow model, commands then do not wait for every
+        sequence.
         """
         if not self._sweep:
             if not self.paused:
@@ -137,7 +149,7 @@ class Scheduler:
                 continue
             try:
                 self._budget -= self._advance(sequence, self._budget)
-            except (RuntimeError, GenerationFailed) as error:  # RuntimeError is what onnxruntime raises
+            except (RuntimeError, GenerationFailed) as error:  # onnxruntime raises RuntimeError.
                 sequence.error = GenerationFailed(f"the model failed on this request: {error}")
                 sequence.kv = None
                 self._remove(sequence, "error")
@@ -148,11 +160,11 @@ class Scheduler:
     # -- control -------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, *, clear_cache: bool, when_paused: Callable[[], None]) -> None:
-        """Stop scheduling; ``when_paused`` is called once nothing runs any more.
+        """Stop scheduling. ``when_paused`` is called once nothing runs any more.
 
-        That is at once, except for ``wait``. ``abort`` ends every request with its partial output, ``wait``
-        lets running ones finish, ``keep`` freezes them until ``resume`` and ignores ``clear_cache``.
-        Requests sent meanwhile wait.
+        That is immediately, except for the mode ``wait``. The mode ``abort`` ends every request with its
+        partial output, ``wait`` lets running requests finish, and ``keep`` freezes them until ``resume`` and
+        ignores ``clear_cache``. Requests that are sent meanwhile wait.
         """
         self.paused = True
         if mode == "abort":
@@ -170,15 +182,18 @@ class Scheduler:
             self._finish_drain(force=True)
 
     def resume(self) -> None:
-        """Schedule again."""
+        """Continue scheduling."""
         self.paused = False
         self._finish_drain(force=True)
 
     def swap_model(self, model: PolicyModel) -> None:
         """Serve other weights from the next step on.
 
-        Kept caches are dropped; a running sequence keeps its tokens, and its cache is computed again with the
-        new weights before they sample. Raises ``ModelFolderInvalid`` if the vocabulary or context differ.
+        The kept caches are dropped. A running sequence keeps its tokens, and its cache is computed again with
+        the new weights before they sample.
+
+        Raises:
+            ModelFolderInvalid: The vocabulary differs, or the context is too short.
         """
         if model.folder.vocab_size != self._model.folder.vocab_size:
             raise ModelFolderInvalid(
@@ -196,7 +211,10 @@ class Scheduler:
         self.reset_prefix_cache(running_too=True)
 
     def reset_prefix_cache(self, *, running_too: bool) -> None:
-        """Drop the kept caches; with ``running_too`` running sequences also compute theirs again."""
+        """Drop the kept caches.
+
+        With ``running_too``, running sequences also compute their caches again.
+        """
         self._kept.clear()
         if running_too:
             for sequence in self.running:
@@ -208,7 +226,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
             tokens = len(sequence.prompt) + sequence.params.max_tokens
-            if not sequence.scoring:  # a kept cache has no logits of the prompt tokens that it holds
+            if not sequence.scoring:  # A kept cache has no logits of the prompt tokens that it holds.
                 sequence.kv = self._kept.take(sequence.prompt, tokens, time.monotonic())
             if sequence.kv is not None:
                 sequence.capacity = sequence.kv.capacity
@@ -222,15 +240,20 @@ class Scheduler:
             self.stats.prompt_tokens += len(sequence.prompt)
 
     def _advance(self, sequence: Sequence, budget: int) -> int:
-        """Compute a sequence's next piece; how many prompt tokens that took from ``budget``."""
+        """Compute the next piece of a sequence.
+
+        Returns:
+            The number of prompt tokens that this took from ``budget``.
+        """
         if sequence.kv is None:
             sequence.kv = self._model.open(sequence.capacity)
-            if sequence.scoring:  # the weights may have changed: one prompt is scored by one set of them
+            # The weights may have changed, and a prompt is scored by one set of weights only.
+            if sequence.scoring:
                 sequence.prompt_scores.clear()
         kv, ids = sequence.kv, sequence.token_ids
         pending = ids[kv.length :]
         if sequence.scoring:
-            pending = pending[:1]  # the runtime gives the logits behind the last appended token only
+            pending = pending[:1]  # The runtime returns only the logits after the last appended token.
         elif len(pending) > 1:
             if budget <= 0:
                 return 0
@@ -273,7 +296,11 @@ class Scheduler:
         return tokens * self._model.folder.kv_bytes_per_token
 
     def _make_room(self, capacity: int) -> bool:
-        """Drop kept caches until a cache of ``capacity`` tokens fits; whether it does."""
+        """Drop kept caches until a cache of ``capacity`` tokens fits.
+
+        Returns:
+            Whether the cache may be opened. It may always be opened if nothing runs and no cache is kept.
+        """
         needed = capacity * self._model.folder.kv_bytes_per_token
         while self._cache_bytes() + needed > self.limits.cache_bytes:
             if not self._kept.drop_oldest():

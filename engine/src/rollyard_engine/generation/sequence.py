@@ -23,12 +23,12 @@ from rollyard_engine.generation.sampling import (
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 MIN_CAPACITY = 512
-"""Smallest KV cache opened, in tokens."""
+"""The capacity of the smallest KV cache that is opened, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Sampled tokens ``[start, end)`` were sampled by weights labelled ``version``."""
+    """The range ``[start, end)`` of tokens that were sampled by weights with the label ``version``."""
 
     version: str
     start: int
@@ -36,9 +36,9 @@ class VersionSpan:
 
 
 class Sequence:
-    """A request's tokens and state.
+    """The tokens and the state of a request.
 
-    Written by the engine thread only; others may read ``output`` (append-only) and, once
+    Only the engine thread writes them. Other threads may read ``output`` (which is append-only) and, once
     ``finish_reason`` or ``error`` is set, everything.
     """
 
@@ -91,17 +91,20 @@ class Sequence:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """Prompt and sampled ids so far."""
+        """The prompt's ids and the ids sampled so far."""
         return self._ids[: self._size]
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the sequence has ended."""
         return self.finish_reason is not None or self.error is not None
 
     @property
     def scoring(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still to be computed (the first token has none)."""
+        """Whether log-probabilities of prompt tokens remain to be computed.
+
+        The first token of a prompt has none.
+        """
         return self.params.prompt_logprobs is not None and len(self.prompt_scores) < len(self.prompt) - 1
 
     def score_prompt(self, logits: Logits) -> None:
@@ -110,10 +113,10 @@ class Sequence:
         self.prompt_scores.append(score(logits, token_id, self.params.prompt_logprobs or 0))
 
     def accept(self, token: SampledToken, eos_token_ids: frozenset[int]) -> None:
-        """Add a sampled token and finish if it, or the length, ends the sequence; as vLLM's ``check_stop``.
+        """Add a sampled token, and finish the sequence if the token or the length ends it.
 
-        An end-of-sequence token is part of the output, with no ``stop_reason``; one of the request's own
-        stop tokens is named there.
+        This corresponds to vLLM's ``check_stop``. An end-of-sequence token is part of the output and sets no
+        ``stop_reason``. One of the request's own stop tokens sets ``stop_reason`` to its id.
         """
         self.output.append(token)
         self._ids[self._size] = token.token_id
@@ -127,7 +130,7 @@ class Sequence:
             self.finish_reason = "length"
 
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Which weights sampled which tokens, as contiguous spans over ``output``."""
+        """Return which weights sampled which tokens, as contiguous spans over ``output``."""
         spans: list[VersionSpan] = []
         for index, token in enumerate(self.output):
             if spans and spans[-1].version == token.version:
@@ -138,10 +141,10 @@ class Sequence:
 
 
 def cache_capacity(tokens: int, max_model_len: int) -> int:
-    """The cache size to open for a sequence of at most ``tokens``.
+    """Return the capacity of the cache to open for a sequence of at most ``tokens`` tokens.
 
-    A power of two with room for as much again, so that a conversation that grows over many turns outgrows
-    its cache, and is computed again, only a logarithmic number of times.
+    It is a power of two with room for as many tokens again. A conversation that grows over many turns then
+    outgrows its cache, which has to be computed again, only a logarithmic number of times.
     """
     capacity = MIN_CAPACITY
     while capacity < 2 * tokens:

@@ -1,4 +1,4 @@
-"""The engine thread: runs the scheduler, takes requests and commands from other threads."""
+"""The engine thread, which runs the scheduler and takes requests and commands from other threads."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ RETRY_AFTER_SECONDS = 1
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A call to make between two steps, and where its outcome goes."""
+    """A call to run between two steps, and the future that receives its outcome."""
 
     run: Callable[[Scheduler], Any]
     outcome: Future[Any]
 
 
 class EngineThread:
-    """Owns a ``Scheduler``; all methods may be called from any thread.
+    """A thread that owns a ``Scheduler``. All methods may be called from any thread.
 
-    ``notify`` gets the sequences that have news after each step; it is called on the engine thread.
+    ``notify`` is called on the engine thread after each step, with the sequences that have progressed.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class EngineThread:
         self._outstanding = 0
         self._stopping = False
         self._stopped = False
-        # A daemon, so that a model call that does not return cannot hold up the end of the process.
+        # The thread is a daemon, so a model call that does not return cannot delay the end of the process.
         self._thread = threading.Thread(target=self._run, name="rollyard-engine", daemon=True)
 
     @property
     def scheduler(self) -> Scheduler:
-        """For reading counters; change it through ``call`` only."""
+        """The scheduler, for reading its counters. It may be changed through ``call`` only."""
         return self._scheduler
 
     @property
@@ -60,15 +60,15 @@ class EngineThread:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a slot."""
+        """The number of requests that wait for a slot."""
         return max(0, self._outstanding - len(self._scheduler.running))
 
     def start(self) -> None:
-        """Start serving."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
-        """Abort everything and end the thread; whether it ended within ``timeout`` seconds."""
+        """Abort all requests, end the thread, and return whether it ended within ``timeout`` seconds."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -76,7 +76,12 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises ``QueueFull`` or ``EngineStopped``."""
+        """Queue a sequence.
+
+        Raises:
+            QueueFull: The server has as many requests as it accepts.
+            EngineStopped: The engine is shutting down or has failed.
+        """
         with self._wake:
             self._check_alive()
             if self._outstanding >= self._max_outstanding:
@@ -90,7 +95,11 @@ class EngineThread:
             self._wake.notify()
 
     def call(self, run: Callable[[Scheduler], T]) -> Future[T]:
-        """Run a function of the scheduler between two steps; the future has what it returns or raises."""
+        """Run a function on the scheduler between two steps.
+
+        Returns:
+            A future with what the function returns or raises.
+        """
         outcome: Future[T] = Future()
         with self._wake:
             self._check_alive()
@@ -114,7 +123,7 @@ class EngineThread:
             self._close(failure)
 
     def _turn(self) -> bool:
-        """Wait for work, take new requests and make one step; return whether the thread continues."""
+        """Wait for work, take new requests, run one step, and return whether the thread continues."""
         scheduler = self._scheduler
         with self._wake:
             while not (self._inbox or self._commands or self._stopping or scheduler.has_work):
@@ -145,7 +154,7 @@ class EngineThread:
         self._notify(progressed)
 
     def _close(self, failure: EngineError) -> None:
-        """Fail whatever is left, so that nobody waits for ever."""
+        """Fail all requests and commands that are left, because they would otherwise wait forever."""
         with self._wake:
             self._stopped = True
             left = [*self._inbox, *self._scheduler.running, *self._scheduler.waiting]
@@ -155,7 +164,7 @@ class EngineThread:
         for command in commands:
             if command.outcome.set_running_or_notify_cancel():
                 command.outcome.set_exception(failure)
-        self._scheduler.resume()  # answers those who wait for a pause to be complete
+        self._scheduler.resume()  # This completes a pause that callers still wait for.
         for sequence in left:
             sequence.error = failure
         if left:

@@ -1,1 +1,1 @@
-"""The HTTP side: routes, request and response bodies, metrics, and the engine as coroutines."""
+"""The HTTP part of the engine: routes, request and response bodies, metrics, and the engine as coroutines."""

@@ -1,4 +1,4 @@
-"""The HTTP routes."""
+"""The HTTP routes of the engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOGPROBS_MODE = "processed_logprobs"
 
 
 def create_app(service: EngineService) -> Starlette:
-    """The application over ``service``."""
+    """Return the application that serves ``service``."""
 
     def route(path: str, method: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -71,7 +71,7 @@ def create_app(service: EngineService) -> Starlette:
 
 
 async def completions(service: EngineService, request: Request) -> Response:
-    """``POST /v1/completions``."""
+    """Handle ``POST /v1/completions``."""
     body = protocol.parse(protocol.CompletionBody, await read_json(request))
     service.check_model(body.model)
     prompt = _prompt_ids(service, body)
@@ -99,7 +99,11 @@ async def completions(service: EngineService, request: Request) -> Response:
 
 
 def _prompt_ids(service: EngineService, body: protocol.CompletionBody) -> list[int]:
-    """The prompt's ids. Raises ``InvalidRequest`` for several prompts."""
+    """Return the ids of the prompt.
+
+    Raises:
+        InvalidRequest: The request has several prompts.
+    """
     prompt: Any = body.prompt
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) != 1:
@@ -132,7 +136,7 @@ async def _completion_chunks(
 
 
 async def generate(service: EngineService, request: Request) -> Response:
-    """``POST /inference/v1/generate``."""
+    """Handle ``POST /inference/v1/generate``."""
     body = protocol.parse(protocol.GenerateBody, await read_json(request))
     service.check_model(body.model)
     request_id = new_request_id(request.headers.get("x-request-id"), body.request_id)
@@ -171,7 +175,10 @@ async def _generation_chunks(
 
 
 async def abort_named(service: EngineService, request: Request) -> Response:
-    """``POST /inference/v1/abort_requests``: prefixed ids, ``generate-tokens-ID`` or ``cmpl-ID-0``."""
+    """Handle ``POST /inference/v1/abort_requests``.
+
+    The ids have the prefixed form ``generate-tokens-ID`` or ``cmpl-ID-0``.
+    """
     body = protocol.parse(protocol.AbortBody, await read_json(request))
     if body.request_ids is None:
         raise InvalidRequest("Missing 'request_ids' in request body", param="request_ids")
@@ -181,7 +188,7 @@ async def abort_named(service: EngineService, request: Request) -> Response:
 
 
 async def abort_any(service: EngineService, request: Request) -> Response:
-    """``POST /abort_requests``: without ids, everything."""
+    """Handle ``POST /abort_requests``. Without ids, all requests are aborted."""
     body = protocol.parse(protocol.AbortBody, await read_json(request))
     aborted = await service.call(lambda scheduler: scheduler.abort_ids(body.request_ids or None))
     return json_response({"status": "aborted", "aborted": aborted})
@@ -191,7 +198,7 @@ async def abort_any(service: EngineService, request: Request) -> Response:
 
 
 async def models(service: EngineService, request: Request) -> Response:
-    """``GET /v1/models``; ``logprobs_mode`` is beyond vLLM's fields."""
+    """Handle ``GET /v1/models``. The field ``logprobs_mode`` is an addition to vLLM's fields."""
     served = service.served
     cards: list[dict[str, object]] = [
         {
@@ -211,25 +218,31 @@ async def models(service: EngineService, request: Request) -> Response:
 
 
 async def health(service: EngineService, request: Request) -> Response:
-    """``GET /health``: 200 while the engine thread serves (also when paused), else 503."""
+    """Handle ``GET /health``.
+
+    The status is 200 while the engine thread serves (even when it is paused), and 503 otherwise.
+    """
     return Response(status_code=200 if service.engine.alive else 503)
 
 
 async def version(service: EngineService, request: Request) -> Response:
-    """``GET /version``; ``engine`` and ``logprobs_mode`` are beyond vLLM's fields."""
+    """Handle ``GET /version``. The fields ``engine`` and ``logprobs_mode`` are additions to vLLM's fields."""
     return json_response(
         {"version": installed_version(), "engine": "rollyard_engine", "logprobs_mode": LOGPROBS_MODE}
     )
 
 
 async def metrics(service: EngineService, request: Request) -> Response:
-    """``GET /metrics``."""
+    """Handle ``GET /metrics``."""
     text = exposition(service.engine, service.served.names[0])
     return Response(text, media_type="text/plain; version=0.0.4")
 
 
 async def tokenize(service: EngineService, request: Request) -> Response:
-    """``POST /tokenize``: of a prompt, or of messages through the chat template."""
+    """Handle ``POST /tokenize``.
+
+    It tokenizes a prompt, or messages that the chat template has rendered.
+    """
     body = protocol.parse(protocol.TokenizeBody, await read_json(request))
     service.check_model(body.model)
     if body.messages is not None:
@@ -256,7 +269,7 @@ async def tokenize(service: EngineService, request: Request) -> Response:
 
 
 async def detokenize(service: EngineService, request: Request) -> Response:
-    """``POST /detokenize``; special tokens are shown, as vLLM does."""
+    """Handle ``POST /detokenize``. Special tokens are shown, as in vLLM."""
     body = protocol.parse(protocol.DetokenizeBody, await read_json(request))
     service.check_model(body.model)
     return json_response({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
@@ -266,7 +279,7 @@ async def detokenize(service: EngineService, request: Request) -> Response:
 
 
 async def pause(service: EngineService, request: Request) -> Response:
-    """``POST /pause?mode=abort|wait|keep&clear_cache=true``."""
+    """Handle ``POST /pause?mode=abort|wait|keep&clear_cache=true``."""
     mode = request.query_params.get("mode", "abort")
     if mode not in get_args(PauseMode):
         raise InvalidRequest("mode must be 'abort', 'wait' or 'keep'", param="mode", value=mode)
@@ -277,37 +290,37 @@ async def pause(service: EngineService, request: Request) -> Response:
 
 
 async def resume(service: EngineService, request: Request) -> Response:
-    """``POST /resume``."""
+    """Handle ``POST /resume``."""
     await service.call(lambda scheduler: scheduler.resume())
     return json_response({"status": "resumed"})
 
 
 async def is_paused(service: EngineService, request: Request) -> Response:
-    """``GET /is_paused``."""
+    """Handle ``GET /is_paused``."""
     return json_response({"is_paused": service.engine.scheduler.paused})
 
 
 async def update_weight_version(service: EngineService, request: Request) -> Response:
-    """``POST /update_weight_version {"new_version"}``."""
+    """Handle ``POST /update_weight_version {"new_version"}``."""
     body = protocol.parse(protocol.WeightVersionBody, await read_json(request))
     await service.set_version(body.new_version)
     return json_response({"success": True, "new_version": body.new_version})
 
 
 async def weight_info(service: EngineService, request: Request) -> Response:
-    """``GET /weight_info``."""
+    """Handle ``GET /weight_info``."""
     return json_response({"weight_version": service.engine.scheduler.version})
 
 
 async def reset_prefix_cache(service: EngineService, request: Request) -> Response:
-    """``POST /reset_prefix_cache?reset_running_requests=false``."""
+    """Handle ``POST /reset_prefix_cache?reset_running_requests=false``."""
     running_too = _flag(request, "reset_running_requests", default=False)
     await service.call(lambda scheduler: scheduler.reset_prefix_cache(running_too=running_too))
     return json_response({"success": True})
 
 
 async def collective_rpc(service: EngineService, request: Request) -> Response:
-    """``POST /collective_rpc {"method": "reload_weights", "kwargs": {"weights_path": DIR}}``."""
+    """Handle ``POST /collective_rpc {"method": "reload_weights", "kwargs": {"weights_path": DIR}}``."""
     body = protocol.parse(protocol.RpcBody, await read_json(request))
     if body.method != "reload_weights":
         raise InvalidRequest("the only method is 'reload_weights'", param="method", value=body.method)
@@ -319,7 +332,7 @@ async def collective_rpc(service: EngineService, request: Request) -> Response:
 
 
 async def load_lora_adapter(service: EngineService, request: Request) -> Response:
-    """``POST /v1/load_lora_adapter``: always refused."""
+    """Handle ``POST /v1/load_lora_adapter``, which is always refused."""
     await read_json(request)
     raise InvalidRequest(
         "this engine has no LoRA adapters: merge the adapter into the weights and load the folder by "
@@ -342,7 +355,7 @@ async def _on_engine_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in vLLM's error shape."""
+    """Return an error for unknown paths and methods, in vLLM's form."""
     if not isinstance(error, HTTPException):
         raise error
     content = {"message": error.detail, "type": error.detail, "param": None, "code": error.status_code}

@@ -1,4 +1,4 @@
-"""Helpers of the routes: they read bodies, write JSON and streams, and notice that a client has gone."""
+"""Helpers of the routes, which read bodies, write JSON and streams, and detect disconnected clients."""
 
 from __future__ import annotations
 
@@ -19,18 +19,26 @@ MAX_BODY_BYTES = 32 << 20
 
 
 def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
+    """Return a response with a JSON body."""
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
 def error_response(error: EngineError) -> Response:
-    """vLLM's error object; a full queue also says when to come back."""
+    """Return a response with vLLM's error object.
+
+    If the queue is full, it also says when to retry.
+    """
     headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull) else None
     return json_response(error_body(error), error.status, headers)
 
 
 async def read_json(request: Request) -> object:
-    """The decoded body. Raises ``BodyTooLarge`` or ``MalformedRequest``."""
+    """Return the decoded body of a request.
+
+    Raises:
+        BodyTooLarge: The body is larger than ``MAX_BODY_BYTES``.
+        MalformedRequest: The body is not JSON.
+    """
     pieces, size = [], 0
     async for piece in request.stream():
         size += len(piece)
@@ -44,7 +52,10 @@ async def read_json(request: Request) -> object:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The outcome of ``work``; ``None``, with ``work`` cancelled, if the client disconnects first."""
+    """Return the outcome of ``work``.
+
+    If the client disconnects first, ``work`` is cancelled and the result is ``None``.
+    """
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -57,13 +68,19 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
 
 
 async def _disconnected(request: Request) -> None:
-    """Returns once the client is gone; the body has been read, so nothing else can come."""
+    """Return once the client has disconnected.
+
+    The body has been read already, so no other message can arrive.
+    """
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def sse_response(chunks: AsyncIterator[object]) -> StreamingResponse:
-    """Server-sent events as vLLM sends them, with ``[DONE]`` at the end; an error becomes the last event."""
+    """Return server-sent events as vLLM sends them, with ``[DONE]`` at the end.
+
+    An error becomes the last event before that.
+    """
 
     async def events() -> AsyncIterator[bytes]:
         try:

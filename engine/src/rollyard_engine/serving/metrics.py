@@ -1,4 +1,4 @@
-"""``/metrics``: the scheduler's state under vLLM's metric names."""
+"""The ``/metrics`` call, which reports the scheduler's state under vLLM's metric names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LABELS = ("model_name", "engine")
 
 
 class EngineCollector(Collector):
-    """Reads the engine's counters when scraped."""
+    """A collector that reads the engine's counters at each scrape."""
 
     def __init__(self, engine: EngineThread, model_name: str) -> None:
         self._engine = engine
         self._labels = (model_name, "0")
 
     def collect(self) -> Iterable[Metric]:
-        """One family for each number."""
+        """Yield one metric family for each number."""
         scheduler = self._engine.scheduler
         stats = scheduler.stats
         gauges = (
@@ -61,7 +61,7 @@ class EngineCollector(Collector):
 
 
 def exposition(engine: EngineThread, model_name: str) -> bytes:
-    """The metrics in Prometheus' text format."""
+    """Return the metrics in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, model_name))
     return generate_latest(registry)

@@ -1,7 +1,7 @@
-"""The request bodies, after ``vllm/entrypoints`` of vLLM 0.32.
+"""The request bodies, which follow ``vllm/entrypoints`` of vLLM 0.32.
 
-A field that vLLM knows and this engine cannot honour is accepted at its neutral value only, so that no
-request silently samples otherwise than it asked for; an unknown field is refused.
+A field that vLLM knows and this engine cannot support is accepted only at its neutral value. No request is
+then silently sampled in another way than it asked for. An unknown field is refused.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from rollyard_engine.errors import InvalidRequest, MalformedRequest
 from rollyard_engine.generation.sampling import SamplingParams
 
 MAX_LOGPROBS = 20
-"""Most alternatives a request may ask for; vLLM's default ``--max-logprobs``."""
+"""The maximum number of alternatives that a request may ask for. It is vLLM's default ``--max-logprobs``."""
 
 MAX_SCORED_PROMPT = 4096
-"""Longest prompt whose log-probabilities are computed, in tokens: each costs one call of the model."""
+"""The longest prompt, in tokens, whose log-probabilities are computed. Each token costs one call of the
+model."""
 
 DEFAULT_MAX_TOKENS = 16
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
-# Fields of vLLM's that change what is sampled or returned, and the values at which they change nothing.
+# These fields of vLLM change what is sampled or returned. At the values listed, they change nothing.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -54,7 +55,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "cache_salt": (),
     "output_kind": (2,),
 }
-# Fields that concern vLLM's logging or scheduling only: ignoring them changes no token.
+# These fields concern only vLLM's logging or scheduling. Ignoring them changes no token.
 IGNORED = frozenset({"user", "session_id", "detokenize", "flat_logprobs", "stream_interval"})
 ADVICE = {
     "stop": "; end generation by stop_token_ids",
@@ -63,7 +64,7 @@ ADVICE = {
 
 
 class Body(BaseModel):
-    """A request body: unknown fields are refused."""
+    """A request body, which refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -90,7 +91,7 @@ class Body(BaseModel):
 
 
 class SamplingFields(Body):
-    """What both generating calls say of sampling."""
+    """The sampling fields, which both generating calls share."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -103,15 +104,18 @@ class SamplingFields(Body):
     prompt_logprobs: int | None = None
 
     def to_params(self, *, default_max_tokens: int, prompt_tokens: int, room: int) -> SamplingParams:
-        """Checked parameters; ``max_tokens`` is cut to ``room``, what the context has left, as vLLM does.
+        """Return the checked parameters.
 
-        Raises ``InvalidRequest`` naming the field, in vLLM's words.
+        ``max_tokens`` is reduced to ``room``, the number of tokens that the context has left, as in vLLM.
+
+        Raises:
+            InvalidRequest: A field is invalid. The message names it in vLLM's words.
         """
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = 1.0 if self.top_p is None else self.top_p
         top_k = 0 if self.top_k is None else self.top_k
         max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
-        if not 0.0 <= temperature <= 2.0:  # also false for NaN
+        if not 0.0 <= temperature <= 2.0:  # This comparison is also false for NaN.
             raise InvalidRequest(
                 f"temperature must be in [0, 2], got {temperature}.", param="temperature", value=temperature
             )
@@ -167,14 +171,14 @@ class SamplingFields(Body):
 
 
 class StreamOptions(Body):
-    """Which chunks of a stream carry ``usage``."""
+    """The options that say which chunks of a stream carry ``usage``."""
 
     include_usage: bool | None = True
     continuous_usage_stats: bool | None = False
 
 
 class CompletionBody(SamplingFields):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``."""
 
     model: str | None = None
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
@@ -187,7 +191,7 @@ class CompletionBody(SamplingFields):
 
 
 class GenerateBody(Body):
-    """``POST /inference/v1/generate``: token ids in, token ids out."""
+    """The body of ``POST /inference/v1/generate``, which takes token ids and returns token ids."""
 
     token_ids: list[TokenId] = Field(min_length=1)
     sampling_params: SamplingFields
@@ -200,7 +204,7 @@ class GenerateBody(Body):
 
 
 class TokenizeBody(Body):
-    """``POST /tokenize``: either ``prompt`` or ``messages``."""
+    """The body of ``POST /tokenize``, which contains either ``prompt`` or ``messages``."""
 
     model: str | None = None
     prompt: str | None = None
@@ -221,20 +225,20 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """``POST /detokenize``."""
+    """The body of ``POST /detokenize``."""
 
     model: str | None = None
     tokens: list[TokenId]
 
 
 class WeightVersionBody(Body):
-    """``POST /update_weight_version``."""
+    """The body of ``POST /update_weight_version``."""
 
     new_version: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class RpcBody(Body):
-    """``POST /collective_rpc``."""
+    """The body of ``POST /collective_rpc``."""
 
     method: str
     args: list[Any] = Field(default_factory=list)
@@ -243,7 +247,10 @@ class RpcBody(Body):
 
 
 class AbortBody(Body):
-    """``POST /inference/v1/abort_requests`` and ``/abort_requests``; the latter aborts all without ids."""
+    """The body of ``POST /inference/v1/abort_requests`` and ``POST /abort_requests``.
+
+    Without ids, the latter aborts all requests.
+    """
 
     request_ids: list[str] | None = None
 
@@ -254,7 +261,11 @@ _BRANCH = re.compile(r"str|int|.*[\[\](){}].*")
 
 
 def parse(kind: type[B], data: object) -> B:
-    """Validate a decoded body. Raises ``MalformedRequest`` in the words of vLLM's validation handler."""
+    """Return the validated form of a decoded body.
+
+    Raises:
+        MalformedRequest: The body is invalid. The message is in the words of vLLM's validation handler.
+    """
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -270,5 +281,8 @@ def parse(kind: type[B], data: object) -> B:
 
 
 def _location(loc: tuple[int | str, ...]) -> str:
-    """``body.`` and the path, without pydantic's names of union branches (``str``, ``list[int]``…)."""
+    """Return ``body.`` and the path of a field.
+
+    pydantic's names of union branches (``str``, ``list[int]``…) are left out.
+    """
     return ".".join(["body", *(str(part) for part in loc if not _BRANCH.fullmatch(str(part)))])

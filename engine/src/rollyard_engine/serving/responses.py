@@ -1,4 +1,4 @@
-"""The response bodies, after vLLM 0.32: plain dictionaries, ready to be written as JSON."""
+"""The response bodies, which follow vLLM 0.32. They are plain dictionaries that can be written as JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rollyard_engine.tokens import ChatTokenizer
 Json = dict[str, Any]
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot write; vLLM's number."""
+"""The number that stands for minus infinity, which JSON cannot represent. vLLM uses the same number."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionShape:
-    """What a completion request asked to see, and what every chunk repeats."""
+    """The options of a completion request, and the fields that every chunk repeats."""
 
     request_id: str
     created: int
@@ -29,14 +29,14 @@ class CompletionShape:
 
 
 def error_body(error: EngineError) -> Json:
-    """vLLM's error object."""
+    """Return vLLM's error object."""
     return {
         "error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.status}
     }
 
 
 def usage(sequence: Sequence) -> Json:
-    """Token counts, with the prompt tokens that came from a kept cache."""
+    """Return the token counts, including the number of prompt tokens that came from a kept cache."""
     prompt, sampled = len(sequence.prompt), len(sequence.output)
     return {
         "prompt_tokens": prompt,
@@ -47,13 +47,13 @@ def usage(sequence: Sequence) -> Json:
 
 
 def text_ids(sequence: Sequence) -> list[int]:
-    """The sampled ids that ``text`` shows: all but the token that stopped the sequence."""
+    """Return the sampled ids that ``text`` shows, which are all but the token that stopped the sequence."""
     ids = [token.token_id for token in sequence.output]
     return ids[:-1] if sequence.finish_reason == "stop" else ids
 
 
 def completion(sequence: Sequence, shape: CompletionShape, tokenizer: ChatTokenizer) -> Json:
-    """The whole answer of ``/v1/completions``."""
+    """Return the whole answer of ``/v1/completions``."""
     text = tokenizer.decode(text_ids(sequence), skip_special_tokens=True)
     choice = _completion_choice(sequence, shape, tokenizer, sequence.output, text, 0)
     choice["prompt_logprobs"] = prompt_logprobs(sequence, tokenizer)
@@ -70,7 +70,10 @@ def completion_chunk(
     text: str,
     text_offset: int,
 ) -> Json:
-    """A chunk with the sampled tokens ``[start, end)``; the first also has the prompt's ids."""
+    """Return a chunk with the sampled tokens ``[start, end)``.
+
+    The first chunk also contains the prompt's ids, if they were requested.
+    """
     choice = _completion_choice(sequence, shape, tokenizer, sequence.output[start:end], text, text_offset)
     if start == 0 and shape.return_token_ids:
         choice["prompt_token_ids"] = sequence.prompt.tolist()
@@ -80,14 +83,15 @@ def completion_chunk(
 
 
 def usage_chunk(sequence: Sequence, shape: CompletionShape) -> Json:
-    """The last chunk of a completion stream whose ``stream_options`` ask for usage."""
+    """Return the last chunk of a completion stream whose ``stream_options`` request usage."""
     return {**_completion_head(shape), "choices": [], "usage": usage(sequence)}
 
 
 def prompt_logprobs(sequence: Sequence, tokenizer: ChatTokenizer) -> list[Json | None] | None:
-    """One object a prompt token, keyed by token id, and ``None`` for the first, which nothing predicts.
+    """Return one object for each prompt token, keyed by token id.
 
-    ``None`` if the request did not ask, or ended before its whole prompt was computed.
+    The first entry is ``None``, because nothing predicts the first token. The whole result is ``None`` if the
+    request did not ask for it, or ended before its whole prompt was computed.
     """
     if sequence.params.prompt_logprobs is None or sequence.scoring:
         return None
@@ -111,7 +115,7 @@ def _prompt_logprob(token: PromptToken, tokenizer: ChatTokenizer) -> Json:
 def generation(
     sequence: Sequence, tokenizer: ChatTokenizer, created: int, model: str, *, return_prompt: bool
 ) -> Json:
-    """The whole answer of ``/inference/v1/generate``."""
+    """Return the whole answer of ``/inference/v1/generate``."""
     return {
         "output_mode": "tokens",
         "request_id": sequence.request_id,
@@ -125,7 +129,10 @@ def generation(
 
 
 def generation_chunk(sequence: Sequence, start: int, end: int, *, return_prompt: bool) -> Json:
-    """A chunk with the sampled tokens ``[start, end)``; the last also has the weight versions."""
+    """Return a chunk with the sampled tokens ``[start, end)``.
+
+    The last chunk also contains the weight versions.
+    """
     final = sequence.finished and end == len(sequence.output)
     chunk: Json = {
         "output_mode": "tokens",
@@ -182,7 +189,8 @@ def _completion_logprobs(
         "text_offset": offsets,
         "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in sampled],
         "tokens": tokens,
-        # The sampled token comes first, then the likeliest; a dictionary merges the one that is both.
+        # The sampled token comes first, followed by the likeliest ones. If it is one of them, the dictionary
+        # merges the two entries.
         "top_logprobs": [
             {
                 piece(token_id): max(logprob, LOWEST_LOGPROB)

@@ -1,4 +1,4 @@
-"""The engine as coroutines: from parsed bodies to finished sequences."""
+"""The engine as coroutines, which turn parsed bodies into finished sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The identity of the server: the names that it answers to (the first is canonical) and its limits."""
+    """The identity of the server: the names that it answers to, and its limits.
+
+    The first name is the canonical one.
+    """
 
     names: tuple[str, ...]
     root: Path
@@ -38,7 +41,7 @@ class ServedModel:
 
 
 class EngineService:
-    """Validates requests, submits them to the engine thread and awaits what comes."""
+    """A service that validates requests, submits them to the engine thread and awaits the results."""
 
     def __init__(self, served: ServedModel, tokenizer: ChatTokenizer, engine: EngineThread) -> None:
         self.served = served
@@ -46,7 +49,11 @@ class EngineService:
         self.engine = engine
 
     def check_model(self, name: str | None) -> None:
-        """Raises ``ModelNotServed`` unless ``name`` is absent or one that is served."""
+        """Check that a request names a model that is served, or none.
+
+        Raises:
+            ModelNotServed: This server does not serve the model.
+        """
         if name and name not in self.served.names:
             raise ModelNotServed(
                 f"The model `{name}` does not exist. Valid aliases: {', '.join(self.served.names)}.",
@@ -62,9 +69,15 @@ class EngineService:
         default_max_tokens: int | None,
         stream: bool,
     ) -> Submission:
-        """Check and queue a request; ``default_max_tokens`` ``None`` means what the context has room for.
+        """Check and queue a request.
 
-        Raises ``InvalidRequest``, ``QueueFull`` or ``EngineStopped``.
+        If ``default_max_tokens`` is ``None``, the default is the number of tokens that the context has room
+        for.
+
+        Raises:
+            InvalidRequest: A field or the prompt cannot be served.
+            QueueFull: The server has as many requests as it accepts.
+            EngineStopped: The engine is shutting down or has failed.
         """
         room = self._room(prompt)
         if stream and fields.prompt_logprobs is not None:
@@ -87,7 +100,11 @@ class EngineService:
         return Submission(sequence, news, self.engine)
 
     def _room(self, prompt: list[int]) -> int:
-        """The tokens that the context has left after ``prompt``. Raises ``InvalidRequest``."""
+        """Return the number of tokens that the context has left after ``prompt``.
+
+        Raises:
+            InvalidRequest: The prompt is empty, is too long, or contains an id that is not in the vocabulary.
+        """
         limit = self.served.max_model_len
         if not prompt:
             raise InvalidRequest("The decoder prompt cannot be empty", param="prompt")
@@ -112,11 +129,11 @@ class EngineService:
         return limit - len(prompt)
 
     async def call(self, run: Callable[[Scheduler], T]) -> T:
-        """Run a function of the scheduler on the engine thread."""
+        """Run a function on the scheduler, on the engine thread, and return its result."""
         return await asyncio.wrap_future(self.engine.call(run))
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pause, and return once nothing runs."""
+        """Pause the scheduler, and return once nothing runs."""
         paused: Future[None] = Future()
 
         def when_paused() -> None:
@@ -129,15 +146,16 @@ class EngineService:
         await asyncio.wrap_future(paused)
 
     async def reload_weights(self, path: Path) -> None:
-        """Load another model folder beside the served one, then swap.
+        """Load another model folder beside the served one, and then swap the two.
 
-        Raises ``ModelFolderInvalid``; the old weights then stay in use.
+        Raises:
+            ModelFolderInvalid: The folder cannot be served. The old weights then remain in use.
         """
         model = await asyncio.to_thread(load_model, path, self.served.threads)
         await self.call(lambda scheduler: scheduler.swap_model(model))
 
     async def set_version(self, version: str) -> None:
-        """Label the weights that sample from the next token on."""
+        """Set the label of the weights, which applies from the next sampled token on."""
 
         def label(scheduler: Scheduler) -> None:
             scheduler.version = version
@@ -146,7 +164,7 @@ class EngineService:
 
 
 class Submission:
-    """A queued request, seen from the event loop."""
+    """A queued request, as seen from the event loop."""
 
     def __init__(self, sequence: Sequence, news: asyncio.Event, engine: EngineThread) -> None:
         self.sequence = sequence
@@ -154,13 +172,19 @@ class Submission:
         self._engine = engine
 
     async def finished(self) -> Sequence:
-        """The sequence once it has ended. Raises its error; aborts it if this coroutine is cancelled."""
+        """Return the sequence once it has ended.
+
+        If the sequence fails, its error is raised. If this coroutine is cancelled, the sequence is aborted.
+        """
         async for _ in self.progress():
             pass
         return self.sequence
 
     async def progress(self) -> AsyncGenerator[tuple[int, int], None]:
-        """The ranges of newly sampled tokens as they come; the last one is yielded even when empty."""
+        """Yield the ranges of newly sampled tokens as they arrive.
+
+        The last range is yielded even if it is empty.
+        """
         sequence, seen = self.sequence, 0
         try:
             while True:
@@ -182,10 +206,14 @@ class Submission:
 
 
 def new_request_id(header: str | None, given: str | None) -> str:
-    """A request's id: the ``X-Request-Id`` header, else the body's, else a random one; as vLLM."""
+    """Return the id of a request, in the same way as vLLM.
+
+    It is the ``X-Request-Id`` header if there is one, otherwise the id in the body, and otherwise a random
+    id.
+    """
     return header or given or uuid.uuid4().hex
 
 
 def now() -> int:
-    """Unix seconds."""
+    """Return the Unix time in whole seconds."""
     return int(time.time())

@@ -1,1 +1,1 @@
-"""The sampling calls: what is sent, and how every answer is read and checked. Nothing here does I/O."""
+"""The sampling calls: their requests, and the reading and checking of every answer. Nothing here does I/O."""

@@ -29,8 +29,8 @@ REMEMBERED = 4096
 class Children:
     """The pods of one owner.
 
-    Pod names are deterministic, and a pod is created but never changed in its spec. If a step is done twice,
-    or by two operators at once, the second one finds the name taken and uses the existing pod.
+    Pod names are deterministic, and the spec of a pod never changes. If a step is done twice, or by two
+    operators at once, the second one finds the name taken and uses the existing pod.
     """
 
     def __init__(self, kube: Kube, cache: PodCache, instance: str, wake: Callable[[], None]) -> None:

@@ -45,7 +45,7 @@ class OperatorContext:
     admissions: Admissions
     token: WorkerToken
     pool_changed: Callable[[Key], None]
-    """Called with the key of a pool whose backends came or went, so that its jobs make a new pass."""
+    """Called with the key of a pool whose backends came or went. Its jobs then make a new pass."""
     pool_states: dict[Key, PoolState] = field(default_factory=dict)
     access: NamespaceAccess = field(default_factory=NamespaceAccess)
     """The namespaces that the API server does not let the operator read."""

@@ -87,9 +87,7 @@ class ResourceViews(Generic[ThingT]):
         return view if view is not None and object_uid(view) == uid else None
 
     def learn(self, view: ThingT) -> None:
-        """Store the answer to one of the operator's own calls. Report a change if others changed the view
-        too.
-        """
+        """Store the answer to one of the operator's own calls. Report a change if others made one."""
         key = thing_key(view)
         before = self._views.get(key)
         self._views[key] = view

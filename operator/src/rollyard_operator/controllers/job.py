@@ -43,7 +43,7 @@ COMPONENT = "stage-worker"
 REFUSED_SECONDS = 15.0
 """The time until a refused job is tried again, in seconds.
 
-A missing ConfigMap may exist by then, or the queue may have room.
+A missing ConfigMap may exist after that time, or the queue may have room.
 """
 COUNTS_SECONDS = 2.0
 """If only counts and messages have changed, the status is written at most once in this many seconds."""
@@ -377,7 +377,7 @@ def _settled(job: RolloutJob) -> bool:
 
 
 def _of_object(job: RolloutJob) -> RolloutJob:
-    """Return a view of a finished job that the control plane does not have, so that nothing changes it."""
+    """Return a closed view of a finished job that the control plane does not have."""
     meta = job.metadata.model_copy(
         update={"uid": None, "annotations": {**job.metadata.annotations, reconcile_pass.CLOSED: "true"}}
     )

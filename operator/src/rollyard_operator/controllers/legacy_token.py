@@ -22,8 +22,7 @@ class LegacyToken:
         self._removed: set[str] = set()
 
     async def remove(self, namespaces: Iterable[str], pods: Iterable[Object]) -> None:
-        """Remove the Secret from these namespaces. A deletion that the API server refuses is retried next
-        time.
+        """Remove the Secret from these namespaces. A refused deletion is retried the next time.
 
         Args:
             pods: All pods of this installation.

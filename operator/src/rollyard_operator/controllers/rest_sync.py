@@ -57,9 +57,7 @@ class RestSync:
             await self._tell_unserved(thing)
 
     async def sweep(self) -> None:
-        """Catch up on changes while no operator ran: deleted objects, also of finished jobs, and ownerless
-        pods.
-        """
+        """Catch up on what no operator saw: deleted objects, also of finished jobs, and ownerless pods."""
         with suppress(RollyardError):
             jobs = await self._context.plane.client.jobs()
             for job in jobs:
@@ -73,7 +71,7 @@ class RestSync:
         return ours and self._context.settings.looks_after(thing.metadata.namespace)
 
     def _nobodys(self, job: RolloutJob) -> bool:
-        """Return whether no driver reports on a REST job, as this operator does not serve its namespace."""
+        """Return whether a REST job has no driver because this operator does not serve its namespace."""
         elsewhere = not self._context.settings.looks_after(job.metadata.namespace)
         unspoken = not job.status.conditions and not object_uid(job)
         return elsewhere and unspoken and placement.is_for(job, DRIVER)
@@ -211,7 +209,7 @@ class RestSync:
 def _to_be_deleted(thing: RolloutJob | BackendPool) -> bool:
     """Return whether the deletion was requested over REST.
 
-    The object and then the driver decide when the job or pool is finally deleted.
+    The object is deleted first, and its driver then completes the deletion.
     """
     annotations = thing.metadata.annotations
     return annotations.get(reconcile_pass.CANCEL_REASON) == "Deleted" or DELETE_REQUESTED in annotations

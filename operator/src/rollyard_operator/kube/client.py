@@ -1,4 +1,4 @@
-"""The Kubernetes API as the operator uses it: plain dicts, few verbs, bounded retries."""
+"""The client of the Kubernetes API. It uses plain dicts, few verbs and a limited number of retries."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FIELD_MANAGER = MANAGER
 TIMEOUT_SECONDS = 15.0
 ATTEMPTS = 5
 PAUSES: Final = Backoff(first=0.1, longest=2.0, jitter=0.5)
-"""Between the attempts of one request."""
+"""The pauses between the attempts of one request."""
 TRY_AGAIN: Final = Backoff(first=0.25, longest=15.0, jitter=0.25)
-"""Between tries of what is tried without an end, such as a watch."""
+"""The pauses between the tries of something that is retried without limit, such as a watch."""
 PAGE = 500
 GONE = 410
 _JSON = "application/json"
@@ -35,12 +35,13 @@ _log = logging.getLogger(__name__)
 
 
 class KubeError(Exception):
-    """The API server refused a call, or did not answer after several tries.
+    """The API server refused a call or did not answer after several attempts.
 
     Attributes:
-        status: HTTP status; 0: no answer.
-        reason: Kubernetes' word, such as `Forbidden` or `Invalid`; `Unreachable` without an answer.
-        retry_after: seconds that the server asked to wait.
+        status: The HTTP status, or 0 if there was no answer.
+        reason: The reason as Kubernetes names it, such as `Forbidden` or `Invalid`, or `Unreachable` if there
+            was no answer.
+        retry_after: The number of seconds that the server asked the client to wait, or None.
     """
 
     def __init__(self, status: int, reason: str, message: str, retry_after: float | None = None) -> None:
@@ -55,32 +56,32 @@ class KubeError(Exception):
 
 
 class KubeConflict(KubeError):
-    """409: the name is taken, or the object is not the one (uid, version) that was meant."""
+    """The HTTP status was 409: the name is taken, or the object has another uid or version than expected."""
 
 
 class Kube(Protocol):
-    """What the operator's loops ask of a cluster. All methods raise KubeError."""
+    """The calls to a cluster that the operator's loops need. All methods raise KubeError."""
 
     async def apply(self, obj: Object, *, force: bool = True) -> Object:
-        """Server-side apply."""
+        """Create or change an object by server-side apply."""
         ...
 
     async def create(self, obj: Object) -> Object:
-        """Make it. Raises KubeConflict where the name is taken."""
+        """Create an object. Raise KubeConflict if the name is taken."""
         ...
 
     async def delete(
         self, kind: str, namespace: str, name: str, *, grace: int | None = None, uid: str | None = None
     ) -> None:
-        """Delete it; one that is gone, or has another uid, is success."""
+        """Delete an object. It is no error if the object is gone or has another uid."""
         ...
 
     async def get(self, kind: str, namespace: str, name: str) -> Object | None:
-        """The object; None if there is none."""
+        """Return the object, or None if it does not exist."""
         ...
 
     async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
-        """All of a namespace, or (None) of all namespaces."""
+        """Return all objects of a namespace, or of all namespaces if `namespace` is None."""
         ...
 
     async def patch(
@@ -93,31 +94,31 @@ class Kube(Protocol):
         uid: str | None = None,
         version: str | None = None,
     ) -> Object | None:
-        """Merge patch; None where it is gone, or has another uid.
+        """Apply a merge patch, and return None if the object is gone or has another uid.
 
-        Raises KubeConflict where it has another resource version than the given one.
+        Raises KubeConflict if the object has another resource version than the given one.
         """
         ...
 
     async def patch_status(
         self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
     ) -> Object | None:
-        """Merge patch of the status subresource; None where the object is gone.
+        """Apply a merge patch to the status subresource, and return None if the object is gone.
 
-        Raises KubeConflict where it has another resource version than the given one: of a status, the
-        API server checks no uid.
+        Raises KubeConflict if the object has another resource version than the given one. The API server
+        checks no uid when it writes a status.
         """
         ...
 
     async def event(self, obj: Object, type: str, reason: str, message: str) -> None:
-        """Tell an event about an object; `type` is `Normal` or `Warning`."""
+        """Create an event about an object. `type` is `Normal` or `Warning`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Resource:
     api: str
-    """`v1`, or group and version."""
+    """The API version: `v1`, or a group and a version."""
     plural: str
 
     @property
@@ -146,7 +147,7 @@ RESOURCES: Mapping[str, _Resource] = {
 
 
 def refusal(status: int, content: bytes, retry_after: str | None = None) -> KubeError:
-    """What an answer other than 2xx says."""
+    """Return the error for an answer whose status is not 2xx."""
     try:
         document = orjson.loads(content)
     except ValueError:
@@ -163,14 +164,14 @@ def refusal(status: int, content: bytes, retry_after: str | None = None) -> Kube
 
 def _again(error: KubeError) -> bool:
     if error.status == 409:
-        # Two writers at once. A taken name or a failed precondition stays what it is.
+        # Two clients wrote at once. A retry does not help if a name is taken or a precondition failed.
         return error.reason == "Conflict" and "recondition" not in error.message
     return error.status in (0, 429) or error.status >= 500
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Address and credentials of an API server, for other clients of it."""
+    """The address and the credentials of an API server, for other clients of the same server."""
 
     server: str
     ca_file: str | None
@@ -183,11 +184,11 @@ class Access:
 
 
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
-"""What a call raises that finds no API server, or a line that breaks."""
+"""The errors of a call that does not reach the API server or whose connection breaks."""
 
 
 def unreachable(error: BaseException) -> KubeError:
-    """The same in our words."""
+    """Return such an error as a KubeError."""
     told = f"{type(error).__name__}: {error}".rstrip(": ")
     return KubeError(0, "Unreachable", f"the API server does not answer ({told})")
 
@@ -200,7 +201,7 @@ async def send(
     kind: str = _JSON,
     body: Any = None,
 ) -> rest.RESTResponse:
-    """One request with the client's credentials; returns once the answer has begun. Raises UNREACHABLE."""
+    """Send a request with the client's credentials, and return once the answer begins. Raises UNREACHABLE."""
     headers = {"Accept": _JSON, "Content-Type": kind, **api.default_headers}
     await api.update_params_for_auth(headers, [], ["BearerToken"], url, method, body)
     answer: rest.RESTResponse = await api.rest_client.request(
@@ -210,7 +211,7 @@ async def send(
 
 
 class KubeClient:
-    """The Kube of a real API server, over `kubernetes.aio`."""
+    """The implementation of Kube for a real API server, with `kubernetes.aio`."""
 
     def __init__(self, configuration: client.Configuration) -> None:
         self._configuration = configuration
@@ -221,10 +222,10 @@ class KubeClient:
 
     @classmethod
     async def connect(cls) -> Self:
-        """With the pod's service account, else with a kubeconfig ($KUBECONFIG, ~/.kube/config).
+        """Connect with the pod's service account, or else with a kubeconfig ($KUBECONFIG, ~/.kube/config).
 
         Raises:
-            KubeError: neither is there.
+            KubeError: There is neither a service account nor a kubeconfig.
         """
         configuration = client.Configuration()
         try:
@@ -242,7 +243,7 @@ class KubeClient:
 
     @property
     def configuration(self) -> client.Configuration:
-        """What it was made with, for other clients that are to share its credentials."""
+        """The configuration of this client, for other clients that share its credentials."""
         return self._configuration
 
     async def _once(self, method: str, url: str, kind: str, body: Any) -> Object:
@@ -267,7 +268,7 @@ class KubeClient:
         body: Any = None,
         again: bool = True,
     ) -> Object:
-        """`again`: a conflict is worth another try."""
+        """Send a request with retries. `again` says whether a conflict is worth another attempt."""
         url = path + (f"?{urlencode(query)}" if query else "")
         for attempt in range(ATTEMPTS):
             try:
@@ -279,7 +280,7 @@ class KubeClient:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def access(self) -> Access:
-        """What this client uses; a token that is replaced from time to time is read again."""
+        """Return what this client uses to connect. A token that is replaced regularly is read again."""
         own = self._configuration
         header = await own.get_api_key_with_prefix("BearerToken") or ""
         scheme, _, token = header.rpartition(" ")
@@ -295,7 +296,7 @@ class KubeClient:
         )
 
     async def version(self) -> str:
-        """`major.minor` of the API server."""
+        """Return the version of the API server as `major.minor`."""
         found = await self._call("GET", "/version")
         return f"{found['major']}.{str(found['minor']).rstrip('+')}"
 
@@ -337,7 +338,7 @@ class KubeClient:
         found: list[Object] = []
         while True:
             page = await self._call("GET", resource.path(namespace), query=query)
-            # Items of a list come without these two.
+            # The API server omits these two fields in the items of a list.
             found += [{"apiVersion": resource.api, "kind": kind} | item for item in page["items"]]
             more = page["metadata"].get("continue")
             if not more:
@@ -347,12 +348,12 @@ class KubeClient:
     async def snapshot(
         self, kind: str, namespace: str | None, selector: str = ""
     ) -> tuple[list[Object], str]:
-        """As `list`, with the resource version that the list is of: a watch continues from there."""
+        """Return the same as `list`, and the resource version of the list, where a watch continues."""
         for attempt in range(ATTEMPTS):
             try:
                 return await self._pages(kind, namespace, selector)
             except KubeError as error:
-                # It took so long that the next page is of a past that the cluster has forgotten.
+                # Listing took so long that the cluster has forgotten the state that the next page is from.
                 if error.status != GONE or attempt + 1 == ATTEMPTS:
                     raise
                 await asyncio.sleep(PAUSES.pause(attempt + 1, error.retry_after))

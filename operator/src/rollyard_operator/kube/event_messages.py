@@ -1,4 +1,4 @@
-"""The Kubernetes events of changed conditions: one for each transition."""
+"""The Kubernetes events for changed conditions. There is one event for each transition."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rollyard_crds import Condition
 from rollyard_drivers.reconcile.conditions import find
 
 WAITING = frozenset({"WorkersStarting", "Suspended", "NotFinished", "Queued", "BackendPoolNotReady"})
-"""Reasons of a False condition that are the ordinary course of things."""
+"""The reasons of a False condition that belong to normal operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventMessage:
-    """One event."""
+    """The type, reason and message of one event."""
 
     type: Literal["Normal", "Warning"]
     reason: str
@@ -23,7 +23,7 @@ class EventMessage:
 
 
 def _of_true(kind: str, after: Condition) -> EventMessage | None:
-    """What it tells that a condition became True."""
+    """Return the event for a condition that became True, or None."""
     text = after.message
     match kind:
         case "Admitted":
@@ -46,7 +46,7 @@ def _of_true(kind: str, after: Condition) -> EventMessage | None:
 
 
 def _of_false(kind: str, before: Condition | None, after: Condition) -> EventMessage | None:
-    """What it tells that a condition is False now, or is so for another reason."""
+    """Return the event for a condition that became False or is False for a new reason, or None."""
     flipped = before is not None and before.status == "True"
     match kind:
         case "Suspended" if flipped and after.reason == "NotSuspended":
@@ -63,7 +63,7 @@ def _of_false(kind: str, before: Condition | None, after: Condition) -> EventMes
 
 
 def notes(before: Sequence[Condition], after: Sequence[Condition]) -> list[EventMessage]:
-    """The events of a change of status. A job's end is published as its outcome alone."""
+    """Return the events for a change of status. The end of a job is published as its outcome alone."""
     found: list[EventMessage] = []
     over = any(one.type == "Finished" and one.status == "True" for one in after)
     for now in after:
@@ -71,7 +71,7 @@ def notes(before: Sequence[Condition], after: Sequence[Condition]) -> list[Event
         if old is not None and (old.status, old.reason) == (now.status, now.reason):
             continue
         if now.status == "True":
-            # Degraded for another reason while it stays so is one trouble, published already.
+            # A new reason while Degraded stays True belongs to the same problem, which was published already.
             note = None if old is not None and old.status == "True" else _of_true(now.type, now)
         else:
             note = None if over else _of_false(now.type, old, now)

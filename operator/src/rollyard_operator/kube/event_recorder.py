@@ -1,4 +1,4 @@
-"""Kubernetes events, published beside the work: a pass does not wait for them."""
+"""Kubernetes events. They are published in the background, and no pass waits for them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from rollyard_operator.kube.event_messages import EventMessage
 from rollyard_operator.kube.labels import Object
 
 LANES = 4
-"""Calls at once. An object's events all go through one lane, so that they stay in order."""
+"""The number of simultaneous calls. All events of an object use the same lane to stay in order."""
 WAITING_AT_MOST = 500
-"""Events in one lane; beyond it the oldest are dropped."""
+"""The maximum number of events in one lane. Beyond it, the oldest ones are dropped."""
 _log = logging.getLogger(__name__)
 
 
 class EventRecorder:
-    """Keeps events until they are published. What is left at the operator's end is lost, harmlessly."""
+    """Keeps events until they are published. Events left at the operator's end are lost, without harm."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
         self._lanes = [_Lane() for _ in range(LANES)]
 
     def tell(self, obj: Object, note: EventMessage) -> None:
-        """One event about an object, soon."""
+        """Queue an event about an object."""
         self._lanes[hash(obj["metadata"]["uid"]) % LANES].put(obj, note)
 
     async def run(self) -> None:
-        """Tells them until cancelled."""
+        """Publish events until cancelled."""
         async with asyncio.TaskGroup() as group:
             for lane in self._lanes:
                 group.create_task(lane.run(self._kube), name="events")
@@ -58,7 +58,7 @@ class _Lane:
                 try:
                     await kube.event(obj, note.type, note.reason, note.message)
                 except KubeError as error:
-                    # A namespace that goes takes no more of them.
+                    # A namespace that is being deleted accepts no more events.
                     _log.debug("event %s was not told: %s", note.reason, error)
             self._full = False
             await self._news.wait()

@@ -1,4 +1,4 @@
-"""Labels and annotations of the objects that the operator makes."""
+"""The labels and annotations of the objects that the operator makes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ JOB, JOB_UID = "rollyard.dev/job", "rollyard.dev/job-uid"
 POOL, POOL_UID = "rollyard.dev/pool", "rollyard.dev/pool-uid"
 STAGE = "rollyard.dev/stage"
 SHAPE = "rollyard.dev/shape"
-"""Sandboxes: hash of all that their pod was made from; pods of one hash are exchangeable."""
+"""The label of a sandbox pod with the hash of all that it was made from.
+
+Pods with the same hash are exchangeable.
+"""
 CLAIM = "rollyard.dev/claim"
 WARM = "rollyard.dev/warm"
 QUEUE = QUEUE_LABEL
@@ -29,36 +32,39 @@ RESTARTS = "rollyard.dev/restarts"
 LAST_END = "rollyard.dev/last-end"
 DRAINING_SINCE = "rollyard.dev/draining-since"
 NONCE = "rollyard.dev/nonce"
-"""Sandboxes: what their secret was derived from, beside the key and their name."""
+"""The annotation of a sandbox pod with its nonce.
+
+The secret of a sandbox is derived from the key, its name and this nonce.
+"""
 TOKEN_HASH = "rollyard.dev/token-sha256"
 
 MANAGER = "rollyard-operator"
 JOB_SECRET_PREFIX = "rollyard-job-"
-"""The names of the Secrets with the tokens of jobs, one for each job, begin so."""
+"""The prefix of the names of the Secrets with the tokens of jobs. There is one Secret for each job."""
 
 
 def own_labels(instance: str, component: Component) -> dict[str, str]:
-    """The labels of every child."""
+    """Return the labels that every object made by the operator has."""
     return {NAME: "rollyard", COMPONENT: component, MANAGED_BY: MANAGER, INSTANCE: instance}
 
 
 def selector(instance: str) -> str:
-    """Selects the children of one installation."""
+    """Return the selector for the objects of one installation."""
     return f"{INSTANCE}={instance}"
 
 
 def label_of(obj: Mapping[str, Any], name: str) -> str:
-    """A label's value; empty if it is not there."""
+    """Return the value of a label, or an empty string if the object does not have it."""
     return str((obj["metadata"].get("labels") or {}).get(name, ""))
 
 
 def annotation_of(obj: Mapping[str, Any], name: str) -> str:
-    """An annotation's value; empty if it is not there."""
+    """Return the value of an annotation, or an empty string if the object does not have it."""
     return str((obj["metadata"].get("annotations") or {}).get(name, ""))
 
 
 def owner_reference(api_version: str, kind: str, name: str, uid: str) -> dict[str, Any]:
-    """A controller reference; its object cannot be gone in the foreground before the child is."""
+    """Return a controller reference. A foreground deletion of the owner waits until the child is gone."""
     return {
         "apiVersion": api_version,
         "kind": kind,

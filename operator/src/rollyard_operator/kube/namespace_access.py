@@ -1,4 +1,4 @@
-"""Which namespaces the API server lets the operator read."""
+"""The namespaces that the API server lets the operator read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _log = logging.getLogger(__name__)
 class NamespaceAccess:
     """Collects what the reflectors of each namespace may read.
 
-    Nothing is known of what exists in a namespace that is `denied`: what is missing in the caches may well be
-    there.
+    The contents of a `denied` namespace are unknown. An object that is missing in the caches may exist there.
     """
 
     def __init__(self) -> None:
@@ -22,11 +21,11 @@ class NamespaceAccess:
 
     @property
     def denied(self) -> frozenset[str]:
-        """The namespaces of which at least one kind of objects may not be read."""
+        """The namespaces in which at least one kind of object may not be read."""
         return frozenset(self._refusals)
 
     def reporter(self, namespace: str | None, kind: str) -> Callable[[KubeError | None], None]:
-        """Return what a reflector of one kind calls with a refusal, or with None after it could read."""
+        """Return the callback for a reflector of one kind. It takes a refusal, or None after a read."""
 
         def report(refused: KubeError | None) -> None:
             if namespace is None:

@@ -1,4 +1,4 @@
-"""Objects as a watch reports them: the newest of each, and who is called when one changes."""
+"""Caches of the objects that a watch reports. They keep the newest version and call a listener on changes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from rollyard_operator.kube import labels
 from rollyard_operator.kube.labels import Object
 
 Key = tuple[str, str]
-"""Namespace and name."""
+"""The namespace and the name of an object."""
 REMEMBERED = 10_000
 OWNER_UIDS = (labels.JOB_UID, labels.POOL_UID)
 
 
 def key_of(obj: Object) -> Key:
-    """Namespace and name of an object."""
+    """Return the namespace and the name of an object."""
     meta = obj["metadata"]
     return meta["namespace"], meta["name"]
 
 
 def uid_of(obj: Object) -> str:
-    """The object's uid."""
+    """Return the uid of an object."""
     uid: str = obj["metadata"]["uid"]
     return uid
 
 
 def version_of(obj: Object) -> int:
-    """The object's resource version; 0 where it has none."""
+    """Return the resource version of an object, or 0 if it has none."""
     # Resource versions of one cluster are comparable as numbers (KEP-5504).
     return int(obj["metadata"].get("resourceVersion") or 0)
 
 
 class ObjectCache:
-    """The objects of one kind. A watch, lists and the answers to our own writes feed it, in any order.
+    """The objects of one kind. A watch, lists and answers to the operator's own writes feed it, in any order.
 
-    What is older than what is known is ignored, and what was removed does not come back.
+    A version that is older than the known one is ignored, and a removed object does not come back.
     """
 
     def __init__(self, listener: Callable[[Object], None] = lambda obj: None) -> None:
@@ -48,11 +48,11 @@ class ObjectCache:
 
     @property
     def revision(self) -> int:
-        """Rises with every change."""
+        """A number that increases with every change."""
         return self._revision
 
     def listen(self, listener: Callable[[Object], None]) -> None:
-        """Call `listener` with each object that changed or went, from now on."""
+        """Call `listener` with each object that changes or disappears from now on."""
         self._listener = listener
 
     def __iter__(self) -> Iterator[Object]:
@@ -62,11 +62,11 @@ class ObjectCache:
         return len(self._objects)
 
     def get(self, key: Key) -> Object | None:
-        """The object of this name."""
+        """Return the object with this name, or None."""
         return self._objects.get(key)
 
     def put(self, obj: Object) -> bool:
-        """Take what was seen; whether it is news."""
+        """Store an object that was seen. Return whether it is new."""
         key, uid = key_of(obj), uid_of(obj)
         before = self._objects.get(key)
         if uid in self._gone or (before is not None and version_of(obj) <= version_of(before)):
@@ -82,7 +82,7 @@ class ObjectCache:
         return True
 
     def remove(self, key: Key, uid: str) -> bool:
-        """The object with this uid is gone; whether it was known."""
+        """Remove the object with this uid, which is gone. Return whether it was known."""
         self._bury(uid)
         before = self._objects.get(key)
         if before is None or uid_of(before) != uid:
@@ -93,9 +93,9 @@ class ObjectCache:
         return True
 
     def take(self, listed: Iterable[Object], version: int, namespace: str | None = None) -> None:
-        """Take a list of all there was at a resource version, in a namespace or (None) in all of them.
+        """Store a complete list as of a resource version, of one namespace or (None) of all namespaces.
 
-        What is missing there is gone, unless it was seen later than that.
+        Objects that are missing in the list are removed, unless a later version of them was seen.
         """
         there = set()
         for obj in listed:
@@ -107,7 +107,7 @@ class ObjectCache:
                 self.remove(key_of(obj), uid_of(obj))
 
     async def wait(self, revision: int, timeout: float) -> int:
-        """The revision, once it is another than `revision` or after `timeout` seconds."""
+        """Wait until the revision differs from `revision`, for at most `timeout` seconds, and return it."""
         if self._revision == revision:
             try:
                 async with asyncio.timeout(timeout):
@@ -128,10 +128,10 @@ class ObjectCache:
         self._listener(obj)
 
     def _index(self, obj: Object) -> None:
-        """For those who look objects up otherwise."""
+        """Add an object to additional indexes. The default does nothing."""
 
     def _unindex(self, obj: Object) -> None:
-        """Undo `_index`."""
+        """Remove an object from the indexes of `_index`."""
 
 
 class PodCache(ObjectCache):
@@ -143,12 +143,12 @@ class PodCache(ObjectCache):
         self._by_component: dict[str, dict[Key, None]] = {}
 
     def pods(self, namespace: str | None = None, component: str | None = None) -> list[Object]:
-        """All of them, or those of a namespace or component (`stage-worker`, `backend`, `sandbox`)."""
+        """Return all pods, or those of a namespace or a component (`stage-worker`, `backend`, `sandbox`)."""
         keys = self._objects if component is None else self._by_component.get(component, ())
         return [self._objects[key] for key in keys if namespace in (None, key[0])]
 
     def owned(self, uid: str, component: str) -> list[Object]:
-        """Those of a component that belong to the job or pool with this uid, by name."""
+        """Return the pods of a component that belong to the job or pool with this uid, sorted by name."""
         pods = (self._objects[key] for key in sorted(self._owned.get(uid, ())))
         return [pod for pod in pods if labels.label_of(pod, labels.COMPONENT) == component]
 

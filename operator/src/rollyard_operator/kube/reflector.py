@@ -1,4 +1,4 @@
-"""A reflector keeps a cache as the cluster is: it lists, watches, and lists again where that is needed."""
+"""A reflector keeps a cache in line with the cluster. It lists, watches, and lists again when necessary."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rollyard_operator.kube.object_cache import ObjectCache, key_of, uid_of
 from rollyard_operator.kube.watch import WatchError, WatchEvent
 
 REFUSED_SECONDS = 120.0
-"""A cluster that refuses a watch for this long will not take it back, so that the operator ends."""
+"""A cluster that refuses a watch for this many seconds will not accept it later, and the operator ends."""
 FORBIDDEN = 403
 _log = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
-    """What a reflector asks of a cluster. Both raise KubeError; KubeWatch does it."""
+    """The calls to a cluster that a reflector needs. Both raise KubeError. KubeWatch implements them."""
 
     async def snapshot(self, kind: str, namespace: str | None, selector: str) -> tuple[list[Object], str]: ...
     def watch(
@@ -31,13 +31,13 @@ class Watcher(Protocol):
 class Reflector:
     """Feeds a cache with the objects of one kind, in one namespace or (None) in all of them.
 
-    It is level-based and needs no event in particular. Where one may have been lost, a list takes its place,
-    which also shows what was deleted meanwhile.
+    It is level-based and does not depend on any single event. If an event may have been lost, a new list
+    replaces it and also shows which objects were deleted in the meantime.
 
     Args:
-        selector: A label selector; the empty one selects all objects.
-        access: Called with the refusal when a single namespace may not be read, and with None whenever it
-            was read. It may be called repeatedly with the same state.
+        selector: A label selector. An empty selector selects all objects.
+        access: Called with the refusal when a single namespace may not be read, and with None whenever it was
+            read. It may be called repeatedly with the same state.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class Reflector:
         self.settled = asyncio.Event()
         """Set once the objects were listed, or once a single namespace has refused to list them."""
         self._version = ""
-        """Where the next watch begins. It is empty where a list has to come first."""
+        """The resource version from which the next watch starts. If it is empty, a list comes first."""
         self._failures = 0
-        """The number of watches and lists in a row that brought nothing."""
+        """The number of consecutive watches and lists that returned nothing."""
         self._trouble = ""
         self._refused_since: float | None = None
 
     async def run(self) -> None:
-        """Keep the cache until cancelled. An API server that does not answer is waited for without an end.
+        """Keep the cache until cancelled. The wait for an API server that does not answer has no limit.
 
         Raises:
             KubeError: The cluster has refused for REFUSED_SECONDS, for example because the custom resources
-                are not installed. A lack of rights in a single namespace is no such refusal: they may
-                come, and the other namespaces are looked after meanwhile.
+                are not installed. Missing rights in a single namespace do not count: they may be granted
+                later, and the operator serves the other namespaces until then.
         """
         while True:
             try:
@@ -80,7 +80,8 @@ class Reflector:
                 self._refused_since = None
             except KubeError as error:
                 self._failed(error)
-            # Also after one that has just ended: an API server that ends each at once is not to be hurried.
+            # The pause also follows a watch that ended normally, because the API server may end each watch at
+            # once.
             await asyncio.sleep(TRY_AGAIN.pause(self._failures + 1))
             self._failures += 1
 
@@ -120,7 +121,7 @@ class Reflector:
             and str(error) != self._trouble
             and error.status != GONE
         ):
-            # A first failure of a watch is the API server's everyday business.
+            # The first failure of a watch is normal for an API server and is not logged.
             self._trouble = str(error)
             _log.warning("%s: %s", self._where(), error)
         if not self._is_refusal(error):

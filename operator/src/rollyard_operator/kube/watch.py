@@ -1,4 +1,4 @@
-"""A watch of the Kubernetes API: one long answer, a line for each event, of which each is parsed once."""
+"""A watch of the Kubernetes API: one long answer with a line per event. Each line is parsed once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from rollyard_operator.kube.labels import Object
 
 CONNECT_SECONDS = 10.0
 WATCH_SECONDS = (240, 300)
-"""After which the API server is asked to end a watch: at random between them, so that they begin apart."""
+"""The range, in seconds, from which the duration of a watch is chosen.
+
+It is random to spread the starts of the watches.
+"""
 SILENT_SECONDS = 90.0
-"""A watch that tells nothing for so long hangs: even where nothing happens, a bookmark comes each minute."""
+"""A watch without any line for this many seconds hangs, because a bookmark arrives every minute."""
 LINE_BYTES = 16 * 1024 * 1024
-"""No object is that large."""
+"""The maximum length of a line in bytes. No object is that large."""
 _NEEDED = ("resourceVersion", "uid", "namespace", "name")
 
 
@@ -38,22 +41,22 @@ class WatchEvent:
     """One line of a watch."""
 
     type: str
-    """`ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`."""
+    """The type of the event: `ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`."""
     object: Object
-    """The object; a bookmark has no more than the resource version."""
+    """The object. A bookmark contains only the resource version."""
 
 
 class WatchError(KubeError):
-    """The API server ended a watch with an event of type `ERROR`: what happened since is not known."""
+    """The API server ended a watch with an event of type `ERROR`. Changes since then are unknown."""
 
 
 class KubeWatch:
-    """Lists and watches. The watches have connections of their own: they may be more than a client's pool."""
+    """Lists and watches. Watches have their own connections, because a client's pool may be too small."""
 
     def __init__(self, kube: KubeClient) -> None:
         self._kube = kube
         self._api = client.ApiClient(kube.configuration)
-        self._api.rest_client.maxsize = 0  # without a limit; there is one for each namespace
+        self._api.rest_client.maxsize = 0  # There is no limit, because each namespace has a watch.
         self._api.user_agent = FIELD_MANAGER
 
     async def close(self) -> None:
@@ -61,21 +64,22 @@ class KubeWatch:
         await self._api.close()
 
     async def snapshot(self, kind: str, namespace: str | None, selector: str) -> tuple[list[Object], str]:
-        """All of a namespace, or (None) of all namespaces, and the resource version to watch from.
+        """Return all objects of one namespace or (None) of all, and the resource version to watch from.
 
         Raises:
-            KubeError: the API server refused, or did not answer after several tries.
+            KubeError: The API server refused, or did not answer after several attempts.
         """
         return await self._kube.snapshot(kind, namespace, selector)
 
     async def watch(
         self, kind: str, namespace: str | None, selector: str, version: str
     ) -> AsyncGenerator[WatchEvent, None]:
-        """What happens after a resource version, until the API server ends it.
+        """Yield the events after a resource version until the API server ends the watch.
 
         Raises:
-            WatchError: it ended it by an error.
-            KubeError: it refused (410: the version is too old), or the connection broke or hung (status 0).
+            WatchError: The API server ended the watch with an error.
+            KubeError: The API server refused the watch (410: the version is too old), or the connection broke
+                or hung (status 0).
         """
         seconds = random.randint(*WATCH_SECONDS)
         query = {
@@ -102,7 +106,7 @@ class KubeWatch:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Whole lines. What comes without an end was cut off, and comes again in the next watch."""
+    """Yield whole lines. A line without an end was cut off and comes again in the next watch."""
     rest = b""
     async for block in content.iter_any():
         *lines, rest = (rest + block).split(b"\n")
@@ -118,7 +122,7 @@ def _event(line: bytes) -> WatchEvent:
         event = WatchEvent(str(document["type"]), document["object"])
         if event.type != "ERROR":
             meta = event.object["metadata"]
-            # What every reader of it looks at.
+            # These fields are checked here because every reader of the object uses them.
             for name in ("resourceVersion",) if event.type == "BOOKMARK" else _NEEDED:
                 str(meta[name])
             return event

@@ -1,1 +1,1 @@
-"""Pods as JSON: how they are made, which templates are permitted, and what their status means. Pure."""
+"""Pods as JSON: how they are made, which templates are permitted, and what a status means. All is pure."""

@@ -1,7 +1,7 @@
-"""What the NetworkPolicies of a namespace say together about a pod. Pure.
+"""What the NetworkPolicies of a namespace together permit a pod. This module is pure.
 
-Policies add up: what one of them permits no other takes back. So a policy of somebody else can open the
-network of a sandbox, towards an address that no check of ours tries.
+Policies add up: what one of them permits, no other can forbid. A foreign policy can therefore open the
+network of a sandbox towards an address that none of the operator's checks tries.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 from rollyard_operator.kube.labels import Object
 
 _NAMES = 3
-"""Policies that are named at once."""
+"""The number of policies that one message names."""
 
 
 def egress_trouble(policies: Iterable[Object], labels: Mapping[str, str], denied: bool) -> str:
-    """Why a pod is not kept from sending; empty where it is, as far as policies tell.
+    """Return why the policies do not keep a pod from sending, or an empty string if they do.
 
     Args:
-        policies: all NetworkPolicies of its namespace.
-        labels: the pod's.
-        denied: whether one of them has to deny it; False where other kinds of policies may do so.
+        policies: All NetworkPolicies of the pod's namespace.
+        labels: The labels of the pod.
+        denied: Whether one of the policies must deny sending. False means that policies of other kinds may do
+            so.
     """
     about = [one for one in policies if _of_egress(one) and _selects(_spec(one).get("podSelector"), labels)]
     opening = sorted(one["metadata"]["name"] for one in about if _spec(one).get("egress"))
@@ -42,12 +43,12 @@ def _spec(policy: Object) -> Mapping[str, Any]:
 
 def _of_egress(policy: Object) -> bool:
     types = _spec(policy).get("policyTypes")
-    # Without types a policy is about egress where it has rules for it.
+    # A policy without types applies to egress if it has egress rules.
     return "Egress" in types if types else bool(_spec(policy).get("egress"))
 
 
 def _selects(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bool:
-    """Whether a label selector selects a pod. One that is not understood does, to be on the safe side."""
+    """Return whether a label selector selects a pod. For safety, an unknown operator counts as a match."""
     selector = selector or {}
     wanted = selector.get("matchLabels") or {}
     if any(labels.get(key) != value for key, value in wanted.items()):

@@ -1,4 +1,4 @@
-"""What all pods of ours have in common: security, placement, resources, and what a template adds."""
+"""What all pods of the operator have in common: security, placement, resources, and the use of templates."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rollyard_operator.kube.labels import Object
 from rollyard_operator.settings import OperatorSettings
 
 APP_USER = 10001
-"""User and group id of stage workers and backends."""
+"""The user and group id of stage workers and backends."""
 RESERVED_PREFIX = "rollyard-"
-"""The names of our own volumes begin so."""
+"""The prefix of the names of the operator's own volumes."""
 
 
 class TemplateError(ValueError):
-    """A pod template cannot be used; the message names the field."""
+    """A pod template cannot be used. The message names the field."""
 
 
 def restricted(read_only_root: bool) -> Object:
-    """Security context of a container, as the pod security standard `restricted` wants it."""
+    """Return the security context of a container that the pod security standard `restricted` requires."""
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
@@ -34,7 +34,7 @@ def restricted(read_only_root: bool) -> Object:
 
 
 def pod_security(user: int) -> Object:
-    """Security context of a pod whose processes are all `user`."""
+    """Return the security context of a pod whose processes all run as `user`."""
     return {
         "runAsNonRoot": True,
         "runAsUser": user,
@@ -46,7 +46,7 @@ def pod_security(user: int) -> Object:
 
 
 def resources(defaults: PodResources, chosen: PodResources) -> Object:
-    """Requests and limits; a default counts only where `chosen` does not name the resource at all."""
+    """Return requests and limits. A default applies only if `chosen` does not name the resource at all."""
     named = chosen.requests.keys() | chosen.limits.keys()
     merged = {
         kind: {name: value for name, value in default.items() if name not in named} | own
@@ -59,7 +59,7 @@ def resources(defaults: PodResources, chosen: PodResources) -> Object:
 
 
 def with_placement(spec: Object, placement: Placement, secrets: Iterable[LocalReference]) -> None:
-    """Add to a pod's spec where it may run."""
+    """Add the placement of a pod to its spec: where it may run, and with which image pull secrets."""
     for key, value in (
         ("nodeSelector", placement.node_selector),
         ("tolerations", placement.tolerations),
@@ -75,15 +75,16 @@ def with_placement(spec: Object, placement: Placement, secrets: Iterable[LocalRe
 
 
 def with_template(spec: Object, template: PodTemplate, field: str) -> None:
-    """Add to a pod's spec the environment, volumes and mounts of a template.
+    """Add the environment, volumes and mounts of a template to a pod's spec.
 
-    Its environment wins over ours, its mounts over ours at the same path.
+    An environment variable of the template replaces one of the operator with the same name, and a mount
+    replaces one at the same path.
 
     Args:
-        field: where the template stands, for messages.
+        field: The path of the template's field, for messages.
 
     Raises:
-        TemplateError: an entry without a name or path, twice the same, or a volume name that is ours.
+        TemplateError: An entry has no name or path or occurs twice, or a volume name is reserved.
     """
     container = spec["containers"][0]
     env = _named(template.env, "name", f"{field}.env")
@@ -114,10 +115,10 @@ def _named(entries: Iterable[Mapping[str, Any]], key: str, field: str) -> dict[s
 
 
 def foreign_pull_policy(settings: OperatorSettings) -> str:
-    """Pull policy of images that are not the installation's."""
+    """Return the pull policy of images that do not belong to the installation."""
     return "Never" if settings.image_pull_policy == "Never" else "IfNotPresent"
 
 
 def digest(*parts: object) -> str:
-    """16 hex digits that change with any of the parts."""
+    """Return 16 hex digits that change with any of the parts."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

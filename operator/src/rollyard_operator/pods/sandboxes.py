@@ -1,6 +1,7 @@
-"""The pods of sandboxes: a foreign image, the exec server mounted in, and nothing else within reach. Pure.
+"""The pods of sandboxes: a foreign image, the exec server mounted into it, and no access to anything else.
 
-Pods made from the same shape, placement and settings are exchangeable; their hash is the flavor.
+This module is pure. Pods made from the same shape, placement and settings are exchangeable; their hash is the
+flavor.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ from rollyard_operator.settings import OperatorSettings
 
 WORK_FOLDER = "/work"
 RUNTIME_BYTES = 256 << 20
-"""Room for the runtime where it is copied into the pod; counts as the pod's own disk."""
+"""The room for the runtime when it is copied into the pod, in bytes. It counts as the pod's own disk."""
 NODE_LOST_SECONDS = 30
-"""A sandbox on a node that does not answer is given up after so long: its rollout starts over elsewhere."""
+"""A sandbox on a node that does not answer is given up after this many seconds.
+
+Its rollout then starts again in another sandbox.
+"""
 _COPY_TARGET = "/copy"
 
 
@@ -44,14 +48,17 @@ class SandboxOwner:
     name: str
     uid: str
     queue: str = ""
-    """Value of `kueue.x-k8s.io/queue-name`; empty: none."""
+    """The value of `kueue.x-k8s.io/queue-name`, or empty if the job has no queue."""
     placement: Placement = field(default_factory=Placement)
 
 
 def owner_of_object(obj: Object, settings: OperatorSettings) -> SandboxOwner | None:
-    """What of a RolloutJob object its sandboxes need; None where it goes, or has a template that is refused.
+    """Return what sandboxes need of a RolloutJob object.
 
-    Reads only that: a job's spec may hold thousands of tasks.
+    The rest of the spec is not read, because it may hold thousands of tasks.
+
+    Returns:
+        The owner, or None if the object is being deleted or its sandbox template is refused.
     """
     meta = obj["metadata"]
     template = ((obj.get("spec") or {}).get("sandbox") or {}).get("template") or {}
@@ -62,14 +69,14 @@ def owner_of_object(obj: Object, settings: OperatorSettings) -> SandboxOwner | N
     except ValidationError:
         return None
     if sandbox_violations(placement, meta["namespace"], settings):
-        return None  # the job's loop says why
+        return None  # The loop of the job reports the reason.
     return SandboxOwner(
         meta["namespace"], meta["name"], meta["uid"], labels.label_of(obj, labels.QUEUE), placement
     )
 
 
 def flavor_of(shape: SandboxShape, owner: SandboxOwner, settings: OperatorSettings) -> str:
-    """Hash of all that a sandbox's pod is made from, but not whose it is; a label's value."""
+    """Return the hash of everything that a sandbox pod is made from, except its owner. It fits a label."""
     return digest(
         shape.model_dump_json(),
         owner.queue,
@@ -83,28 +90,30 @@ def flavor_of(shape: SandboxShape, owner: SandboxOwner, settings: OperatorSettin
 
 
 def secret_of(key: str, namespace: str, name: str, nonce: str) -> str:
-    """The secret of a pod's exec server, 32 hex digits: derived, so that no restart forgets it.
+    """Return the secret of a pod's exec server, as 32 hex digits.
+
+    It is derived, so a restart does not lose it.
 
     Args:
-        key: only the operator knows it.
-        nonce: random, new for each pod; it stands in the pod's annotations.
+        key: A key that only the operator knows.
+        nonce: A random value, which is different for each pod and is kept in the pod's annotations.
     """
     message = f"sandbox/{namespace}/{name}/{nonce}"
     return hmac.new(key.encode(), message.encode(), hashlib.sha256).hexdigest()[:32]
 
 
 def token_hash(secret: str) -> str:
-    """What the pod's spec holds of its secret."""
+    """Return the hash of a secret, which the pod's spec contains instead of the secret."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def warm_owner_name(instance: str) -> str:
-    """Name of the ConfigMap that owns the warm pods of a namespace."""
+    """Return the name of the ConfigMap that owns the warm pods of a namespace."""
     return f"rollyard-{instance}-warm"
 
 
 def warm_owner(namespace: str, settings: OperatorSettings) -> Object:
-    """The ConfigMap that unclaimed pods belong to: deleting it deletes them."""
+    """Return the ConfigMap that owns the unclaimed pods. Its deletion deletes them too."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -118,17 +127,17 @@ def warm_owner(namespace: str, settings: OperatorSettings) -> Object:
 
 
 def job_reference(owner: SandboxOwner) -> Object:
-    """Reference of a claimed pod to its job."""
+    """Return the owner reference from a claimed pod to its job."""
     return labels.owner_reference(API_VERSION, "RolloutJob", owner.name, owner.uid)
 
 
 def warm_reference(name: str, uid: str) -> Object:
-    """Reference of an unclaimed pod to its namespace's ConfigMap."""
+    """Return the owner reference from an unclaimed pod to the ConfigMap of its namespace."""
     return labels.owner_reference("v1", "ConfigMap", name, uid)
 
 
 def claim_labels(claim: str, owner: SandboxOwner) -> dict[str, str | None]:
-    """Labels that a pod gets when it is claimed; None: taken away."""
+    """Return the labels that a pod gets when it is claimed. A label with the value None is removed."""
     return {labels.CLAIM: claim, labels.JOB: owner.name, labels.JOB_UID: owner.uid, labels.WARM: None}
 
 
@@ -144,7 +153,7 @@ def _resources(shape: SandboxShape, settings: OperatorSettings) -> Object:
 
 
 def milli(cores: float) -> str:
-    """Cores as a quantity, at least a thousandth of one."""
+    """Return a number of cores as a quantity in thousandths, which is at least 1m."""
     return f"{max(1, round(cores * 1000))}m"
 
 
@@ -160,15 +169,16 @@ def sandbox_pod(
     claim: str = "",
     checks: Sequence[str] = (),
 ) -> Object:
-    """The pod of a sandbox.
+    """Return the pod of a sandbox.
 
     Args:
-        owner: the job that it is made for; a warm one may be claimed by another of the same flavor.
-        nonce: what its secret was derived from.
-        token_sha256: of its secret, 64 hex digits.
-        reference: its owner reference.
-        claim: whose it is; empty: it is warm.
-        checks: `HOST:PORT`, by address, that must be out of reach before it takes connections.
+        owner: The job that the pod is made for. A warm pod may be claimed by another job with the same
+            flavor.
+        nonce: The nonce from which the pod's secret was derived.
+        token_sha256: The SHA-256 hash of the secret, as 64 hex digits.
+        reference: The owner reference of the pod.
+        claim: The id of the claim that the pod belongs to, or empty if it is warm.
+        checks: The addresses that must be out of reach before the pod accepts connections, as `HOST:PORT`.
     """
     flavor = flavor_of(shape, owner, settings)
     own = labels.own_labels(settings.instance, "sandbox") | {labels.SHAPE: flavor}
@@ -200,7 +210,8 @@ def sandbox_pod(
             {"name": "rollyard-work", "mountPath": WORK_FOLDER},
             {"name": "rollyard-tmp", "mountPath": "/tmp"},
         ],
-        # It listens once its isolation was seen to hold: taking connections is being ready.
+        # The exec server listens only after its isolation checks passed, so a pod that accepts connections is
+        # ready.
         "readinessProbe": {
             "tcpSocket": {"port": "exec"},
             "periodSeconds": 1,
@@ -246,7 +257,7 @@ def sandbox_pod(
 
 
 def _mount_runtime(spec: Object, settings: OperatorSettings) -> None:
-    """Bring the exec server in: as an image volume, or copied by an init container."""
+    """Add the exec server to a pod's spec, as an image volume or as a copy made by an init container."""
     image, policy = settings.images.sandbox, settings.image_pull_policy
     if settings.image_volumes:
         spec["volumes"].append(
@@ -272,7 +283,7 @@ def _mount_runtime(spec: Object, settings: OperatorSettings) -> None:
 
 
 def _node_lost(given: Sequence[Object]) -> list[Object]:
-    """Tolerations of a node that does not answer, for a short time, where the template says nothing."""
+    """Return short tolerations of an unreachable node, for the keys that the template does not name."""
     keys = {one.get("key") for one in given}
     return [
         {

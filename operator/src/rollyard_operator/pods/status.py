@@ -1,6 +1,6 @@
-"""What a pod's status means: a workload or a sandbox as it is seen, and its trouble in the pod's own words.
+"""The meaning of a pod's status: the state of a workload or sandbox, and its trouble in the pod's words.
 
-Pure: reads the JSON of pods.
+This module is pure and reads the JSON of pods.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MESSAGE_LIMIT = 512
 FURTHER_UP = "further up in its log: kubectl logs"
 ENGINE_DIED = "a server ends so where its engine process has died, or somebody stopped it"
 NOT_ISOLATED = 78
-"""Exit status of an exec server that could reach what it must not."""
+"""The exit status of an exec server that could reach a forbidden address."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NEVER = frozenset({"InvalidImageName", "ErrImageNeverPull"})
 _PULLING = frozenset(
@@ -50,16 +50,16 @@ _NO_SUCH_IMAGE = re.compile(
     re.IGNORECASE,
 )
 _TAKEN_AWAY = frozenset({"Evicted", "NodeLost", "Preempting", "Shutdown", "NodeShutdown", "Terminated"})
-"""`status.reason` of pods that the cluster ended."""
+"""Values of `status.reason` of pods that the cluster ended."""
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """A time as the API server writes it; None for nothing."""
+    """Return a time in the API server's format as a datetime, or None for an empty text."""
     return datetime.fromisoformat(text) if text else None
 
 
 def created_at(pod: Mapping[str, Any]) -> datetime:
-    """When the pod was made."""
+    """Return when the pod was created."""
     return parse_time(pod["metadata"].get("creationTimestamp")) or _EPOCH
 
 
@@ -73,7 +73,7 @@ def _condition(pod: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def _main(pod: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`state` of the first container."""
+    """Return the `state` of the main container, which is the first one."""
     name = pod["spec"]["containers"][0]["name"]
     for status in _status(pod).get("containerStatuses") or ():
         if status.get("name") == name:
@@ -89,7 +89,7 @@ def _states(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _last_words(text: str) -> str:
-    """What the end of its log says; the kubelet hands on no more than 2 KiB of it."""
+    """Return the most useful line at the end of a log. The kubelet passes on at most 2 KiB of it."""
     if said := telling(text):
         return said
     said = last_line(text)
@@ -97,18 +97,18 @@ def _last_words(text: str) -> str:
 
 
 def is_ready(pod: Mapping[str, Any]) -> bool:
-    """Whether the kubelet says that it takes connections."""
+    """Return whether the kubelet reports that the pod accepts connections."""
     return _condition(pod, "Ready").get("status") == "True"
 
 
 def pod_address(pod: Mapping[str, Any], port: int) -> str:
-    """`HOST:PORT`; empty while the pod has no address."""
+    """Return the pod's address as `HOST:PORT`, or an empty string while it has none."""
     host = str(_status(pod).get("podIP") or "")
     return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") if host else ""
 
 
 def starting_address(pod: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Host and port of an exec server that may listen already, though the kubelet has not seen it."""
+    """Return host and port of an exec server that may listen already, before the kubelet has noticed it."""
     host = str(_status(pod).get("podIP") or "")
     ended = pod["metadata"].get("deletionTimestamp") or _status(pod).get("phase") in ("Succeeded", "Failed")
     if not host or ended or is_ready(pod) or "running" not in _main(pod):
@@ -122,16 +122,17 @@ def _port(pod: Mapping[str, Any]) -> int:
 
 
 def stuck(pod: Mapping[str, Any], now: datetime, seconds: float = 60.0) -> bool:
-    """Whether it should have been gone for so long: its node is lost, and only force removes it.
+    """Return whether the pod is overdue by more than `seconds`.
 
-    `deletionTimestamp` is when its grace is over, not when the deletion was asked for.
+    Its node is lost in this case, and only force removes the pod.
+    `deletionTimestamp` is the end of the grace period, not the time of the request to delete.
     """
     due = parse_time(pod["metadata"].get("deletionTimestamp"))
     return due is not None and (now - due).total_seconds() > seconds
 
 
 def start_trouble(pod: Mapping[str, Any]) -> Trouble | None:
-    """What keeps a pod from starting; None where it just takes its time."""
+    """Return what keeps a pod from starting, or None if the start merely takes time."""
     scheduled = _condition(pod, "PodScheduled")
     since = parse_time(scheduled.get("lastTransitionTime")) or created_at(pod)
     for state in _states(pod):
@@ -158,7 +159,7 @@ def _said(word: str, text: str) -> str:
 
 
 def end_trouble(pod: Mapping[str, Any]) -> Trouble | None:
-    """Why a pod has ended, or is taken away; None where it has not."""
+    """Return why a pod has ended or is being removed, or None if neither is the case."""
     status = _status(pod)
     phase, word, text = status.get("phase"), str(status.get("reason", "")), str(status.get("message", ""))
     doomed = _condition(pod, "DisruptionTarget")
@@ -186,7 +187,8 @@ def end_trouble(pod: Mapping[str, Any]) -> Trouble | None:
     if end.get("reason") in ("StartError", "ContainerCannotRun"):
         return Trouble("StartFailed", said or str(end["reason"]), at, retryable=False)
     if word and not end:
-        # The kubelet refused it before anything ran (OutOfcpu, UnexpectedAdmissionError, NodeAffinity, …).
+        # The kubelet refused the pod before anything ran (OutOfcpu, UnexpectedAdmissionError, NodeAffinity,
+        # …).
         return Trouble("SandboxLost", _said(word, text), at)
     code = end.get("exitCode")
     how = "ended" if code is None else f"exited with {code}"
@@ -200,7 +202,7 @@ def _limit(pod: Mapping[str, Any]) -> str:
 
 
 def _exit_code(pod: Mapping[str, Any], trouble: Trouble) -> int | None:
-    """Its status, a signal as a negative number; None where the cluster ended it."""
+    """Return the exit status, with a signal as a negative number, or None if the cluster ended the pod."""
     if trouble.reason in ("Evicted", "SandboxLost"):
         return None
     codes = [state["terminated"].get("exitCode") for state in _states(pod) if state.get("terminated")]
@@ -213,10 +215,10 @@ def _count(text: str) -> int:
 
 
 def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
-    """A stage worker's or a backend's pod as reconcile sees it.
+    """Return the state of a stage worker's or a backend's pod for the reconcile.
 
-    Of a backend it says what the kubelet's probe says; whoever knows more (a first completion)
-    replaces `state`, `ready`, `unready_since` and `message`.
+    For a backend this is the result of the kubelet's probe. A caller that knows more, such as the outcome of
+    a first completion, replaces `state`, `ready`, `unready_since` and `message`.
     """
     meta, main = pod["metadata"], _main(pod)
     backend = labels.label_of(pod, labels.COMPONENT) == "backend"
@@ -241,7 +243,7 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
     code = _exit_code(pod, ended) if ended is not None and state == "exited" else None
     message = trouble.message if trouble is not None else ""
     if ended is not None:
-        # Its exit code is said beside the message.
+        # The exit code is shown next to the message.
         message = re.sub(r"^(exited with \d+|ended)(: )?", "", ended.message)
     if backend and code == 0 and not message:
         message = ENGINE_DIED
@@ -249,7 +251,7 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
         name=meta["name"],
         spec_hash=labels.annotation_of(pod, labels.SPEC_HASH),
         state=state,
-        # The kubelet says that a container which could not be started began in 1970.
+        # For a container that could not be started, the kubelet reports a start in 1970.
         started_at=created if begun is None else max(begun, created),
         restarts=_count(labels.annotation_of(pod, labels.RESTARTS)),
         last_end=labels.annotation_of(pod, labels.LAST_END),
@@ -266,11 +268,11 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
 
 
 def observed_sandbox(pod: Mapping[str, Any], token_hash: str) -> ObservedSandbox:
-    """A sandbox's pod as reconcile sees it.
+    """Return the state of a sandbox pod for the reconcile.
 
     Args:
-        token_hash: SHA-256 of the secret that the operator derives for this pod. Where the pod was made
-            with another one, nobody could use it.
+        token_hash: The SHA-256 hash of the secret that the operator derives for this pod. If the pod was made
+            with another secret, no process could use it.
     """
     meta = pod["metadata"]
     state: SandboxState

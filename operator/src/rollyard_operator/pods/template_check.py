@@ -1,7 +1,7 @@
-"""What of a template its author may not choose. Pure: it reads a spec and names each field that is refused.
+"""The check of pod templates. It is pure: it reads a spec and names each field that is refused.
 
-It permits what it knows. A key, a kind or a source that it does not know is refused, so that what a later
-version of Kubernetes adds is not permitted by accident.
+Only known values are permitted. An unknown key, kind or source is refused, because a feature of a later
+Kubernetes version must not be permitted by accident.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rollyard_operator.pods.parts import RESERVED_PREFIX
 from rollyard_operator.settings import OperatorSettings
 
 MOST = 8
-"""Fields that are named at once."""
+"""The number of fields that one message names."""
 _OWN_PREFIXES = ("rollyard.dev", "app.kubernetes.io")
 _SOURCES: Final = frozenset(("configMap", "downwardAPI"))
-"""What a projected volume may hold without a permission."""
+"""The sources that a projected volume may have without a permission."""
 _MOUNT_KEYS: Final = frozenset(("name", "mountPath", "readOnly", "recursiveReadOnly", "subPath"))
 _ENV_SOURCES: Final = frozenset(("configMapKeyRef", "fieldRef", "resourceFieldRef"))
 _CODE_ENV: Final = re.compile(
@@ -37,11 +37,11 @@ _CODE_ENV: Final = re.compile(
     r"|.*_PROXY|.*_PRELOAD|PATH|HOME|XDG_.*|IFS|ENV|BASH_.*|LOCPATH|NLSPATH|HOSTALIASES|RES_OPTIONS",
     re.IGNORECASE,
 )
-"""Environment variables that load code into a stage worker, or decide whom it trusts or talks to."""
+"""Environment variables that load code into a stage worker or decide whom it trusts or talks to."""
 
 
 def job_violations(job: RolloutJob, settings: OperatorSettings) -> tuple[str, ...]:
-    """What the installation refuses of a job's templates, each with its field and the value for it."""
+    """Return the fields of a job's templates that the installation refuses, each with the value to change."""
     check = _Check(settings, job.metadata.namespace)
     found = [check.placement(job.spec.sandbox.template, "spec.sandbox.template")]
     for stage in STAGES:
@@ -51,13 +51,13 @@ def job_violations(job: RolloutJob, settings: OperatorSettings) -> tuple[str, ..
 
 
 def pool_violations(pool: BackendPool, settings: OperatorSettings) -> tuple[str, ...]:
-    """The same of a pool. Its pods hold no token, so that their image and their arguments are its own."""
+    """Return the refused fields of a pool. Its pods hold no token and may have any image and arguments."""
     check = _Check(settings, pool.metadata.namespace)
     return _first([check.template(pool.spec.template, "spec.template", worker=False)])
 
 
 def sandbox_violations(placement: Placement, namespace: str, settings: OperatorSettings) -> tuple[str, ...]:
-    """The same of a job's sandboxes alone."""
+    """Return the refused fields of a job's sandbox template."""
     return _first([_Check(settings, namespace).placement(placement, "spec.sandbox.template")])
 
 
@@ -68,7 +68,7 @@ def _first(found: Iterable[Iterator[str]]) -> tuple[str, ...]:
 
 
 def _chosen(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What is set in an entry: the API server takes null for absent."""
+    """Return the set keys of an entry. The API server treats null like an absent key."""
     return {key: value for key, value in entry.items() if value is not None}
 
 
@@ -77,7 +77,7 @@ def _name(value: object, key: str) -> object:
 
 
 class _Check:
-    """The rules, for objects of one namespace."""
+    """The rules for the objects of one namespace."""
 
     def __init__(self, settings: OperatorSettings, namespace: str) -> None:
         self._settings = settings
@@ -85,7 +85,7 @@ class _Check:
         self._home = namespace == settings.release_namespace
 
     def template(self, template: PodTemplate, field: str, worker: bool) -> Iterator[str]:
-        """Checks the template of a stage worker's pod, or of a backend's."""
+        """Check the template of a stage worker or a backend, and yield a message for each refused field."""
         yield from self.placement(template, field)
         foreign = worker and template.image not in ("", self._settings.images.worker)
         if foreign and not is_image(template.image, self._allowed.images):
@@ -101,7 +101,7 @@ class _Check:
             yield from self._mount(entry, f"{field}.volumeMounts[{index}]", worker, harmless)
 
     def placement(self, placement: Placement, field: str) -> Iterator[str]:
-        """Checks where a pod may run; this holds for pods of every kind."""
+        """Check where a pod may run. These rules apply to pods of every kind."""
         allowed = self._allowed
         for what, given, keys in (
             ("labels", placement.labels, allowed.labels),
@@ -114,7 +114,7 @@ class _Check:
                 elif not is_key(key, keys):
                     yield _no(f"{field}.{what}[{key!r}]", "this key", what)
         for index, one in enumerate(placement.tolerations):
-            taint = one.get("key") or "*"  # without a key it is every taint
+            taint = one.get("key") or "*"  # A toleration without a key matches every taint.
             if not is_key(taint, allowed.tolerations):
                 yield _no(f"{field}.tolerations[{index}]", f"the taint {taint!r}", "tolerations")
         yield from self._affinity(placement.affinity, f"{field}.affinity")
@@ -213,7 +213,7 @@ class _Check:
             for key, inner in value.items():
                 if key in ("namespaces", "namespaceSelector") and inner is not None:
                     yield _no(f"{field}.{key}", "the pods of other namespaces", "crossNamespaceAffinity")
-                elif key != "labelSelector":  # its keys are labels
+                elif key != "labelSelector":  # The keys of a label selector are labels.
                     yield from self._affinity(inner, f"{field}.{key}")
         elif isinstance(value, (list, tuple)):
             for index, inner in enumerate(value):

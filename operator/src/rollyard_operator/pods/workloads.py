@@ -1,4 +1,4 @@
-"""The pods of stage workers and backends, and what goes with them. Pure: plain JSON, ready for the API."""
+"""The pods of stage workers and backends, and their services and policies, as plain JSON. This is pure."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from rollyard_operator.pods.status import BACKEND_PORT
 from rollyard_operator.settings import OperatorSettings
 
 STOP_SECONDS = 30
-"""Between SIGTERM and SIGKILL of a worker or a backend."""
+"""The time between SIGTERM and SIGKILL of a worker or a backend, in seconds."""
 DRAIN_SECONDS = 22
-"""A stage worker finishes what it holds for so long, then hands it over."""
+"""How long a stage worker may go on with its leased work before it hands the work over, in seconds."""
 TOKEN_FOLDER = "/etc/rollyard/worker"
 _TMP = {"name": "rollyard-tmp", "mountPath": "/tmp"}
 _BASE_ENV = {
     "HOME": "/tmp",
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONUNBUFFERED": "1",
-    # Programs that ask for the user's name find none in /etc/passwd.
+    # Some programs ask for the user's name, which /etc/passwd does not contain.
     "LOGNAME": "rollyard",
     "USER": "rollyard",
 }
 
 
 def installation_digest(settings: OperatorSettings) -> str:
-    """Changes with all of the settings that stage workers and backends are made from; for Profile.made_of."""
+    """Return a digest of all settings that workers and backends are made from, for `Profile.made_of`."""
     return digest(
         settings.control_plane_url,
         settings.control_plane_ca_file is not None,
@@ -97,7 +97,7 @@ def _pod(
                 if template.image
                 else settings.image_pull_policy,
                 "securityContext": restricted(read_only_root=True),
-                # The telling line of its log is then in the pod's status.
+                # With this policy, the end of the log is part of the pod's status.
                 "terminationMessagePolicy": "FallbackToLogsOnError",
             }
         ],
@@ -120,13 +120,13 @@ def _pod(
 
 
 def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, secret: str) -> Object:
-    """The pod of a stage worker.
+    """Return the pod of a stage worker.
 
     Args:
-        secret: name of the Secret with the token of its job.
+        secret: The name of the Secret with the token of the job.
 
     Raises:
-        TemplateError: the stage's template cannot be used.
+        TemplateError: The template of the stage cannot be used.
     """
     stage = workload.stages[0]
     template: PodTemplate = getattr(job.spec.stages, stage).template
@@ -162,10 +162,10 @@ def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, 
 
 
 def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSettings) -> Object:
-    """The pod of an inference backend; it listens on 8000 unless its arguments say otherwise.
+    """Return the pod of an inference backend. It listens on port 8000 unless its arguments name another one.
 
     Raises:
-        TemplateError: the pool's template cannot be used.
+        TemplateError: The template of the pool cannot be used.
     """
     template = pool.spec.template
     vllm = workload.engine == "vllm"
@@ -175,7 +175,7 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
         image, defaults = settings.images.vllm, PodResources()
         command = vllm_command(workload, "0.0.0.0", BACKEND_PORT)
         env = {**_BASE_ENV, **SERVER_ENV}
-        # Tensor parallelism talks through shared memory, of which a container has 64 MiB by default.
+        # Tensor parallelism uses shared memory, of which a container has only 64 MiB by default.
         volumes.append({"name": "rollyard-shm", "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": "rollyard-shm", "mountPath": "/dev/shm"})
     else:
@@ -205,7 +205,7 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
 
 
 def service_name(pool: str) -> str:
-    """Name of a pool's service: a DNS label that begins with a letter, other for each pool."""
+    """Return the name of a pool's service: a DNS label that begins with a letter, different for each pool."""
     name = f"rollyard-{pool}"
     if len(name) <= NAME_LIMIT:
         return name
@@ -214,8 +214,10 @@ def service_name(pool: str) -> str:
 
 
 def pool_service(pool: BackendPool, settings: OperatorSettings) -> Object:
-    """A headless service over a pool's ready backends, for people and for monitoring: the router goes to
-    the pods themselves."""
+    """Return a headless service over a pool's ready backends.
+
+    It is meant for people and for monitoring. The router connects to the pods directly.
+    """
     meta = pool.metadata
     chosen = labels.own_labels(settings.instance, "backend") | {labels.POOL: meta.name}
     return {
@@ -238,9 +240,10 @@ def pool_service(pool: BackendPool, settings: OperatorSettings) -> Object:
 
 
 def network_policy(namespace: str, settings: OperatorSettings) -> Object:
-    """Sandboxes of a namespace reach nothing; only stage workers and operators reach their exec servers.
+    """Return the policy that keeps the sandboxes of a namespace from sending.
 
-    The operator tries whether they take connections, and says nothing to them.
+    Only stage workers and operators can connect to their exec servers. The operator connects to find out
+    whether a server accepts connections, and sends nothing.
     """
     sandbox: dict[str, Any] = {labels.COMPONENT: "sandbox", labels.INSTANCE: settings.instance}
     worker = {labels.COMPONENT: "stage-worker", labels.INSTANCE: settings.instance}

@@ -37,8 +37,7 @@ class Guard:
         self._open: set[str] = set()
 
     async def close(self, namespace: str, labels: Mapping[str, str]) -> None:
-        """Make sure that the network policy for sandboxes exists and that no other policy opens what it
-        closes.
+        """Make sure that the sandboxes' network policy exists and that no other policy undoes it.
 
         Raises:
             KubeError: Another policy opens the network (reason `NotIsolated`), or the API server does not
@@ -53,9 +52,7 @@ class Guard:
                 raise KubeError(0, NOT_ISOLATED, opened)
 
     async def opened(self, pod: Object) -> str:
-        """Return why a sandbox that was closed when it started is open now, or an empty string if it is
-        closed.
-        """
+        """Return why a sandbox that was closed when it started is open now, or an empty string."""
         meta = pod["metadata"]
         opened = await self._namespaces.open_to(meta["namespace"], meta.get("labels") or {})
         if opened:
@@ -75,7 +72,7 @@ class Guard:
         """Create an event for each job whose sandboxes in use are not closed any more.
 
         There is one event per job until its sandboxes are closed again. The sandboxes keep running: only
-        somebody who may write policies in the namespace of a job can open them.
+        a user who may write policies in the namespace of a job can open them.
 
         Args:
             pods: All sandbox pods.

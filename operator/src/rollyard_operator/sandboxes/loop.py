@@ -68,14 +68,12 @@ EVENT_PAUSE_SECONDS = 300.0
 """The minimum time between two events with the same reason for the same job, in seconds."""
 _PAUSES: Final = Backoff(first=0.5, longest=10.0)
 OWNER_SECONDS = 1.0
-"""The time between two lookups of the object of a job that has claims but does not exist yet, in seconds."""
+"""The time between two lookups of a job's object that claims need and that does not exist yet, in seconds."""
 _log = logging.getLogger(__name__)
 
 
 class ClaimSource(Protocol):
-    """The calls of the control plane that the loop needs. DriverClient implements it. All raise
-    RollyardError.
-    """
+    """The calls of the control plane that the loop needs. DriverClient has them. All raise RollyardError."""
 
     async def claims(
         self, revision: int | None = None, wait: float = 0.0, namespace: str | None = None
@@ -217,8 +215,8 @@ class SandboxLoop:
         plan = await self._sure(self.plan())
         taking = {take.claim: take for take in plan.take}
         binding = {bind.claim: bind for bind in plan.bind}
-        # The coroutines are created one by one when they run, because an operator that is stopped in between
-        # would leave coroutines that were never awaited.
+        # A step becomes a coroutine only when it runs. An operator that is stopped in between thus leaves no
+        # coroutine that was never awaited.
         steps: list[Callable[[], Awaitable[None]]] = [
             partial(self._take, take, binding.get(claim)) for claim, take in taking.items()
         ]
@@ -235,7 +233,7 @@ class SandboxLoop:
         return earliest(waits)
 
     async def _sure(self, plan: SandboxPlan) -> SandboxPlan:
-        """Return the plan after a second look, so that an outdated view never destroys a pod."""
+        """Return the plan after a second look, because an outdated view must not destroy a pod."""
         doubts = self._doubts(plan)
         if not doubts:
             return plan

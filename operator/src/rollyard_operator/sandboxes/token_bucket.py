@@ -20,9 +20,7 @@ class TokenBucket:
         return self._tokens
 
     def take(self, now: float, count: int = 1) -> None:
-        """Take `count` tokens. The balance may become negative after a race, which makes the next wait
-        longer.
-        """
+        """Take `count` tokens. A race may make the balance negative, which makes the next wait longer."""
         self._tokens = self.tokens(now) - count
 
     def give_back(self, count: int = 1) -> None:

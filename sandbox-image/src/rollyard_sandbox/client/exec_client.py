@@ -1,4 +1,4 @@
-"""The asyncio client: one method for each operation of the exec server."""
+"""The asyncio client, which has one method for each operation of the exec server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from rollyard_sandbox.client.work_folder import WorkFolder
 from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxError, SandboxSabotaged
 from rollyard_sandbox.frames import PROTOCOL_VERSION
 
-_KERNEL_START = 60.0  # seconds that the first cell may wait for its kernel
-_LIMIT_MARGIN = 15.0  # seconds beyond a command's timeout: the server interrupts, kills and answers within 5
+_KERNEL_START = 60.0  # The seconds that the first cell may wait for its kernel.
+# The seconds beyond a command's timeout. The server interrupts, kills and answers within 5 of them.
+_LIMIT_MARGIN = 15.0
 
 
 class RunningCommand:
-    """A command that has been started and can be talked to."""
+    """A command that has been started, and accepts input and interrupts."""
 
     def __init__(self, client: ExecClient, session: str) -> None:
         self._client = client
@@ -31,15 +32,15 @@ class RunningCommand:
         self._task: asyncio.Task[ExecResult] | None = None
 
     def output_so_far(self) -> bytes:
-        """What the command has printed until now, at most its `max_output` first bytes."""
+        """Return what the command has printed until now, at most its first `max_output` bytes."""
         return bytes(self._output)
 
     async def wait_for_output(self, expected: bytes, *, timeout: float = 30.0) -> bytes:
-        """Waits until `expected` has been printed, and returns the output so far.
+        """Wait until `expected` has been printed, and return the output so far.
 
         Raises:
-            TimeoutError: it was not printed in `timeout` seconds.
-            SandboxError: the command ended without it (reason OutputNotFound), or the sandbox was lost.
+            TimeoutError: It was not printed within `timeout` seconds.
+            SandboxError: The command ended without it (reason OutputNotFound), or the sandbox was lost.
         """
         assert self._task is not None
         async with asyncio.timeout(timeout):
@@ -52,15 +53,15 @@ class RunningCommand:
         return bytes(self._output)
 
     async def send_input(self, data: bytes) -> None:
-        """Types `data` on the command's terminal; a line needs its newline."""
+        """Type `data` on the command's terminal. A line needs its newline."""
         await self._client.send_input(data, session=self._session)
 
     async def interrupt(self) -> None:
-        """SIGINT for the terminal's foreground, like Ctrl-C."""
+        """Send SIGINT to the terminal's foreground, like Ctrl-C."""
         await self._client.interrupt(session=self._session)
 
     async def result(self) -> ExecResult:
-        """Waits for the command's end. Cancelling this wait cancels the command."""
+        """Wait for the command's end, and return its result. Cancelling this wait cancels the command."""
         assert self._task is not None
         return await self._task
 
@@ -75,7 +76,7 @@ class RunningCommand:
     def _ended(self, task: asyncio.Task[ExecResult]) -> None:
         self._changed.set()
         if not task.cancelled():
-            task.exception()  # seen: whoever awaits `result` gets it
+            task.exception()  # This marks it as retrieved. A caller that awaits `result` still gets it.
 
 
 class ExecClient:
@@ -90,9 +91,9 @@ class ExecClient:
     ) -> None:
         self._wire = wire
         self.proven_token = proven_token
-        """What to connect with from now on, so that the server must prove each time that it knows the token.
+        """The token to connect with from now on. The server must then prove each time that it knows it.
 
-        None where no token was shown, or where the server is older than this proof.
+        It is None if no token was shown, or if the server is older than this proof.
         """
         self._secret = secret
         self._features = features
@@ -102,17 +103,18 @@ class ExecClient:
     async def connect(
         cls, address: str, *, token: str | None = None, secret: bytes | None = None, timeout: float = 10.0
     ) -> ExecClient:
-        """Connects to `unix:/path` or `tcp://host:port`.
+        """Connect to `unix:/path` or `tcp://host:port`.
 
-        With `secret` the server must prove that it knows the same, here and whenever an evaluation begins. So
-        it must with a `token` that is another client's `proven_token`, which itself is never sent. A token in
-        its plain form is sent as it is: show it to a server that no command can have replaced yet.
+        With `secret` the server must prove that it knows the same secret, here and whenever an evaluation
+        begins. The same holds for a `token` that is another client's `proven_token`, which itself is never
+        sent. A token in its plain form is sent as it is, and may only be shown to a server that no command
+        can have replaced yet.
 
         Raises:
-            BadRequest: the address is neither.
-            ConnectionLost: nobody answers there within `timeout` seconds.
-            Unauthorized: the token is missing or wrong.
-            SandboxSabotaged: somebody answers who does not know the secret.
+            BadRequest: The address is neither.
+            ConnectionLost: No server answers there within `timeout` seconds.
+            Unauthorized: The token is missing or wrong.
+            SandboxSabotaged: The process that answers does not know the secret.
         """
         loop = asyncio.get_running_loop()
         wire = Wire(loop)
@@ -152,21 +154,24 @@ class ExecClient:
 
     @property
     def unanswered(self) -> int:
-        """Requests that the server has not answered yet; after a cancellation they count until it does."""
+        """Return how many requests are unanswered. A cancelled one counts until the server answers it."""
         return self._wire.unanswered
 
-    # bash
+    # The methods below run commands in bash sessions.
 
     async def bash(
         self, command: str, *, session: str = "main", timeout: float = 30.0, max_output: int = 65536
     ) -> ExecResult:
-        """Runs `command` in the session's persistent bash.
+        """Run `command` in the session's persistent bash.
 
-        Past `timeout` seconds the command is interrupted, then killed; the result says `timed_out`.
+        After `timeout` seconds the command is interrupted, then killed, and its result has `timed_out` set.
 
         Raises:
-            SessionBusy: the session runs another command.
-            CommandTooLarge, LaunchError, TooManySessions, ConnectionLost: as their names say.
+            SessionBusy: The session runs another command.
+            CommandTooLarge: The command does not fit into a request.
+            LaunchError: No shell could be started.
+            TooManySessions: The server's limit of sessions is reached.
+            ConnectionLost: The server is gone or does not answer.
         """
         header = {"op": "bash", "session": session, "timeout": timeout, "max_output": max_output}
         return _result(*await self._wire.request(header, _encoded(command), limit=timeout + _LIMIT_MARGIN))
@@ -174,7 +179,7 @@ class ExecClient:
     async def start(
         self, command: str, *, session: str = "main", timeout: float = 30.0, max_output: int = 65536
     ) -> RunningCommand:
-        """Like `bash`, but returns at once: input can be sent, and the output read as it comes."""
+        """Start `command` like `bash`, but return at once. Input can be sent, and output read as it comes."""
         running = RunningCommand(self, session)
         header = {
             "op": "bash", "session": session, "timeout": timeout, "max_output": max_output, "stream": True,
@@ -186,30 +191,30 @@ class ExecClient:
                 )
             )
         )
-        await asyncio.sleep(0)  # the request is on the wire before any input that follows
+        await asyncio.sleep(0)  # This puts the request on the wire before any input that follows.
         return running
 
     async def send_input(self, data: bytes, *, session: str = "main") -> None:
-        """Answers a prompt of the command that `session` is running.
+        """Type `data` on the terminal of the command that `session` is running, such as to answer a prompt.
 
         Raises:
-            NoCommandRunning: it runs none.
+            NoCommandRunning: The session runs no command.
         """
         await self._wire.request({"op": "input", "session": session}, data)
 
     async def interrupt(self, *, session: str = "main") -> None:
-        """SIGINT for the foreground of the session's terminal, like Ctrl-C.
+        """Send SIGINT to the foreground of the session's terminal, like Ctrl-C.
 
         Raises:
-            NoCommandRunning: it runs none.
+            NoCommandRunning: The session runs no command.
         """
         await self._wire.request({"op": "interrupt", "session": session})
 
     async def close_session(self, name: str) -> None:
-        """Kills the session's shell and what it runs; the name can be used again."""
+        """Kill the session's shell and what it runs. The name can be used again."""
         await self._wire.request({"op": "close_session", "session": name})
 
-    # Programs and cells
+    # The methods below run programs and cells.
 
     async def run(
         self,
@@ -222,14 +227,14 @@ class ExecClient:
         max_output: int = 1 << 20,
         clean_env: bool = False,
     ) -> ExecResult:
-        """Runs a program in a fresh process: no shell, no terminal, a process group of its own.
+        """Run a program in a fresh process, without a shell or a terminal, in a process group of its own.
 
-        `env` is added to the sandbox's environment, or is all of the program's environment where `clean_env`
-        is given (`argv[0]` is then looked up in its PATH); `cwd` is the work folder where not given. What the
-        program leaves running in its group is killed when it ends; past `timeout` seconds all of it is.
+        `env` is added to the sandbox's environment or, with `clean_env`, is all of the program's environment
+        (`argv[0]` is then looked up in its PATH). `cwd` defaults to the work folder. What the program leaves
+        running in its group is killed when it ends. After `timeout` seconds all of it is killed.
 
         Raises:
-            LaunchError: it cannot be started.
+            LaunchError: The program cannot be started.
         """
         if clean_env and "clean_env" not in self._features:
             argv, env = (
@@ -243,64 +248,64 @@ class ExecClient:
         return _result(*await self._wire.request(header, stdin, limit=timeout + _LIMIT_MARGIN))
 
     async def ipython(self, code: str, *, timeout: float = 60.0, max_output: int = 65536) -> ExecResult:
-        """Runs a cell in the sandbox's IPython kernel, which starts at the first one.
+        """Run a cell in the sandbox's IPython kernel, which starts at the first cell.
 
-        Printed text, results and tracebacks are in `output` in order; `exit_code` is 0 or, after an
-        exception, 1; `result` is the text of the last expression (its first 16 Ki characters). Past
-        `timeout` seconds the cell is interrupted, then the kernel is replaced.
+        `output` has printed text, results and tracebacks in order. `exit_code` is 0 or, after an exception,
+        1. `result` is the text of the last expression (its first 16 Ki characters). After `timeout` seconds
+        the cell is interrupted, then the kernel is replaced.
 
         Raises:
             IPythonUnavailable: ipykernel is not importable in the sandbox, or the kernel does not start.
-            SessionBusy: another cell is running.
+            SessionBusy: Another cell is running.
         """
         header = {"op": "ipython", "timeout": timeout, "max_output": max_output}
         return _result(
             *await self._wire.request(header, _encoded(code), limit=timeout + 60.0 + _LIMIT_MARGIN)
         )
 
-    # Files
+    # The methods below read and write files.
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20, offset: int = 0) -> FileContent:
-        """At most `max_bytes` (and at most 64 MiB) of a file; relative paths start at the work folder.
+        """Return at most `max_bytes` (and at most 64 MiB) of a file. Relative paths start at the work folder.
 
         Raises:
-            FileError: with reason FileNotFound, IsADirectory, PermissionDenied, …
+            FileError: The reason is FileNotFound, IsADirectory, PermissionDenied, …
         """
         header = {"op": "read", "path": path, "max_bytes": max_bytes, "offset": offset}
         fields, data = await self._wire.request(header)
         return FileContent(data, offset, fields["size"], fields["mode"])
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Writes a file atomically, making its parent folders.
+        """Write a file atomically, and make its parent folders.
 
         Raises:
-            FileError: with reason DiskFull, IsADirectory, PermissionDenied, …
-            CommandTooLarge: more than 64 MiB.
+            FileError: The reason is DiskFull, IsADirectory, PermissionDenied, …
+            CommandTooLarge: `data` has more than 64 MiB.
         """
         await self._wire.request({"op": "write", "path": path, "mode": mode}, data)
 
     async def list_dir(self, path: str) -> list[DirEntry]:
-        """The entries of a folder, by name.
+        """Return the entries of a folder, sorted by name.
 
         Raises:
-            FileError: with reason FileNotFound, NotADirectory, …
+            FileError: The reason is FileNotFound, NotADirectory, …
         """
         _, data = await self._wire.request({"op": "list", "path": path})
         return [DirEntry(*row) for row in json.loads(data)]
 
     async def remove(self, path: str) -> None:
-        """Removes a file, or a folder with all that is in it.
+        """Remove a file, or a folder with its contents.
 
         Raises:
-            FileError: with reason FileNotFound, PermissionDenied, …
+            FileError: The reason is FileNotFound, PermissionDenied, …
         """
         await self._wire.request({"op": "remove", "path": path})
 
     def work_folder(self) -> WorkFolder:
-        """The work folder, by operations that follow no symbolic link.
+        """Return the work folder, whose operations follow no symbolic link.
 
         Raises:
-            SandboxError: the server is older than these operations (reason ServerTooOld).
+            SandboxError: The server is older than these operations (reason ServerTooOld).
         """
         if "beneath" not in self._features:
             raise SandboxError(
@@ -309,13 +314,13 @@ class ExecClient:
             )
         return WorkFolder(self._wire)
 
-    # The sandbox
+    # The methods below concern the sandbox as a whole.
 
     async def kill_all(self) -> int:
-        """Kills every process of the sandbox but the server; sessions and the kernel start afresh.
+        """Kill every process of the sandbox except the server. Sessions and the kernel lose their state.
 
         Returns:
-            How many processes there were.
+            The number of processes that were killed.
         """
         fields, _ = await self._wire.request({"op": "kill_all"})
         count = fields["count"]
@@ -323,19 +328,19 @@ class ExecClient:
         return count
 
     async def begin_eval(self) -> EvalPlace:
-        """Kills every process of the sandbox, then makes a private place that none of them could write to.
+        """Kill every process of the sandbox, then make a private place to which none of them could write.
 
-        All sessions have ended afterwards. Called again, it makes another place, and the earlier one is gone.
-        A server that does not know the call yet is asked for the same through `kill_all` and `write_file`.
+        All sessions have ended afterwards. A further call makes another place and removes the earlier one.
+        For a server that does not know the call yet, the same is done through `kill_all` and `write_file`.
 
         Raises:
-            SandboxSabotaged: programs of the sandbox have made it impossible (they filled or locked folders),
-                or somebody else answers in the server's name.
-            FileError: it is impossible for another reason, such as a disk of the node that is full.
-            SandboxError: processes survive SIGKILL (reason ProcessesSurvive).
+            SandboxSabotaged: Programs of the sandbox have made it impossible, because they filled or locked
+                folders, or another process answers in the server's name.
+            FileError: It is impossible for another reason, such as a full disk of the node.
+            SandboxError: Processes survive SIGKILL (reason ProcessesSurvive).
         """
         if "begin_eval" not in self._features:
-            # No server that proves anything is as old as that: somebody has taken the word out.
+            # A server that has a secret is never so old. Another process must have removed the feature.
             _check_proof(self._secret, "begin_eval", "", {})
             return await older_servers.begin_eval(self)
         challenge = proof.new_challenge()
@@ -345,15 +350,15 @@ class ExecClient:
         return EvalPlace(fields["folder"], fields["home"], fields["tmp"], fields["reward_file"], sabotage)
 
     async def renew(self, seconds: float) -> None:
-        """The server kills everything and exits unless renewed again within `seconds`."""
+        """Renew the lease: the server kills everything and exits unless it is renewed within `seconds`."""
         await self._wire.request({"op": "renew", "seconds": seconds})
 
     async def set_env(self, variables: dict[str, str]) -> None:
-        """Adds variables to the environment of every session, program and kernel started from now on."""
+        """Add variables to the environment of every session, program and kernel started from now on."""
         await self._wire.request({"op": "set_env", "env": variables})
 
     async def info(self) -> ServerInfo:
-        """What the server says about itself."""
+        """Return the server's information about itself."""
         fields, _ = await self._wire.request({"op": "info"})
         return ServerInfo(
             pid=fields["pid"],
@@ -366,12 +371,12 @@ class ExecClient:
         )
 
     async def shutdown(self) -> None:
-        """Ends the server and every process of the sandbox, and closes the connection."""
+        """End the server and every process of the sandbox, and close the connection."""
         await self._wire.request({"op": "shutdown"})
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connection; commands that it was running are interrupted."""
+        """Close the connection. Commands that it was running are interrupted."""
         self._wire.fail(ConnectionLost("the connection was closed"))
         for task in list(self._running):
             task.cancel()
@@ -402,7 +407,7 @@ def _check_proof(secret: bytes | None, purpose: str, challenge: str, answer: dic
 
 
 def _encoded(text: str) -> bytes:
-    """UTF-8; text that came from undecodable bytes (surrogates) becomes those bytes again."""
+    """Return text as UTF-8. Surrogates, which stand for undecodable bytes, become those bytes again."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Substitutes for calls that an older server lacks: pods keep theirs while workers are upgraded."""
+"""Substitutes for calls that an older server lacks. Pods keep their server while workers are upgraded."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ if TYPE_CHECKING:
     from rollyard_sandbox.client.exec_client import ExecClient
 
 _NAME_BYTES = 16
-# Anybody may write to these at first, and they are of fixed size: who finds them otherwise was kept out.
+# Every program may write to these folders at first, and their size is fixed. If one of them cannot be written
+# to later, a program of the sandbox has prevented it.
 _SHARED = ("/dev/shm", "/tmp")
 _LOCKED = frozenset({"PermissionDenied", "NotADirectory", "SymlinkLoop"})
 
 
 async def begin_eval(client: ExecClient) -> EvalPlace:
-    """`ExecClient.begin_eval` through `kill_all` and file operations.
+    """Do the work of `ExecClient.begin_eval` through `kill_all` and file operations.
 
     The folder's name cannot be guessed, and it is made when no process of the sandbox is alive.
 
     Raises:
-        SandboxSabotaged: folders that anybody can write to in a fresh sandbox are locked.
-        FileError: nothing can be written for another reason.
+        SandboxSabotaged: Folders to which every program can write in a fresh sandbox are locked.
+        FileError: Nothing can be written for another reason.
     """
     await client.kill_all()
     work = (await client.info()).workdir
@@ -34,7 +35,7 @@ async def begin_eval(client: ExecClient) -> EvalPlace:
         place = EvalPlace(folder, f"{folder}/home", f"{folder}/tmp", f"{folder}/reward")
         try:
             for inner in (place.home, place.tmp):
-                # Writing makes the folders of a file; there is no call that makes one alone.
+                # Writing a file makes its folders. There is no call that makes a folder alone.
                 await client.write_file(f"{inner}/.made", b"", mode=0o600)
                 await client.remove(f"{inner}/.made")
             await client.write_file(place.reward_file, b"", mode=0o600)

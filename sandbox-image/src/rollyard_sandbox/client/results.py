@@ -1,4 +1,4 @@
-"""What the client hands back."""
+"""The results that the client returns."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """How a command, a program or a cell ended.
+    """The result of a command, a program or a cell.
 
     Attributes:
-        exit_code: as shells show it (128 + signal); None where the process ended out of sight.
-        output: standard output and error in order; where bytes were left out, a line in the middle says so.
-        cwd: the working directory afterwards.
-        seconds: wall time in the sandbox.
-        timed_out: the time limit passed; `output` holds what came before.
-        killed: SIGKILL was needed to end it.
-        truncated_bytes: how many bytes of output were left out.
-        shell_restarted: the state of the shell (variables, functions, jobs) or the kernel was lost.
-        result: IPython only: the text of the cell's last expression, "" where it has none.
+        exit_code: The exit code as shells show it (128 + signal), or None if the process ended unobserved.
+        output: Standard output and error in order. If bytes were left out, a line in the middle says so.
+        cwd: The working directory afterwards.
+        seconds: The wall time in the sandbox, in seconds.
+        timed_out: Whether the time limit passed. `output` then holds what was printed before.
+        killed: Whether SIGKILL was needed to end it.
+        truncated_bytes: The number of bytes of output that were left out.
+        shell_restarted: Whether the state of the shell (variables, functions, jobs) or the kernel was lost.
+        result: The text of an IPython cell's last expression, or "" if it has none.
     """
 
     exit_code: int | None
@@ -32,7 +32,7 @@ class ExecResult:
     result: str = ""
 
     def text(self) -> str:
-        """The output as text; bytes that are not UTF-8 become U+FFFD."""
+        """Return the output as text. Bytes that are not UTF-8 become U+FFFD."""
         return self.output.decode("utf-8", "replace")
 
 
@@ -41,12 +41,12 @@ class EvalPlace:
     """A private place for an evaluation, which no program that ran before could write to.
 
     Attributes:
-        folder: an absolute path, as programs of the sandbox see it; the others lie in it.
-        home: an empty folder.
-        tmp: an empty folder.
-        reward_file: an empty file.
-        sabotage: what shows that programs of the sandbox have filled or locked folders which could be written
-            to when it started, one entry for each folder.
+        folder: The absolute path of the place, as programs of the sandbox see it. The others lie in it.
+        home: The path of an empty folder.
+        tmp: The path of an empty folder.
+        reward_file: The path of an empty file.
+        sabotage: The evidence that programs of the sandbox have filled or locked folders which could be
+            written to when it started, one entry for each folder.
     """
 
     folder: str
@@ -61,10 +61,10 @@ class FileContent:
     """A part of a file.
 
     Attributes:
-        data: the bytes from `offset` on.
-        offset: where `data` begins.
-        size: the file's size in bytes.
-        mode: its permission bits.
+        data: The bytes from `offset` on.
+        offset: The offset at which `data` begins, in bytes.
+        size: The file's size in bytes.
+        mode: The file's permission bits.
     """
 
     data: bytes
@@ -74,17 +74,17 @@ class FileContent:
 
     @property
     def complete(self) -> bool:
-        """Whether `data` is the whole file."""
+        """Return whether `data` is the whole file."""
         return self.offset == 0 and len(self.data) == self.size
 
     def text(self) -> str:
-        """The data as text; bytes that are not UTF-8 become U+FFFD."""
+        """Return the data as text. Bytes that are not UTF-8 become U+FFFD."""
         return self.data.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
 class DirEntry:
-    """One entry of a directory; `kind` is file, directory, symlink or other."""
+    """One entry of a directory. `kind` is "file", "directory", "symlink" or "other"."""
 
     name: str
     kind: str
@@ -94,16 +94,16 @@ class DirEntry:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What the server says about itself.
+    """The information that the server gives about itself.
 
     Attributes:
-        pid: its pid in its own pid namespace.
-        protocol: the version of the frames.
-        sessions: names of the bash sessions that have been used.
-        python: path and version of the interpreter.
-        ipython: whether ipykernel and jupyter_client are importable.
-        lease_seconds_left: None where there is no lease.
-        workdir: the directory in which sessions start.
+        pid: The server's pid in its own pid namespace.
+        protocol: The version of the protocol.
+        sessions: The names of the bash sessions that exist.
+        python: The path and version of the interpreter.
+        ipython: Whether ipykernel and jupyter_client are importable.
+        lease_seconds_left: The seconds until the lease ends, or None if there is no lease.
+        workdir: The directory in which sessions start.
     """
 
     pid: int

@@ -1,4 +1,4 @@
-"""The client's end of a connection to the exec server: frames out, answers matched to requests."""
+"""The client's end of a connection to the exec server, which sends frames and matches answers to requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, cast
 from rollyard_sandbox.errors import ConnectionLost, ProtocolError, SandboxError, from_wire
 from rollyard_sandbox.frames import FrameReader, encode
 
-ANSWER_LIMIT = 30.0  # seconds for a request that has no time limit of its own
+ANSWER_LIMIT = 30.0  # The limit in seconds for a request that has no time limit of its own.
 
 
 class Wire(asyncio.Protocol):
-    """Frames of one connection: matches answers to requests by id."""
+    """The frames of one connection. Answers are matched to requests by their ids."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -27,7 +27,7 @@ class Wire(asyncio.Protocol):
         self.closed = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not checked at run time: uvloop's transports do not derive from asyncio's.
+        # The type is not checked at run time, because uvloop's transports do not derive from asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
@@ -52,7 +52,7 @@ class Wire(asyncio.Protocol):
         if "error" in header:
             error = from_wire(header["error"], header.get("message", ""))
             if future is None:
-                self.fail(error)  # about the connection itself
+                self.fail(error)  # The error is about the connection itself.
             elif not future.done():
                 future.set_exception(error)
         elif future is not None and not future.done():
@@ -62,7 +62,7 @@ class Wire(asyncio.Protocol):
         self.fail(ConnectionLost(f"the connection to the sandbox was lost: {exc or 'closed by the server'}"))
 
     def fail(self, error: SandboxError) -> None:
-        """Ends the connection: whatever waits gets `error`."""
+        """End the connection. Every waiting request gets the error that ended it."""
         if self.lost is None:
             self.lost = error
         if self._transport is not None:
@@ -77,7 +77,7 @@ class Wire(asyncio.Protocol):
 
     @property
     def unanswered(self) -> int:
-        """Requests that were sent and not answered yet, those included for which nobody waits any more."""
+        """Return how many requests are unanswered, including those whose caller no longer waits."""
         return len(self._waiting)
 
     async def request(
@@ -88,7 +88,10 @@ class Wire(asyncio.Protocol):
         limit: float = ANSWER_LIMIT,
         listener: Callable[[bytes], None] | None = None,
     ) -> tuple[dict[str, Any], bytes]:
-        """Sends a request and waits for its answer; cancelling the wait cancels the request."""
+        """Send a request, and wait up to `limit` seconds for its answer.
+
+        Cancelling the wait cancels the request.
+        """
         if self.lost is not None or self._transport is None:
             raise self.lost or ConnectionLost("not connected")
         self._next_id += 1
@@ -103,7 +106,7 @@ class Wire(asyncio.Protocol):
         try:
             return await future
         except asyncio.CancelledError:
-            # The answer still comes; nobody waits for it, and its id is not used again.
+            # The answer still comes, but no caller waits for it, and its id is not used again.
             if request in self._waiting and self.lost is None:
                 self._transport.write(encode({"op": "cancel", "id": request}))
             raise

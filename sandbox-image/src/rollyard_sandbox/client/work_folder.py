@@ -1,4 +1,4 @@
-"""The client's view of a work folder that a hostile program may have left: no symbolic link is followed."""
+"""The client's view of a work folder. No symbolic link is followed, as a hostile program may have left it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ENTRIES: Final = 50_000
 MAX_LISTING: Final = 8 << 20  # bytes
 DIGEST_SIZE: Final = 32
 MAX_DIGESTED: Final = 32 << 20
-"""Bytes that one request for digests may cover."""
+"""The number of bytes that one request for digests may cover."""
 _KINDS: Final = {b"f": "file", b"d": "folder", b"l": "link", b"o": "other", b"u": "unreadable"}
 
 
@@ -23,10 +23,11 @@ class TreeEntry:
     """One entry of a tree.
 
     Attributes:
-        kind: file, folder, link, other (a FIFO, a socket, a device), or unreadable (a folder).
-        executable: whether the owner may run a file.
-        size: bytes of a file.
-        target: of a link.
+        kind: One of "file", "folder", "link", "other" (a FIFO, a socket, a device), and "unreadable" (a
+            folder).
+        executable: Whether the owner may execute a file.
+        size: The size of a file in bytes.
+        target: The target of a link.
     """
 
     kind: str
@@ -36,26 +37,28 @@ class TreeEntry:
 
 
 class WorkFolder:
-    """Reads and writes below the work folder. Paths are relative to it, as bytes."""
+    """The work folder, below which files are read and written. Paths are bytes, and relative to it."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
     async def tree(self, path: bytes = b"") -> dict[bytes, TreeEntry]:
-        """All entries at and below `path`, by path; a folder comes before what is in it.
+        """Return all entries at and below `path`, by path. A folder comes before its contents.
 
         Raises:
-            FileError: FileNotFound, SymlinkLoop, NotADirectory, PermissionDenied, TooManyEntries, ….
-            ProtocolError: the answer is no listing of what is below `path`.
+            FileError: The reason is FileNotFound, SymlinkLoop, NotADirectory, PermissionDenied,
+                TooManyEntries, ….
+            ProtocolError: The answer is not a listing of what is below `path`.
         """
         _, body = await self._request("tree", {"path": _text(path)})
         return parse_tree(body, path)
 
     async def read(self, path: bytes, *, offset: int = 0, max_bytes: int) -> bytes:
-        """At most `max_bytes` of a regular file.
+        """Return at most `max_bytes` of a regular file, starting at `offset` (in bytes).
 
         Raises:
-            FileError: it is missing, a link, no regular file (reason NotAFile), or may not be read.
+            FileError: The file is missing, is a link or no regular file (reason NotAFile), or may not be
+                read.
         """
         _, data = await self._request("read", {"path": _text(path), "offset": offset, "max_bytes": max_bytes})
         if len(data) > max_bytes:
@@ -63,7 +66,7 @@ class WorkFolder:
         return data
 
     async def digests(self, ranges: Sequence[tuple[bytes, int, int]]) -> list[bytes]:
-        """The SHA-256 of each (path, offset, length); 32 zero bytes where it cannot be read."""
+        """Return the SHA-256 of each (path, offset, length), or 32 zero bytes if it cannot be read."""
         rows = [[_text(path), offset, length] for path, offset, length in ranges]
         _, body = await self._request("digests", {}, rows)
         if len(body) != DIGEST_SIZE * len(rows):
@@ -71,28 +74,28 @@ class WorkFolder:
         return [body[at : at + DIGEST_SIZE] for at in range(0, len(body), DIGEST_SIZE)]
 
     async def put(self, path: bytes, data: bytes, *, mode: int) -> None:
-        """Makes a regular file, with the folders above it, in the place of whatever is there.
+        """Make a regular file, with the folders above it, and replace whatever exists at `path`.
 
         Raises:
-            FileError: DiskFull, ReadOnly, PermissionDenied, ….
-            CommandTooLarge: more than 64 MiB.
+            FileError: The reason is DiskFull, ReadOnly, PermissionDenied, ….
+            CommandTooLarge: `data` has more than 64 MiB.
         """
         await self._wire.request({"op": "beneath", "action": "put", "path": _text(path), "mode": mode}, data)
 
     async def make(self, folders: Sequence[bytes]) -> None:
-        """Makes folders in the place of whatever is no folder there; one that is there stays as it is.
+        """Make folders, and replace whatever is not a folder at their paths. Existing folders stay.
 
         Raises:
-            FileError: DiskFull, ReadOnly, PermissionDenied, ….
+            FileError: The reason is DiskFull, ReadOnly, PermissionDenied, ….
         """
         if folders:
             await self._request("make", {}, [_text(path) for path in folders])
 
     async def remove(self, paths: Sequence[bytes]) -> None:
-        """Removes files, links, and folders with all that is in them; what is missing is passed over.
+        """Remove files, links, and folders with their contents. Missing paths are skipped.
 
         Raises:
-            FileError: ReadOnly, PermissionDenied, ….
+            FileError: The reason is ReadOnly, PermissionDenied, ….
         """
         if paths:
             await self._request("remove", {}, [_text(path) for path in paths])
@@ -105,10 +108,10 @@ class WorkFolder:
 
 
 def parse_tree(body: bytes, top: bytes = b"") -> dict[bytes, TreeEntry]:
-    """The entries of a listing. It may come from a server that is no longer to be trusted.
+    """Return the entries of a listing, which may come from a server that can no longer be trusted.
 
     Raises:
-        ProtocolError: it is too long, or a record is malformed or leads out of `top`.
+        ProtocolError: The listing is too long, or a record is malformed or leads out of `top`.
     """
     if len(body) > MAX_LISTING + 16_384 or body.count(b"\0") > 2 * MAX_ENTRIES + 2:
         raise ProtocolError("the listing is longer than a listing may be")

@@ -1,1 +1,1 @@
-"""What the exec server runs for its clients: shells, programs and IPython, watched by one event loop."""
+"""The things that the exec server runs for its clients: shells, programs and IPython, on one event loop."""

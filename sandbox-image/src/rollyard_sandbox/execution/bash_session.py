@@ -1,4 +1,4 @@
-"""A bash session: one command at a time, its deadline, and how it is interrupted."""
+"""A bash session, which runs one command at a time, enforces its deadline and interrupts it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from rollyard_sandbox.execution.shell import Report
     from rollyard_sandbox.isolation.protections import Protections
 
-KILL_GRACE = 0.5  # seconds between killing the foreground and killing the shell
-REAP_GRACE = 2.0  # seconds for a killed shell to end
+KILL_GRACE = 0.5  # The seconds between killing the foreground and killing the shell.
+REAP_GRACE = 2.0  # The seconds that a killed shell has to end.
 _INTERRUPTED = 128 + signal.SIGINT
 
 
 class BashSession:
     """A named, persistent bash.
 
-    State (directory, variables, functions, jobs) lives in the shell. When the shell is lost the next command
-    gets a new one in the same directory. What background jobs print between two commands is shown at the
-    head of the next command's output (its first and last 32 KiB).
+    Its state (directory, variables, functions, jobs) lives in the shell. When the shell is lost, the next
+    command gets a new one in the same directory. What background jobs print between two commands (its first
+    and last 32 KiB) is shown at the head of the next command's output.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class BashSession:
         self._shell = SessionShell(loop, cwd, environment, protections, self)
         self._command: Command | None = None
         self._queued: Command | None = None
-        self._withdrawn = False  # the running command was interrupted before the shell took it
+        self._withdrawn = False  # Whether the running command was interrupted before the shell took it.
 
     @property
     def busy(self) -> bool:
-        """Whether a command is running."""
+        """Return whether a command is running."""
         return self._command is not None
 
     @property
     def pid(self) -> int | None:
-        """The shell's pid, None where there is no shell now."""
+        """Return the shell's pid, or None if there is no shell now."""
         return self._shell.shell.pid if self._shell.shell else None
 
     def execute(
@@ -60,13 +60,13 @@ class BashSession:
         on_output: Callable[[bytes], None] | None,
         done: Callable[[Outcome | SandboxError], None],
     ) -> Command:
-        """Runs `command`; `done` is called once, at the latest a few seconds after `timeout`.
+        """Run `command`, and call `done` once, at the latest a few seconds after `timeout` seconds.
 
-        While a cancelled command is being stopped, one that follows it waits.
+        While a cancelled command is being stopped, the one that follows it waits.
 
         Raises:
-            SessionBusy: another command is running.
-            LaunchError: no shell could be started.
+            SessionBusy: Another command is running.
+            LaunchError: No shell could be started.
         """
         running = Command(command, timeout, max_output, on_output, done)
         if self._command is None and self._queued is None:
@@ -78,31 +78,31 @@ class BashSession:
         return running
 
     def send_input(self, data: bytes) -> None:
-        """Types `data` on the terminal of the running command.
+        """Type `data` on the terminal of the running command.
 
         Raises:
-            NoCommandRunning: nothing runs.
-            SandboxError: more than 1 MiB is waiting to be read.
+            NoCommandRunning: No command is running.
+            SandboxError: More than 1 MiB is waiting to be read.
         """
         if self._command is None or not self._shell.ready:
             raise NoCommandRunning(f"session {self.name!r} runs no command that could read input")
         self._shell.send_input(data)
 
     def interrupt(self) -> None:
-        """SIGINT for the foreground of the terminal, like Ctrl-C.
+        """Send SIGINT to the foreground of the terminal, like Ctrl-C.
 
         Raises:
-            NoCommandRunning: nothing runs.
+            NoCommandRunning: No command is running.
         """
         if self._command is None or self._shell.shell is None:
             raise NoCommandRunning(f"session {self.name!r} runs no command")
         if not self._shell.ready:
-            self._finish(_INTERRUPTED)  # the shell is not listening yet: the command does not begin at all
+            self._finish(_INTERRUPTED)  # The shell does not listen yet, so the command does not begin at all.
             return
         self._interrupt(self._command)
 
     def cancel(self, command: Command) -> None:
-        """Ends `command` as a timeout would, at once; does nothing where it has ended."""
+        """End `command` at once, as a timeout would. This does nothing if it has already ended."""
         if self._command is command:
             command.cancelled = True
             self._stop_command()
@@ -111,19 +111,19 @@ class BashSession:
             command.done(command.outcome)
 
     def expect_kill(self) -> None:
-        """The caller is about to kill every process: a running command will end as `killed`."""
+        """Note that the caller is about to kill every process: a running command will end as `killed`."""
         if self._command is not None:
             self._command.outcome.killed = True
 
     def kill(self) -> None:
-        """Kills the shell and every process of its session; a running command ends as `killed`."""
+        """Kill the shell and every process of its session. A running command ends as `killed`."""
         self.expect_kill()
         self._shell.reset()
 
-    # What the shell calls
+    # The shell calls these methods.
 
     def shell_ready(self) -> None:
-        """The shell waits for a command."""
+        """This is called when the shell waits for a command."""
         running = self._command
         if running is not None and self._withdrawn:
             self._finish(_INTERRUPTED)
@@ -133,7 +133,7 @@ class BashSession:
             self._dispatch(running)
 
     def shell_reported(self, report: Report) -> None:
-        """The shell, which was ready, reported the end of a command."""
+        """This is called when the shell, which was ready, reports the end of a command."""
         if self._command is not None and report.number == self._command.number:
             self._shell.drain()
             self._finish(report.status)
@@ -143,27 +143,27 @@ class BashSession:
             self._shell.settle()
 
     def shell_not_started(self, text: str) -> None:
-        """The shell ended before it was ready."""
+        """This is called when the shell has ended before it was ready."""
         self._fail(LaunchError(text))
 
     def shell_lost(self, exit_code: int | None) -> None:
-        """The shell has gone, with this exit code where it ended by itself."""
+        """This is called when the shell is gone, with its exit code if it ended by itself."""
         if self._command is not None:
             self._finish(exit_code)
 
     def shell_replaced(self) -> None:
-        """The running command has replaced the shell by another one (`exec bash`)."""
+        """This is called when the running command has replaced the shell by another one (`exec bash`)."""
         self._finish(0, lost=True)
 
     def printed(self, data: bytes) -> None:
-        """The running command has printed something."""
+        """This is called when the running command has printed something."""
         running = self._command
         assert running is not None
         running.capture.add(data)
         if running.on_output is not None:
             running.on_output(data)
 
-    # Running a command
+    # The methods below run a command.
 
     def _begin(self, running: Command) -> None:
         if self._shell.shell is not None and not self._shell.shell.reads_terminal():
@@ -182,7 +182,7 @@ class BashSession:
             self._begin_or_fail(running)
 
     def _begin_again(self, running: Command) -> None:
-        """Gives a command that waits for a shell a new one."""
+        """Give a new shell to a command that waits for one."""
         self._command = None
         self._shell.abandon()
         self._begin_or_fail(running)
@@ -207,7 +207,7 @@ class BashSession:
         running, shell = self._command, self._shell
         assert running is not None
         self._command = None
-        shell.signalled |= self._withdrawn  # it was signalled again while the shell settled
+        shell.signalled |= self._withdrawn  # The command was signalled again while the shell settled.
         self._withdrawn = False
         if running.timer is not None:
             running.timer.cancel()
@@ -236,10 +236,10 @@ class BashSession:
     def _ended(self, running: Command, outcome: Outcome | SandboxError) -> None:
         running.done(outcome)
         if self._queued is not None:
-            # Not now: the shell of the ended command may be in the middle of being replaced.
+            # It begins later, because the shell of the ended command may be in the middle of being replaced.
             self._loop.call_later(0.0, self._begin_queued)
 
-    # Deadlines: interrupt, kill the foreground, kill the shell
+    # The methods below enforce a deadline: they interrupt, then kill the foreground, then kill the shell.
 
     def _time_out(self) -> None:
         running = self._command

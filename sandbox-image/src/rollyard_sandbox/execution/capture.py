@@ -1,4 +1,4 @@
-"""Bounded capture of a stream: the first and the last bytes are kept, the middle is counted."""
+"""Bounded capture of a stream, which keeps the first and the last bytes and counts those in the middle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 
 class Capture:
-    """Keeps at most `limit` bytes of what is added: half from the head, half from the tail."""
+    """A capture that keeps at most `limit` of the added bytes: half from the head, half from the tail."""
 
     __slots__ = ("_head", "_head_room", "_tail", "_tail_limit", "_tail_size", "total")
 
@@ -19,7 +19,7 @@ class Capture:
         self.total = 0
 
     def add(self, data: bytes) -> None:
-        """Adds bytes in order."""
+        """Add bytes in order."""
         self.total += len(data)
         if self._head_room:
             part = data[: self._head_room]
@@ -35,7 +35,10 @@ class Capture:
             self._tail_size -= len(tail.popleft())
 
     def finish(self) -> tuple[bytes, int]:
-        """(what was kept, the number of bytes left out); a line in the middle says so where any were."""
+        """Return the bytes that were kept, and the number of bytes left out.
+
+        If bytes were left out, a line in the middle says so.
+        """
         tail = b"".join(self._tail)
         if len(tail) > self._tail_limit:
             tail = tail[len(tail) - self._tail_limit :]

@@ -1,4 +1,4 @@
-"""What is being run, and how it ended."""
+"""The data of a running command, and of the way in which it ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Outcome:
-    """How a command ended; the fields are those of `client.results.ExecResult`."""
+    """The outcome of a command. Its fields are those of `client.results.ExecResult`."""
 
     __slots__ = (
         "cwd", "exit_code", "killed", "output", "seconds", "shell_restarted", "timed_out", "truncated_bytes",

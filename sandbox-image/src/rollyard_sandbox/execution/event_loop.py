@@ -1,7 +1,7 @@
-"""The server's event loop: epoll, timers, reaped children, calls from threads.
+"""The server's event loop: it handles descriptors (by epoll), timers, ended children and calls from threads.
 
-Hand-written because one `echo hi` passes through it four times: epoll and a dict look-up cost a few
-microseconds a pass, and importing asyncio would double the server's start time.
+It is hand-written because one `echo hi` passes through it four times: epoll and a dict look-up cost a few
+microseconds per pass, and importing asyncio would double the server's start time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITE = select.EPOLLOUT
 
 
 class Timer:
-    """A call at a later time; `cancel` forgets it."""
+    """A call at a later time, which `cancel` prevents."""
 
     __slots__ = ("callback", "when")
 
@@ -32,7 +32,7 @@ class Timer:
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """Does nothing where the call already happened."""
+        """Prevent the call. This does nothing if the call has already happened."""
         self.callback = None
 
     def __lt__(self, other: Timer) -> bool:
@@ -40,7 +40,7 @@ class Timer:
 
 
 class EventLoop:
-    """One thread, one epoll; see the module's text."""
+    """An event loop of one thread with one epoll; see the module's docstring."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -54,9 +54,10 @@ class EventLoop:
         self.watch(self._wake_read, self._woken)
 
     def install_signals(self, handlers: dict[int, Callable[[], None]]) -> None:
-        """SIGCHLD reaps; `handlers` are called in the loop, never inside a signal handler.
+        """Reap children at SIGCHLD, and call `handlers` in the loop, never inside a signal handler.
 
-        In process 1 of a namespace they are called for signals from outside only: commands may send others.
+        In process 1 of a namespace the handlers are called only for signals from outside, because commands
+        may send others.
         """
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         if os.getpid() == 1:
@@ -73,21 +74,21 @@ class EventLoop:
             handlers[number]()
 
     def watch(self, fd: int, handler: Callable[[int], None], events: int = READ) -> None:
-        """Calls `handler(events)` whenever `fd` is ready."""
+        """Call `handler(events)` whenever `fd` is ready."""
         self._handlers[fd] = handler
         self._epoll.register(fd, events)
 
     def change(self, fd: int, events: int) -> None:
-        """Changes what a watched descriptor is watched for."""
+        """Change the events for which a descriptor is watched."""
         self._epoll.modify(fd, events)
 
     def unwatch(self, fd: int) -> None:
-        """Forgets `fd`; call it before closing, and as often as you like."""
+        """Stop watching `fd`. This must be called before closing it, and may be called repeatedly."""
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
     def call_later(self, delay: float, callback: Callable[[], None]) -> Timer:
-        """Calls back in `delay` seconds."""
+        """Call `callback` in `delay` seconds."""
         timer = Timer(monotonic() + delay, callback)
         heapq.heappush(self._timers, timer)
         if len(self._timers) > 64 and sum(t.callback is None for t in self._timers) > len(self._timers) // 2:
@@ -96,23 +97,23 @@ class EventLoop:
         return timer
 
     def call_from_thread(self, callback: Callable[[], None]) -> None:
-        """Calls back in the loop's thread; the only method that another thread may use."""
+        """Call `callback` in the loop's thread. This is the only method that another thread may use."""
         self._from_threads.append(callback)
         try:
             os.write(self._wake_write, b"\0")
         except BlockingIOError:
-            return  # the pipe is full, so the loop is about to wake anyway
+            return  # The pipe is full, so the loop is about to wake anyway.
 
     def on_exit(self, pid: int, callback: Callable[[int], None]) -> None:
-        """Calls back with the wait status of child `pid`."""
+        """Call `callback` with the wait status of child `pid` when it has ended."""
         self._children[pid] = callback
 
     def forget_child(self, pid: int) -> None:
-        """Undoes `on_exit`."""
+        """Undo `on_exit`."""
         self._children.pop(pid, None)
 
     def reap(self) -> bool:
-        """Collects every ended child, adopted orphans too; False where there are no children at all."""
+        """Collect every ended child, including adopted orphans, and return whether any children are left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -125,11 +126,11 @@ class EventLoop:
                 callback(status)
 
     def stop(self) -> None:
-        """Ends `run` after the current round."""
+        """End `run` after the current round."""
         self._running = False
 
     def run(self) -> None:
-        """Runs until `stop`."""
+        """Run until `stop` is called."""
         self._running = True
         poll, handlers = self._epoll.poll, self._handlers
         while self._running:

@@ -1,9 +1,9 @@
-"""The IPython kernel of a sandbox: an ipykernel child, spoken to over ipc sockets.
+"""The IPython kernel of a sandbox: an ipykernel child, with which the server communicates over ipc sockets.
 
-The event loop starts the process and learns of its end; a thread imports jupyter_client (which takes a
-while, and happens while the kernel starts) and then speaks the Jupyter protocol. Nothing polls: the thread
-waits in one `zmq_poll` for the kernel's sockets and for the event loop's word that the kernel died or the
-cell was cancelled.
+The event loop starts the process and learns of its end. A thread imports jupyter_client, which takes a while,
+as the kernel starts, and then speaks the Jupyter protocol. Nothing polls at intervals: the thread waits in
+one `zmq_poll` for the kernel's sockets and for the event loop's notice that the kernel died or the cell was
+cancelled.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from rollyard_sandbox.execution.jupyter_wire import Wire
     from rollyard_sandbox.isolation.protections import Protections
 
-_START_LIMIT = 45.0  # seconds until a new kernel answers
-_INTERRUPT_GRACE = 2.0  # seconds between SIGINT and SIGKILL
+_START_LIMIT = 45.0  # The seconds that a new kernel has to answer.
+_INTERRUPT_GRACE = 2.0  # The seconds between SIGINT and SIGKILL.
 _CLEANUP_LIMIT = 2.0  # seconds
-_INJECTED = "/.rollyard/"  # a server that runs from here is a guest in another system
-# Run by the image's Python: the kernel there or, where that has no (working) ipykernel, what follows.
+_INJECTED = "/.rollyard/"  # A server that runs from this folder is a guest in another system.
+# The image's Python runs this: it starts its own kernel or, if it has no working ipykernel, the command that
+# follows.
 _CHOOSE = """
 import os, sys
 try:
@@ -48,7 +49,7 @@ _PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 
 
 class Cell:
-    """One cell: what to run, and what came of it."""
+    """One cell: its code and its outcome."""
 
     __slots__ = ("capture", "code", "done", "outcome", "result", "timeout")
 
@@ -68,7 +69,7 @@ class Cell:
 
 
 class Kernel:
-    """One kernel process and the thread that speaks to it."""
+    """One kernel process, and the thread that communicates with it."""
 
     def __init__(self, loop: EventLoop, protections: Protections, cwd: str) -> None:
         import subprocess
@@ -76,7 +77,8 @@ class Kernel:
         from threading import Thread
 
         self._loop = loop
-        self.directory = f"/tmp/.ipy-{os.urandom(5).hex()}"  # short: socket paths end at 107 bytes
+        # The name is short, because socket paths end at 107 bytes.
+        self.directory = f"/tmp/.ipy-{os.urandom(5).hex()}"
         os.mkdir(self.directory, 0o700)
         connection = {
             "transport": "ipc",
@@ -115,21 +117,21 @@ class Kernel:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Return whether the process has not ended."""
         return self.status is None
 
     def submit(self, cell: Cell) -> None:
-        """Runs `cell`; one at a time."""
+        """Run `cell`. Only one cell may run at a time."""
         self.stop_requested = False
         self._cells.put(cell)
 
     def stop_cell(self) -> None:
-        """Interrupts the running cell, and kills the kernel if that does not help."""
+        """Interrupt the running cell, and kill the kernel if that does not help."""
         self.stop_requested = True
         os.eventfd_write(self.wake, 1)
 
     def kill(self) -> None:
-        """Kills the kernel and what it started."""
+        """Kill the kernel and what it started."""
         if self.alive:
             send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
 
@@ -139,10 +141,10 @@ class Kernel:
         self._cells.put(None)
 
     def join(self) -> None:
-        """Waits until the thread of an ended kernel has cleaned up."""
+        """Wait until the thread of an ended kernel has cleaned up."""
         self._thread.join(_CLEANUP_LIMIT)
 
-    # In the thread
+    # The methods below run in the thread.
 
     def _serve(self, connection: dict[str, str | int]) -> None:
         wire: Wire | None = None
@@ -192,7 +194,7 @@ class Kernel:
             if interrupted and now >= deadline:
                 outcome.killed = True
                 send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
-                deadline = now + _INTERRUPT_GRACE  # its end wakes us
+                deadline = now + _INTERRUPT_GRACE  # The kernel's end wakes this thread.
             elif not interrupted and (now >= deadline or self.stop_requested):
                 interrupted = True
                 outcome.timed_out = now >= deadline
@@ -216,7 +218,7 @@ class Kernel:
 
 
 class IPython:
-    """The sandbox's kernel, started when first used and replaced when it is lost."""
+    """The sandbox's kernel, which is started when it is first used and replaced when it is lost."""
 
     def __init__(self, loop: EventLoop, protections: Protections, cwd: str) -> None:
         self._loop = loop
@@ -233,10 +235,13 @@ class IPython:
         max_output: int,
         done: Callable[[Outcome | SandboxError, str], None],
     ) -> Callable[[], None]:
-        """Runs a cell; `done(outcome, result text)` is called once. The answer cancels the cell.
+        """Run a cell, and call `done(outcome, result text)` once.
+
+        Returns:
+            A function that cancels the cell.
 
         Raises:
-            SessionBusy: another cell is running.
+            SessionBusy: Another cell is running.
             IPythonUnavailable: ipykernel is not importable here, or the kernel cannot be started.
         """
         if self._cell is not None:
@@ -255,9 +260,9 @@ class IPython:
                 try:
                     outcome.cwd = os.readlink(f"/proc/{kernel.pid}/cwd")
                 except OSError:
-                    outcome.cwd = self._cwd  # the kernel has ended
+                    outcome.cwd = self._cwd  # The kernel has ended.
                 if not kernel.alive:
-                    self._kernel = None  # the loss has been reported
+                    self._kernel = None  # The loss has been reported.
             elif self._kernel is kernel:
                 self._kernel = None
             done(outcome, result)
@@ -273,17 +278,17 @@ class IPython:
         return cancel
 
     def expect_kill(self) -> None:
-        """The caller is about to kill every process: a running cell will end as `killed`."""
+        """Note that the caller is about to kill every process: a running cell will end as `killed`."""
         if self._cell is not None:
             self._cell.outcome.killed = True
 
     def forget(self) -> None:
-        """The kernel has been killed on purpose: the next cell starts a new one and mentions no loss."""
+        """Forget a kernel that was killed on purpose. The next cell starts a new one and reports no loss."""
         self._kernel = None
         self._lost_state = False
 
     def close(self) -> None:
-        """After the kernel has been killed at the server's end: its private folder is removed."""
+        """Wait until the private folder of the kernel, which was killed at the server's end, is removed."""
         if self._kernel is not None:
             self._kernel.join()
 
@@ -303,7 +308,11 @@ class IPython:
 
 
 def _image_python() -> str | None:
-    """The Python of the system that this server is a guest of; None where that has none, or is its own."""
+    """Return the Python of the system in which this server is a guest.
+
+    Returns:
+        None if that system has no Python, or if the server is not a guest.
+    """
     if not sys.executable.startswith(_INJECTED):
         return None
     from shutil import which

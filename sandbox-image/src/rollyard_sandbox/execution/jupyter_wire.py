@@ -1,4 +1,4 @@
-"""The Jupyter protocol on the client's side: execute requests out, output in. Used in one thread only."""
+"""The client's side of the Jupyter protocol: it sends execute requests and receives output, in one thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollyard_sandbox.execution.capture import Capture
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_PROBE_INTERVAL = 0.1  # seconds; the first subscription may miss what was published before it arrived
+_PROBE_INTERVAL = 0.1  # seconds; probes repeat, as a subscription misses what was published before it arrived
 _HIGH_WATER = 20_000  # messages
 
 
@@ -24,8 +24,8 @@ class Wire:
     """The shell and iopub sockets of one kernel.
 
     Attributes:
-        succeeded: whether the last cell raised nothing.
-        result: text of the last cell's last expression.
+        succeeded: Whether the last cell raised no exception.
+        result: The text of the last cell's last expression.
     """
 
     def __init__(self, connection: dict[str, Any], wake: int) -> None:
@@ -54,7 +54,7 @@ class Wire:
         return socket
 
     def wait_until_ready(self, limit: float, wanted: Callable[[], bool]) -> bool:
-        """Whether the kernel answered on both sockets within `limit` seconds, while it was `wanted`."""
+        """Return whether the kernel answered on both sockets within `limit` seconds while it was `wanted`."""
         deadline = monotonic() + limit
         sent, replied, published = set(), False, False
         while wanted() and monotonic() < deadline:
@@ -73,7 +73,7 @@ class Wire:
         return False
 
     def execute(self, code: str) -> None:
-        """Sends a cell."""
+        """Send a cell to the kernel."""
         self._replied = self._idle = self.succeeded = False
         self.result = ""
         self._request = self._send(
@@ -89,7 +89,11 @@ class Wire:
         )
 
     def receive_until(self, deadline: float, capture: Capture) -> bool:
-        """Collects output until the cell ends; False when `deadline` (monotonic) or a wake-up came first."""
+        """Collect output until the cell ends.
+
+        Returns:
+            False if `deadline` (of the monotonic clock) or a wake-up came first.
+        """
         while not (self._replied and self._idle):
             ready = dict(self._poller.poll(_milliseconds(deadline)))
             if not ready:
@@ -102,13 +106,13 @@ class Wire:
                     self._replied = True
                     self.succeeded = message["content"].get("status") == "ok"
             if self._wake in ready and len(ready) == 1:
-                # Last, so that what the kernel said before it died is not lost.
+                # The wake-up is handled last, because what the kernel sent before it died must not be lost.
                 self._clear_wake()
                 return False
         return True
 
     def close(self) -> None:
-        """Closes the sockets."""
+        """Close the sockets."""
         self._shell.close()
         self._iopub.close()
         self._context.term()
@@ -116,7 +120,7 @@ class Wire:
     def _published(self, message: dict[str, Any], capture: Capture) -> None:
         kind, content = message.get("msg_type"), message.get("content", {})
         if kind == "stream":
-            # Also of earlier cells: a thread that they started still prints.
+            # Output of earlier cells is included, because a thread that they started may still print.
             capture.add(content["text"].encode("utf-8", "surrogateescape"))
         elif kind in ("execute_result", "display_data", "update_display_data"):
             text = content["data"].get("text/plain", "")
@@ -136,7 +140,7 @@ class Wire:
         return identifier
 
     def _receive(self, socket: Any) -> dict[str, Any]:
-        """The next message; one that is not signed with the kernel's key is an empty one."""
+        """Return the next message, or {} for one that is not signed with the kernel's key."""
         parts = socket.recv_multipart(zmq.NOBLOCK)
         try:
             _, parts = self._session.feed_identities(parts)
@@ -158,6 +162,6 @@ class Wire:
 
 
 def _milliseconds(deadline: float) -> int:
-    """Until `deadline`, rounded up: rounding down would spin in the last millisecond."""
+    """Return the milliseconds until `deadline`, rounded up: rounding down would spin in the last one."""
     left = deadline - monotonic()
     return int(left * 1000) + 1 if left > 0 else 0

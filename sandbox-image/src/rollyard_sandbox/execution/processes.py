@@ -1,4 +1,4 @@
-"""The processes of the sandbox, read from /proc, and how all of them are killed."""
+"""The processes of the sandbox: reading them from /proc, and killing all of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_OOM_SCORE = 500  # children die of a full memory limit before the server does
+_OOM_SCORE = 500  # With this score children die of a full memory limit before the server does.
 
 
 class Process:
-    """One line of /proc/PID/stat."""
+    """A process, as one line of /proc/PID/stat describes it."""
 
     __slots__ = ("group", "parent", "pid", "session", "state")
 
@@ -28,7 +28,7 @@ class Process:
 
 
 def become_subreaper() -> None:
-    """Orphans below this process become its children, however often they fork and detach."""
+    """Make this process the new parent of all orphans below it, however often they fork and detach."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -37,7 +37,7 @@ def become_subreaper() -> None:
 
 
 def snapshot() -> dict[int, Process]:
-    """Every process that /proc shows, by pid."""
+    """Return every process that /proc shows, by pid."""
     found = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -46,8 +46,8 @@ def snapshot() -> dict[int, Process]:
             with open(f"/proc/{name}/stat", "rb") as file:
                 line = file.read()
         except OSError:
-            continue  # it ended meanwhile
-        # The command name is in parentheses and may hold anything, parentheses too.
+            continue  # It ended meanwhile.
+        # The command name is in parentheses and may hold anything, even parentheses.
         state, parent, group, session = line[line.rindex(b")") + 2 :].split(b" ", 4)[:4]
         pid = int(name)
         found[pid] = Process(pid, state.decode(), int(parent), int(group), int(session))
@@ -55,7 +55,7 @@ def snapshot() -> dict[int, Process]:
 
 
 def descendants(root: int, processes: dict[int, Process]) -> list[Process]:
-    """All processes below `root`, zombies left out."""
+    """Return all processes below `root` except zombies."""
     children: dict[int, list[Process]] = {}
     for process in processes.values():
         children.setdefault(process.parent, []).append(process)
@@ -69,7 +69,13 @@ def descendants(root: int, processes: dict[int, Process]) -> list[Process]:
 
 
 def alive_below(processes: dict[int, Process], *, own_namespace: bool) -> list[Process]:
-    """The processes of the sandbox: all but this one and its init, or those below this one."""
+    """Return the processes of the sandbox that are alive.
+
+    Args:
+        processes: All processes, by pid.
+        own_namespace: Whether all processes except this one and its init belong to the sandbox. Otherwise
+            those below this one do.
+    """
     me = os.getpid()
     if not own_namespace:
         return descendants(me, processes)
@@ -77,9 +83,10 @@ def alive_below(processes: dict[int, Process], *, own_namespace: bool) -> list[P
 
 
 def stop_below(root: int) -> set[int]:
-    """Stops every process below `root`, each as soon as it is found, the newest first; zombies too.
+    """Stop every process below `root`, zombies included, and return their pids.
 
-    Nothing is found where the kernel does not list children (proc(5), CONFIG_PROC_CHILDREN).
+    Each process is stopped as soon as it is found, the newest first. Nothing is found if the kernel does not
+    list children (proc(5), CONFIG_PROC_CHILDREN).
     """
     stopped: set[int] = set()
     queue = [root]
@@ -93,19 +100,19 @@ def stop_below(root: int) -> set[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process, the newest last; some may be left out while others end."""
+    """Return the children of a process, the newest last. Some may be missing while others end."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
                 found.extend(map(int, file.read().split()))
     except OSError:
-        return found  # it ended, or this kernel has no such file
+        return found  # The process ended, or this kernel has no such file.
     return found
 
 
 def session_members(leader: int) -> list[Process]:
-    """The processes of session `leader` and everything below it, the leader included."""
+    """Return the processes of session `leader` and everything below it, including the leader."""
     processes = snapshot()
     members = {p.pid: p for p in processes.values() if p.session == leader and p.state not in "ZX"}
     members.update((p.pid, p) for p in descendants(leader, processes))
@@ -113,10 +120,11 @@ def session_members(leader: int) -> list[Process]:
 
 
 def forked_by(shell: int) -> tuple[dict[int, int], dict[int, int]]:
-    """Finds the processes below a shell, as a map from pid to process group.
+    """Find the processes below a shell.
 
     Returns:
-        The copies of the shell that have not become a program yet, and the programs that it started itself.
+        The copies of the shell that have not become a program yet, and the programs that it started itself,
+        each as a map from pid to process group.
     """
 
     def arguments(pid: int) -> bytes:
@@ -124,7 +132,7 @@ def forked_by(shell: int) -> tuple[dict[int, int], dict[int, int]]:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 return file.read()
         except OSError:
-            return b""  # it has ended
+            return b""  # The process has ended.
 
     own = arguments(shell)
     copies: dict[int, int] = {}
@@ -140,13 +148,13 @@ def forked_by(shell: int) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def with_descendants(roots: Iterable[int]) -> set[int]:
-    """These processes and all below them."""
+    """Return the pids of these processes and of all processes below them."""
     processes = snapshot()
     return {pid for root in roots for pid in (root, *(p.pid for p in descendants(root, processes)))}
 
 
 def send_signal(pids: Iterable[int], number: int) -> None:
-    """Signals each process that still exists and may be signalled."""
+    """Signal each process that still exists and may be signalled."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -155,30 +163,31 @@ def send_signal(pids: Iterable[int], number: int) -> None:
 
 
 def prefer_for_oom(pid: int) -> None:
-    """Makes the kernel choose `pid` and its children before the server when memory runs out."""
+    """Make the kernel choose `pid` and its children before the server when memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "rb", buffering=0) as file:
             own = int(file.read())
         with open(f"/proc/{pid}/oom_score_adj", "wb", buffering=0) as file:
-            # A pod may start with up to 1000, and only root may go below what it has.
+            # A pod may start with a score of up to 1000, and only root may lower a score.
             file.write(b"%d" % min(1000, max(_OOM_SCORE, own + 1)))
     except OSError:
-        return  # it ended, or this /proc is read-only: a preference, not a guarantee
+        return  # It ended, or this /proc is read-only. This is a preference, not a guarantee.
 
 
 def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: float = 5.0) -> int:
-    """Kills every process below this one and waits until they are gone.
+    """Kill every process below this one and wait until they are gone.
 
-    In a pid namespace of our own `kill(-1)` reaches all of them at once. Elsewhere the tree below the server
-    is walked (as a subreaper it inherits every orphan): stopped first, so that nothing forks while it is
-    being killed, and again until nothing is left. A process that keeps forking and ending, each time under a
-    new pid, is gone before a picture of the whole /proc is complete: what is below the server is therefore
-    read once more and stopped as it is found, with no pause while there is anything new.
+    In a pid namespace of our own `kill(-1)` reaches all of them at once. Elsewhere the tree below the server,
+    which inherits every orphan as a subreaper, is walked until nothing is left. Processes are stopped first,
+    because a stopped process cannot fork while the others are being killed. A process that keeps forking and
+    ending, each time under a new pid, is gone before a picture of the whole /proc is complete. Therefore the
+    processes below the server are read once more and stopped as they are found, without a pause while there
+    are new ones.
 
     Args:
-        reap: collects ended children; False where there are none.
-        own_namespace: this process and its init are all that may survive.
-        limit: seconds after which what does not die is given up.
+        reap: Collects ended children, and returns False if there are no children.
+        own_namespace: Whether only this process and its init may survive.
+        limit: The seconds after which processes that do not die are given up.
 
     Returns:
         The number of processes that were killed.
@@ -203,7 +212,7 @@ def kill_everything(reap: Callable[[], bool], *, own_namespace: bool, limit: flo
             pids.update(pid for pid in stop_below(me) if pid not in processes)
             send_signal(pids, signal.SIGKILL)
         if pids <= killed:
-            # Dying takes the kernel a moment; SIGCHLD only comes for our own children.
+            # Killing takes the kernel a moment, and SIGCHLD only comes for our own children.
             sleep(pause)
             pause = min(pause * 2, 0.05)
         killed |= pids

@@ -1,4 +1,4 @@
-"""Programs run in fresh processes: no terminal, a process group of their own, pipes only."""
+"""Programs that run in fresh processes, without a terminal, with pipes and a process group of their own."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ if TYPE_CHECKING:
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.isolation.protections import Protections
 
-_REAP_GRACE = 2.0  # seconds for a killed program to end
+_REAP_GRACE = 2.0  # The seconds that a killed program has to end.
 _READ = 65536
-_DRAIN_LIMIT = 1024 * 1024 + _READ  # bytes; more than the largest pipe holds
+_DRAIN_LIMIT = 1024 * 1024 + _READ  # bytes; this is more than the largest pipe holds
 
 
 def _launch_reason(error: Exception, program: str) -> str | None:
-    """ProgramNotFound, ConfinementFailed, or None where the program's folder or arguments are in the way."""
+    """Return the reason why a program did not start.
+
+    Returns:
+        ProgramNotFound, ConfinementFailed, or None if the program's folder or arguments are the cause.
+    """
     if not isinstance(error, OSError | ValueError):
-        return "ConfinementFailed"  # before the program was begun, and by nothing that it was given
+        return "ConfinementFailed"  # It failed before the program began, and not because of its arguments.
     absent = isinstance(error, FileNotFoundError) and error.filename == program and "/" not in program
     return "ProgramNotFound" if absent else None
 
 
 class Program:
-    """One program; standard output and standard error share a pipe, so that their order is kept.
+    """One program. Standard output and standard error share a pipe, which keeps their order.
 
-    It ends when its first process does: what that wrote is read, and what it left running is killed.
+    A program ends when its first process does: its output is then read, and what it left running is killed.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class Program:
         max_output: int,
         done: Callable[[Outcome | SandboxError], None],
     ) -> None:
-        import subprocess  # 8 ms, and only needed here
+        import subprocess  # This takes 8 ms and is only needed here.
 
         if not argv:
             raise BadRequest("argv: at least one word is needed")
@@ -95,15 +99,15 @@ class Program:
             loop.watch(self._stdin, self._write_input, WRITE)
 
     def expect_kill(self) -> None:
-        """The caller is about to kill every process: the program will end as `killed`."""
+        """Note that the caller is about to kill every process: the program will end as `killed`."""
         self._outcome.killed = True
 
     def cancel(self) -> None:
-        """Kills the program; does nothing where it has ended."""
+        """Kill the program. This does nothing if it has already ended."""
         if self._done is None:
             return
         self._outcome.killed = True
-        # Including what it started in other sessions: members are found before their parent is gone.
+        # The members are found before their parent is gone, to include what it started in other sessions.
         members = session_members(self.pid)
         send_signal((p.pid for p in members), signal.SIGKILL)
         self._timer.cancel()
@@ -120,7 +124,7 @@ class Program:
         except BlockingIOError:
             return
         except OSError:
-            self._input = self._input[:0]  # the program closed its standard input: the rest is not wanted
+            self._input = self._input[:0]  # The program closed its standard input and does not want the rest.
         self._close_stdin()
 
     def _close_stdin(self) -> None:

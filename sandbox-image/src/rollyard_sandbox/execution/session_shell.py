@@ -1,4 +1,4 @@
-"""The shell of a session: it is started, settles, reports, is read and written, and is lost."""
+"""The shell of a session: starting it, settling it, its reports, its terminal, and its loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollyard_sandbox.isolation.protections import Protections
 
     class Session(Protocol):
-        """What a shell needs of its session, which runs at most one command in it."""
+        """The methods that a shell calls on its session, which runs at most one command in it."""
 
         @property
         def busy(self) -> bool: ...
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
         def printed(self, data: bytes) -> None: ...
 
 
-START_LIMIT = 10.0  # seconds for bash to report for the first time, and after an interrupt
-IDLE_OUTPUT = 64 * 1024  # bytes kept of what background jobs print between commands
+START_LIMIT = 10.0  # The seconds that bash has to report for the first time, and after an interrupt.
+IDLE_OUTPUT = 64 * 1024  # The bytes that are kept of what background jobs print between commands.
 _INPUT_BACKLOG = 1024 * 1024  # bytes of unread input
 _READ = 65536
-_DRAIN_LIMIT = 256 * 1024  # bytes read after a report; a terminal buffers less
+_DRAIN_LIMIT = 256 * 1024  # bytes that are read after a report; a terminal buffers less
 
 
 class SessionShell:
-    """At most one shell at a time; the next one starts in the directory of the one that was lost.
+    """The shell of one session: at most one at a time, and the next starts in the directory of the lost one.
 
     Args:
-        cwd: the directory where the first shell starts.
-        session: is called back when the shell is ready, reports, prints or is lost.
+        cwd: The directory in which the first shell starts.
+        session: The session that is called back when the shell is ready, reports, prints or is lost.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class SessionShell:
         self._input = bytearray()
         self.cwd = cwd
         self.shell: Shell | None = None
-        self.ready = False  # it waits for a command, or runs one
-        self.signalled = False  # a SIGINT may be pending in it
-        self.lost_state = False  # a shell was lost since the last command ended
+        self.ready = False  # Whether the shell waits for a command, or runs one.
+        self.signalled = False  # Whether a SIGINT may be pending in the shell.
+        self.lost_state = False  # Whether a shell was lost since the last command ended.
 
     @property
     def settling(self) -> bool:
-        """Whether the shell is still acting on what is left of a SIGINT."""
+        """Return whether the shell is still acting on what is left of a SIGINT."""
         return self._settling is not None
 
     def start(self) -> None:
-        """Starts a shell.
+        """Start a shell.
 
         Raises:
-            LaunchError: it cannot be started.
+            LaunchError: It cannot be started.
         """
         if not os.path.isdir(self.cwd):
             self.cwd = self._home
@@ -96,7 +96,7 @@ class SessionShell:
         self._loop.on_exit(shell.pid, self._ended)
 
     def discard(self, status: int | None = None) -> None:
-        """Forgets the shell; unless it has ended with the wait status `status`, its processes are killed."""
+        """Forget the shell. Its processes are killed, unless it has ended with the wait status `status`."""
         shell = self.shell
         if shell is None:
             return
@@ -108,19 +108,19 @@ class SessionShell:
             members = session_members(shell.pid)
             send_signal((p.pid for p in members), signal.SIGKILL)
             send_signal((shell.pid,), signal.SIGKILL)
-            self._loop.forget_child(shell.pid)  # the loop reaps it without a call
+            self._loop.forget_child(shell.pid)  # The loop reaps it without calling back.
         self._loop.unwatch(shell.channel.fileno())
         self._loop.unwatch(shell.master)
         shell.close()
         self._session.shell_lost(None if status is None else _exit_code(status))
 
     def abandon(self) -> None:
-        """Discards a shell that hangs; the next one starts in its directory."""
+        """Discard a shell that hangs. The next one starts in its directory."""
         self.note_directory()
         self.discard()
 
     def reset(self) -> None:
-        """Kills the shell on request: the next one starts where the session began, and has lost no state."""
+        """Kill the shell on request. The next one starts where the session began and reports no loss."""
         if self.shell is not None:
             self.drain()
             self.discard()
@@ -128,7 +128,7 @@ class SessionShell:
         self.lost_state = False
 
     def note_directory(self) -> None:
-        """Remembers where the shell is, as far as it is known."""
+        """Remember the shell's working directory, as far as it is known."""
         if self.shell is not None:
             self.cwd = self.shell.cwd() or self.cwd
 
@@ -150,10 +150,11 @@ class SessionShell:
             if report is not None and report.leaving:
                 self._farewell = report
             elif self._farewell is not None:
-                self._farewell.cwd += os.fsdecode(message)  # bash flushes at newlines, also in a path
+                # Bash flushes at newlines, and therefore splits a path that contains one.
+                self._farewell.cwd += os.fsdecode(message)
 
     def _channel_lost(self, shell: Shell) -> None:
-        """The shell closed its channel: it was replaced by `exec`, or sabotaged itself."""
+        """This is called when the shell closed its channel: `exec` replaced it, or it sabotaged itself."""
         self._loop.unwatch(shell.channel.fileno())
         self._judge_exec()
 
@@ -165,7 +166,7 @@ class SessionShell:
         if fresh is None:
             self._loop.call_later(0.01, self._judge_exec)
         elif fresh:
-            # `exec bash`: our own new shell takes its place, with the same environment and directory.
+            # After `exec bash` our own new shell takes its place, with the same environment and directory.
             self.note_directory()
             inherited = shell.environment()
             if inherited is not None:
@@ -174,17 +175,17 @@ class SessionShell:
             if self._session.busy:
                 self._session.shell_replaced()
                 self.discard()
-                self.lost_state = False  # the result says so already
+                self.lost_state = False  # The result reports the loss already.
             else:
                 self.discard()
         elif not self._session.busy:
             self.discard()
-        # else `exec program`: the command ends when the program does.
+        # Otherwise it was `exec program`, and the command ends when the program does.
 
-    # Reports
+    # The methods below give the shell commands and read its reports.
 
     def settle(self) -> None:
-        """Lets the shell act on a SIGINT that may be pending in it; `shell_ready` is called afterwards."""
+        """Let the shell act on a SIGINT that may be pending in it. `shell_ready` is called afterwards."""
         shell = self.shell
         assert shell is not None
         self.ready = False
@@ -199,21 +200,22 @@ class SessionShell:
                 return self.shell is shell and self._settling is settling
 
             def expire() -> None:
-                if unsettled() and not self._session.busy:  # a command that waits has a limit of its own
+                # A command that waits has a limit of its own.
+                if unsettled() and not self._session.busy:
                     self.abandon()
 
             Stragglers(self._loop, shell, unsettled)
             self._loop.call_later(START_LIMIT, expire)
 
     def run(self, command: bytes) -> str:
-        """Gives the shell a command; returns the number with which it will report the command's end."""
+        """Give the shell a command, and return the number with which it will report the command's end."""
         shell = self.shell
         assert shell is not None
         number = self._next_number()
         try:
             shell.run(command, number)
         except OSError:
-            # The shell died between two commands and its end has not been reaped yet.
+            # The shell died between two commands and has not been reaped yet.
             self.discard()
         return number
 
@@ -253,28 +255,28 @@ class SessionShell:
         self.ready = True
         self.drain()
         if self._settling is None or self._idle_output.finish()[0] == AT_INTERRUPT:
-            self._idle_output = Capture(IDLE_OUTPUT)  # bash printed it, and no job
+            self._idle_output = Capture(IDLE_OUTPUT)  # Bash itself printed this, not a job.
         self._settling = None
         self._session.shell_ready()
 
-    # The terminal
+    # The methods below read and write the terminal.
 
     def take_idle_output(self) -> bytes:
-        """Returns what was printed since the last command (its first and last 32 KiB), and forgets it."""
+        """Return what was printed since the last command (its first and last 32 KiB), and forget it."""
         idle, _ = self._idle_output.finish()
         if idle:
             self._idle_output = Capture(IDLE_OUTPUT)
         return idle
 
     def idle_text(self) -> str:
-        """What was printed since the last command, as text for a message."""
+        """Return what was printed since the last command, as text for a message."""
         return self._idle_output.finish()[0].decode(errors="replace").strip()
 
     def send_input(self, data: bytes) -> None:
-        """Types `data` on the terminal.
+        """Type `data` on the terminal.
 
         Raises:
-            SandboxError: more than 1 MiB is waiting to be read (reason InputBacklog).
+            SandboxError: More than 1 MiB is waiting to be read (reason InputBacklog).
         """
         if len(self._input) + len(data) > _INPUT_BACKLOG:
             raise SandboxError("the program does not read its input: 1 MiB is waiting", reason="InputBacklog")
@@ -282,13 +284,13 @@ class SessionShell:
         self._write_input()
 
     def forget_input(self) -> None:
-        """Drops the input that no program has read."""
+        """Drop the input that no program has read."""
         if self._input and self.shell is not None:
             self._input.clear()
             self._loop.change(self.shell.master, READ)
 
     def drain(self) -> None:
-        """Reads what is on the terminal now, up to a limit."""
+        """Read what the terminal holds now, up to a limit."""
         shell, total = self.shell, 0
         while shell is not None and total < _DRAIN_LIMIT:
             count = self._read_terminal(shell)
@@ -306,7 +308,7 @@ class SessionShell:
             self._read_terminal(shell)
 
     def _read_terminal(self, shell: Shell) -> int:
-        """Reads once; returns the number of bytes, 0 where there are none now."""
+        """Read once, and return the number of bytes, which is 0 if there are none now."""
         try:
             data = os.read(shell.master, _READ)
         except BlockingIOError:
@@ -314,7 +316,7 @@ class SessionShell:
         except OSError:
             data = b""
         if not data:
-            self._loop.unwatch(shell.master)  # hung up: the shell's end is about to be reaped
+            self._loop.unwatch(shell.master)  # The terminal hung up, and the shell is about to be reaped.
             return 0
         if self.ready and self._session.busy:
             self._session.printed(data)
@@ -328,12 +330,12 @@ class SessionShell:
         try:
             written = os.write(shell.master, self._input) if self._input else 0
         except BlockingIOError:
-            written = 0  # the program does not read; the rest is written when it does
+            written = 0  # The program does not read now. The rest is written when it does.
         del self._input[:written]
         self._loop.change(shell.master, READ | WRITE if self._input else READ)
 
 
 def _exit_code(status: int) -> int:
-    """A wait status as shells show it: 128 + the signal's number where a signal ended the process."""
+    """Return a wait status as shells show it: 128 + the signal's number if a signal ended the process."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

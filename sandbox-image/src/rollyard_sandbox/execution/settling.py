@@ -1,7 +1,7 @@
-"""Lets a shell act on what is left of a SIGINT before it gets a command.
+"""Settling of a shell: it acts on what is left of a SIGINT before it receives a command.
 
-One that came as the last command ended may still be pending in bash, which then drops the number, or
-the line, that it reads next: the command would never begin. An empty line can be dropped and asked again.
+A SIGINT that came as the last command ended may still be pending in bash. Bash then drops the number, or the
+line, that it reads next, and a command would never begin. An empty line can be dropped and sent again.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from rollyard_sandbox.execution.shell import Shell
 
 AT_INTERRUPT = b"\n"
-"""What bash prints when it acts on a SIGINT at its prompt."""
+"""The text that bash prints when it acts on a SIGINT at its prompt."""
 
 
 class Settling:
-    """Probes of an idle shell, until it has reported the last of them.
+    """The probes of an idle shell, which are repeated until it has reported the last of them.
 
     Raises:
-        OSError: from the start on, and of `is_over`: the shell is gone.
+        OSError: The shell is gone. `is_over` raises this, too.
     """
 
     def __init__(self, shell: Shell, next_number: Callable[[], str]) -> None:
@@ -35,11 +35,11 @@ class Settling:
         self._shell.probe(self._asked[-1])
 
     def is_over(self, number: str) -> bool:
-        """Whether a report with `number` says that the shell waits for a command, and for nothing else."""
+        """Return whether a report with `number` means that the shell waits for a command and nothing else."""
         if number == self._asked[-1]:
             return True
         if number in self._asked:
-            self._asked.remove(number)  # the shell reads the next one
+            self._asked.remove(number)  # The shell reads the next number.
         else:
-            self._ask()  # it began its prompt again, perhaps without the number that it had read
+            self._ask()  # The shell began its prompt again, perhaps without the number that it had read.
         return False

@@ -1,19 +1,20 @@
 """One bash on a pseudo-terminal, and the private channel on which it reports.
 
-How a command is run, and why nothing can forge or delay its end:
+A command is run as follows, and nothing can forge or delay the report of its end:
 
 * bash inherits one end of a SOCK_SEQPACKET socket pair and moves it, in pure bash, to a descriptor with
   FD_CLOEXEC: when `{ …; } 64>&-` runs, bash saves descriptor 64 above 10 with that flag, and duplicating a
-  descriptor that has the flag keeps it. So programs do not inherit the channel.
+  descriptor that has the flag keeps it. Therefore programs do not inherit the channel.
 * Subshells are forks without exec and do hold it. The kernel stamps every message with its sender's pid
   (SO_PASSCRED), and only messages of the shell's own pid count.
-* PROMPT_COMMAND (readonly) sends the exit status with the number of the command, then blocks reading the
-  number of the next one. So between commands bash does not read the terminal, input left over by a program
-  can be flushed before bash would take it for a command, and a stray prompt repeats an old number.
-* The command itself is one typed line, `\\builtin eval -- $'…'`, at the top level (so that `declare` is
-  global); one that is too long for the terminal's line buffer (4,096 bytes) is read from a memory file.
-* Output is complete when, after the report, the non-blocking master says EAGAIN: since Linux 4.5 n_tty
-  flushes the terminal's pending work before it returns that.
+* PROMPT_COMMAND (readonly) sends the exit status with the number of the command, then blocks until it has
+  read the number of the next one. Therefore bash does not read the terminal between commands, input that a
+  program left over can be flushed before bash takes it for a command, and a stray prompt repeats an old
+  number.
+* The command itself is one typed line, `\\builtin eval -- $'…'`, at the top level, where `declare` is
+  global. A command that is too long for the terminal's line buffer (4,096 bytes) is read from a memory file.
+* Output is complete when, after the report, reading the non-blocking master fails with EAGAIN: since Linux
+  4.5 n_tty flushes the terminal's pending work before it returns that error.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.isolation.protections import Protections
 
-CHANNEL = 11  # bash's descriptor of the channel
-_MEMORY = 12  # bash's descriptor of the memory file
-_TIOCGPTPEER = 0x5441  # opens the slave without a path, in any mount namespace (Linux 4.13)
+CHANNEL = 11  # The descriptor of the channel in bash.
+_MEMORY = 12  # The descriptor of the memory file in bash.
+_TIOCGPTPEER = 0x5441  # This opens the slave without a path, in any mount namespace (Linux 4.13).
 _CREDENTIALS = struct.Struct("3i")
 _TYPED_LIMIT = 3500  # bytes; the terminal's line buffer holds 4,096
-_WINDOW = (50, 512)  # rows, columns: wide, so that programs do not wrap
+_WINDOW = (50, 512)  # Rows and columns. The window is wide to keep programs from wrapping lines.
 
 _REPORT = (
     r"""{ \builtin printf '%s %s' "$?" "${__ry-}" >&CHANNEL; \builtin read -r -N 8 -u CHANNEL __ry; }"""
@@ -70,14 +71,14 @@ _DEFAULTED = (
 
 
 def single_quoted(text: str) -> str:
-    """`text` as one word for a shell."""
+    """Return `text` quoted as one word for a shell."""
     return "'" + text.replace("'", "'\\''") + "'"
 
 
 def typed_line(command: bytes) -> bytes | None:
-    """The line that makes bash run `command`, or None where it would be too long to type.
+    """Return the line that makes bash run `command`, or None if it would be too long to type.
 
-    Everything but printable ASCII is escaped, so that no byte means anything to the terminal.
+    Everything except printable ASCII is escaped, because other bytes may mean something to the terminal.
     """
     if len(command) > _TYPED_LIMIT:
         return None
@@ -90,7 +91,10 @@ def typed_line(command: bytes) -> bytes | None:
 
 
 class Report:
-    """A message from the shell: `status` of command `number`; `leaving` (in `cwd`) when it exits."""
+    """A message from the shell with the exit status of command `number`.
+
+    `leaving` is True when the shell exits; `cwd` is then its working directory.
+    """
 
     __slots__ = ("cwd", "leaving", "number", "status")
 
@@ -102,7 +106,7 @@ class Report:
 
 
 def parse_report(message: bytes) -> Report | None:
-    """The report in a channel message, or None where it is none."""
+    """Return the report in a channel message, or None if the message is no report."""
     leaving = message.startswith(b"x")
     fields = message[leaving:].split(b" ", 2)
     if len(fields) < 2 or not fields[0].isdigit():
@@ -127,10 +131,10 @@ class Shell:
 
     @classmethod
     def spawn(cls, cwd: str, environment: dict[str, str], protections: Protections) -> Shell:
-        """Starts bash in `cwd`; it is ready when its first report arrives.
+        """Start bash in `cwd`. It is ready when its first report arrives.
 
         Raises:
-            LaunchError: there is no bash, no pseudo-terminal, or no room for another process.
+            LaunchError: There is no bash, no pseudo-terminal, or no room for another process.
         """
         from ptyprocess import PtyProcess
 
@@ -139,7 +143,7 @@ class Shell:
         try:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             ours.setblocking(False)
-            # Well above 10, so that bash saves them at 10 exactly.
+            # The numbers are well above 10, because bash then saves them at exactly 10.
             inherited.append(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 64))
             memory = os.memfd_create("command")
             inherited.append(fcntl.fcntl(memory, fcntl.F_DUPFD_CLOEXEC, 64))
@@ -147,7 +151,7 @@ class Shell:
             with protections.forking():
                 process = PtyProcess.spawn(
                     ["bash", "--norc", "--noprofile", "--noediting", "-i"],
-                    # No cwd: where it cannot be entered, ptyprocess would let the child continue as our copy.
+                    # No cwd is passed: if it cannot be entered, ptyprocess lets the child run on as our copy.
                     env=environment,
                     preexec_fn=lambda: _prepare_child(inherited, protections, cwd),
                     dimensions=_WINDOW,
@@ -182,14 +186,14 @@ class Shell:
         return shell
 
     def reads_terminal(self) -> bool:
-        """Whether the shell's standard input is still our terminal (`exec < file` would change it)."""
+        """Return whether the shell's standard input is still our terminal (`exec < file` would change it)."""
         try:
             return os.stat(self._input).st_rdev == self._terminal
         except OSError:
             return False
 
     def run(self, command: bytes, number: str) -> None:
-        """Makes the idle shell run `command`; its report will carry `number` (8 characters)."""
+        """Make the idle shell run `command`. Its report will carry `number` (8 characters)."""
         self.forget_input()
         line = typed_line(command)
         if line is None:
@@ -202,19 +206,20 @@ class Shell:
         self.channel.send(number.encode())
 
     def probe(self, number: str) -> None:
-        """Makes the idle shell read an empty line and report with `number` (8 characters); `$?` stays."""
+        """Make the idle shell read an empty line and report with `number` (8 characters). `$?` is kept."""
         os.write(self.master, b"\n")
         self.channel.send(number.encode())
 
     def forget_input(self) -> None:
-        """Drops what a program left unread, before the idle shell takes it for a command."""
+        """Drop the input that a program left unread, before the idle shell takes it for a command."""
         self.reset_terminal()
         termios.tcflush(self.slave, termios.TCIFLUSH)
 
     def receive(self) -> bytes | None:
-        """The next message of the shell itself; None when there is none now, b"" when the channel is closed.
+        """Return the next message of the shell itself. Messages of other processes are dropped.
 
-        Messages of other processes are dropped.
+        Returns:
+            The message, None if there is none now, or b"" if the channel is closed.
         """
         while True:
             try:
@@ -234,36 +239,38 @@ class Shell:
                     return data
 
     def cwd(self) -> str | None:
-        """The shell's working directory, None where it is not known."""
+        """Return the shell's working directory, or None if it is not known."""
         try:
             return os.readlink(f"/proc/{self.pid}/cwd")
         except OSError:
             return None
 
     def reset_terminal(self) -> None:
-        """Undoes what programs did to the terminal's modes."""
+        """Undo what programs have done to the terminal's modes."""
         modes = fcntl.ioctl(self.slave, termios.TCGETS, bytes(60))
         if modes != self._clean:
             fcntl.ioctl(self.slave, termios.TCSETS, self._clean)
             termios.tcflow(self.slave, termios.TCOON)
 
     def unstick(self) -> None:
-        """Resumes stopped output and a stopped shell, so that a signal can take effect."""
+        """Resume stopped output and a stopped shell. Otherwise a signal could not take effect."""
         fcntl.ioctl(self.slave, termios.TCSETS, self._clean)
         termios.tcflow(self.slave, termios.TCOON)
         os.kill(self.pid, signal.SIGCONT)
 
     def foreground(self) -> int:
-        """The process group in the foreground of the terminal; 0 where there is none."""
+        """Return the process group in the foreground of the terminal, or 0 if there is none."""
         try:
             return os.tcgetpgrp(self.master)
         except OSError:
             return 0
 
     def is_fresh_shell(self) -> bool | None:
-        """After the shell's process replaced itself: whether it is now an interactive shell at its prompt.
+        """Check, after the shell's process has replaced itself, what it is now.
 
-        None while that is not known yet (exec is still setting up the new program).
+        Returns:
+            Whether it is an interactive shell at its prompt. None while that is not known yet, because exec
+            is still setting up the new program.
         """
         try:
             with open(f"/proc/{self.pid}/cmdline", "rb") as file:
@@ -280,7 +287,7 @@ class Shell:
         )
 
     def environment(self) -> dict[str, str] | None:
-        """The environment with which the process was executed."""
+        """Return the environment with which the process was executed, or None if it cannot be read."""
         try:
             with open(f"/proc/{self.pid}/environ", "rb") as file:
                 pairs = (os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0") if entry)
@@ -289,8 +296,8 @@ class Shell:
             return None
 
     def close(self) -> None:
-        """Gives the descriptors back; the process must have ended or been killed."""
-        self._process.closed = True  # its own close would sleep and signal
+        """Close the descriptors. The process must have ended or been killed."""
+        self._process.closed = True  # Its own `close` would sleep and send signals.
         self._process.fileobj.close()
         os.close(self.slave)
         os.close(self._memory)
@@ -298,7 +305,7 @@ class Shell:
 
 
 def _set_terminal_modes(fd: int) -> None:
-    """No echo, no translation of output ("\n" stays "\n"), no flow control."""
+    """Switch off echo, the translation of output ("\n" stays "\n"), and flow control."""
     modes = termios.tcgetattr(fd)
     modes[0] = (modes[0] | termios.ICRNL) & ~(termios.IXON | termios.IXOFF)
     modes[1] &= ~termios.OPOST
@@ -308,10 +315,10 @@ def _set_terminal_modes(fd: int) -> None:
 
 
 def _prepare_child(inherited: list[int], protections: Protections, cwd: str) -> None:
-    """In the child: its folder, inheritable descriptors, and the default action for what Python ignores.
+    """Prepare the child: set its folder, its inheritable descriptors, and the default action for signals.
 
-    The terminal's modes are set here because bash remembers those that it starts with, and restores them
-    whenever a signal ends a program.
+    Python ignores some of these signals. The terminal's modes are set here, because bash remembers those that
+    it starts with and restores them whenever a signal ends a program.
     """
     os.chdir(cwd)
     _set_terminal_modes(0)

@@ -1,1 +1,1 @@
-"""What keeps commands away from the exec server, the sandbox away from the network, and strangers out."""
+"""The isolation of the server from commands, of the sandbox from the network, and of both from strangers."""

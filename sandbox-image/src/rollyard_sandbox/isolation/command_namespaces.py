@@ -1,10 +1,11 @@
 """The namespaces between the server and its commands.
 
 The server keeps the right to make namespaces in its sandbox. Commands run in a pid namespace of their own,
-which shows them neither the server nor what keeps the sandbox, and in a mount namespace with a /proc of that.
-Unless they are root of an image, they also run in a user namespace in which the server does not exist: the
-kernel then grants them nothing over the server, whatever the two have in common. Killing the first process of
-their pid namespace, which only reaps, kills all of them at once; the next command then gets new namespaces.
+which shows them neither the server nor the processes that manage the sandbox, and in a mount namespace whose
+/proc belongs to that pid namespace. Unless they are root of an image, they also run in a user namespace in
+which the server does not exist: the kernel then grants them nothing over the server, whatever the two have
+in common. The first process of their pid namespace only reaps. Killing it kills all commands at once, and the
+next command then gets new namespaces.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ if TYPE_CHECKING:
 _NEWNS, _NEWUSER, _NEWPID = 0x20000, 0x10000000, 0x20000000
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_NAME = 1, 4, 15
 _READY = b"+"
-# What Docker leaves to a container's root, but mknod, net_raw and audit_write: chown, dac_override, fowner,
-# fsetid, kill, setgid, setuid, setpcap, net_bind_service, sys_chroot, setfcap.
+# These are the capabilities that Docker leaves to a container's root, except mknod, net_raw and audit_write:
+# chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service, sys_chroot, setfcap.
 ROOT_KEEPS = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31})
 _SERVER_KEEPS = frozenset({18, 21})  # sys_chroot, sys_admin
 
 
 class NamespaceOptions:
-    """Options of the namespaces of commands.
+    """The options of the namespaces of commands.
 
     Args:
-        uid: the user and group that they see themselves as; None: they are root of the image, as the server
-            is, with the rights that a container's root usually has.
-        hidden: names of /proc that show nothing.
-        eval_folder: an existing folder over which the place of an evaluation is mounted.
-        eval_bytes: the size of that place.
+        uid: The user and group that commands see themselves as. With None they are root of the image, as the
+            server is, with the rights that a container's root usually has.
+        hidden: The names in /proc that show nothing.
+        eval_folder: An existing folder over which the place of an evaluation is mounted.
+        eval_bytes: The size of that place in bytes.
     """
 
     __slots__ = ("eval_bytes", "eval_folder", "hidden", "uid")
@@ -55,10 +56,10 @@ class NamespaceOptions:
 class CommandNamespaces:
     """The namespaces of one sandbox's commands.
 
-    The process that makes them has one thread, and all rights in its own namespaces.
+    The process that makes them must have one thread, and all rights in its own namespaces.
 
     Raises:
-        OSError: the kernel refuses a part of it.
+        OSError: The kernel refuses a part of it.
     """
 
     def __init__(self, libc: ctypes.CDLL, options: NamespaceOptions) -> None:
@@ -75,10 +76,10 @@ class CommandNamespaces:
 
     @contextmanager
     def forking(self) -> Iterator[None]:
-        """A process that is forked in this context begins in the commands' pid namespace; see `enter`.
+        """Return a context in which a forked process begins in the commands' pid namespace (see `enter`).
 
         Raises:
-            OSError: no namespaces can be made.
+            OSError: The namespaces cannot be made.
         """
         if not self.alive():
             self._close()
@@ -90,10 +91,12 @@ class CommandNamespaces:
             self._join(self._own_pids, _NEWPID)
 
     def enter(self, cwd: str) -> None:
-        """Lets a child that is about to become a command enter the other namespaces and lose all rights.
+        """Let a child that is about to become a command enter the other namespaces and drop its rights.
+
+        A command that is root of an image keeps `ROOT_KEEPS`.
 
         Raises:
-            OSError: the kernel refuses a part of it, or `cwd` cannot be entered.
+            OSError: The kernel refuses a part of it, or `cwd` cannot be entered.
         """
         self._join(self._mounts, _NEWNS)
         os.chdir(cwd)
@@ -102,11 +105,11 @@ class CommandNamespaces:
         drop_rights(self._libc, ROOT_KEEPS if self._users is None else frozenset())
 
     def descriptors(self) -> tuple[int, ...]:
-        """The descriptors that `enter` needs."""
+        """Return the descriptors that `enter` needs."""
         return (self._mounts,) if self._users is None else (self._mounts, self._users)
 
     def alive(self) -> bool:
-        """Whether the namespaces' first process is alive."""
+        """Return whether the first process of the namespaces is alive."""
         if self._first < 0:
             return False
         poll = select.poll()
@@ -114,23 +117,25 @@ class CommandNamespaces:
         return not poll.poll(0)
 
     def mount_place(self) -> str:
-        """Mounts a new, empty memory file system for an evaluation; commands that start later see it.
+        """Mount a new, empty memory file system for an evaluation, and return its folder.
+
+        Commands that start later see it.
 
         Raises:
-            OSError: the kernel refuses it.
+            OSError: The kernel refuses it.
         """
         self._mount.memory(self._options.eval_folder, self._options.eval_bytes, 0o700)
         return self._options.eval_folder
 
     def remove_place(self) -> None:
-        """Unmounts that file system, with all that is in it."""
+        """Unmount that file system, and lose its contents."""
         self._mount.detach(self._options.eval_folder)
 
     def _join(self, namespace: int, kind: int) -> None:
         call(self._libc, "setns", namespace, kind)
 
     def _new_users(self, uid: int) -> int:
-        """A user namespace in which `uid` is the server's user, and nobody else exists."""
+        """Return a new user namespace in which `uid` is the server's user and no other user exists."""
         made_read, made_write = os.pipe()
         done_read, done_write = os.pipe()
         child = os.fork()
@@ -189,7 +194,7 @@ class CommandNamespaces:
         self._pids = self._mounts = self._first = -1
 
     def _be_first(self, server: socket.socket) -> NoReturn:
-        """In the first process: makes the mounts, then reaps until the server kills it; nobody else can."""
+        """Be the first process: make the mounts, then reap until the server, which alone can, kills it."""
         try:
             libc = self._libc
             call(libc, "prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -198,7 +203,7 @@ class CommandNamespaces:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps at once
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # With this the kernel reaps at once.
             os.setsid()
             os.chdir("/")
             call(libc, "unshare", _NEWNS)

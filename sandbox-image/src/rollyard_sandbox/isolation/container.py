@@ -1,9 +1,9 @@
-"""A stage before the server: inside a container that others started it makes a sandbox like bubblewrap's.
+"""A stage before the server, which makes a sandbox like bubblewrap's inside a container that others started.
 
-`confine` gives the server namespaces of its own, below those of the container: a user without any right, a
-process table in which the server is process 1 (nothing inside can end it, or see what keeps the container),
-and memory file systems of fixed sizes where programs write. It leaves the server all rights in these
-namespaces: `command_namespaces` puts further ones between the server and its commands.
+`confine` gives the server namespaces of its own, below those of the container. They have a user without any
+right, a process table in which the server is process 1 (nothing inside can end it, or see the processes that
+manage the container), and memory file systems of fixed sizes where programs write. The server keeps all
+rights in these namespaces; `command_namespaces` puts further ones between the server and its commands.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 1, 38
 
 
 class Confinement:
-    """What the sandbox shall look like.
+    """The wanted properties of a sandbox.
 
     Args:
-        uid: user and group that programs inside see themselves as; None where the container has a root user
-            of its own (`--fakeroot`): it stays, with the rights that a container's root usually has.
-        sizes: folder to (bytes, mode): a memory file system each, over whatever is there.
-        aliases: folder to folder: the first shows the second, where both exist.
-        read_only: mount points that nobody may write to; their submounts stay as they are.
-        hostname: what `hostname` says.
+        uid: The user and group that programs inside see themselves as. None if the container has a root user
+            of its own (`--fakeroot`), which stays, with the rights that a container's root usually has.
+        sizes: A map from a folder to (bytes, mode). Each folder is covered by a memory file system.
+        aliases: A map from a folder to the folder that it shows, if both exist.
+        read_only: The mount points to which no program may write. Their submounts stay as they are.
+        hostname: The name that `hostname` prints.
     """
 
     __slots__ = ("aliases", "hostname", "read_only", "sizes", "uid")
@@ -56,13 +56,14 @@ class Confinement:
 
 
 def confine(wanted: Confinement) -> None:
-    """Returns in process 1 of a new sandbox; what called it ends, and another ends the container after it.
+    """Make a new sandbox, and return in its process 1.
 
-    Exits with FAILED where the kernel refuses a part of it, and says which on standard error.
+    The calling process ends, and another process ends the container when the sandbox has ended. If the
+    kernel refuses a part of it, this exits with FAILED and reports the part on standard error.
     """
     if os.fork():
-        # The container's process 1 passes signals to the group of the program it started, and ends by the
-        # first one that finds no group: the group is left, so that one signal is enough from now on.
+        # The container's process 1 passes signals to the group of the program that it started, and ends at
+        # the first signal for which it finds no group. The group is left, so one signal is now enough.
         os._exit(0)
     os.setsid()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -82,12 +83,12 @@ def confine(wanted: Confinement) -> None:
 
 
 def clean_environment(fixed: Mapping[str, str], prefixes: Sequence[str], libraries: str) -> None:
-    """Leaves of the environment what the image says: not what the container's programs have added.
+    """Reduce the environment to what the image sets, without what the container's programs have added.
 
     Args:
-        fixed: variables that are set, whatever the image says.
-        prefixes: variables that begin so are removed.
-        libraries: the folder that is taken out of LD_LIBRARY_PATH.
+        fixed: The variables that are set, whatever the image says.
+        prefixes: The prefixes of the variables that are removed.
+        libraries: The folder that is removed from LD_LIBRARY_PATH.
     """
     for name in list(os.environ):
         if name.startswith(tuple(prefixes)):
@@ -112,7 +113,7 @@ def _namespaces(libc: ctypes.CDLL, uid: int | None) -> None:
 
 
 def _keep(child: int) -> NoReturn:
-    """Waits for the end of the sandbox, then ends the container."""
+    """Wait for the end of the sandbox, then end the container."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(null, descriptor)
@@ -122,7 +123,7 @@ def _keep(child: int) -> NoReturn:
 
 
 def _end_container() -> NoReturn:
-    if os.getpid() != 1:  # the sandbox's own process 1 just ends: its keeper does the rest
+    if os.getpid() != 1:  # The sandbox's own process 1 only ends, and its keeper does the rest.
         os.kill(1, signal.SIGTERM)
     os._exit(FAILED)
 
@@ -130,8 +131,8 @@ def _end_container() -> NoReturn:
 def _mounts(libc: ctypes.CDLL, wanted: Confinement) -> None:
     mount = Mount(libc)
     mount("", "/", flags=REC | PRIVATE)
-    # The container's /proc shows what keeps it: only a new one shows nothing but this sandbox. Commands get
-    # another, which hides more.
+    # The container's /proc shows the processes that manage it. A new /proc shows this sandbox only. Commands
+    # get another one, which hides more.
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     for folder, (size, mode) in wanted.sizes.items():
         mount.memory(folder, size, mode)

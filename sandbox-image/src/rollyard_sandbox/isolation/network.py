@@ -1,8 +1,8 @@
-"""Waiting until the sandbox's network is closed: on Kubernetes a new pod may reach others for a moment.
+"""Waiting until the sandbox's network is closed, because a new pod on Kubernetes may reach others at first.
 
-A NetworkPolicy is applied by the cluster's network engine some time after the pod has its address, and by
-none where the cluster has no such engine. So the server itself tries what must not be reachable, before it
-lets anybody in.
+The cluster's network engine applies a NetworkPolicy some time after the pod has its address, and a cluster
+without such an engine never applies it. Therefore the server itself tries to reach what must be out of reach
+before it accepts clients.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NOT_ISOLATED = 78  # exit status (EX_CONFIG)
+NOT_ISOLATED = 78  # The exit status of a server that is not isolated (EX_CONFIG).
 DEFAULT_SECONDS = 10.0
 _TRY_SECONDS = 0.25
 _PAUSE_SECONDS = 0.02
-_TERMINATION_LOG = "/dev/termination-log"  # Kubernetes shows its content as the container's own last word
+_TERMINATION_LOG = "/dev/termination-log"  # Kubernetes shows its content as the container's last message.
 
 
 class ForbiddenAddress:
-    """An address that must not be reachable, as IP address and port: a sandbox resolves no names."""
+    """An address that must not be reachable, as IP address and port, because a sandbox resolves no names."""
 
     __slots__ = ("address", "family", "text")
 
@@ -47,13 +47,16 @@ class ForbiddenAddress:
 
 
 def wait_isolated(targets: Sequence[ForbiddenAddress], seconds: float) -> str | None:
-    """Tries to connect to every target until none lets us; None then, else what is wrong after `seconds`.
+    """Try to connect to every target until none accepts a connection.
 
-    A refusal is an answer. Silence may also be a slow peer, so that it must be met twice in a row.
+    A refusal is an answer. Silence may also come from a slow peer, and must therefore occur twice in a row.
+
+    Returns:
+        None when no target accepts a connection, or a message if one still does after `seconds`.
     """
     deadline = monotonic() + seconds
     silent_before = False
-    before = signal.signal(signal.SIGTERM, _leave)  # process 1 ignores what it does not handle
+    before = signal.signal(signal.SIGTERM, _leave)  # Process 1 ignores signals that it does not handle.
     try:
         while True:
             open_ones, silent = _try_all(targets)
@@ -73,10 +76,11 @@ def wait_isolated(targets: Sequence[ForbiddenAddress], seconds: float) -> str | 
 
 
 def refuse(message: str) -> None:
-    """Says why the server does not start, also where Kubernetes looks for it."""
+    """Report why the server does not start, on standard error and where Kubernetes looks for it."""
     print(message, file=sys.stderr, flush=True)
     try:
-        with open(_TERMINATION_LOG, "r+", encoding="utf-8") as file:  # never made: only a kubelet reads it
+        # The file is never created, because only a kubelet reads it.
+        with open(_TERMINATION_LOG, "r+", encoding="utf-8") as file:
             file.write(message)
     except OSError:
         return
@@ -87,7 +91,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def _try_all(targets: Sequence[ForbiddenAddress]) -> tuple[list[ForbiddenAddress], bool]:
-    """Which targets accept a connection, and whether one of the others was merely silent."""
+    """Return the targets that accept a connection, and whether one of the others was merely silent."""
     pending: dict[int, tuple[socket.socket, ForbiddenAddress]] = {}
     reached: list[ForbiddenAddress] = []
     poll = select.poll()

@@ -1,9 +1,9 @@
-"""Protections of the server against the commands that it starts.
+"""The protections of the server against the commands that it starts.
 
-Commands are hostile, and run as the server's own user. Several protections keep them from it, none of which
-needs another: the kernel lets no command read or trace the server (it is not dumpable), the calls that would
-do so are refused to commands before the kernel looks at their arguments (`seccomp`), and where the server may
-make namespaces, commands run in some in which it does not exist (`command_namespaces`).
+Commands are hostile, and run as the server's own user. Several protections, none of which needs another,
+keep them away from the server. The kernel lets no command read or trace it, because it is not dumpable. The
+calls that would do so are refused to commands before the kernel looks at their arguments (`seccomp`). If the
+server may make namespaces, commands run in some in which it does not exist (`command_namespaces`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.isolation.command_namespaces import CommandNamespaces, NamespaceOptions
 
-FAILED = 78  # exit status (EX_CONFIG)
+FAILED = 78  # The exit status when the kernel refuses a protection (EX_CONFIG).
 NOT_CONFINED = "NotConfined"
-"""The first word of the message on standard error then."""
+"""The first word of the message on standard error in this case."""
 _SET_DUMPABLE = 4  # linux/prctl.h
 
 
 class Protections:
-    """The protections of one server, which are in force as soon as this is made.
+    """The protections of one server, which are in force as soon as this object exists.
 
     Args:
-        filter_calls: whether commands get the filter of system calls.
-        namespaces: the options of the commands' namespaces; None: commands share those of the server.
+        filter_calls: Whether commands get the filter of system calls.
+        namespaces: The options of the commands' namespaces. With None commands share those of the server.
 
     Raises:
-        OSError: the kernel refuses a protection.
+        OSError: The kernel refuses a protection.
     """
 
     def __init__(self, *, filter_calls: bool, namespaces: NamespaceOptions | None = None) -> None:
@@ -44,17 +44,17 @@ class Protections:
             from rollyard_sandbox.isolation.command_namespaces import CommandNamespaces
 
             self.namespaces = CommandNamespaces(libc, namespaces)
-        # What the server executes from now on is an ordinary process again (prctl(2), PR_SET_DUMPABLE).
+        # A program that the server executes is an ordinary process again (prctl(2), PR_SET_DUMPABLE).
         if libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE) failed")
         self._filter = CallFilter(libc) if filter_calls else None
 
     @contextmanager
     def forking(self) -> Iterator[None]:
-        """A process that is forked in this context will be a command, and has to call `enter`.
+        """Return a context in which a process is forked that will be a command, and has to call `enter`.
 
         Raises:
-            OSError: no namespaces can be made.
+            OSError: The namespaces cannot be made.
         """
         if self.namespaces is None:
             yield
@@ -63,14 +63,14 @@ class Protections:
             yield
 
     def descriptors(self) -> tuple[int, ...]:
-        """The descriptors that `enter` needs in the child; programs that are executed do not inherit them."""
+        """Return the descriptors that `enter` needs in the child. Executed programs do not inherit them."""
         return () if self.namespaces is None else self.namespaces.descriptors()
 
     def enter(self, cwd: str) -> None:
-        """Called in a forked child, just before it becomes a command in the folder `cwd`.
+        """Enter the protections in a forked child, just before it becomes a command in the folder `cwd`.
 
         Raises:
-            OSError: the kernel refuses a protection; the command must not run.
+            OSError: The kernel refuses a protection, and the command must not run.
         """
         signal_senders.unblock()
         if self.namespaces is not None:

@@ -1,10 +1,10 @@
 """The system calls that commands may not make: a seccomp filter, assembled here (seccomp(2)).
 
-It refuses what Docker's default profile refuses to a container without privileges: tracing other processes
-and reading their memory and descriptors, mounting, new namespaces, key rings, BPF, io_uring, and what only a
-machine's administrator needs. Calls of other ABIs of the same processor (i386, x32) end the process or are
-unknown, so that no second set of numbers leads around the filter. On a processor that is not listed here
-there is no filter.
+The filter refuses what Docker's default profile refuses to a container without privileges: tracing other
+processes and reading their memory and descriptors, mounting, new namespaces, key rings, BPF, io_uring, and
+what only a machine's administrator needs. Calls of other ABIs of the same processor (i386, x32) end the
+process or are unknown, because a second set of numbers would lead around the filter. On a processor that is
+not listed here there is no filter.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 _SET_NO_NEW_PRIVS, _GET_SECCOMP, _SET_SECCOMP = 38, 21, 22
 _MODE_FILTER = 2
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
-# Instructions of classic BPF: load a word of the call's data, compare it, return.
+# These instructions of classic BPF load a word of the call's data, compare it, and return.
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _X32 = 0x40000000
 _AF_VSOCK = 40
-# CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}; clone(2) has a signal's number where unshare(2) has NEWTIME.
+# These are CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}. In the place of unshare(2)'s NEWTIME clone(2) has
+# a signal's number.
 _NEW_NAMESPACES = 0x7E020000
 _NEW_TIME = 0x80
 
-# name: (number on x86_64, number on aarch64)
+# Each name has its number on x86_64 and its number on aarch64.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "acct": (163, 89),
     "add_key": (248, 217),
@@ -91,28 +92,29 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
 }
 _SPECIAL = {"clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "unshare": (272, 97)}
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-_LEAF = 4  # calls that are compared one after the other
+_LEAF = 4  # Up to so many calls are compared one after the other.
 
 Instruction = "tuple[int, int, int, int]"
 
 
 def refused_calls(machine: str) -> dict[str, int]:
-    """The calls that always fail with EPERM, and their numbers on this processor."""
+    """Return the calls that always fail with EPERM, and their numbers on this processor."""
     column = list(_AUDIT).index(machine)
     return {name: number for name, row in _REFUSED.items() if (number := row[column]) is not None}
 
 
 def program(machine: str) -> bytes | None:
-    """The filter as an array of `struct sock_filter`; None for a processor that is not known here."""
+    """Return the filter as an array of `struct sock_filter`, or None for an unknown processor."""
     if machine not in _AUDIT:
         return None
     column = list(_AUDIT).index(machine)
     actions = {number: _answer(errno.EPERM) for number in refused_calls(machine).values()}
     special = {name: row[column] for name, row in _SPECIAL.items()}
-    actions[special["clone3"]] = _answer(errno.ENOSYS)  # its flags lie in memory; libc then uses clone
+    # A filter cannot see clone3's flags, which lie in memory. After ENOSYS libc uses clone.
+    actions[special["clone3"]] = _answer(errno.ENOSYS)
     actions[special["clone"]] = _if_any_bit(_NEW_NAMESPACES)
     actions[special["unshare"]] = _if_any_bit(_NEW_NAMESPACES | _NEW_TIME)
-    # No network namespace holds these: they lead from a virtual machine to its host.
+    # No network namespace contains these sockets, which lead from a virtual machine to its host.
     actions[special["socket"]] = [
         (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, _AF_VSOCK), *_answer(errno.EAFNOSUPPORT),
         (_RETURN, 0, 0, _ALLOW),
@@ -141,7 +143,7 @@ def _if_any_bit(bits: int) -> list[tuple[int, int, int, int]]:
 def _search(
     actions: Sequence[tuple[int, list[tuple[int, int, int, int]]]],
 ) -> list[tuple[int, int, int, int]]:
-    """Finds the call's number by bisection: few instructions, whichever call it is."""
+    """Return instructions that find the call's number by bisection, which takes few of them for any call."""
     if len(actions) <= _LEAF:
         code: list[tuple[int, int, int, int]] = []
         for number, answer in actions:
@@ -162,19 +164,20 @@ class CallFilter:
     def __init__(self, libc: ctypes.CDLL) -> None:
         self._libc = libc
         code = program(os.uname().machine)
-        # A kernel that was built without seccomp says EINVAL.
+        # A kernel that was built without seccomp returns EINVAL.
         if code is not None and libc.prctl(_GET_SECCOMP, 0, 0, 0, 0) < 0:
             code = None
         self._code = code
         self._program = _Program(len(code) // 8, code) if code is not None else None
 
     def install(self) -> None:
-        """In a child that is about to become a command: from now on the calls are refused, in it and below.
+        """Install the filter in the calling process, a child that is about to become a command.
 
-        No program gains rights by being executed either (no_new_privs).
+        From now on the calls are refused in this process and in those below it. In addition, no program
+        gains rights by being executed (no_new_privs).
 
         Raises:
-            OSError: the kernel refuses the filter.
+            OSError: The kernel refuses the filter.
         """
         prctl = self._libc.prctl
         if prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 or (

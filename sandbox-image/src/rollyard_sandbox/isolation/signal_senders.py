@@ -1,9 +1,9 @@
-"""Signals that come from outside of the sandbox, distinguished from those that its commands send.
+"""Telling signals from outside the sandbox apart from those that its commands send.
 
-The server is process 1 of its pid namespace, and its commands have its user: any of them may send it a
-signal. The kernel drops those that process 1 does not handle, but SIGTERM ends the server: a command that
-sent it would take the sandbox away from its own evaluation. The kernel says who sent a signal: a process
-outside of the namespace has no number inside, so that it appears as process 0.
+The server is process 1 of its pid namespace, and its commands run as its user, so any of them may send it a
+signal. The kernel drops signals that process 1 does not handle, but SIGTERM ends the server: a command that
+sent it would take the sandbox away from its own evaluation. The kernel reports who sent a signal. A process
+outside the namespace has no number inside, and therefore appears as process 0.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 _NONBLOCK, _CLOEXEC = 0o4000, 0o2000000  # sys/signalfd.h
 _INFO = struct.Struct("=IiiI112x")  # signalfd_siginfo: signo, errno, code, pid, …
-_SENT_BY_KILL = 0  # SI_USER: the kernel has filled in the sender, and programs cannot forge it
+_SENT_BY_KILL = 0  # With SI_USER the kernel has filled in the sender, which programs cannot forge.
 
 
 class OutsideSignals:
-    """A descriptor that is readable when one of `numbers` has come, from wherever.
+    """A descriptor that is readable when one of the signals `numbers` has come, from wherever.
 
-    From now on these signals are blocked in this thread; its children must unblock them.
+    From now on these signals are blocked in this thread, and its children must unblock them.
 
     Raises:
-        OSError: the kernel has no signalfd(2).
+        OSError: The kernel has no signalfd(2).
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        mask = (ctypes.c_uint64 * 16)()  # a sigset_t of the C library
+        mask = (ctypes.c_uint64 * 16)()  # This is a sigset_t of the C library.
         wanted = set(numbers)
         for number in wanted:
             mask[0] |= 1 << (number - 1)
@@ -44,7 +44,7 @@ class OutsideSignals:
             raise OSError(number, f"signalfd: {os.strerror(number)}")
 
     def read(self) -> set[int]:
-        """The signals that came from outside since the last call; those of commands are dropped."""
+        """Return the signals that came from outside since the last call, and drop those of commands."""
         try:
             data = os.read(self.fd, 64 * _INFO.size)
         except BlockingIOError:
@@ -55,5 +55,5 @@ class OutsideSignals:
 
 
 def unblock() -> None:
-    """In a forked child: no signal is blocked any more."""
+    """Unblock all signals; this is called in a forked child."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

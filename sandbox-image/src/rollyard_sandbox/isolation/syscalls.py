@@ -1,4 +1,4 @@
-"""Calls of the kernel that the standard library lacks: mounts and rights (mount(2), capabilities(7))."""
+"""The system calls that the standard library lacks: mounts and rights (mount(2), capabilities(7))."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 1 << 14, 1 << 18
-# statvfs(3) gives these mount flags with mount(2)'s own numbers, and ST_RELATIME with another.
+# statvfs(3) reports these mount flags with the numbers of mount(2), and ST_RELATIME with another number.
 _SAME, _ST_RELATIME, _RELATIME = 2 | 4 | 8 | 1024 | 2048, 4096, 1 << 21
 _DETACH = 2
 _CAPBSET_DROP = 24
@@ -18,7 +18,11 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 
 def call(libc: ctypes.CDLL, name: str, *arguments: object) -> None:
-    """Calls a function of libc that returns 0, or raises OSError."""
+    """Call a function of libc.
+
+    Raises:
+        OSError: The function did not return 0.
+    """
     if getattr(libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         shown = ", ".join(a.decode(errors="replace") for a in arguments if isinstance(a, bytes))
@@ -26,28 +30,28 @@ def call(libc: ctypes.CDLL, name: str, *arguments: object) -> None:
 
 
 def drop_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
-    """Leaves the calling process the capabilities `kept`, and what it executes no others.
+    """Restrict the calling process, and the programs that it executes, to the capabilities `kept`.
 
     Args:
-        kept: numbers below 32.
+        kept: The numbers of the capabilities, which are below 32.
     """
     for capability in range(64):
         if capability not in kept and libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0) != 0:
-            break  # the kernel knows no further ones
+            break  # The kernel knows no further ones.
     limit_rights(libc, kept)
 
 
 def limit_rights(libc: ctypes.CDLL, kept: frozenset[int]) -> None:
-    """Leaves the calling process the capabilities `kept` (numbers below 32), and no inheritable ones."""
+    """Restrict the calling process to the capabilities `kept` (numbers below 32), with none inheritable."""
     low = sum(1 << number for number in kept)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    # Effective, permitted, inheritable: of the first 32, then of the others.
+    # The effective, permitted and inheritable sets are given for the first 32, then for the others.
     data = (ctypes.c_uint32 * 6)(low, low, 0, 0, 0, 0)
     call(libc, "capset", ctypes.byref(header), ctypes.byref(data))
 
 
 class Mount:
-    """mount(2) and umount2(2)."""
+    """The system calls mount(2) and umount2(2)."""
 
     def __init__(self, libc: ctypes.CDLL) -> None:
         self._libc = libc
@@ -57,16 +61,19 @@ class Mount:
         call(self._libc, "mount", *arguments, ctypes.c_ulong(flags), options.encode() or None)
 
     def read_only(self, folder: str, further: int = 0) -> None:
-        """Restricts a mount; one made elsewhere keeps its own restrictions, which must be named again."""
+        """Make a mount read-only, with the flags `further`.
+
+        A mount that was made elsewhere keeps its own restrictions, which must be named again.
+        """
         now = os.statvfs(folder).f_flag
         flags = (now & _SAME) | (_RELATIME if now & _ST_RELATIME else 0) | further
         self("", folder, flags=REMOUNT | BIND | RDONLY | flags)
 
     def new_proc(self, hidden: Iterable[str]) -> None:
-        """A /proc of the calling process's own pid namespace, which shows nothing of the machine.
+        """Mount a /proc of the calling process's own pid namespace, which shows nothing of the machine.
 
         Args:
-            hidden: names below it that show nothing; those that are missing are left out.
+            hidden: The names below /proc that shall show nothing. Missing ones are skipped.
         """
         self("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
         for name in hidden:
@@ -76,7 +83,7 @@ class Mount:
             elif os.path.exists(path):
                 self(os.devnull, path, flags=BIND)
                 self.read_only(path, NODEV)
-        # Even where we are the machine's uid 0, whose files in it we would own.
+        # This is needed even if we are the machine's uid 0, which owns the files in them.
         for name in ("sys", "irq", "bus", "sysrq-trigger", "pressure"):
             path = f"/proc/{name}"
             if os.path.exists(path):
@@ -84,9 +91,9 @@ class Mount:
                 self.read_only(path)
 
     def memory(self, folder: str, size: int, mode: int) -> None:
-        """A new memory file system of `size` bytes over a folder."""
+        """Mount a new memory file system of `size` bytes over a folder."""
         self("tmpfs", folder, "tmpfs", NOSUID | NODEV, f"size={size},mode={mode:o}")
 
     def detach(self, folder: str) -> None:
-        """Takes the topmost mount of a folder away."""
+        """Remove the topmost mount of a folder."""
         call(self._libc, "umount2", folder.encode(), _DETACH)

@@ -1,4 +1,4 @@
-"""`python -I -m rollyard_sandbox.server …` runs the exec server."""
+"""The entry point of `python -I -m rollyard_sandbox.server …`, which runs the exec server."""
 
 from __future__ import annotations
 

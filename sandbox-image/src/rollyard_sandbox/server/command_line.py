@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _parse(arguments: list[str] | None) -> Namespace:
-    import argparse  # 3 ms, which a sandbox that calls `serve` itself does not spend
+    import argparse  # This takes 3 ms, which a sandbox that calls `serve` itself does not spend.
 
     parser = argparse.ArgumentParser(prog="rollyard_sandbox.server", description="Exec server of a sandbox.")
     add = parser.add_argument
@@ -102,7 +102,7 @@ def _parse(arguments: list[str] | None) -> Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line, and return the exit status."""
     options = _parse(arguments)
     token = None
     if options.token_file is not None:

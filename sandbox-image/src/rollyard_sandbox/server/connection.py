@@ -1,4 +1,4 @@
-"""The server's side of one connection: frames in, answers out, and what is in flight."""
+"""The server's side of one connection: it reads frames, sends answers, and knows the requests in flight."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rollyard_sandbox.execution.event_loop import EventLoop
 
 _READ = 256 * 1024
-_MAX_UNSENT = 128 * 1024 * 1024  # bytes; a client that reads nothing is dropped
-_MAX_UNSENT_EVENTS = 1024 * 1024  # bytes; output events are left out above it, the result holds the output
+_MAX_UNSENT = 128 * 1024 * 1024  # bytes; a client that reads nothing is disconnected
+_MAX_UNSENT_EVENTS = 1024 * 1024  # bytes; above it output events are left out, as the result has the output
 _BODY_BEFORE_HELLO = 4096  # bytes
 HELLO_LIMIT = 5.0  # seconds
 
@@ -25,7 +25,7 @@ Handler = "Callable[[Connection, int, dict[str, Any], bytes], None]"
 
 
 class Connection:
-    """One client. `in_flight` holds what cancels each request that has not been answered."""
+    """One client's connection. `in_flight` maps each unanswered request to the function that cancels it."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class Connection:
         self._hello_timer = loop.call_later(HELLO_LIMIT, self.close)
 
     def greet(self, max_body: int) -> None:
-        """The client may use the server: frames may be large from now on."""
+        """Allow the client to use the server, and accept bodies of up to `max_body` bytes from now on."""
         self.greeted = True
         self._hello_timer.cancel()
         self._reader.allow_body(max_body)
 
     def answer(self, request: int, fields: dict[str, Any], body: bytes = b"") -> None:
-        """The one answer to a request."""
+        """Send the only answer to a request."""
         self.in_flight.pop(request, None)
         fields["id"] = request
         try:
@@ -64,16 +64,16 @@ class Connection:
         self._send(frame)
 
     def refuse(self, request: int, error: SandboxError) -> None:
-        """Answers a request with an error."""
+        """Answer a request with an error."""
         self.answer(request, {"error": error.reason, "message": str(error)[:4000]})
 
     def event(self, request: int, body: bytes) -> None:
-        """Output of a request that is not finished; left out where the client does not keep up."""
+        """Send output of an unfinished request. It is left out if the client does not keep up."""
         if len(self._unsent) < _MAX_UNSENT_EVENTS:
             self._send(encode({"id": request, "event": "output"}, body))
 
     def close(self) -> None:
-        """Closes the connection; what it was running is interrupted."""
+        """Close the connection. The requests in flight are cancelled."""
         if self.closed:
             return
         self.closed = True
@@ -87,7 +87,7 @@ class Connection:
         self._on_close(self)
 
     def close_when_sent(self) -> None:
-        """Closes once everything answered so far has left; nothing more is read."""
+        """Close the connection when all answers so far have been sent. Nothing more is read."""
         self._closing = True
         if not self._unsent:
             self.close()
@@ -129,7 +129,8 @@ class Connection:
         except BlockingIOError:
             sent = 0
         except OSError:
-            self._loop.call_later(0.0, self.close)  # not here: the caller is in the middle of something
+            # The connection is closed later, because the caller is in the middle of something.
+            self._loop.call_later(0.0, self.close)
             return
         if sent < len(frame):
             self._unsent += frame[sent:]

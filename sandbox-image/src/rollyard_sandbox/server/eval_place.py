@@ -1,9 +1,9 @@
 """The private place of an evaluation: a folder that no program of Run could write to.
 
-It is made after every process of Run has been killed, in the first folder that has room for it: its name
-cannot be guessed, and nobody who could see it is alive. What keeps it from being made is judged: a folder
-that could be used when the server started, and that the sandbox itself has filled or locked since, is
-sabotage.
+The place is made after every process of Run has been killed, in the first folder that has room for it. Its
+name cannot be guessed, and no process that could see it is alive. If it cannot be made, the cause is judged:
+a folder that could be used when the server started, and that the sandbox itself has filled or locked since,
+is sabotage.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _NAME_BYTES = 16
 _ROOM = 1 << 20  # bytes that must be free
 _INODES = 64
-_TRACE = 64 << 10  # bytes: a folder with less is full, whatever it is needed for
+_TRACE = 64 << 10  # bytes; a folder with less room counts as full for every purpose
 _TRACE_INODES = 16
 _CHANGED = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_LOOK_SECONDS = 2.0  # to add up what the sandbox's own files take on a full disk
+_LOOK_SECONDS = 2.0  # The time allowed for adding up what the sandbox's own files take on a full disk.
 
 
 class Place:
@@ -43,14 +43,18 @@ class Place:
         self.reward_file = f"{folder}/reward"
 
     def fill(self) -> None:
-        """Makes the two folders and the empty reward file; raises OSError."""
+        """Make the two folders and the empty reward file.
+
+        Raises:
+            OSError: One of them cannot be made.
+        """
         os.mkdir(self.home, 0o700)
         os.mkdir(self.tmp, 0o700)
         os.close(os.open(self.reward_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 class Candidate:
-    """A folder in which a place may be made, as it was when the server started."""
+    """A folder in which a place may be made, with its state when the server started."""
 
     __slots__ = ("mode", "path", "usable")
 
@@ -63,18 +67,18 @@ class Candidate:
             check_room(path)
             self.usable = os.access(path, os.W_OK | os.X_OK)
         except OSError:
-            return  # it is missing, or has no room: what happens to it later proves nothing
+            return  # The folder is missing or has no room, so what happens to it later proves nothing.
 
 
 class EvalPlaces:
-    """Makes the places of one sandbox, one at a time.
+    """The maker of the evaluation places of one sandbox, of which one exists at a time.
 
     Args:
-        workdir: the sandbox's work folder, which is tried last.
-        own_folders: whether the memory file systems seen here belong to this sandbox alone, so that a full
-            one was filled by it.
-        namespaces: mount places of a fixed size, which no folder of the sandbox can prevent; None: it
-            cannot be done here.
+        workdir: The sandbox's work folder, which is tried last.
+        own_folders: Whether the memory file systems that are visible here belong to this sandbox alone. If
+            so, a full one was filled by the sandbox.
+        namespaces: The namespaces in which a place of a fixed size can be mounted, which the state of no
+            folder can prevent. None means that places cannot be mounted here.
     """
 
     def __init__(self, workdir: str, *, own_folders: bool, namespaces: CommandNamespaces | None) -> None:
@@ -86,11 +90,11 @@ class EvalPlaces:
         self._current: str | None = None
 
     def make(self) -> Place:
-        """A fresh place; the one before is removed. No process of the sandbox may be alive.
+        """Return a fresh place after removing the one before. No process of the sandbox may be alive.
 
         Raises:
-            SandboxSabotaged: the sandbox itself has made it impossible.
-            FileError: it is impossible for another reason.
+            SandboxSabotaged: The sandbox itself has made it impossible.
+            FileError: It is impossible for another reason.
         """
         self.remove()
         if self._namespaces is not None:
@@ -111,10 +115,10 @@ class EvalPlaces:
         raise file_error(first, candidate.path)
 
     def sabotage(self) -> list[str]:
-        """The evidence that programs of the sandbox have filled or locked folders: a text for each folder.
+        """Return the evidence that programs of the sandbox have filled or locked folders, a text for each.
 
-        A place may be made all the same, in another folder. What a test writes where it always wrote would
-        fail, or would leave in its place what the policy put there.
+        A place can still be made in another folder. However, a test that writes where it has always written
+        would fail, or would leave in that place what the policy put there.
         """
         found = []
         for candidate in self._candidates:
@@ -128,7 +132,7 @@ class EvalPlaces:
         return [words for words in found if words]
 
     def remove(self) -> None:
-        """Removes the current place, where there is one."""
+        """Remove the current place, if there is one."""
         if self._namespaces is not None and self._mounted:
             self._mounted = False
             self._namespaces.remove_place()
@@ -151,7 +155,7 @@ class EvalPlaces:
         return place
 
     def _evidence(self, candidate: Candidate, error: OSError) -> str:
-        """The evidence that the sandbox itself has made this folder unusable; empty where there is none."""
+        """Return the evidence that the sandbox itself has made this folder unusable, "" if there is none."""
         if not candidate.usable:
             return ""
         path = candidate.path
@@ -176,7 +180,8 @@ class EvalPlaces:
             files = info.f_files - info.f_ffree
             return f"{path} had room at the start, and is full now ({used} of {size} bytes, {files} files)"
         if path != self._candidates[-1].path:
-            return ""  # a disk that others use, too: only what lies in the work folder is certainly its own
+            # Others use this disk, too. Only what lies in the work folder certainly belongs to the sandbox.
+            return ""
         own = _bytes_below(path, device)
         if own * 2 >= size:
             return f"{path} is full, and the sandbox's own files take {own} of the disk's {size} bytes"
@@ -184,15 +189,19 @@ class EvalPlaces:
 
 
 def check_room(path: str, room: int = _ROOM, inodes: int = _INODES) -> None:
-    """Raises OSError where `path` has less room than that: by default what a place needs."""
+    """Check that `path` has free space of `room` bytes and `inodes` files, by default what a place needs.
+
+    Raises:
+        OSError: There is less room than that.
+    """
     info = os.statvfs(path)
-    # A file system without a fixed number of files says 0.
+    # A file system without a fixed number of files reports 0.
     if info.f_bavail * info.f_frsize < room or (info.f_files and info.f_favail < inodes):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
 def _is_memory(device: int) -> bool:
-    """Whether the file system of this device number is one in memory."""
+    """Return whether the file system with this device number is one in memory."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
@@ -204,7 +213,7 @@ def _is_memory(device: int) -> bool:
 
 
 def _bytes_below(path: str, device: int) -> int:
-    """What the files below `path` take on their disk, as far as they can be counted in two seconds."""
+    """Return how many bytes the files below `path` take on their disk, as far as counted in two seconds."""
     total, deadline = 0, monotonic() + _LOOK_SECONDS
     for folder, folders, names in os.walk(path):
         if monotonic() > deadline:
@@ -213,7 +222,7 @@ def _bytes_below(path: str, device: int) -> int:
             try:
                 info = os.lstat(os.path.join(folder, name))
             except OSError:
-                continue  # it cannot be looked at: it does not count
+                continue  # A file that cannot be examined does not count.
             if info.st_dev == device:
                 total += info.st_blocks * 512 // max(1, info.st_nlink)
         folders[:] = [name for name in folders if not os.path.ismount(os.path.join(folder, name))]

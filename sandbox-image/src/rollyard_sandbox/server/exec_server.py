@@ -1,7 +1,7 @@
 """The exec server: `python -I -m rollyard_sandbox.server --listen unix:/path --workdir /work`.
 
-One thread, one event loop. It is the init of what runs in the sandbox: orphans become its children and are
-reaped, SIGTERM or the end of its lease kills all of them and ends it.
+The server has one thread and one event loop. It acts as the init of what runs in the sandbox: orphans become
+its children, and it reaps them. SIGTERM or the end of its lease kills all processes and ends the server.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.execution.event_loop import Timer
 
-LEASE_ENDED = 75  # exit status when the lease was not renewed (EX_TEMPFAIL)
-_MAX_CONNECTIONS = 64  # that have greeted
-_MAX_STRANGERS = 32  # that have not
+LEASE_ENDED = 75  # The exit status when the lease was not renewed (EX_TEMPFAIL).
+_MAX_CONNECTIONS = 64  # The limit of connections that have greeted.
+_MAX_STRANGERS = 32  # The limit of connections that have not greeted yet.
 _ACCEPTS_AT_ONCE = 64
 
 
 class ExecServer:
-    """Listening sockets, connections, the lease."""
+    """The exec server: its listening sockets, its connections and its lease."""
 
     def __init__(self, options: Options, protections: Protections) -> None:
         self._loop = EventLoop()
@@ -67,7 +67,7 @@ class ExecServer:
             self.renew(options.lease)
 
     def listen(self, address: str) -> str:
-        """Starts to accept connections; the address that clients use (a TCP port 0 has been resolved)."""
+        """Start to accept connections, and return the address for clients, with a TCP port 0 resolved."""
         scheme, _, rest = address.partition(":")
         if scheme == "unix" and rest:
             listener = socket.socket(socket.AF_UNIX)
@@ -78,7 +78,7 @@ class ExecServer:
                 os.umask(before)
             self._unix_paths.append(rest)
         elif scheme == "fd" and rest.isdigit():
-            # Bound by whoever started the server: its path need not be visible in here.
+            # Whoever started the server has bound it, because its path need not be visible in here.
             listener = socket.socket(fileno=int(rest))
             listener.set_inheritable(False)
         else:
@@ -101,7 +101,7 @@ class ExecServer:
         return address
 
     def run(self) -> int:
-        """Serves until shutdown, SIGTERM or the end of the lease; the exit status."""
+        """Serve until shutdown, SIGTERM or the end of the lease, and return the exit status."""
         self._loop.install_signals({signal.SIGTERM: self.shutdown, signal.SIGINT: self.shutdown})
         self._loop.reap()
         self._loop.run()
@@ -115,57 +115,60 @@ class ExecServer:
             try:
                 os.unlink(path)
             except OSError:
-                continue  # its folder has been removed already
+                continue  # Its folder has been removed already.
         return self._status
 
-    # What operations ask of the server
+    # These methods are called by the operations.
 
     def renew(self, seconds: float) -> None:
-        """The lease ends in `seconds` from now."""
+        """Set the lease to end in `seconds` from now."""
         if self._lease_timer is not None:
             self._lease_timer.cancel()
         self._lease_end = monotonic() + seconds
         self._lease_timer = self._loop.call_later(seconds, self._lease_ended)
 
     def lease_left(self) -> float | None:
-        """Seconds, None where there is no lease."""
+        """Return the seconds until the lease ends, or None if there is no lease."""
         return None if self._lease_end is None else max(0.0, self._lease_end - monotonic())
 
     def kill_all(self) -> int:
-        """Kills every process of the sandbox but this one; returns how many there were."""
-        # The first process of the commands' namespaces is killed, too; the next command starts another one.
+        """Kill every process of the sandbox except this one, and return how many there were."""
+        # The first process of the commands' namespaces is killed, too. The next command starts another one.
         namespaces = self._protections.namespaces
         first = namespaces is not None and namespaces.alive()
         count = processes.kill_everything(self._loop.reap, own_namespace=self._own_namespace)
         return count - first
 
     def survivors(self) -> int:
-        """How many processes of the sandbox there still are."""
+        """Return how many processes of the sandbox still exist."""
         return len(processes.alive_below(processes.snapshot(), own_namespace=self._own_namespace))
 
     def shutdown(self) -> None:
-        """Ends the server after the current round of events."""
+        """End the server after the current round of events."""
         self._loop.stop()
 
     def _lease_ended(self) -> None:
         self._status = LEASE_ENDED
         self._loop.stop()
 
-    # Connections
+    # The methods below accept and authorize connections.
 
     def _accept_all(self, listener: socket.socket, guarded: bool) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):
             try:
                 sock, _ = listener.accept()
             except OSError:
-                return  # nobody waits, or there are no descriptors: the client will retry
+                return  # No client waits, or no descriptors are left, in which case the client will retry.
             if guarded and peers.comes_from_here(sock):
                 sock.close()
             else:
                 self._accept(sock)
 
     def _accept(self, sock: socket.socket) -> None:
-        """A connection that has not greeted takes no place of one that has, and gives way to a newer one."""
+        """Add a connection that has not greeted yet; if there are too many of these, close the oldest one.
+
+        Such a connection never takes the place of one that has greeted.
+        """
         if len(self._strangers) >= _MAX_STRANGERS:
             next(iter(self._strangers)).close()
         sock.setblocking(False)
@@ -212,7 +215,7 @@ class ExecServer:
             return True
         from hashlib import sha256
 
-        # Workers of an earlier release show the text that a later one has made of the token.
+        # Workers of an earlier release send the text that a later release has made of the token.
         token = token.removeprefix(proof.PROVEN)
         shown = token.encode("utf-8", "surrogatepass")
         if not compare_digest(sha256(shown).hexdigest(), self._token_sha256):
@@ -225,7 +228,7 @@ class ExecServer:
 
 
 def _every_address(port: int) -> socket.socket:
-    """Bound to all IPv4 and IPv6 addresses, or to all IPv4 ones where the kernel has no IPv6."""
+    """Return a socket bound to all IPv4 and IPv6 addresses, or to all IPv4 ones if the kernel has no IPv6."""
     try:
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     except (OSError, ValueError):
@@ -240,8 +243,8 @@ def _split_tcp(address: str) -> tuple[str, int]:
 
 
 def serve(options: Options) -> int:
-    """Serves until shutdown, SIGTERM or the end of the lease; returns the exit status."""
-    if os.getpid() != 1:  # process 1 inherits orphans anyway
+    """Run a server until shutdown, SIGTERM or the end of the lease, and return the exit status."""
+    if os.getpid() != 1:  # Process 1 inherits orphans anyway.
         processes.become_subreaper()
     try:
         protections = Protections(filter_calls=options.filter_calls, namespaces=options.namespaces)

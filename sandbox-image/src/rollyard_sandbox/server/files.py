@@ -1,4 +1,4 @@
-"""File operations. Paths are not restricted: the sandbox is the boundary."""
+"""File operations. Paths are not restricted, because the sandbox is the boundary."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-MAX_ENTRIES = 100_000  # of one directory
+MAX_ENTRIES = 100_000  # The limit of one directory.
 
 
 def read(path: str, offset: int, max_bytes: int) -> tuple[bytes, int, int]:
-    """(at most `max_bytes` from `offset`, the file's size, its permission bits).
+    """Return at most `max_bytes` of a file from `offset`, the file's size in bytes, and its permission bits.
 
-    Files without a size (in /proc) and pipes are read as far as they go without waiting.
+    Files without a size (in /proc) and pipes are read as far as possible without waiting.
 
     Raises:
-        FileError: it does not exist, is a directory, may not be read, …
+        FileError: The file does not exist, is a directory, may not be read, …
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -48,12 +48,12 @@ def read(path: str, offset: int, max_bytes: int) -> tuple[bytes, int, int]:
 
 
 def write(path: str, data: bytes, mode: int) -> None:
-    """Replaces or creates a file: a reader sees the old content or the new, never a part.
+    """Replace or create a file atomically: a reader sees the old content or the new, never a part.
 
-    Missing parent directories are made. A symbolic link is followed, and what it points to is replaced.
+    Missing parent directories are made. A symbolic link is followed, and its target is replaced.
 
     Raises:
-        FileError: it is a directory, the disk is full, it may not be written, …
+        FileError: The path is a directory, the disk is full, the file may not be written, …
     """
     try:
         target = os.path.realpath(path)
@@ -84,10 +84,12 @@ def write(path: str, data: bytes, mode: int) -> None:
 
 
 def entries(path: str) -> list[list[Any]]:
-    """[name, kind, size, mode] of each entry by name; kind is file, directory, symlink or other.
+    """Return [name, kind, size, mode] for each entry of a directory, sorted by name.
+
+    The kind is "file", "directory", "symlink" or "other", and the size is in bytes.
 
     Raises:
-        FileError: it does not exist, is not a directory, or has more than MAX_ENTRIES entries.
+        FileError: The path does not exist, is not a directory, or has more than MAX_ENTRIES entries.
     """
     found: list[list[Any]] = []
     try:
@@ -98,7 +100,7 @@ def entries(path: str) -> list[list[Any]]:
                 try:
                     info = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
-                    continue  # removed meanwhile
+                    continue  # It has been removed meanwhile.
                 found.append([entry.name, _kind(info.st_mode), info.st_size, stat.S_IMODE(info.st_mode)])
     except OSError as error:
         raise file_error(error, path) from None
@@ -109,10 +111,10 @@ def entries(path: str) -> list[list[Any]]:
 
 
 def remove(path: str) -> None:
-    """Removes a file, a symbolic link, or a directory with all that is in it.
+    """Remove a file, a symbolic link, or a directory with its contents.
 
     Raises:
-        FileError: it does not exist or may not be removed.
+        FileError: The path does not exist or may not be removed.
     """
     try:
         if stat.S_ISDIR(os.lstat(path).st_mode):

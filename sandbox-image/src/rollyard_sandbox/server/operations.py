@@ -1,4 +1,4 @@
-"""What the server does for each kind of request."""
+"""The handlers of the server, one for each kind of request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rollyard_sandbox.server.connection import Connection
 
     class Control(Protocol):
-        """What operations need of the server."""
+        """The methods of the server that operations call."""
 
         def renew(self, seconds: float) -> None: ...
         def lease_left(self) -> float | None: ...
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
         def shutdown(self) -> None: ...
 
 
-# What a client may ask for beyond version 1 of the protocol as it was first released.
+# The requests that a client may make beyond version 1 of the protocol as it was first released.
 FEATURES = ("begin_eval", "clean_env", "beneath")
 _MAX_COMMAND = 32 * 1024 * 1024  # bytes
 _MAX_SECONDS = 7 * 24 * 3600.0
-_MAX_RESULT = 16 * 1024  # characters of a cell's result, besides its output
-_MAX_IN_FLIGHT = 1024  # requests of one connection
+_MAX_RESULT = 16 * 1024  # characters of a cell's result, in addition to its output
+_MAX_IN_FLIGHT = 1024  # requests per connection
 _PAGERS = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "SYSTEMD_PAGER": "cat"}
 
 
 class Operations:
-    """Sessions, programs, files and the kernel of one sandbox."""
+    """The operations on the sessions, the programs, the files and the IPython kernel of one sandbox."""
 
     def __init__(
         self,
@@ -100,13 +100,13 @@ class Operations:
         }
 
     def prove_token(self, key: bytes) -> None:
-        """From now on the server proves that it knows `key`, unless it has a secret beside its token."""
+        """Let the server prove from now on that it knows `key`, unless it has a secret beside its token."""
         if self._secret is None:
             self._secret = key
             self._features = (*FEATURES, TOKEN_PROOF)
 
     def handle(self, connection: Connection, header: dict[str, Any], body: bytes) -> None:
-        """Answers one request, now or later."""
+        """Answer one request, now or later."""
         request = header.get("id")
         if not isinstance(request, int) or isinstance(request, bool):
             connection.refuse(0, ProtocolError("id: a whole number is needed"))
@@ -129,15 +129,15 @@ class Operations:
         except SandboxError as error:
             connection.refuse(request, error)
         except OSError as error:
-            # Out of descriptors, processes or memory: the sandbox's limits, met in the middle of something.
+            # The handler ran out of descriptors, processes or memory: it has met the sandbox's limits.
             connection.refuse(request, LaunchError(f"{operation}: {error}", reason="ResourceExhausted"))
 
     def close(self) -> None:
-        """The server is ending, and every process has been killed."""
+        """Clean up when the server ends, after every process has been killed."""
         if self._ipython is not None:
             self._ipython.close()
 
-    # The server itself
+    # The requests below concern the server itself.
 
     def _hello(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         if header.get("version") != PROTOCOL_VERSION:
@@ -199,7 +199,7 @@ class Operations:
         connection.answer(request, fields | self._proof(f"begin_eval {place.folder}", header))
 
     def _proof(self, purpose: str, header: dict[str, Any]) -> dict[str, Any]:
-        """The answer to the request's challenge, where there is one and a secret to prove."""
+        """Return the answer to the request's challenge, {} if there is no challenge or no secret to prove."""
         if self._secret is None or "challenge" not in header:
             return {}
         return {"proof": answer(self._secret, purpose, header["challenge"])}
@@ -211,7 +211,7 @@ class Operations:
             program.expect_kill()
         if self._ipython is not None:
             self._ipython.expect_kill()
-        count = self._control.kill_all()  # reaps, which ends the commands and programs
+        count = self._control.kill_all()  # This also reaps, which ends the commands and programs.
         for session in self._sessions.values():
             session.kill()
         self._sessions.clear()
@@ -219,7 +219,7 @@ class Operations:
             self._ipython.forget()
         return count
 
-    # bash
+    # The requests below concern bash sessions.
 
     def _session(self, header: dict[str, Any]) -> BashSession:
         name = _text(header, "session")
@@ -279,7 +279,7 @@ class Operations:
             session.kill()
         connection.answer(request, {})
 
-    # Programs and files
+    # The requests below concern programs, cells and files.
 
     def _run(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         from rollyard_sandbox.execution.programs import Program
@@ -319,7 +319,7 @@ class Operations:
             self._ipython = IPython(self._loop, self._protections, self._workdir)
 
         def done(outcome: Outcome | SandboxError, result: str) -> None:
-            # The result travels in the header, whose size is limited; the output has all of it.
+            # The result is sent in the header, whose size is limited. The output has all of it.
             _reply(connection, request, outcome, result[: min(max_output, _MAX_RESULT)])
 
         connection.in_flight[request] = self._ipython.execute(code, timeout, max_output, done)
@@ -346,7 +346,7 @@ class Operations:
         connection.answer(request, {})
 
     def _work_folder(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        """Operations on the work folder (`beneath` on the wire), which follow no symbolic link."""
+        """Run an operation on the work folder (`beneath` on the wire), which follows no symbolic link."""
         from rollyard_sandbox.server import work_folder
 
         action, workdir = header.get("action"), self._workdir

@@ -13,26 +13,28 @@ MAX_OUTPUT = 16 * 1024 * 1024  # bytes
 
 
 class Options:
-    """The options of one server. `command_line` parses and checks them, `serve` takes them as they are.
+    """The options of one server. `command_line` parses and checks them; `serve` takes them as they are.
 
     Args:
-        listen: addresses, see `Server.listen`.
-        workdir: where sessions start.
-        lease: seconds after which the server kills everything and ends when nobody renews; None: never.
-        token: what clients must show; None: nothing. TCP needs one, or its hash.
-        token_sha256: the SHA-256 of what clients must show, in hex: the server knows no more until a client
-            shows it, and proves from then on that it does (see `proof`).
-        isolation_checks: addresses that must be out of reach before the server listens.
-        isolation_seconds: how long it waits for that, before it exits with NOT_ISOLATED.
-        max_sessions: sessions at once.
-        max_output: bytes, upper bound of a request's max_output.
-        ready_fd: where one JSON line (pid, listen) is written when the server is ready.
-        own_pid_namespace: only the server and pid 1 may survive kill_all.
-        secret: what the server proves to know when a client asks it; None: it proves nothing.
-        allow_loopback: whether connections over TCP may come from this machine itself, that is from the
-            sandbox's own commands; where it listens on a loopback address only, they may in any case.
-        namespaces: the namespaces of commands; None: commands share those of the server.
-        filter_calls: whether commands get a filter of system calls (see `isolation.seccomp`).
+        listen: The addresses to listen on (see `ExecServer.listen`).
+        workdir: The folder in which sessions start.
+        lease: The seconds after which the server kills everything and ends, unless a client renews the
+            lease. None means that it never does.
+        token: The token that clients must show, or None if they need none. TCP needs a token or its hash.
+        token_sha256: The SHA-256 of the token that clients must show, in hex. The server knows only this
+            hash until a client shows the token, and proves from then on that it knows it (see `proof`).
+        isolation_checks: The addresses that must be out of reach before the server listens.
+        isolation_seconds: How long the server waits for that before it exits with NOT_ISOLATED.
+        max_sessions: The largest number of sessions at the same time.
+        max_output: The upper bound of a request's max_output, in bytes.
+        ready_fd: The descriptor to which one JSON line (pid, listen) is written when the server is ready.
+        own_pid_namespace: Whether the pid namespace is the server's own: only the server and pid 1 may then
+            survive kill_all.
+        secret: The secret that the server proves to know when a client asks it; with None it proves nothing.
+        allow_loopback: Whether TCP connections may come from this machine itself, that is from the
+            sandbox's own commands. If the server listens on a loopback address only, they always may.
+        namespaces: The namespaces of commands. With None commands share those of the server.
+        filter_calls: Whether commands get a filter of system calls (see `isolation.seccomp`).
     """
 
     __slots__ = (

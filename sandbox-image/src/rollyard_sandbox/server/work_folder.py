@@ -1,7 +1,7 @@
-"""Operations on the work folder that follow no symbolic link: for trees that a hostile program has left.
+"""Operations on the work folder that follow no symbolic link, because a hostile program may have left it.
 
-Every path is relative to the work folder and is walked part by part from its descriptor. What is not a
-regular file is never opened for its content, so that a FIFO or a device stops nobody.
+Every path is relative to the work folder and is walked part by part from its descriptor. Only regular files
+are opened for their content, because a FIFO or a device could block the server.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-MAX_ENTRIES = 50_000  # of one listing
+MAX_ENTRIES = 50_000  # The limit of one listing.
 MAX_LISTING = 8 * 1024 * 1024  # bytes
-MAX_DIGESTED = 32 * 1024 * 1024  # bytes of one request
+MAX_DIGESTED = 32 * 1024 * 1024  # bytes for one request
 MAX_DEPTH = 64
-_MAX_PATH = 4000  # bytes, so that an absolute path of it stays within PATH_MAX
+_MAX_PATH = 4000  # bytes; with this limit the absolute path stays within PATH_MAX
 _CHUNK = 1 << 20
 
 FILE, FOLDER, LINK, OTHER, UNREADABLE = b"f", b"d", b"l", b"o", b"u"
-"""Kinds of a listing's records; `u` is a folder that may not be listed."""
+"""The kinds of records in a listing; `u` is a folder that may not be listed."""
 
 _NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def tree(workdir: str, path: bytes) -> bytes:
-    """All entries at and below `path` (empty: the work folder, which itself has no record).
+    """Return the records of all entries at and below `path`.
 
-    A record is `KIND EXECUTABLE SIZE PATH` and a NUL, where EXECUTABLE is 0 or 1 and SIZE is in bytes; that
-    of a symbolic link is followed by its target and another NUL. A folder comes before what is in it.
+    An empty path stands for the work folder, which itself has no record. A record is
+    `KIND EXECUTABLE SIZE PATH` and a NUL, where EXECUTABLE is 0 or 1 and SIZE is in bytes. The record of a
+    symbolic link is followed by its target and another NUL. A folder comes before its contents.
 
     Raises:
-        FileError: FileNotFound, SymlinkLoop, NotADirectory, …; TooManyEntries beyond MAX_ENTRIES,
-            MAX_LISTING, MAX_DEPTH, or a path of more than 4000 bytes.
+        FileError: The reason is FileNotFound, SymlinkLoop, NotADirectory, …, or TooManyEntries beyond
+            MAX_ENTRIES, MAX_LISTING, MAX_DEPTH, or a path of more than 4000 bytes.
     """
     listing = _Listing()
     try:
@@ -67,7 +68,7 @@ class _Listing:
         self._count = 0
 
     def add(self, parent: int, name: bytes, path: bytes, depth: int) -> None:
-        """Adds the entry `name` of the open folder `parent`, with all that is below it."""
+        """Add the entry `name` of the open folder `parent`, with everything below it."""
         info = os.stat(name, dir_fd=parent, follow_symlinks=False)
         if stat.S_ISREG(info.st_mode):
             self._record(FILE, bool(info.st_mode & stat.S_IXUSR), info.st_size, path)
@@ -88,7 +89,7 @@ class _Listing:
             self._record(OTHER, False, 0, path)
 
     def fill(self, folder: int, prefix: bytes, depth: int) -> None:
-        """Adds all entries of an open folder, by name."""
+        """Add all entries of an open folder, sorted by name."""
         if depth > MAX_DEPTH:
             raise _too_many(prefix)
         names = []
@@ -101,9 +102,9 @@ class _Listing:
             try:
                 self.add(folder, name, prefix + name, depth)
             except FileNotFoundError:
-                continue  # removed meanwhile
+                continue  # It has been removed meanwhile.
             except PermissionError:
-                # A folder that may be listed, but not entered.
+                # The folder that holds it may be listed, but not entered.
                 self._record(UNREADABLE, False, 0, prefix + name)
 
     def _record(self, kind: bytes, executable: bool, size: int, path: bytes, *more: bytes) -> None:
@@ -116,10 +117,10 @@ class _Listing:
 
 
 def read(workdir: str, path: bytes, offset: int, max_bytes: int) -> bytes:
-    """At most `max_bytes` of a regular file, from `offset`.
+    """Return at most `max_bytes` of a regular file, starting at `offset` (in bytes).
 
     Raises:
-        FileError: it is missing, a link, no regular file (reason NotAFile), or may not be read.
+        FileError: The file is missing, is a link or no regular file (reason NotAFile), or may not be read.
     """
     try:
         file = _open_file(workdir, path)
@@ -140,10 +141,12 @@ def read(workdir: str, path: bytes, offset: int, max_bytes: int) -> bytes:
 
 
 def digests(workdir: str, ranges: list[Any]) -> bytes:
-    """The SHA-256 of each [path, offset, length], one after the other; 32 zero bytes where it cannot be read.
+    """Return the SHA-256 of each [path, offset, length], one after the other.
+
+    A range that cannot be read yields 32 zero bytes.
 
     Raises:
-        BadRequest: a range is malformed, or they are longer than MAX_DIGESTED together.
+        BadRequest: A range is malformed, or the ranges together are longer than MAX_DIGESTED.
     """
     from hashlib import sha256
 
@@ -168,10 +171,10 @@ def digests(workdir: str, ranges: list[Any]) -> bytes:
 
 
 def put(workdir: str, path: bytes, data: bytes, mode: int) -> None:
-    """Makes a regular file, with the folders above it, in the place of whatever is there.
+    """Make a regular file, with the folders above it, and replace whatever exists at `path`.
 
     Raises:
-        FileError: the disk is full, the folder is read-only, …
+        FileError: The disk is full, the folder is read-only, …
     """
     try:
         parent, last = _parent(workdir, path, make=True)
@@ -193,11 +196,11 @@ def put(workdir: str, path: bytes, data: bytes, mode: int) -> None:
 
 
 def make(workdir: str, paths: list[Any]) -> None:
-    """Makes folders in the place of whatever is no folder there; one that is there stays as it is.
+    """Make folders, and replace whatever is not a folder at their paths. An existing folder stays as it is.
 
     Raises:
-        BadRequest: it is no list of paths.
-        FileError: the disk is full, the folder is read-only, …
+        BadRequest: `paths` is not a list of paths.
+        FileError: The disk is full, the folder is read-only, …
     """
     for text in paths:
         path = name(text)
@@ -212,11 +215,11 @@ def make(workdir: str, paths: list[Any]) -> None:
 
 
 def remove(workdir: str, paths: list[Any]) -> None:
-    """Removes files, links, and folders with all that is in them; what is missing is passed over.
+    """Remove files, links, and folders with their contents. Missing paths are skipped.
 
     Raises:
-        BadRequest: it is no list of paths.
-        FileError: the folder is read-only, …
+        BadRequest: `paths` is not a list of paths.
+        FileError: The folder is read-only, …
     """
     for text in paths:
         path = name(text)
@@ -235,10 +238,10 @@ def remove(workdir: str, paths: list[Any]) -> None:
 
 
 def name(text: Any) -> bytes:
-    """A path of a request as bytes.
+    """Return a path from a request as bytes.
 
     Raises:
-        BadRequest: it is no path below the work folder.
+        BadRequest: It is not a path below the work folder.
     """
     if not isinstance(text, str):
         raise BadRequest("path: a string is needed")
@@ -254,7 +257,7 @@ def name(text: Any) -> bytes:
 def _open_file(workdir: str, path: bytes) -> int:
     parent, last = _parent(workdir, path)
     try:
-        # Looked at first: opening a FIFO or a device may have an effect of its own.
+        # The kind is checked first, because opening a FIFO or a device may have an effect of its own.
         if not stat.S_ISREG(os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode):
             raise FileError(f"{_shown(path)}: is no regular file", reason="NotAFile")
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -264,7 +267,7 @@ def _open_file(workdir: str, path: bytes) -> int:
 
 
 def _parent(workdir: str, path: bytes, *, make: bool = False) -> tuple[int, bytes]:
-    """The open folder that holds `path`, and the last part of the path."""
+    """Return a descriptor of the folder that holds `path`, and the last part of the path."""
     *above, last = path.split(b"/")
     folder = os.open(workdir, _FOLDER_FLAGS)
     for part in above:

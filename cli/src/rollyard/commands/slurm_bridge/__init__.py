@@ -1,4 +1,4 @@
-"""`rollyard slurm-bridge`: the same jobs and pools on a Slurm cluster."""
+"""`rollyard slurm-bridge`, which runs the same jobs and pools on a Slurm cluster."""
 
 from rollyard.commands.slurm_bridge.group import command
 

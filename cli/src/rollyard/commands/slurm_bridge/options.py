@@ -1,4 +1,4 @@
-"""The options of `slurm-bridge up`: checked together, and made those of the bridge."""
+"""The options of `slurm-bridge up`, which are checked together and converted to those of the bridge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def bridge_home(given: Path | None) -> Home:
-    """The home that `--home` names, or the default one."""
+    """Return the home that `--home` names, or the default one."""
     from rollyard_drivers.host.home import Home, default_home
     from rollyard_slurm.options import COMMAND
 
@@ -20,10 +20,10 @@ def bridge_home(given: Path | None) -> Home:
 
 
 def bridge_options(given: dict[str, Any]) -> BridgeOptions:
-    """The options of the bridge that the command line asks for.
+    """Return the options of the bridge for those of the command line.
 
     Raises:
-        UsageProblem: options contradict each other, or one of them has a value that cannot be used.
+        UsageProblem: Options contradict each other, or one of them has a value that cannot be used.
     """
     from rollyard_crds.base import NAME_PATTERN
     from rollyard_slurm import profile as profiles
@@ -63,7 +63,7 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         if value and given["sandbox"] != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")
         if value:
-            # `docker://NAME`, `docker-archive:/PATH` and the like are taken as they are.
+            # `docker://NAME`, `docker-archive:/PATH` and similar sources are not paths and stay unchanged.
             local = re.match(r"[a-z][a-z-]*:", value) is None
             sandbox += [name, str(Path(value).expanduser().absolute()) if local else value]
     if given["sandbox"] == "apptainer" and not given["image_cache"]:

@@ -1,4 +1,4 @@
-"""The bridge runs: in this terminal, without it, or not at all (its batch scripts are printed)."""
+"""Functions that run the bridge in this terminal or in the background, or that print its batch scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END = "Ctrl-C ends bridge and Slurm jobs."
 
 
 def dry_run(options: BridgeOptions, files: tuple[Path, ...]) -> None:
-    """Prints the batch scripts of the manifests in `files`, or of a sample job; nothing is started."""
+    """Print the batch scripts of the manifests in `files`, or of a sample job, and start nothing."""
     import asyncio
 
     from rollyard_slurm.preview import sample_job, scripts
@@ -37,7 +37,7 @@ def _how(options: BridgeOptions) -> str:
 
 
 def run_here(options: BridgeOptions) -> None:
-    """Runs the bridge in this process until a signal ends it."""
+    """Run the bridge in this process until a signal ends it."""
     import asyncio
 
     from rollyard_drivers.loop.rest_store import RestStore
@@ -69,7 +69,7 @@ def run_here(options: BridgeOptions) -> None:
 
 
 def arguments_again(ctx: click.Context) -> list[str]:
-    """The command line again, without `--detach`."""
+    """Return the arguments of the command that runs now, without `--detach`."""
     words: list[str] = []
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")
@@ -86,11 +86,11 @@ def arguments_again(ctx: click.Context) -> list[str]:
 
 
 def detach(ctx: click.Context, options: BridgeOptions) -> None:
-    """Starts the same command in the background, and waits until the bridge is ready.
+    """Start the same command in the background, and wait until the bridge is ready.
 
     Raises:
-        HomeInUse: a bridge runs on this home already.
-        StartFailed: the bridge ended, or was not ready within DETACH_SECONDS.
+        HomeInUse: A bridge runs on this home already.
+        StartFailed: The bridge ended, or it was not ready within DETACH_SECONDS.
     """
     from rollyard_drivers.host.home import read_json
 

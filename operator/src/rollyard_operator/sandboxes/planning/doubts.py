@@ -1,8 +1,7 @@
 """The second look before a plan destroys what another operator may just have made.
 
 Claims come from the control plane and pods from the cluster, and either view may be ahead of the other. This
-matters only while another operator works beside this one: one that is being replaced, or a second one that
-was started by mistake.
+matters only while a second operator is running: one that is being replaced, or one started by mistake.
 """
 
 from __future__ import annotations

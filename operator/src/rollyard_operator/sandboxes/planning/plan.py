@@ -11,9 +11,9 @@ from rollyard_crds.claims import ClaimState
 
 SandboxState = Literal["starting", "ready", "failed", "stopping"]
 Hope = Literal["none", "kubelet", "scheduler", "gate"]
-"""Who may still solve a problem with a pod.
+"""What may still solve a problem with a pod.
 
-This is nobody, the kubelet (by a retry), the scheduler (once a node has room), or whoever opens the gate.
+This is nothing, the kubelet (by a retry), the scheduler (once a node has room), or the opening of the gate.
 """
 
 

@@ -176,8 +176,10 @@ class _Reconcile:
         return min(fit, key=rank, default=None)
 
     def _make(self, launch: LaunchSandbox) -> bool:
-        """Launch the pod and return True if its name is free, no retry pause is running, and the rate allows
-        it.
+        """Launch the pod if its name is free, no retry pause is running and the rate allows it.
+
+        Returns:
+            Whether the pod is launched.
         """
         key = launch.namespace, launch.name
         if key in self._names:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.doctor import limits_check, sandbox_checks
 from rollyard_pipeline.sandboxes.errors import BubblewrapMissing, UserNamespacesForbidden
 from rollyard_pipeline.sandboxes.host import cgroups
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupLimits, CgroupPlace
-from rollyard_pipeline.sandboxes.starters.bubblewrap import bwrap_version, forbidden_text, userns_advice
+from rollyard_pipeline.sandboxes.interface import SandboxRequest
+from rollyard_pipeline.sandboxes.starters.bubblewrap import (
+    MOUNT_TRIES,
+    bwrap_version,
+    forbidden_text,
+    userns_advice,
+)
 
 
 def program(folder: Path, script: str) -> str:
@@ -44,6 +53,40 @@ async def test_forbidden_namespaces(run_dir: Path, tmp_path: Path) -> None:
     assert "No permissions to create a new" in names["user namespaces"].remedy
     with pytest.raises(UserNamespacesForbidden, match=r"What to do: .*--sandbox process"):
         await open_provider("bubblewrap", run_dir=run_dir, node="n", bwrap=bwrap).start()
+
+
+_MOUNT_AWAY = """case "$1" in --version) ;; *)
+  n=$(cat {count} 2>/dev/null || echo 0); echo $((n + 1)) > {count}
+  if [ $((n % 3)) -lt {fails} ]; then
+    echo "bwrap: Can't bind mount / on /newroot/: Unable to apply mount flags: Invalid argument" >&2
+    exit 1
+  fi;;
+esac; exec {bwrap} "$@\""""
+
+
+@pytest.mark.real
+async def test_mounts_that_change_under_bubblewrap_are_no_failure(
+    bubblewrap_works: None, run_dir: Path, tmp_path: Path, kit: Any
+) -> None:
+    text = _MOUNT_AWAY.format(count=tmp_path / "count", fails=2, bwrap=shutil.which("bwrap"))
+    provider = open_provider("bubblewrap", run_dir=run_dir, node="n", bwrap=program(tmp_path, text))
+    await provider.start()
+    try:
+        lease = LeaseRef(rollout="r-1", token=1)
+        sandbox = await provider.acquire(SandboxRequest(memory_bytes=192 << 20), lease)
+        assert (await sandbox.client.bash("echo here")).text() == "here\n"
+        # The probe and the start have failed twice each.
+        assert (tmp_path / "count").read_text() == "6\n"
+    finally:
+        await kit.clean(provider)
+
+
+async def test_mounts_that_never_come_to_rest_are_one(run_dir: Path, tmp_path: Path) -> None:
+    text = _MOUNT_AWAY.format(count=tmp_path / "count", fails=3, bwrap="false")
+    bwrap = program(tmp_path, text.replace("--version) ;;", "--version) echo bubblewrap 0.8.0; exit;;"))
+    with pytest.raises(UserNamespacesForbidden, match="Unable to apply mount flags"):
+        await open_provider("bubblewrap", run_dir=run_dir, node="n", bwrap=bwrap).start()
+    assert int((tmp_path / "count").read_text()) == MOUNT_TRIES
 
 
 def test_advice_names_the_setting_that_forbids(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from rollyard_pipeline.sandboxes.starters.base import (
     inside,
     server_code,
 )
-from rollyard_pipeline.sandboxes.starters.launch import ARGS_FD, INFO_FD, Launch, start
+from rollyard_pipeline.sandboxes.starters.launch import ARGS_FD, INFO_FD, Launch, Started, start
 from rollyard_pipeline.sandboxes.starters.root_folders import (
     NAMESPACES,
     WORKDIR,
@@ -40,6 +40,10 @@ INSTALL_HINT = (
     "install it (Debian, Ubuntu: `apt-get install bubblewrap`; Fedora, RHEL: `dnf install bubblewrap`), "
     "or ask for bare processes without isolation by name: `--sandbox process`"
 )
+MOUNT_TRIES = 4
+"""The number of times that bwrap is started while mounts of the machine change under it."""
+_MOUNTS_CHANGED = re.compile(r"Unable to (apply mount flags|find \".*\" in mount table)")
+"""The messages of bwrap (bind-mount.c) where a mount of the machine went away after bwrap had listed it."""
 _SYSCTLS = (
     ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
     (
@@ -88,12 +92,23 @@ async def probe_bwrap(bwrap: str | None = None) -> tuple[int, ...]:
     version = bwrap_version(text)
     if code != 0 or not version:
         raise BubblewrapMissing(f"{program} does not run ({text.strip()[:300]}): {INSTALL_HINT}")
-    code, text = await _run(
-        program, *NAMESPACES, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "/bin/true"
-    )
-    if code != 0:
-        raise UserNamespacesForbidden(forbidden_text(text))
-    return version
+    for _ in range(MOUNT_TRIES):
+        code, text = await _run(
+            program, *NAMESPACES, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "/bin/true"
+        )
+        if code == 0:
+            return version
+        if not mounts_changed(text):
+            break
+    raise UserNamespacesForbidden(forbidden_text(text))
+
+
+def mounts_changed(text: str) -> bool:
+    """Return whether bwrap failed because mounts of the machine came or went while it bound them.
+
+    This happens on machines that run containers, and the next start usually succeeds.
+    """
+    return _MOUNTS_CHANGED.search(text) is not None
 
 
 def forbidden_text(answer: str, sysctl: Path = Path("/proc/sys")) -> str:
@@ -181,12 +196,22 @@ class BubblewrapStarter:
             info=True,
         )  # fmt: skip
         try:
-            started = await start(launch, self._reaper, START_SECONDS)
+            started = await self._start(launch)
         except SandboxStartFailed as error:
             raise self._explained(error, key) from error
         if started.inner is None:
             raise SandboxStartFailed("bwrap named no process 1 of the sandbox on its --info-fd")
         return StartedSandbox(started.inner, started.child)
+
+    async def _start(self, launch: Launch) -> Started:
+        for _ in range(MOUNT_TRIES - 1):
+            try:
+                return await start(launch, self._reaper, START_SECONDS)
+            except SandboxStartFailed as error:
+                if not mounts_changed(str(error)):
+                    raise
+            launch.socket_path.unlink(missing_ok=True)  # The next start binds it again.
+        return await start(launch, self._reaper, START_SECONDS)
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
         """Kill process 1 inside, and with it all others, and return whether they are gone."""

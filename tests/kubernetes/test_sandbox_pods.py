@@ -243,36 +243,47 @@ while True:
 
 @pytest.fixture
 def outside() -> Iterator[str]:
-    """`IP:PORT` of a listener outside of the cluster's networks, which the node routes to."""
+    """`IP:PORT` of a listener outside of the cluster's networks, which the node routes to.
+
+    Its network namespace has no name. `ip netns add` would mount a folder over the one that holds the
+    namespaces of all running pods, and the kubelet could not remove those any more.
+    """
     name = f"ry{secrets.token_hex(3)}"
     near, far = f"{name}a", f"{name}b"
+    holder = subprocess.Popen(
+        ["unshare", "--net", sys.executable, "-c", "print('here', flush=True); input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    enter = ("nsenter", f"--net=/proc/{holder.pid}/ns/net")
 
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
+    def run(*words: str) -> None:
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=30)
 
     listener = None
-    ip("netns", "add", name)
     try:
-        ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-        ip("addr", "add", "203.0.113.254/24", "dev", near)
-        ip("link", "set", near, "up")
-        ip("-n", name, "addr", "add", f"{OUTSIDE}/24", "dev", far)
-        ip("-n", name, "link", "set", far, "up")
-        ip("-n", name, "route", "add", "default", "via", "203.0.113.254")
+        assert holder.stdout is not None
+        assert holder.stdout.readline().strip() == "here"
+        run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", str(holder.pid))
+        run("ip", "addr", "add", "203.0.113.254/24", "dev", near)
+        run("ip", "link", "set", near, "up")
+        run(*enter, "ip", "addr", "add", f"{OUTSIDE}/24", "dev", far)
+        run(*enter, "ip", "link", "set", far, "up")
+        run(*enter, "ip", "route", "add", "default", "via", "203.0.113.254")
         listener = subprocess.Popen(
-            ["ip", "netns", "exec", name, sys.executable, "-c", LISTENER], stdout=subprocess.PIPE, text=True
+            [*enter, sys.executable, "-c", LISTENER], stdout=subprocess.PIPE, text=True
         )
         assert listener.stdout is not None
         assert listener.stdout.readline().strip() == "listening"
         yield f"{OUTSIDE}:8080"
     finally:
-        if listener is not None:
-            listener.kill()
-            listener.wait(30)
-            assert listener.stdout is not None
-            listener.stdout.close()
+        # The kernel removes it by itself only some time after the last process of the namespace.
         with suppress(subprocess.CalledProcessError):
-            ip("netns", "delete", name)  # and with it the pair of links
+            run("ip", "link", "delete", near)
+        for process in (listener, holder):
+            if process is not None:
+                process.kill()
+                with process:
+                    process.wait(30)
 
 
 def permits_outside(namespace: str) -> dict[str, Any]:

@@ -188,7 +188,9 @@ class Run:
             # os.walk, not Path.glob, which raises where a folder is removed meanwhile.
             for folder, folders, files in os.walk(tmp):
                 if ours in folder:
-                    of_sandbox = [*folders, *files] if folder.endswith("/sandboxes") else []
+                    # The lock file stays where Slurm killed the batch script before that could remove the
+                    # folder. The next worker of this bridge on that node removes it.
+                    of_sandbox = {*folders, *files} - {".sweep"} if folder.endswith("/sandboxes") else set()
                     sockets = [name for name in files if name.endswith(".sock")]
                     found += [f"{node} {folder}/{name}" for name in (*of_sandbox, *sockets)]
         return found

@@ -12,7 +12,7 @@ SAMPLES ?= 8
 
 .PHONY: help setup run demo-vllm demo-kubernetes demo-slurm check test bench lint format typecheck crds docs clean
 
-help: ## What each target does
+help: ## Show what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml scripts/setup
@@ -56,7 +56,7 @@ format: $(DEV_STAMP) ## Let ruff format and mend what it can
 typecheck: $(DEV_STAMP) ## mypy, strict
 	@$(BIN)/mypy
 
-crds: $(DEV_STAMP) ## Write the CRD YAML anew from the pydantic models, and into the chart
+crds: $(DEV_STAMP) ## Generate the CRD YAML from the pydantic models, and copy it into the chart
 	@$(BIN)/python -m rollyard_crds && cp crds/yaml/*.yaml helm/rollyard/files/crds/
 
 docs: $(DEV_STAMP) ## Build the documentation and the API reference into build/docs; a warning is an error

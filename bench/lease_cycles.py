@@ -1,10 +1,10 @@
 """Lease → complete cycles a second, through HTTP, of a real control plane process on SQLite.
 
-Eight connections each ask for up to 8 rollouts of any stage and complete them in one request,
-until every rollout of a job has been through Init, Run and Eval. A cycle is one rollout leased
-and completed in one stage. Every completion of a Run carries a trajectory of 512 tokens. The
-control plane commits before it answers. Client and server share the machine; the client writes
-HTTP/1.1 by hand, so that it is the server that is measured.
+Eight connections each ask for up to 8 rollouts of any stage and complete them in one request, until every
+rollout of a job has been through Init, Run and Eval. A cycle is one rollout leased and completed in one
+stage. Every completion of a Run carries a trajectory of 512 tokens. The control plane commits before it
+answers. Client and server share the machine; the client writes HTTP/1.1 by hand, because the server is what
+is measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A control plane process."""
+    """A running control plane process."""
 
     pid: int
     port: int
@@ -40,7 +40,7 @@ class Server:
 
 @contextmanager
 def control_plane(*arguments: str) -> Iterator[Server]:
-    """A fresh control plane in a temporary folder, ended with the block."""
+    """Yield a fresh control plane in a temporary folder. It ends with the block."""
     with tempfile.TemporaryDirectory(prefix="ry-bench-") as name:
         folder = Path(name)
         port_file = folder / "port"
@@ -80,7 +80,7 @@ class Connection:
         await self._writer.wait_closed()
 
     async def call(self, method: str, path: str, body: bytes = b"") -> Any:
-        """The decoded JSON answer; RuntimeError for any status but 200 and 201."""
+        """Return the decoded JSON answer, or raise RuntimeError for any status but 200 and 201."""
         head = f"{method} {path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
         self._writer.write(head.encode() + body)
         headers = (await self._reader.readuntil(b"\r\n\r\n")).lower()
@@ -144,9 +144,9 @@ async def _drive(server: Server, latencies: list[float]) -> int:
             idle = 0
             body = orjson.dumps({"worker": "bench", "results": [_result(lease) for lease in leases]})
             began = time.perf_counter()
-            told = await connection.call("POST", "/v1/leases/complete", body)
+            answer = await connection.call("POST", "/v1/leases/complete", body)
             latencies.append(time.perf_counter() - began)
-            cycles += sum(item["outcome"] == "accepted" for item in told["outcomes"])
+            cycles += sum(item["outcome"] == "accepted" for item in answer["outcomes"])
     return cycles
 
 
@@ -191,7 +191,7 @@ async def _measure(server: Server, rollouts: int) -> dict[str, float]:
 
 def _cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100.0  # USER_HZ is 100 on every Linux
+    return (int(fields[11]) + int(fields[12])) / 100.0  # USER_HZ is 100 on every Linux.
 
 
 def _rss_mb(pid: int) -> float:
@@ -202,7 +202,9 @@ def _rss_mb(pid: int) -> float:
 
 
 def measure(rollouts: int = 2000) -> dict[str, float]:
-    """Cycles and whole rollouts a second, latency of a complete request of 8, server CPU, memory."""
+    """Return cycles and whole rollouts a second, the latency of a complete request of 8, server CPU and
+    memory.
+    """
     with control_plane() as server:
         return asyncio.run(_measure(server, rollouts))
 

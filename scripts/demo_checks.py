@@ -1,4 +1,4 @@
-"""What every demo's run must show, judged by its own trajectories."""
+"""The checks that every demo's run must pass, judged by its own trajectories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Expect = Callable[[str, object, bool], None]
 
 
 def of_half(folder: Path, tasks: int, samples: int, expect: Expect) -> list[dict[str, Any]]:
-    """What either half must show; summary.json is judged by its own trajectories, which are returned."""
+    """Check summary.json of either half against its own trajectories, and return these."""
     summary = json.loads((folder / "summary.json").read_text())
     rows = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
     wanted = tasks * samples
@@ -35,7 +35,7 @@ def of_half(folder: Path, tasks: int, samples: int, expect: Expect) -> list[dict
             own = [one for one, mask in zip(segment["logprobs"], segment["loss_mask"], strict=False) if mask]
             wrong = [one for one in own if not (math.isfinite(one) and one <= 0)]
             expect(f"{row['id']}: log-probabilities of sampled tokens", wrong, not wrong)
-        # Every sampled token belongs to exactly one turn: nothing of an attempt that broke off is left.
+        # Every sampled token belongs to exactly one turn, so nothing of an interrupted attempt is left.
         masked = [place for s, one in enumerate(row["segments"]) for place in sampled_places(s, one)]
         turns = [(turn["segment"], at) for turn in row["turns"] for at in range(turn["start"], turn["end"])]
         expect(f"{row['id']}: tokens of the turns", len(turns), sorted(turns) == masked)
@@ -43,5 +43,5 @@ def of_half(folder: Path, tasks: int, samples: int, expect: Expect) -> list[dict
 
 
 def sampled_places(number: int, segment: dict[str, Any]) -> list[tuple[int, int]]:
-    """Where the segment's sampled tokens lie."""
+    """Return where the segment's sampled tokens lie."""
     return [(number, place) for place, mask in enumerate(segment["loss_mask"]) if mask]

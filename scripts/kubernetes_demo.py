@@ -1,4 +1,4 @@
-"""What demo-kubernetes does with a cluster, command by command, each printed as it is run."""
+"""The steps of demo-kubernetes with a cluster, command by command, each printed as it is run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MODEL = "engine/src/rollyard_engine/models/tiny-policy"
 
 
 class DemoFailed(Exception):
-    """A step did not do what it should; its words."""
+    """A step did not do what it should; the text is its output."""
 
 
 class Demo:
-    """One run; every command is printed as it is run."""
+    """One run, in which every command is printed before it runs."""
 
     def __init__(self, options: argparse.Namespace, env: dict[str, str], console: Console) -> None:
         self.options = options
@@ -39,14 +39,14 @@ class Demo:
         self.home: str = options.namespace
         self.jobs = f"{options.namespace}-jobs"
         self.host_paths: tuple[str, ...] = ()
-        """Folders of the node that its pools mount."""
+        """The folders of the node that its pools mount."""
 
     def say(self, text: str) -> None:
-        """A line that is no command's output."""
+        """Print a line that is not a command's output."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def told(self, *command: str, quiet: bool = False) -> str:
-        """What a command prints; it must succeed."""
+    def output(self, *command: str, quiet: bool = False) -> str:
+        """Run a command, which must succeed, and return what it prints."""
         if not quiet:
             self.console.print(f"[bold]$ {shlex.join(command)}[/bold]", soft_wrap=True, highlight=False)
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, cwd=ROOT)
@@ -57,22 +57,24 @@ class Demo:
         return done.stdout
 
     def items(self, kinds: str, selector: str) -> list[str]:
-        """Names of objects in all namespaces, with kind and namespace; those that are going not."""
-        text = self.told("kubectl", "get", kinds, "-A", "-l", selector, "-o", "json", quiet=True)
+        """Return objects of all namespaces with kind, namespace and name, without those that are being
+        deleted.
+        """
+        text = self.output("kubectl", "get", kinds, "-A", "-l", selector, "-o", "json", quiet=True)
         return [
             f"{item['kind']} {item['metadata'].get('namespace', '')}/{item['metadata']['name']}"
             for item in json.loads(text)["items"]
         ]
 
     def install(self) -> None:
-        """The chart, and its own test."""
+        """Install the chart, and run its own test."""
         options = self.options
         values = {
             "images.prefix": options.images,
             "images.tag": options.tag,
-            # Whatever else runs in this cluster is none of the demo's business.
+            # The demo does not concern itself with what else runs in this cluster.
             "namespaces": f"{{{self.jobs}}}",
-            # No volume is to outlive the demo, and small machines hold all of it.
+            # No volume may outlive the demo, and the resources must fit on small machines.
             "api.persistence.type": "emptyDir",
             "api.resources.requests.cpu": "100m",
             "sandboxes.cpuRequestFraction": "0.02",
@@ -80,37 +82,39 @@ class Demo:
         }
         if self.host_paths:
             values["jobs.allow.hostPath"] = f"{{{','.join(self.host_paths)}}}"
-        if self.told("kubectl", "get", "namespace", self.jobs, "--ignore-not-found", quiet=True):
+        if self.output("kubectl", "get", "namespace", self.jobs, "--ignore-not-found", quiet=True):
             self.console.print("An earlier demo was killed: removing what it left")
             self.remove()
-        self.told("kubectl", "create", "namespace", self.jobs)
+        self.output("kubectl", "create", "namespace", self.jobs)
         sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
-        # CRDs that an earlier installation left, or kubectl applied, are this one's now. To Helm 4, which
-        # applies at the server, their fields have an owner.
-        helm4 = self.told("helm", "version", "--short", quiet=True).startswith("v4")
+        # This installation takes over CRDs that an earlier installation left, or that kubectl applied. Helm 4
+        # applies at the server, where their fields have an owner.
+        helm4 = self.output("helm", "version", "--short", quiet=True).startswith("v4")
         sets += ["--force-conflicts"] if helm4 else []
-        self.told(
+        self.output(
             "helm", "upgrade", "--install", self.release, str(CHART.relative_to(ROOT)), "-n", self.home,
             "--create-namespace", "--take-ownership", "--wait", "--timeout", f"{INSTALL_SECONDS}s", *sets,
         )  # fmt: skip
-        self.told("helm", "test", self.release, "-n", self.home, "--logs")
+        self.output("helm", "test", self.release, "-n", self.home, "--logs")
 
     def apply(self) -> None:
-        """Tasks, pool and job, in a namespace of their own."""
+        """Apply tasks, pool and job in a namespace of their own."""
         tasks = self.options.out / "tasks.jsonl"
         self._write_tasks(tasks)
         manifest = self.options.out / "job.yaml"
         job = self.job()
         manifest.write_text(yaml.safe_dump(job, sort_keys=False))
-        self.told(
+        self.output(
             "kubectl", "create", "configmap", "quickstart-tasks", "-n", self.jobs,
             f"--from-file=tasks.jsonl={tasks}",
         )  # fmt: skip
-        self.told("kubectl", "apply", "-n", self.jobs, "-f", str((EXAMPLES / "pool.yaml").relative_to(ROOT)))
-        self.told("kubectl", "apply", "-n", self.jobs, "-f", str(manifest))
+        self.output(
+            "kubectl", "apply", "-n", self.jobs, "-f", str((EXAMPLES / "pool.yaml").relative_to(ROOT))
+        )
+        self.output("kubectl", "apply", "-n", self.jobs, "-f", str(manifest))
 
     def job(self) -> dict[str, Any]:
-        """The example's job over as many samples as were asked for."""
+        """Return the example's job over as many samples as were asked for."""
         job: dict[str, Any] = yaml.safe_load((EXAMPLES / "job.yaml").read_text())
         job["spec"]["samplesPerTask"] = self.options.samples
         return job
@@ -123,34 +127,34 @@ class Demo:
         path.write_text("".join(lines[: options.tasks]))
 
     def wait(self, condition: str, name: str, seconds: int | None = None) -> None:
-        """Until an object has a condition."""
-        self.told(
+        """Wait until an object has a condition."""
+        self.output(
             "kubectl", "wait", "-n", self.jobs, f"--for=condition={condition}", name,
             f"--timeout={self.options.timeout if seconds is None else seconds}s",
         )  # fmt: skip
 
     def get(self, kinds: str, *further: str) -> None:
-        """Prints objects of the jobs' namespace."""
-        self.told("kubectl", "get", kinds, "-n", self.jobs, *further)
+        """Print objects of the jobs' namespace."""
+        self.output("kubectl", "get", kinds, "-n", self.jobs, *further)
 
     def finish(self) -> None:
-        """Waits for the pool and the job, and tells why it did not succeed."""
+        """Wait for the pool and the job, and report why the job did not succeed."""
         self.wait("Ready", "bp/default")
         self.get("rj,bp,pods")
         self.end("quickstart")
 
     def end(self, job: str) -> None:
-        """Waits for a job, which must succeed."""
+        """Wait for a job, which must succeed."""
         self.wait("Finished", f"rj/{job}")
         self.get("rj,bp")
         self.wait("Succeeded", f"rj/{job}", 1)
 
     def fetch(self, job: str, out: Path) -> Path:
-        """Trajectories, over a port forwarded by the command line."""
+        """Fetch the trajectories over a port that the command line forwards."""
         rollyard = os.path.relpath(Path(sys.executable).with_name("rollyard"), ROOT)
         for suffix in ("parquet", "jsonl"):
             path = out / f"trajectories.{suffix}"
-            self.told(
+            self.output(
                 rollyard, "trajectories", job, f"--kubernetes={self.home}/{self.release}",
                 "-n", self.jobs, "-o", str(path),
             )  # fmt: skip
@@ -158,7 +162,7 @@ class Demo:
         return out / "trajectories.jsonl"
 
     def explain(self) -> None:
-        """What there is to see where it failed."""
+        """Print what helps to explain a failure."""
         for words in (
             ("get", "rj,bp,pods", "-n", self.jobs, "-o", "wide"),
             ("describe", "rj,bp", "-n", self.jobs),
@@ -172,21 +176,21 @@ class Demo:
             print(f"$ kubectl {shlex.join(words)}\n{done.stdout}{done.stderr}", file=sys.stderr)
 
     def remove(self) -> None:
-        """The job and the pool, then the release; nothing of it may be left but the CRDs."""
-        self.told("kubectl", "delete", "rj,bp", "--all", "-n", self.jobs, "--ignore-not-found")
+        """Delete the job and the pool, then the release. Nothing may be left but the CRDs."""
+        self.output("kubectl", "delete", "rj,bp", "--all", "-n", self.jobs, "--ignore-not-found")
         mine = f"rollyard.dev/instance={self.release}"
         self.until_gone("pods", mine)
-        self.told("helm", "uninstall", self.release, "-n", self.home, "--wait", "--ignore-not-found")
-        self.told("kubectl", "delete", "namespace", self.jobs, self.home, "--ignore-not-found")
+        self.output("helm", "uninstall", self.release, "-n", self.home, "--wait", "--ignore-not-found")
+        self.output("kubectl", "delete", "namespace", self.jobs, self.home, "--ignore-not-found")
         self.until_gone(
             "pods,services,configmaps,secrets,serviceaccounts,deployments,networkpolicies,roles,rolebindings,"
             "persistentvolumeclaims,clusterroles,clusterrolebindings",
             f"app.kubernetes.io/instance={self.release}",
         )
-        self.told("kubectl", "get", "crd", "-l", "app.kubernetes.io/name=rollyard", "-o", "name")
+        self.output("kubectl", "get", "crd", "-l", "app.kubernetes.io/name=rollyard", "-o", "name")
 
     def until_gone(self, kinds: str, selector: str) -> None:
-        """Raises where something is still there after a while."""
+        """Wait until the objects are gone, and raise where one is still left after a while."""
         deadline = time.monotonic() + GONE_SECONDS
         while left := self.items(kinds, selector):
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Real vLLM in a pod, for demo-kubernetes: from an image or mounted from here, and how it is killed."""
+"""Real vLLM in a pod for demo-kubernetes, from an image or mounted from this machine, and its killing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARIES = "/opt/vllm-libraries"
 ANSWER_SECONDS = 60.0
 CPU_RESOURCES = {"requests": {"cpu": "200m", "memory": "2Gi"}, "limits": {"memory": "6Gi"}}
 _CLOSED = Path("/root")
-"""The folder that images keep closed to other users: mounts below it need one of their own in its place."""
+"""The folder that images close to other users. A mount below it needs a mount in its own place."""
 _C_LIBRARY = ("libc.so", "libm.so", "libdl.so", "libpthread.so", "librt.so", "libutil.so", "libresolv.so")
 _DESCRIBE = """
 import importlib.metadata as m, json, sys
@@ -36,12 +36,12 @@ print(json.dumps({
 
 
 class VllmUnusable(Exception):
-    """There is no vLLM for the pod; why."""
+    """There is no vLLM for the pod; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class FromImage:
-    """vLLM as its image brings it along."""
+    """The vLLM of an image."""
 
     image: str
     gpus: int
@@ -50,7 +50,7 @@ class FromImage:
         return self.image
 
     def apply_to(self, spec: dict[str, Any], engine_image: str) -> None:
-        """Make the pool's spec run it."""
+        """Change the pool's spec so that it runs this vLLM."""
         spec["template"]["image"] = self.image
         if self.gpus:
             spec["engine"]["resources"] = {"gpu": self.gpus}
@@ -67,20 +67,20 @@ class Mounted:
 
     python: Path
     folders: tuple[Path, ...]
-    """The environment, and what its Python is made of."""
+    """The environment, and the folders that its Python consists of."""
     libraries: Path
-    """Libraries of this machine that it needs, for an image that may lack them."""
+    """The folder with this machine's libraries that it needs, for an image that may lack them."""
 
     def __str__(self) -> str:
         return "vLLM of this machine, mounted"
 
     @property
     def host_paths(self) -> tuple[str, ...]:
-        """What the installation has to permit to be mounted, in `jobs.allow.hostPath`."""
+        """Return what the installation has to permit to be mounted, in `jobs.allow.hostPath`."""
         return tuple(str(folder) for folder in (*self.folders, self.libraries))
 
     def apply_to(self, spec: dict[str, Any], engine_image: str) -> None:
-        """Make the pool's spec run it, in an image of Rollyard's."""
+        """Change the pool's spec so that it runs this vLLM in an image of Rollyard's."""
         engine, template = spec["engine"], spec["template"]
         engine.pop("resources")
         engine["command"] = [str(self.python), "-m", "vllm.entrypoints.openai.api_server"]
@@ -99,10 +99,11 @@ class Mounted:
 
 
 def mounted(python: Path, libraries: Path) -> Mounted:
-    """What a pod needs of this machine to run the vLLM of `python`; copies libraries to a new folder.
+    """Return what a pod needs of this machine to run the vLLM of `python`. Libraries are copied to a new
+    folder.
 
     Raises:
-        VllmUnusable: it is no CPU build, or lies where nothing can be mounted.
+        VllmUnusable: The vLLM is not a CPU build, or lies where nothing can be mounted.
     """
     if shutil.which("ldd") is None:
         raise VllmUnusable("ldd is not on PATH, which says what libraries vLLM needs")
@@ -110,15 +111,15 @@ def mounted(python: Path, libraries: Path) -> Mounted:
     done = subprocess.run([python, "-c", _DESCRIBE], capture_output=True, text=True)
     if done.returncode != 0:
         raise VllmUnusable(f"{python} does not run: {done.stderr.strip()[-300:]}")
-    told = json.loads(done.stdout)
-    if not told["cpu"]:
+    build = json.loads(done.stdout)
+    if not build["cpu"]:
         raise VllmUnusable(f"{python} has vLLM for GPUs, which kube-lab's pods have not")
-    folders = {Path(told["prefix"]), Path(told["base"])}
+    folders = {Path(build["prefix"]), Path(build["base"])}
     step = python
     while step.is_symlink():
         step = Path(os.path.normpath(step.parent / os.readlink(step)))
         folders.add(step.parent.parent)
-    # A folder within another one comes with it.
+    # A folder within another one is mounted with it.
     outer = tuple(
         sorted(one for one in folders if not any(one != two and one.is_relative_to(two) for two in folders))
     )
@@ -126,17 +127,20 @@ def mounted(python: Path, libraries: Path) -> Mounted:
         raise VllmUnusable(f"the Python of {python} lies in /, which cannot be mounted")
     shutil.rmtree(libraries, ignore_errors=True)
     libraries.mkdir(parents=True)
-    for name, path in _needed(step, Path(told["prefix"]), Path(told["base"])).items():
+    for name, path in _needed(step, Path(build["prefix"]), Path(build["base"])).items():
         if not any(path.is_relative_to(folder) for folder in outer):
             shutil.copy(path, libraries / name)
     return Mounted(python, outer, libraries)
 
 
 def _needed(program: Path, prefix: Path, base: Path) -> dict[str, Path]:
-    """Libraries that the environment is linked to, by name; not the C library, which every image has."""
+    """Return the libraries that the environment is linked to, by name.
+
+    Every image has the C library itself.
+    """
     modules = [path for path in base.glob("lib*/python3*/lib-dynload/*.so") if "tkinter" not in path.name]
     files = [program, *modules, *(path for path in prefix.rglob("*.so*") if path.is_file())]
-    # It complains about files that are none, and ends with 1 then.
+    # It complains about files that are not programs, and then ends with 1.
     done = subprocess.run(["ldd", *files], capture_output=True, text=True)
     found = {}
     for line in done.stdout.splitlines():
@@ -149,7 +153,7 @@ def _needed(program: Path, prefix: Path, base: Path) -> dict[str, Path]:
 
 
 def pool_manifest(vllm: FromImage | Mounted, engine_image: str) -> dict[str, Any]:
-    """The example's pool, as this run has it."""
+    """Return the example's pool, as this run has it."""
     document: dict[str, Any] = yaml.safe_load(MANIFEST.read_text())
     spec = document["spec"]
     spec["template"]["volumes"][0]["image"]["reference"] = engine_image
@@ -158,28 +162,28 @@ def pool_manifest(vllm: FromImage | Mounted, engine_image: str) -> dict[str, Any
 
 
 class Crash:
-    """SIGKILL of vLLM's engine in a pod, made ready beforehand so that it strikes at once.
+    """A SIGKILL of vLLM's engine in a pod, which is prepared so that it can be sent at once.
 
-    The kernel kills like that when memory runs out: requests break off, and the server in front of
-    the engine finds it dead. `kubectl delete --force` would ask the server to end first; its own
-    process is the first of the container, which signals from within cannot kill.
+    The kernel kills in the same way when memory runs out: requests break off, and the server in front of the
+    engine finds it dead. `kubectl delete --force` would ask the server to end first, and the server's process
+    is the first of the container, which signals from within cannot kill.
     """
 
-    # A process that ends meanwhile is no error; [E] is not in its own command line as a word.
+    # A process that ends in between is not an error. [E] does not match this command line itself.
     SCRIPT = (
         "echo ready; read -r go; "
         "kill -9 $(grep -ls '[E]ngineCore' /proc/[0-9]*/cmdline | cut -d/ -f3) && echo killed"
     )
 
-    def __init__(self, process: subprocess.Popen[str], told: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], command: str) -> None:
         self._process = process
-        self.command = told
+        self.command = command
 
     def now(self) -> None:
-        """Kill it.
+        """Kill the engine.
 
         Raises:
-            VllmUnusable: there was nothing to kill.
+            VllmUnusable: There was nothing to kill.
         """
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
@@ -201,10 +205,10 @@ class Crash:
     @classmethod
     @contextmanager
     def ready(cls, namespace: str, pod: str, env: Mapping[str, str]) -> Iterator[Crash]:
-        """A shell in the pod that waits for its word.
+        """Yield a shell in the pod that waits for the command to kill.
 
         Raises:
-            VllmUnusable: there is none.
+            VllmUnusable: There is no such shell.
         """
         command = ["kubectl", "exec", "-i", "-n", namespace, pod, "--", "sh", "-c", cls.SCRIPT]
         pipe = subprocess.PIPE

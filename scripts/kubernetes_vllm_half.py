@@ -34,7 +34,7 @@ class VllmHalf:
         self.out: Path = demo.options.out / "vllm"
 
     def run(self) -> tuple[Path, float, dict[str, Any]]:
-        """Trajectories, seconds that the job took, and what became of the backend, for the summary."""
+        """Return the trajectories, the job's seconds, and the backend's history for the summary."""
         demo = self.demo
         self.out.mkdir(exist_ok=True)
         self._apply_pool()
@@ -60,20 +60,20 @@ class VllmHalf:
         self._condition("Degraded")
         about = f"involvedObject.name={self.POOL}"
         demo.get("events", "--field-selector", about, "--sort-by=.metadata.creationTimestamp")
-        told = {
+        history = {
             "engine": str(self.vllm),
             "killed": {"pod": first["pod"], "process": "EngineCore", "rollouts_ended": ended},
             "seconds_without_backend": round(away, 3),
             "backends": [first, second],
         }
-        return demo.fetch(self.JOB, self.out), wall, told
+        return demo.fetch(self.JOB, self.out), wall, history
 
     def _apply_pool(self) -> None:
         options = self.demo.options
         pool = self.out / "pool.yaml"
         manifest = pool_manifest(self.vllm, f"{options.images}engine:{options.tag}")
         pool.write_text(yaml.safe_dump(manifest, sort_keys=False))
-        self.demo.told("kubectl", "apply", "-n", self.demo.jobs, "-f", str(pool))
+        self.demo.output("kubectl", "apply", "-n", self.demo.jobs, "-f", str(pool))
 
     def _apply_job(self) -> None:
         options = self.demo.options
@@ -81,21 +81,21 @@ class VllmHalf:
         manifest["metadata"]["name"] = self.JOB
         spec = manifest["spec"]
         spec["backendRef"]["name"] = self.POOL
-        # Most of it lies ahead when the backend is killed.
+        # Most of the work still lies ahead when the backend is killed.
         run = spec["stages"]["run"]
         run["concurrency"] = run_places(run["concurrency"], options.tasks * options.samples)
         job = self.out / "job.yaml"
         job.write_text(yaml.safe_dump(manifest, sort_keys=False))
-        self.demo.told("kubectl", "apply", "-n", self.demo.jobs, "-f", str(job))
+        self.demo.output("kubectl", "apply", "-n", self.demo.jobs, "-f", str(job))
 
     def _a_third(self, client: Client) -> int:
-        """Waits until a third of the rollouts have ended; returns how many have."""
+        """Wait until a third of the rollouts have ended, and return how many have."""
         deadline = time.monotonic() + self.demo.options.timeout
         total = self.demo.options.tasks * self.demo.options.samples
         while time.monotonic() < deadline:
             try:
                 counts = client.job(self.JOB).status.counts
-            except NoSuchJob:  # the operator has not seen it yet
+            except NoSuchJob:  # The operator has not seen it yet.
                 counts = None
             ended = counts.succeeded + counts.failed + counts.cancelled if counts is not None else 0
             if ended == total:
@@ -106,8 +106,8 @@ class VllmHalf:
         raise DemoFailed(f"a third of the rollouts of {self.JOB} have not ended in time")
 
     def _backend(self) -> dict[str, Any]:
-        """The pool's one pod, as it is now."""
-        text = self.demo.told(
+        """Return the pool's one pod, as it is now."""
+        text = self.demo.output(
             "kubectl", "get", "pods", "-n", self.demo.jobs, "-l", self.PODS, "-o", "json", quiet=True
         )
         pods = json.loads(text)["items"]
@@ -122,13 +122,13 @@ class VllmHalf:
         }
 
     def _condition(self, kind: str) -> None:
-        """Prints what a condition of the pool says."""
+        """Print what a condition of the pool says."""
         path = f'jsonpath={{.status.conditions[?(@.type=="{kind}")].message}}'
         self.demo.get(f"bp/{self.POOL}", "-o", path)
 
 
 def find_vllm(options: argparse.Namespace, in_lab: bool) -> FromImage | Mounted | str:
-    """What the second half runs; a text says why there is none."""
+    """Return what the second half runs, or a text that says why there is no vLLM."""
     if options.no_vllm:
         return "--no-vllm"
     if options.vllm_image:

@@ -1,4 +1,4 @@
-"""One run of Rollyard on Slurm, as demo-slurm does it: the bridge, a job, trajectories, and away again."""
+"""One run of Rollyard on Slurm for demo-slurm: the bridge, a job, its trajectories, and the removal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = ROOT / "engine" / "src" / "rollyard_engine" / "models" / "tiny-policy"
 ROLLYARD = Path(sys.executable).with_name("rollyard")
 GONE_SECONDS = 60
 LAB_PROFILE: dict[str, Any] = {
-    # One worker on each node of four CPUs, and room for a backend beside it.
+    # One worker fits on each node of four CPUs, with room for a backend beside it.
     "time_limit": "30",
     "workers": {"cpus": 3, "memory": "3000M"},
     "backends": {"cpus": 1, "memory": "900M"},
@@ -33,29 +33,29 @@ LAB_PROFILE: dict[str, Any] = {
 
 
 class DemoFailed(Exception):
-    """A step did not do what it should; its words."""
+    """A step did not do what it should; the text is its output."""
 
 
 @dataclass
 class Site:
-    """The cluster, and how commands get there."""
+    """The cluster, and the way in which commands get there."""
 
     before: tuple[str, ...] = ()
-    """Words that run a command as the one who uses the cluster."""
+    """The words that make a command run as the user of the cluster."""
     shared: Path = field(default_factory=Path)
-    """A folder on storage that the nodes share, of that user."""
+    """A folder of that user on storage that the nodes share."""
     info: dict[str, Any] | None = None
-    """Of scripts/slurm-lab, where the cluster is its."""
+    """The lab's description by scripts/slurm-lab, where the cluster is the lab."""
 
 
 class Demo:
-    """One run; every command is printed as it is run."""
+    """One run, in which every command is printed before it runs."""
 
     job_name = "quickstart"
     lab_profile = LAB_PROFILE
     tokenizer = MODEL
     workers: int
-    """Jobs of stage workers."""
+    """The number of jobs of stage workers."""
 
     def __init__(self, options: argparse.Namespace, site: Site, console: Console) -> None:
         self.options = options
@@ -64,10 +64,13 @@ class Demo:
         self.home = site.shared / "rollyard"
         self.workers = options.workers
         self.nodes: dict[str, set[str]] = {}
-        """Nodes on which workers and backends were seen, by kind."""
+        """The nodes on which workers and backends were seen, by kind."""
 
-    def told(self, *command: str, quiet: bool = False, check: bool = True, live: bool = False) -> str:
-        """What a command prints; it must succeed, if `check`. `live`: it prints to the terminal itself."""
+    def output(self, *command: str, quiet: bool = False, check: bool = True, live: bool = False) -> str:
+        """Run a command and return what it prints.
+
+        With `check` it must succeed; with `live` it prints to the terminal.
+        """
         shown = [os.path.relpath(word, ROOT) if word == str(ROLLYARD) else word for word in command]
         if not quiet:
             self.console.print(f"[bold]$ {shlex.join(shown)}[/bold]", soft_wrap=True, highlight=False)
@@ -82,11 +85,11 @@ class Demo:
         return done.stdout or ""
 
     def rollyard(self, *words: str, **further: bool) -> str:
-        """The command line, as the user of the cluster."""
-        return self.told(str(ROLLYARD), *words, **further)
+        """Run the command line as the user of the cluster."""
+        return self.output(str(ROLLYARD), *words, **further)
 
     def write(self) -> None:
-        """Tasks, job and profile, into the shared folder."""
+        """Write tasks, job and profile into the shared folder."""
         options = self.options
         lines = [line for line in (QUICKSTART / "tasks.jsonl").read_text().splitlines(True) if line.strip()]
         if len(lines) < options.tasks:
@@ -97,26 +100,26 @@ class Demo:
             self.put("profile.yaml", yaml.safe_dump(self.lab_profile, sort_keys=False))
 
     def put(self, name: str, text: str) -> None:
-        """A file for the user of the cluster, and a copy of it among the results."""
+        """Write a file for the user of the cluster, and a copy of it among the results."""
         (self.site.shared / name).write_text(text)
         (self.options.out / name).write_text(text)
 
     def job(self) -> dict[str, Any]:
-        """The quickstart's job, as this run has it."""
+        """Return the quickstart's job, as this run has it."""
         job: dict[str, Any] = yaml.safe_load((QUICKSTART / "job.yaml").read_text())
         job["spec"]["samplesPerTask"] = self.options.samples
         for stage in job["spec"]["stages"].values():
-            # The bridge runs all three stages in each worker, a worker to a job of Slurm's.
+            # The bridge runs all three stages in each worker, and each worker is one Slurm job.
             stage["replicas"] = self.workers
         job["spec"]["sandbox"]["warm"] = 2
         return job
 
     def engine(self) -> list[str]:
-        """Options of the bridge for the pool that it makes."""
+        """Return the bridge's options for the pool that it makes."""
         return ["--engine", "embedded", "--replicas", str(self.options.backends)]
 
     def bridge(self) -> None:
-        """The scripts that it would submit, then the bridge itself."""
+        """Print the scripts that the bridge would submit, then start the bridge itself."""
         options, shared = self.options, self.site.shared
         common = ["--home", str(self.home), *self.engine()]
         common += ["--default-image", options.image, "--lease-seconds", "15"]
@@ -131,7 +134,7 @@ class Demo:
         self.rollyard("slurm-bridge", "up", *common, "--detach")
 
     def run(self) -> float:
-        """The job, to its end; Slurm's queue is watched meanwhile. Returns the seconds that it took."""
+        """Run the job to its end while Slurm's queue is watched, and return the seconds that it took."""
         done = threading.Event()
 
         def watch() -> None:
@@ -147,19 +150,19 @@ class Demo:
             done.set()
             thread.join(30)
         self.rollyard("slurm-bridge", "status", "--home", str(self.home))
-        self.told("squeue", "--me", "-o", "%.8i %.10T %.9M %.6N %k")
+        self.output("squeue", "--me", "-o", "%.8i %.10T %.9M %.6N %k")
         return seconds
 
     def work(self) -> float:
-        """Submits the job and follows it to its end; the seconds in between."""
+        """Submit the job and follow it to its end; return the seconds in between."""
         began = time.monotonic()
         job = str(self.site.shared / "job.yaml")
         self.rollyard("submit", "-f", job, "--home", str(self.home), "--wait", live=True)
         return time.monotonic() - began
 
     def look(self) -> None:
-        """Remembers on which nodes jobs of the bridge run."""
-        text = self.told("squeue", "--me", "-h", "-t", "RUNNING", "-o", "%N|%j", quiet=True, check=False)
+        """Remember on which nodes jobs of the bridge run."""
+        text = self.output("squeue", "--me", "-h", "-t", "RUNNING", "-o", "%N|%j", quiet=True, check=False)
         for line in text.splitlines():
             node, _, name = line.partition("|")
             if name.startswith("rollyard-"):
@@ -167,7 +170,7 @@ class Demo:
                 self.nodes.setdefault(kind, set()).add(node)
 
     def fetch(self) -> Path:
-        """Trajectories, and where the work was done."""
+        """Fetch the trajectories, and print where the work was done."""
         for suffix in ("parquet", "jsonl"):
             path = self.site.shared / f"trajectories.{suffix}"
             self.rollyard("trajectories", self.job_name, "--home", str(self.home), "-o", str(path))
@@ -179,7 +182,7 @@ class Demo:
         return self.options.out / "trajectories.jsonl"
 
     def explain(self) -> None:
-        """What there is to see where it failed."""
+        """Print what helps to explain a failure."""
         for words in (
             ("squeue", "--me"),
             ("sh", "-c", f"tail -n 30 {shlex.quote(str(self.home))}/logs/*.log"),
@@ -188,7 +191,7 @@ class Demo:
             print(f"$ {shlex.join(words)}\n{done.stdout}{done.stderr}", file=sys.stderr)
 
     def remove(self) -> None:
-        """The bridge and its jobs; nothing of them may be left."""
+        """Stop the bridge and its jobs. Nothing of them may be left."""
         self.rollyard("slurm-bridge", "down", "--home", str(self.home))
         deadline = time.monotonic() + GONE_SECONDS
         while left := self.left():
@@ -199,8 +202,10 @@ class Demo:
         self.console.print(f"nothing left {where}")
 
     def left(self) -> list[str]:
-        """Jobs of the bridge; in the lab also processes of its user, and files on the nodes."""
-        names = self.told("squeue", "--me", "-h", "-o", "%i %j", quiet=True).splitlines()
+        """Return the bridge's jobs that are left; in the lab also its user's processes, and files on the
+        nodes.
+        """
+        names = self.output("squeue", "--me", "-h", "-o", "%i %j", quiet=True).splitlines()
         found = [f"job {line}" for line in names if " rollyard-" in line]
         if self.site.info is not None:
             for entry in os.scandir("/proc"):
@@ -210,8 +215,8 @@ class Demo:
                     line = Path(entry.path, "cmdline").read_bytes().replace(b"\0", b" ")
                     groups = Path(entry.path, "cgroup").read_text()
                 except OSError:
-                    continue  # it has ended meanwhile
-                # The control plane's, and whatever Slurm's jobs have begun.
+                    continue  # It has ended in between.
+                # These are the control plane's, and those that Slurm's jobs have started.
                 if line and (os.fsencode(self.home) in line or "/slurm" in groups):
                     found.append(f"process {entry.name} {line[:80].decode(errors='replace')}")
             instance = json.loads((self.home / "bridge.json").read_text())["instance"]

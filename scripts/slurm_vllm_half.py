@@ -24,7 +24,7 @@ POLL_SECONDS = 0.05
 LAB_PROFILE: dict[str, Any] = {
     "time_limit": "30",
     "workers": {"cpus": 3, "memory": "3000M"},
-    # A node to itself.
+    # The backend has a node to itself.
     "backends": {"cpus": 4, "memory": "3900M"},
 }
 
@@ -42,15 +42,15 @@ class VllmHalf(Demo):
         own.out = options.out / "vllm"
         own.out.mkdir(exist_ok=True)
         super().__init__(own, replace(site, shared=site.shared / "vllm"), console)
-        self.told("mkdir", "-p", str(self.site.shared), quiet=True)
+        self.output("mkdir", "-p", str(self.site.shared), quiet=True)
         self.python = python
         if site.info is not None:
             # One of the lab's nodes is the backend's.
             self.workers = min(self.workers, len(site.info["node_tmp"]) - 1)
         self._told: dict[str, Any] = {}
 
-    def told_of(self) -> dict[str, Any]:
-        """What became of the backend, for the summary."""
+    def history(self) -> dict[str, Any]:
+        """Return what happened to the backend, for the summary."""
         return self._told
 
     def engine(self) -> list[str]:
@@ -61,15 +61,15 @@ class VllmHalf(Demo):
         job["metadata"]["name"] = self.job_name
         spec = job["spec"]
         spec["backendRef"]["name"] = self.POOL
-        # Most of it lies ahead when the backend is cancelled.
+        # Most of the work still lies ahead when the backend is cancelled.
         run = spec["stages"]["run"]
         run["concurrency"] = run_places(run["concurrency"], self.options.tasks * self.options.samples)
-        # Another backend may take longer to come than a worker waits for one.
+        # Another backend may take longer to start than a worker waits for one.
         run["maxAttempts"] = 5
         return job
 
     def pool(self) -> dict[str, Any]:
-        """The pool, as this run has it."""
+        """Return the pool, as this run has it."""
         engine: dict[str, Any] = {
             "type": "vllm",
             "command": [str(self.python), "-m", "vllm.entrypoints.openai.api_server"],
@@ -97,7 +97,7 @@ class VllmHalf(Demo):
             self.rollyard("submit", "-f", str(self.site.shared / "job.yaml"), *home)
             ended = self._a_third(client)
             self.console.print(f"{ended} rollouts have ended.")
-            self.told("scancel", first["slurm_job"])
+            self.output("scancel", first["slurm_job"])
             cancelled = time.monotonic()
             self._until(lambda: not self._ready(client), f"{self.POOL} is still ready")
             self.rollyard("get", "bp", *home)
@@ -126,7 +126,7 @@ class VllmHalf(Demo):
         return any((one.type, one.status) == ("Ready", "True") for one in conditions)
 
     def _a_third(self, client: Client) -> int:
-        """Waits until a third of the rollouts have ended; returns how many have."""
+        """Wait until a third of the rollouts have ended, and return how many have."""
         total, ended = self.options.tasks * self.options.samples, 0
 
         def met() -> bool:
@@ -141,8 +141,8 @@ class VllmHalf(Demo):
         return ended
 
     def _backend(self, client: Client) -> dict[str, Any]:
-        """The pool's one backend, as it is now."""
-        text = self.told("squeue", "--me", "-h", "-t", "RUNNING", "-o", "%i|%N|%j", quiet=True)
+        """Return the pool's one backend, as it is now."""
+        text = self.output("squeue", "--me", "-h", "-t", "RUNNING", "-o", "%i|%N|%j", quiet=True)
         jobs = [line.split("|", 2) for line in text.splitlines() if "-backend-" in line]
         urls = [one.url for one in client.pool(self.POOL).status.backends if one.ready]
         if len(jobs) != 1 or len(urls) != 1:
@@ -151,7 +151,7 @@ class VllmHalf(Demo):
 
 
 def find_vllm(options: argparse.Namespace, in_lab: bool) -> Path | str:
-    """The Python with vLLM that the second half runs; a text says why there is none."""
+    """Return the Python with vLLM that the second half runs, or a text that says why there is none."""
     if options.no_vllm:
         return "--no-vllm"
     if options.vllm_python:

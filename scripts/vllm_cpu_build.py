@@ -1,4 +1,4 @@
-"""How the demos on clusters run vLLM's CPU build: as the quickstart does, and without asking the network."""
+"""How the demos on clusters run vLLM's CPU build: as the quickstart does, and without the network."""
 
 from rollyard.quickstart import vllm_servers
 

@@ -1,4 +1,4 @@
-"""Apptainer sandboxes: cold beside a bare instance, warm, and a command inside; as an ordinary user."""
+"""Apptainer sandboxes for an ordinary user: cold beside a bare instance, warm, and a command inside."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REFILL_SECONDS = 1.0
 
 @asynccontextmanager
 async def _provider(image: str) -> AsyncIterator[SandboxProvider]:
-    """A started provider; leaves nothing behind."""
+    """Yield a started provider, which leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
         options = ApptainerOptions(default_image=image)
         provider = open_provider("apptainer", run_dir=Path(folder), node="bench", apptainer=options)
@@ -45,7 +45,7 @@ async def _provider(image: str) -> AsyncIterator[SandboxProvider]:
 
 @contextmanager
 def _bare(program: str, image: str) -> Iterator[Callable[[], float]]:
-    """Starts an instance without options; its end is not timed."""
+    """Yield a function that starts an instance without options. Its end is not timed."""
     numbers = itertools.count()
     with tempfile.TemporaryDirectory(prefix="ryb-") as config:
         env = {**os.environ, "APPTAINER_CONFIGDIR": config}
@@ -68,7 +68,7 @@ def _bare(program: str, image: str) -> Iterator[Callable[[], float]]:
 
 
 async def _echo(image: str, samples: int) -> tuple[Sample, Sample | None]:
-    """`echo hi` in an Apptainer sandbox, and in a bubblewrap sandbox where there is one, in turns."""
+    """Time `echo hi` in an Apptainer sandbox, and in a bubblewrap sandbox where there is one, in turns."""
 
     async def step(client: ExecClient) -> None:
         result = await client.bash("echo hi", timeout=COMMAND_SECONDS)
@@ -116,7 +116,7 @@ async def _measured(settings: Settings) -> list[Measurement]:
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """All figures, as an ordinary user."""
+    """Measure all figures as an ordinary user."""
     return await lab.as_user(MODULE, settings, _measured)
 
 

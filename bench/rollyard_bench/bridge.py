@@ -1,4 +1,4 @@
-"""A real `rollyard slurm-bridge up`, for measurements; no Slurm job outlives it."""
+"""A real `rollyard slurm-bridge up` for measurements. No Slurm job outlives it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rollyard_bench.processes import Program, ProgramFailed, program
 
 READY_SECONDS = 60.0
 STOP_SECONDS = 90.0
-"""Workers hand over what they hold, then Slurm ends them."""
+"""The longest wait for the end: the workers hand over what they hold, then Slurm ends them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """A bridge that runs, and its control plane."""
+    """A running bridge and its control plane."""
 
     program: Program
     home: Path
@@ -34,18 +34,18 @@ class Bridge:
     token: str
 
     def client(self) -> httpx.AsyncClient:
-        """An HTTP client with the administrator's token."""
+        """Return an HTTP client with the administrator's token."""
         headers = {"Authorization": f"Bearer {self.token}"}
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60.0)
 
     def check(self) -> None:
-        """Raises ProgramFailed if it has ended."""
+        """Raise ProgramFailed if the bridge has ended."""
         self.program.check("slurm-bridge")
 
 
 @asynccontextmanager
 async def shared_folder() -> AsyncIterator[Path]:
-    """A folder that the nodes see too: below the user's home, removed in the end."""
+    """Yield a folder that the nodes see, too. It is below the user's home and is removed at the end."""
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-", dir=Path.home()) as name:
         yield Path(name)
 
@@ -57,10 +57,10 @@ async def bridge(
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Bridge]:
-    """One on a home below `folder`, ready; in the end it ends its Slurm jobs, and itself.
+    """Yield a ready bridge with its home below `folder`. At the end it ends its Slurm jobs and itself.
 
     Raises:
-        ProgramFailed: it did not become ready.
+        ProgramFailed: The bridge did not become ready.
     """
     home, file = folder / "home", folder / "profile.yaml"
     file.write_text(yaml.safe_dump(dict(profile)))
@@ -87,10 +87,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 async def finished(client: httpx.AsyncClient, name: str, seconds: float) -> dict[str, Any]:
-    """The job once it is over.
+    """Return the job once it is over.
 
     Raises:
-        ProgramFailed: it is not in time.
+        ProgramFailed: The job is not over in time.
     """
     found: dict[str, Any] = {}
     try:
@@ -101,10 +101,10 @@ async def finished(client: httpx.AsyncClient, name: str, seconds: float) -> dict
                     return found
                 await asyncio.sleep(0.2)
     except TimeoutError as error:
-        told = [
+        conditions = [
             f"{one['type']}={one['status']} {one['reason']}: {one['message']}" for one in _conditions(found)
         ]
-        raise ProgramFailed(f"{name} is not over after {seconds:.0f} s: {'; '.join(told)}") from error
+        raise ProgramFailed(f"{name} is not over after {seconds:.0f} s: {'; '.join(conditions)}") from error
 
 
 def _conditions(job: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -112,12 +112,12 @@ def _conditions(job: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 async def trajectories(client: httpx.AsyncClient, name: str) -> list[dict[str, Any]]:
-    """All that have been delivered so far."""
+    """Return all trajectories that have been delivered so far."""
     answer = await client.get(f"/v1/rolloutjobs/{name}/trajectories")
     answer.raise_for_status()
     return [json.loads(line) for line in answer.text.splitlines() if line]
 
 
 async def submitted(client: httpx.AsyncClient, manifest: Mapping[str, Any]) -> None:
-    """Posts a RolloutJob."""
+    """Post a RolloutJob."""
     await posted(client, "/v1/rolloutjobs", json=manifest)

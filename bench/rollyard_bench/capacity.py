@@ -1,7 +1,7 @@
-"""What the latencies alone allow: lower bounds on makespans, and the speed-up that follows.
+"""What the latencies alone allow: lower bounds on makespans, and the speed-up that follows from them.
 
-Pure arithmetic, in seconds. The bounds hold for every schedule, so no order of rollouts, however
-lucky, can beat them.
+This is pure arithmetic, in seconds. The bounds hold for every schedule, so no order of rollouts can beat
+them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """How many rollouts each stage holds at once."""
+    """The number of rollouts that each stage holds at once."""
 
     init: int
     run: int
@@ -20,41 +20,41 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`rollouts` of fixed latencies; every `slow_every`th evaluates for `eval_slow` seconds."""
+    """A number of rollouts with fixed latencies; every `slow_every`th evaluates for `eval_slow` seconds."""
 
     rollouts: int
     init: float
     model_call: float
     turns: int
-    """Model calls of one rollout's Run."""
+    """The number of model calls in one rollout's Run."""
     eval: float
     eval_slow: float
     slow_every: int
 
     @property
     def run(self) -> float:
-        """Seconds of model time in one Run."""
+        """Return the seconds of model time in one Run."""
         return self.model_call * self.turns
 
     @property
     def slow(self) -> int:
-        """Rollouts that evaluate slowly: numbers 0, `slow_every`, 2 `slow_every`, …"""
+        """Return the number of rollouts that evaluate slowly: numbers 0, `slow_every`, 2 `slow_every`, …"""
         return -(-self.rollouts // self.slow_every)
 
     @property
     def eval_total(self) -> float:
-        """Seconds of evaluation of all rollouts together."""
+        """Return the seconds of evaluation of all rollouts together."""
         return self.slow * self.eval_slow + (self.rollouts - self.slow) * self.eval
 
     def eval_of(self, number: int) -> float:
-        """Seconds that the evaluation of this sample of its group takes."""
+        """Return the seconds that the evaluation of this sample of its group takes."""
         return self.eval_slow if number % self.slow_every == 0 else self.eval
 
 
 def stage_bounds(work: Workload, slots: Slots) -> dict[str, float]:
-    """Per stage: fill + total work / slots + drain.
+    """Return the bound of each stage: fill + total work / slots + drain.
 
-    Fill is the least time that any rollout needs before the stage, drain the least after it: no slot
+    Fill is the least time that any rollout needs before the stage, and drain the least time after it: no slot
     of the stage can begin earlier, and the rollout that leaves it last still has to pass the rest.
     """
     shortest_eval = min(work.eval, work.eval_slow) if work.slow < work.rollouts else work.eval_slow
@@ -66,15 +66,15 @@ def stage_bounds(work: Workload, slots: Slots) -> dict[str, float]:
 
 
 def pipeline_bound(work: Workload, slots: Slots) -> float:
-    """No pipeline of these slots ends sooner: the largest of its stages' bounds."""
+    """Return the largest of the stages' bounds: no pipeline of these slots ends sooner."""
     return max(stage_bounds(work, slots).values())
 
 
 def coupled_bound(work: Workload, slots: Slots) -> float:
-    """No loop that holds one of `slots.run` slots through all three stages ends sooner."""
+    """Return the bound of every loop that holds one of `slots.run` slots through all three stages."""
     return (work.rollouts * (work.init + work.run) + work.eval_total) / slots.run
 
 
 def predicted_speed_up(work: Workload, slots: Slots) -> float:
-    """How many times faster the pipeline is when both ends reach their bounds."""
+    """Return how many times faster the pipeline is when both loops reach their bounds."""
     return coupled_bound(work, slots) / pipeline_bound(work, slots)

@@ -1,4 +1,6 @@
-"""A real cluster for measurements, looked at from outside: a few calls, and watches that tell the time."""
+"""A real cluster for measurements, observed from outside with a few calls, and with watches that note the
+time.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ _ONLY_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 Object = dict[str, Any]
 Seen = Callable[[float, str, Object], None]
-"""Called with the time (`time.perf_counter`), ADDED, MODIFIED or DELETED, and the object."""
+"""A function that is called with the time (`time.perf_counter`), ADDED, MODIFIED or DELETED, and the object.
+"""
 
 
 class NoCluster(RuntimeError):
@@ -40,13 +43,13 @@ class NoCluster(RuntimeError):
     reason = "NoCluster"
 
 
-async def told(*command: str, seconds: float, environment: Mapping[str, str] | None = None) -> str:
-    """What a command prints.
+async def output(*command: str, seconds: float, environment: Mapping[str, str] | None = None) -> str:
+    """Run a command and return what it prints.
 
     Raises:
-        ProgramFailed: it failed, or took too long.
+        ProgramFailed: The command failed or took too long.
     """
-    # Into files: what a command leaves running may hold pipes open for ever.
+    # The output goes to files, because a process that the command leaves behind may keep pipes open for ever.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -72,19 +75,19 @@ async def told(*command: str, seconds: float, environment: Mapping[str, str] | N
 
 
 class Cluster:
-    """Calls to an API server as its administrator."""
+    """The calls to an API server as its administrator."""
 
     def __init__(self, lab: Path, environment: Mapping[str, str], http: httpx.AsyncClient) -> None:
         self.lab = lab
         self.environment = environment
-        """For subprocesses: KUBECONFIG and PATH."""
+        """The environment for subprocesses: KUBECONFIG and PATH."""
         self._http = http
 
     async def call(self, method: str, path: str, **request: Any) -> Object:
-        """The decoded answer.
+        """Return the decoded answer of a call.
 
         Raises:
-            ProgramFailed: any answer but 2xx; the text holds what the API server said.
+            ProgramFailed: The answer was not 2xx; the text holds what the API server said.
         """
         answer = await self._http.request(method, path, **request)
         if answer.status_code // 100 != 2:
@@ -101,21 +104,21 @@ class Cluster:
         return await self.call("PATCH", path, content=orjson.dumps(change), headers=_MERGE)
 
     async def delete(self, path: str, **options: Any) -> None:
-        """Delete an object, or all of a collection; none is fine."""
+        """Delete an object or a whole collection. It need not exist."""
         body = {"propagationPolicy": "Background", **options}
         answer = await self._http.request("DELETE", path, content=orjson.dumps(body))
         if answer.status_code // 100 != 2 and answer.status_code != 404:
             raise ProgramFailed(f"DELETE {path} answered {answer.status_code}: {answer.text[:600]}")
 
     async def text(self, path: str) -> str:
-        """What is no JSON, such as a log."""
+        """Return an answer that is not JSON, such as a log."""
         answer = await self._http.get(path)
         if answer.status_code != 200:
             raise ProgramFailed(f"GET {path} answered {answer.status_code}: {answer.text[:600]}")
         return answer.text
 
     async def install_crds(self) -> None:
-        """The custom resources of this checkout."""
+        """Install the custom resources of this checkout."""
         for path in sorted((ROOT / "crds" / "yaml").glob("*.yaml")):
             where = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
             names = [line.split()[1] for line in path.read_text().splitlines() if line.startswith("  name: ")]
@@ -125,7 +128,7 @@ class Cluster:
 
     @asynccontextmanager
     async def namespace(self) -> AsyncIterator[str]:
-        """A namespace of its own, deleted in the end."""
+        """Yield the name of a new namespace, which is deleted at the end."""
         name = f"{os.environ.get('ROLLYARD_BENCH_NAMESPACES', 'bench')}-{secrets.token_hex(4)}"
         await self.create("/api/v1/namespaces", {"metadata": {"name": name}})
         try:
@@ -137,13 +140,13 @@ class Cluster:
     async def watching(
         self, path: str, seen: Seen, selector: str = "", *, whole: bool = True
     ) -> AsyncIterator[None]:
-        """Call `seen` with every change in a collection until left.
+        """Call `seen` with every change in a collection until the block is left.
 
         Args:
-            whole: objects with spec and status; else only their metadata.
+            whole: Whether objects come with spec and status; otherwise only their metadata is sent.
 
         Raises:
-            ProgramFailed: the API server refused to go on with it: what came after is not known.
+            ProgramFailed: The API server refused to continue the watch, so later changes are unknown.
         """
         query = {"labelSelector": selector} if selector else {}
         listed = await self.call("GET", path, params={**query, "limit": "1"})
@@ -154,7 +157,8 @@ class Cluster:
 
         async def look() -> None:
             timeout = httpx.Timeout(30.0, read=None)
-            while True:  # the API server may end a watch whenever it likes: it goes on where it was
+            # The API server may end a watch at any time. It is then continued from the last version.
+            while True:
                 async with self._http.stream(
                     "GET", path, params=query, headers=headers, timeout=timeout
                 ) as answer:
@@ -183,11 +187,11 @@ class Cluster:
             task.cancel()
 
     async def sandbox_images(self) -> dict[str, str]:
-        """Builds and loads the sandbox's images, as far as they changed: `sandbox`, `sandboxDefault`."""
+        """Build and load the sandbox's images `sandbox` and `sandboxDefault`, as far as they have changed."""
         environment = {**self.environment, "IMAGE_LOAD": f"{self.lab} load"}
         script = str(ROOT / "scripts" / "images")
         names = ("--only", "sandbox,sandbox-default", "--load")
-        printed = await told(script, *names, seconds=IMAGES_SECONDS, environment=environment)
+        printed = await output(script, *names, seconds=IMAGES_SECONDS, environment=environment)
         found = [line.split()[0] for line in printed.splitlines() if "rollyard-sandbox" in line]
         default = [name for name in found if "sandbox-default:" in name]
         plain = [name for name in found if name not in default]
@@ -210,15 +214,17 @@ def _lab() -> Path:
 
 @asynccontextmanager
 async def cluster() -> AsyncIterator[Cluster]:
-    """kube-lab's cluster, started if it does not run (and left running), with the CRDs of this checkout.
+    """Yield kube-lab's cluster with the CRDs of this checkout. It is started if necessary, and left running.
 
     Raises:
-        NoCluster: there is none to be had.
+        NoCluster: No cluster can be had.
     """
     lab = _lab()
-    # --close: the cluster's processes must not inherit the lock.
-    await told("flock", "--close", "--wait", "60", LOCK, str(lab), "start", seconds=START_SECONDS)
-    lines = await told("bash", "-c", f'eval "$({lab} env)"; printf "%s\\n" "$KUBECONFIG" "$PATH"', seconds=10)
+    # The option --close is needed because the cluster's processes must not inherit the lock.
+    await output("flock", "--close", "--wait", "60", LOCK, str(lab), "start", seconds=START_SECONDS)
+    lines = await output(
+        "bash", "-c", f'eval "$({lab} env)"; printf "%s\\n" "$KUBECONFIG" "$PATH"', seconds=10
+    )
     kubeconfig, path = lines.split("\n")[:2]
     access = client.Configuration()
     await config.load_kube_config(config_file=kubeconfig, client_configuration=access)
@@ -234,14 +240,14 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 
 async def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Wait for something that a watch tells.
+    """Wait until a condition holds that a watch makes true.
 
     Raises:
-        ProgramFailed: it did not come in time.
+        ProgramFailed: It did not become true in time.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while not holds():  # noqa: ASYNC110 - what holds is told in several places
+            while not holds():  # noqa: ASYNC110 - the condition depends on several events
                 await asyncio.sleep(0.01)
             return
     raise ProgramFailed(f"{what}: not within {seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""Sandbox starts of one provider: from the warm pool, and cold beside what a cold start cannot do without."""
+"""Sandbox starts of one provider: from the warm pool, and cold beside what no cold start can do without."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class Cold:
-    """Cold acquires, bare starts, and exec server starts outside of a sandbox, taken in turns."""
+    """The times of cold acquires, bare starts, and exec server starts without a sandbox, taken in turns."""
 
     ours: Sample
     bare: Sample
@@ -28,7 +28,7 @@ class Cold:
 
 
 async def acquire(provider: SandboxProvider) -> float:
-    """Milliseconds of one acquire; the sandbox is released after the clock has stopped."""
+    """Return the milliseconds of one acquire. The sandbox is released after the clock has stopped."""
     begin = time.perf_counter()
     sandbox = await provider.acquire(REQUEST, OWNER)
     took = (time.perf_counter() - begin) * 1e3
@@ -38,11 +38,11 @@ async def acquire(provider: SandboxProvider) -> float:
 
 
 async def warm(provider: SandboxProvider, samples: int, refill_seconds: float) -> Sample:
-    """Acquires while the pool has one ready.
+    """Time acquires while the pool has a sandbox ready.
 
     Args:
-        refill_seconds: untimed pause in which the pool starts the next sandbox: a rollout's own work
-            takes longer.
+        refill_seconds: The untimed pause in which the pool starts the next sandbox, since a rollout's own
+            work takes longer.
     """
     await provider.warm(REQUEST, WARM)
     taken: list[float] = []
@@ -55,10 +55,11 @@ async def warm(provider: SandboxProvider, samples: int, refill_seconds: float) -
 
 
 async def cold(provider: SandboxProvider, bare: Callable[[], float], samples: int) -> Cold:
-    """Acquires with an empty pool beside their two parts. What is stopped afterwards is not timed.
+    """Time acquires with an empty pool beside their two parts. Stopping the sandboxes is not timed.
 
     Args:
-        bare: starts the same kind of sandbox without anything of ours; gives its milliseconds.
+        bare: A function that starts the same kind of sandbox without anything of ours and returns its
+            milliseconds.
     """
     taken: dict[str, list[float]] = {"ours": [], "bare": [], "server": []}
 

@@ -1,7 +1,7 @@
 """The coupled loop: each Run slot takes one rollout and holds it through Init, Run and Eval.
 
-The customary shape of a rollout loop, with the same latencies and the same number of Run slots as the
-pipeline beside it. It has no sandbox, no queue, no store, no tokens: all its time is the latencies.
+This is the customary shape of a rollout loop, with the same latencies and the same number of Run slots as the
+pipeline beside it. It has no sandbox, no queue, no store and no tokens: all its time is the latencies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from rollyard_bench.capacity import Workload
 
 @dataclass(frozen=True, slots=True)
 class CoupledRun:
-    """`seconds` from first start to last end; `busy`: share of slot time spent in Run."""
+    """One run: `seconds` from the first start to the last end, and `busy`, the share of slot time spent in
+    Run.
+    """
 
     seconds: float
     busy: float
@@ -28,7 +30,7 @@ async def run(work: Workload, slots: int, url: str, model: str) -> CoupledRun:
     """Pass all rollouts through `slots` slots against the latency model at `url`.
 
     Raises:
-        httpx.HTTPError: the model server did not answer a call.
+        httpx.HTTPError: The model server did not answer a call.
     """
     waiting = deque(range(work.rollouts))
     in_run = 0.0

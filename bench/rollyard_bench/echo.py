@@ -1,4 +1,4 @@
-"""One command through the asyncio client, the socket, the exec server, a pseudo-terminal, and back."""
+"""One command's way through asyncio client, socket, exec server and pseudo-terminal, and back."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ ECHO = "echo hi"
 SEQ = "seq 1 20000"
 SEQ_BYTES = sum(len(str(number)) + 1 for number in range(1, 20_001))
 MAX_OUTPUT = 1 << 20
-POLL = 0.01  # seconds between two looks at the polled pty
-SLEEP = 0.1  # seconds, the usual wait before a tmux pane is read
+POLL = 0.01  # seconds between two reads of the polled pty
+SLEEP = 0.1  # seconds; the usual wait before a tmux pane is read
 ROUNDS = 10
 
 
 class WrongOutput(RuntimeError):
-    """A command did not give what it must; its time would mean nothing."""
+    """A command did not print what it must, so its time would mean nothing."""
 
     reason = "WrongOutput"
 
 
 def ours(client: ExecClient, command: str, size: int) -> Callable[[], Awaitable[None]]:
-    """A step that runs `command` and checks that all `size` bytes of output came, with exit status 0."""
+    """Return a step that runs `command` and checks its exit status and all `size` bytes of its output."""
 
     async def step() -> None:
         result = await client.bash(command, timeout=COMMAND_SECONDS, max_output=MAX_OUTPUT)
@@ -46,7 +46,7 @@ def ours(client: ExecClient, command: str, size: int) -> Callable[[], Awaitable[
 
 
 def raw(shell: RawShell, command: str, size: int) -> Callable[[], None]:
-    """The same on the raw pty."""
+    """Return the same step on the raw pty."""
 
     def step() -> None:
         got = len(shell.blocking(command).replace(b"\r\n", b"\n"))
@@ -71,7 +71,7 @@ def _tmux(shell: TmuxShell, *, pause: float, look_first: bool) -> Callable[[], N
 
 
 async def _echo(settings: Settings) -> tuple[dict[str, Sample], str]:
-    """All ways to run `echo hi` in turns; and why tmux is missing, if it is."""
+    """Time all ways to run `echo hi` in turns, and return why tmux is missing where it is."""
     scale = 1 if settings.quick else 3
     missing = ""
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ async def _echo(settings: Settings) -> tuple[dict[str, Sample], str]:
             "polled": Contestant(_polled(polled), 40 * scale),
         }
         try:
-            # Late: without libtmux the other figures still stand.
+            # This import is late, because without libtmux the other figures still stand.
             from rollyard_bench.baselines.tmux import TmuxShell
 
             at_once = stack.enter_context(TmuxShell())
@@ -120,7 +120,7 @@ async def _seq(settings: Settings) -> dict[str, Sample]:
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """The figures of one command, each beside its baseline."""
+    """Measure the figures of one command, each beside its baseline."""
     times, missing = await _echo(settings)
     own = times["ours"]
 

@@ -1,4 +1,4 @@
-"""A control plane and an operator, as processes, that look after one namespace of a cluster."""
+"""A control plane and an operator, as processes, that serve one namespace of a cluster."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ API = "rollyard.dev/v1alpha1"
 INSTANCE = "rollyard.dev/instance"
 JOB = "rollyard.dev/job"
 NOWHERE = {"nodeSelector": {"rollyard.dev/bench": "no-node"}}
-"""Placement of pods that are to be made and not to run."""
+"""The placement of pods that are made but must not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """Where it is."""
+    """A running installation and its addresses."""
 
     cluster: Cluster
     namespace: str
@@ -35,31 +35,31 @@ class Installation:
 
     @property
     def jobs(self) -> str:
-        """Path of its RolloutJobs."""
+        """Return the path of the namespace's RolloutJobs."""
         return JOBS.format(self.namespace)
 
     @property
     def pods(self) -> str:
-        """Path of the pods."""
+        """Return the path of the pods."""
         return PODS.format(self.namespace)
 
     @property
     def selector(self) -> str:
-        """Of its own pods."""
+        """Return the label selector of the installation's own pods."""
         return f"{INSTANCE}={self.instance}"
 
     def worker(self) -> WorkerClient:
-        """A stage worker's connection to the control plane."""
+        """Return a stage worker's connection to the control plane."""
         return WorkerClient(self.plane.url, self.plane.tokens["worker"])
 
     def check(self) -> None:
-        """Raises ProgramFailed if the operator or the control plane has ended."""
+        """Raise ProgramFailed if the operator or the control plane has ended."""
         self.operator.check("rollyard_operator")
         self.plane.program.check("rollyard_api")
 
 
 def job_object(name: str, rollouts: int, **spec: Any) -> Object:
-    """A RolloutJob of so many rollouts that asks for no model, nor for warm sandboxes unless `spec` does."""
+    """Return a RolloutJob that asks for no model, nor for warm sandboxes unless `spec` does."""
     tasks = [{"id": f"t{number}", "prompt": "Write 1 into answer.txt."} for number in range(rollouts)]
     return {
         "apiVersion": API,
@@ -79,10 +79,10 @@ def job_object(name: str, rollouts: int, **spec: Any) -> Object:
 async def installation(
     cluster: Cluster, namespace: str, folder: Path, images: Mapping[str, str]
 ) -> AsyncIterator[Installation]:
-    """Both programs, once the operator has answered a first object.
+    """Yield both programs once the operator has reacted to a first object.
 
     Raises:
-        ProgramFailed: one of them did not come up.
+        ProgramFailed: One of the programs did not come up.
     """
     async with control_plane(folder) as plane:
         instance = f"bench-{secrets.token_hex(4)}"
@@ -108,7 +108,7 @@ async def installation(
 
 
 async def _first_answer(found: Installation) -> None:
-    """A job's object gets its first pod, and goes again."""
+    """Wait until a job's object has its first pod, and delete the job again."""
     names: set[str] = set()
 
     def seen(at: float, kind: str, pod: Object) -> None:

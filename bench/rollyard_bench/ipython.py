@@ -17,7 +17,7 @@ ROUNDS = 10
 
 
 class WrongResult(RuntimeError):
-    """The cell did not give 2; its time would mean nothing."""
+    """The cell did not give 2, so its time would mean nothing."""
 
     reason = "WrongResult"
 
@@ -47,9 +47,9 @@ async def _measure(settings: Settings, gateway: KernelGateway | None) -> dict[st
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """p50 of a cell. The gateway's client acknowledges at once, which favours the gateway."""
+    """Measure the p50 of a cell. The gateway's client acknowledges at once, which favours the gateway."""
     try:
-        # Late: without the gateway our own figure still stands.
+        # This import is late, because without the gateway our own figure still stands.
         from rollyard_bench.baselines.gateway import KernelGateway
 
         with KernelGateway() as gateway:

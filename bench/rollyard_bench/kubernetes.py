@@ -1,4 +1,4 @@
-"""A job's first pod, and sandbox pods, cold and warm, on a real cluster; each beside what is bare."""
+"""A job's first pod, and cold and warm sandbox pods, on a real cluster; each beside a bare one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SANDBOX = {
     "resources": {"cpu": "1", "memory": "256Mi", "disk": "64Mi", "processes": 64},
 }
 NO_WORKERS = {stage: {"replicas": 0} for stage in ("init", "run", "eval")}
-"""The benchmark itself is the stage worker."""
+"""No workers are started, because the benchmark itself is the stage worker."""
 WARM = 2
 BARE, KUBERNETES_JOB = "rollyard.dev/bench-bare", "batch.kubernetes.io/job-name"
 BATCH = "/apis/batch/v1/namespaces/{}/jobs"
 CLAIM = "rollyard.dev/claim"
 WARM_LABEL = "rollyard.dev/warm"
 PATIENCE_SECONDS = 60
-# The server says by a line that it listens. It starts once the pod's own start is over.
+# The server reports with a line that it listens. It starts once the pod's own start is over.
 BARE_SCRIPT = """
 trap exit TERM
 sleep 0.7
@@ -50,24 +50,24 @@ sleep 600 & wait
 
 
 def ready(pod: Object) -> bool:
-    """Whether the kubelet calls it ready."""
+    """Return whether the kubelet calls the pod ready."""
     conditions = (pod.get("status") or {}).get("conditions") or ()
     return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
 
 
 def running(pod: Object) -> bool:
-    """Whether its container runs."""
+    """Return whether the pod's container runs."""
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
     return any("running" in (one.get("state") or {}) for one in statuses)
 
 
 class Pods:
-    """The pods of the namespace as the watch tells, and when each was first seen in a state."""
+    """The pods of the namespace as the watch reports them, and when each was first seen in a state."""
 
     def __init__(self) -> None:
         self.there: dict[str, Object] = {}
         self.first: dict[tuple[str, str], float] = {}
-        """(`job NAME`, `created`) and (`NAME`, `running`): `time.perf_counter` of the first sight."""
+        """The `time.perf_counter` of the first sight of (`job NAME`, `created`) and (`NAME`, `running`)."""
 
     def seen(self, at: float, kind: str, pod: Object) -> None:
         name, labels = pod["metadata"]["name"], pod["metadata"].get("labels") or {}
@@ -82,19 +82,19 @@ class Pods:
             self.first.setdefault((name, "running"), at)
 
     def of(self, label: str, value: str) -> list[Object]:
-        """Those with this label."""
+        """Return the pods with this label."""
         return [
             pod for pod in self.there.values() if (pod["metadata"].get("labels") or {}).get(label) == value
         ]
 
     async def time_of(self, what: tuple[str, str]) -> float:
-        """When it was first seen."""
+        """Return when the state was first seen."""
         await until(lambda: what in self.first, " ".join(what))
         return self.first[what]
 
 
 class Bench:
-    """All that is timed; every method but `sample_*` is untimed."""
+    """Everything that is timed. Only the methods `sample_*` are timed."""
 
     def __init__(self, place: Installation, pods: Pods, worker: WorkerClient) -> None:
         self._place = place
@@ -102,19 +102,19 @@ class Bench:
         self._worker = worker
         self._number = itertools.count()
         self.server: list[float] = []
-        """Milliseconds of each start of an exec server in a bare pod."""
+        """The milliseconds of each start of an exec server in a bare pod."""
         self._bare: Object | None = None
 
-    # A job's first pod
+    # The first pod of a job
 
     async def rollout_job(self) -> float:
-        """A RolloutJob is applied; milliseconds until its first pod is there."""
+        """Apply a RolloutJob and return the milliseconds until its first pod exists."""
         name = f"job-{next(self._number)}"
         stages = {stage: {"template": NOWHERE} for stage in ("init", "run", "eval")}
         return await self._first_pod(self._place.jobs, job_object(name, 8, stages=stages), JOB, 3)
 
     async def batch_job(self) -> float:
-        """The same of a Job of Kubernetes itself, with as many pods."""
+        """Return the same time for a Job of Kubernetes itself, with as many pods."""
         container = {"name": "main", "image": "registry.local/none:1"}
         template = {"spec": {"restartPolicy": "Never", "containers": [container], **NOWHERE}}
         job = {
@@ -139,7 +139,7 @@ class Bench:
     # Sandboxes
 
     async def sandbox(self, job: str) -> float:
-        """A claim is filed; milliseconds until a client is connected to its exec server."""
+        """File a claim and return the milliseconds until a client is connected to its exec server."""
         lease = await self._lease(job)
         request = ClaimRequest(
             rollout=lease.rollout,
@@ -169,7 +169,7 @@ class Bench:
             namespace=self._place.namespace,
             wait=10,
         )
-        # The operator may just be about to register the job.
+        # The operator may be about to register the job.
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not (leases := (await self._worker.lease(request)).leases):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
@@ -187,9 +187,10 @@ class Bench:
         await until(lambda: name not in self._pods.there, f"the end of pod {name}")
 
     async def bare_pod(self) -> float:
-        """A pod of the sandbox's image and mount is made; milliseconds until its container runs.
+        """Make a pod with the sandbox's image and mount, and return the milliseconds until its container
+        runs.
 
-        After that an exec server is started in it, and its start is timed by itself.
+        An exec server is then started in it, and its start is timed separately.
         """
         name = f"bare-{next(self._number)}"
         path = self._place.pods
@@ -205,12 +206,12 @@ class Bench:
         return took * 1e3
 
     async def _log(self, path: str) -> str:
-        with suppress(ProgramFailed):  # the kubelet may not know it yet
+        with suppress(ProgramFailed):  # The kubelet may not know the pod yet.
             return await self._place.cluster.text(path)
         return ""
 
     def _bare_spec(self, name: str) -> Object:
-        """What of a sandbox's pod no pod of that image with that mount can do without."""
+        """Return the part of a sandbox's pod that every pod of that image with that mount needs."""
         if self._bare is None:
             raise ProgramFailed("no sandbox's pod was seen yet")
         whole = self._bare["spec"]
@@ -242,22 +243,22 @@ class Bench:
         }
 
     async def warm_sandbox(self) -> float:
-        """As `sandbox`, while the warm pool is full."""
+        """Return the same time as `sandbox` does, while the warm pool is full."""
         await self.filled()
         return await self.sandbox("warm")
 
     async def filled(self) -> None:
-        """The warm pool is full."""
+        """Wait until the warm pool is full."""
         await until(lambda: sum(map(ready, self._pods.of(WARM_LABEL, "true"))) >= WARM, "a full warm pool")
 
     async def start_job(self, name: str, rollouts: int, warm: int) -> None:
-        """A job of which the benchmark leases rollouts."""
+        """Start a job from which the benchmark leases rollouts."""
         job = job_object(name, rollouts, stages=NO_WORKERS, sandbox={**SANDBOX, "warm": warm})
         await self._place.cluster.create(self._place.jobs, job)
 
 
 async def _in_turns(count: int, *steps: Callable[[], Awaitable[float]]) -> list[Sample]:
-    """`count` samples of each, in turns whose order rotates; one more of each before is not counted."""
+    """Take `count` samples of each, in turns of rotating order. One more of each before is not counted."""
     taken: list[list[float]] = [[] for _ in steps]
     order = list(range(len(steps)))
     for number in range(count + 1):
@@ -293,7 +294,7 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
         f"until it listens: {server.text()}; goal: 1.2 × the pod, plus the server's start; in turns; {load}"
     )
     how_warm = f"the same with {WARM} pods warm: {warms.text()}; the baseline is the cold start; {load}"
-    # The server's start is not what may take 1.2 times as long.
+    # The limit of 1.2 times is not meant for the server's own start.
     allowed = Baseline("1.2 × a bare pod + exec server start", 1.2 * bares.p50 + server.p50)
     return [
         Measurement(
@@ -305,7 +306,7 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """All three, in a namespace of their own."""
+    """Measure all three in a new namespace."""
     async with cluster() as found:
         images = await found.sandbox_images()
         with tempfile.TemporaryDirectory(prefix="ryb-") as folder:

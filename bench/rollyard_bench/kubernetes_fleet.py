@@ -1,7 +1,7 @@
 """1,000 RolloutJobs and 10,000 stage pods over time on fake nodes: the operator's lag, CPU time and memory.
 
-The pods are real objects, scheduled for real, of which kwok says that they run; the benchmark does
-the work of those that Init, Run and Eval would do, through the control plane as a worker does.
+The pods are real objects that are really scheduled, and kwok reports them as running. The benchmark leases
+and completes the rollouts of Init, Run and Eval through the control plane, as workers do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollyard_client import WorkerClient
 from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, SandboxHandle, StageResult
 from rollyard_crds.trajectory import Segment, Trajectory
 
-from rollyard_bench.cluster import Cluster, Object, cluster, told
+from rollyard_bench.cluster import Cluster, Object, cluster, output
 from rollyard_bench.installation import JOB, Installation, installation, job_object
 from rollyard_bench.processes import ProgramFailed, memory
 from rollyard_bench.registry import Measurement, Settings
@@ -37,45 +37,53 @@ ON_FAKE = {
 }
 WORKERS = {"init": 3, "run": 3, "eval": 3}
 MORE_RUN = 4
-"""Run workers after the job's spec was changed: with the three of each stage ten pods in all."""
+"""The number of Run workers after the job's spec has changed.
+
+With the three of each stage these are ten pods in all.
+"""
 ROLLOUTS = 2
 PER_SECOND = 1.0
-"""Jobs applied: with their pods about what two slow cores with a whole cluster on them keep up with. At 1.5 a
-second they are fully busy (p99 2.3 s, p50 0.8 s there, 0.4 s and 0.2 s at this rate), at 4 the API server
-takes a third of a second for each call: that is its queue, and not the operator."""
+"""The number of jobs applied per second.
+
+Two slow cores that also run a whole cluster keep up with about that many and their pods. At 1.5 a second they
+are fully busy (p99 2.3 s, p50 0.8 s there, 0.4 s and 0.2 s at this rate). At 4 the API server takes a third
+of a second for each call, which is its queue and not the operator's.
+"""
 CHANGE_SECONDS = 3.0
-"""After which the job's spec is changed."""
+"""The seconds after which the job's spec is changed."""
 LIFE_SECONDS = 8.0
-"""After which a job's last stage ends; well within a lease."""
+"""The seconds after which a job's last stage ends. They are well within a lease."""
 LONGEST_SECONDS = 60.0
-"""Of one wait for the operator."""
+"""The longest wait for the operator, in seconds."""
 MB = 1e6
 
 
 @dataclass
 class Watched:
-    """What the watches told, and when."""
+    """What the watches reported, and when."""
 
     pods: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Names of the pods that each job has now and that nobody has told to end."""
+    """The names of the pods that each job has now and that have not been asked to end."""
     all_pods: int = 0
     most_pods: int = 0
     there: int = 0
     times: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Of the first sight of (job, `pod`), (job, `ten pods`), (job, `finished`), (job, `pods told to end`)."""
+    """The time of the first sight of (job, `pod`), (job, `ten pods`), (job, `finished`), (job, `pods told to
+    end`).
+    """
     news: dict[tuple[str, str], asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
 
     def pod(self, at: float, kind: str, pod: Object) -> None:
-        """A pod of a stage worker."""
+        """Note a change of a stage worker's pod."""
         meta = pod["metadata"]
         job = meta["labels"][JOB]
         held = self.pods[job]
         self.there += {"ADDED": 1, "DELETED": -1}.get(kind, 0)
         if kind == "DELETED" or meta.get("deletionTimestamp"):
-            # How long a pod then takes to end is the fake kubelet's affair.
+            # The time that a pod then takes to end is up to the fake kubelet.
             held.discard(meta["name"])
             if not held:
-                self._note(job, "pods told to end", at)
+                self._note(job, "pods asked to end", at)
         elif kind == "ADDED":
             held.add(meta["name"])
             self.all_pods += 1
@@ -85,7 +93,7 @@ class Watched:
                 self._note(job, "ten pods", at)
 
     def job(self, at: float, kind: str, job: Object) -> None:
-        """A RolloutJob."""
+        """Note a change of a RolloutJob."""
         if kind == "DELETED":
             return
         conditions = (job.get("status") or {}).get("conditions") or ()
@@ -98,10 +106,10 @@ class Watched:
             self.news[job, what].set()
 
     async def since(self, begin: float, job: str, what: str) -> float:
-        """Milliseconds from `begin` to the first sight of it.
+        """Return the milliseconds from `begin` to the first sight of it.
 
         Raises:
-            ProgramFailed: it did not come in time.
+            ProgramFailed: It did not come in time.
         """
         try:
             async with asyncio.timeout(LONGEST_SECONDS):
@@ -112,7 +120,7 @@ class Watched:
 
 
 class Workers:
-    """The work of all stage workers: Init and Run at once, Eval when the job has lived long enough."""
+    """All stage workers in one: Init and Run complete at once, Eval when the job has lived long enough."""
 
     def __init__(self, client: WorkerClient, namespace: str) -> None:
         self._client = client
@@ -120,7 +128,7 @@ class Workers:
         self.may_end: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._left: dict[str, int] = defaultdict(lambda: ROLLOUTS)
         self.ended: dict[str, float] = {}
-        """When the last completion of a job was answered."""
+        """The time at which the last completion of each job was answered."""
         self.done: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def run(self) -> None:
@@ -185,25 +193,25 @@ def _result(lease: Lease) -> StageResult:
 
 @dataclass
 class Lags:
-    """Milliseconds, by what was waited for."""
+    """Lags in milliseconds, by what was waited for."""
 
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, what: str, value: float) -> None:
-        """One more."""
+        """Add one lag."""
         self.values[what].append(value)
 
     def all(self) -> Sample:
-        """All of them together."""
+        """Return all lags together."""
         return Sample(tuple(value for values in self.values.values() for value in values))
 
     def text(self) -> str:
-        """Each by itself."""
+        """Return the lags of each kind as text."""
         return "; ".join(f"{what}: {Sample(tuple(values)).text()}" for what, values in self.values.items())
 
 
 async def _play(name: str, place: Installation, watched: Watched, workers: Workers, lags: Lags) -> None:
-    """One job's life; its object is deleted in the end."""
+    """Play one job's life. Its object is deleted at the end."""
     stages: Object = {stage: {"replicas": count, "template": ON_FAKE} for stage, count in WORKERS.items()}
     path = f"{place.jobs}/{name}"
     begin = time.perf_counter()
@@ -219,14 +227,14 @@ async def _play(name: str, place: Installation, watched: Watched, workers: Worke
         await workers.done[name].wait()
     lags.add("last result to Succeeded", await watched.since(workers.ended[name], name, "finished"))
     lags.add(
-        "last result to all pods told to end",
-        await watched.since(workers.ended[name], name, "pods told to end"),
+        "last result to all pods asked to end",
+        await watched.since(workers.ended[name], name, "pods asked to end"),
     )
     await place.cluster.delete(path)
 
 
 class Meter:
-    """CPU time of processes from its making on, and the highest resident memory of one of them."""
+    """The CPU time of processes since the meter was made, and the highest resident memory of one of them."""
 
     def __init__(self, pid: int, **others: int) -> None:
         self._pid = pid
@@ -236,35 +244,35 @@ class Meter:
         self.highest = self.idle
 
     async def run(self) -> None:
-        """Look at the memory until cancelled."""
+        """Read the memory again and again until cancelled."""
         while True:
             self.highest = max(self.highest, memory(self._pid)["VmRSS"])
             await asyncio.sleep(0.5)
 
     def spent(self) -> dict[str, float]:
-        """CPU seconds by name."""
+        """Return the CPU seconds by name."""
         return {name: cpu_seconds(pid) - self._before[name] for name, pid in self._pids.items()}
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
+    """Return the CPU time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _api_server(found: Cluster) -> int:
-    """Its process, as kube-lab has it."""
+    """Return the API server's process id, which kube-lab keeps."""
     return int((Path(found.environment["KUBECONFIG"]).parent / "pids" / "kube-apiserver").read_text())
 
 
 @asynccontextmanager
 async def fake_nodes(found: Cluster, count: int) -> AsyncIterator[None]:
-    """Nodes without machines; those that were not there before are removed in the end."""
+    """Add nodes without machines. Those that did not exist before are removed at the end."""
     query = {"labelSelector": "type=kwok"}
     listed = await found.call("GET", NODES, params=query)
     before = {node["metadata"]["name"] for node in listed["items"]}
     if len(before) < count:
-        await told(str(found.lab), "fake", str(count), seconds=60)
+        await output(str(found.lab), "fake", str(count), seconds=60)
     try:
         yield
     finally:
@@ -337,7 +345,7 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Everything in a namespace of its own."""
+    """Measure everything in a new namespace."""
     images = {"sandbox": "registry.local/none:1", "sandboxDefault": "registry.local/none:1"}
     async with cluster() as found, fake_nodes(found, FAKE_NODES):
         with tempfile.TemporaryDirectory(prefix="ryb-") as folder:

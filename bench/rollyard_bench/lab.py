@@ -1,4 +1,7 @@
-"""The Slurm lab (`scripts/slurm-lab`), whose ordinary user root borrows: a group is then a program there."""
+"""The Slurm lab (`scripts/slurm-lab`).
+
+Root borrows its ordinary user, and a group then runs as a program there.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,16 @@ Measured = Callable[[Settings], Awaitable[list[Measurement]]]
 
 
 class NotMeasured(RuntimeError):
-    """What the figures need is not here; the text says what."""
+    """Something that the figures need is missing; the text says what."""
 
     reason = "NotMeasured"
 
 
 async def output(*command: str) -> str:
-    """What a command prints.
+    """Run a command and return what it prints.
 
     Raises:
-        NotMeasured: it ended with another status than 0; the text holds its last words.
+        NotMeasured: The command ended with another status than 0; the text holds the end of its output.
     """
     process = await asyncio.create_subprocess_exec(
         *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
@@ -54,10 +57,11 @@ async def output(*command: str) -> str:
 async def as_user(
     module: str, settings: Settings, measured: Measured, *, nodes: int = 0
 ) -> list[Measurement]:
-    """What `measured` gives as an ordinary user: here, or for root as the program `module` in the lab.
+    """Run `measured` as an ordinary user: here, or for root as the program `module` in the lab.
 
     Args:
-        nodes: how many the lab is to have; 0: as it is. It has as many as before when this returns.
+        nodes: The number of nodes that the lab is to have; 0 leaves the number as it is. The lab has its
+            former number of nodes when this returns.
     """
     if os.geteuid() != 0:
         return list(await measured(settings))
@@ -86,20 +90,21 @@ async def as_user(
 
 
 async def _compiled() -> None:
-    """As an installation does: the user may not write into this checkout, and would compile anew each time.
+    """Compile the checkout, as an installation does. The user may not write into it and would compile it on
+    every run.
 
     The packages that Rollyard needs are compiled by `scripts/setup`.
     """
     await output(sys.executable, "-m", "compileall", "-q", *(str(path) for path in ROOT.glob("*/src")))
     for folder in ROOT.glob("*/src/**/__pycache__"):
-        # A process of a stricter umask may have made it.
+        # A process with a stricter umask may have made it.
         folder.chmod(0o755)
         for file in folder.iterdir():
             file.chmod(0o644)
 
 
 def program(module: str, measured: Measured) -> None:
-    """The program of a group: measures here, and prints the measurements as one line of JSON."""
+    """Run a group as a program: measure here, and print the measurements as one line of JSON."""
     parse = argparse.ArgumentParser(prog=f"python -m {module}")
     parse.add_argument("--quick", action="store_true")
     settings = Settings(quick=parse.parse_args().quick)
@@ -113,15 +118,15 @@ def program(module: str, measured: Measured) -> None:
 
 
 async def default_image() -> str:
-    """The sandboxes' default SIF, built where there is none: that takes minutes the first time."""
+    """Return the sandboxes' default SIF. Where it does not exist it is built, which takes minutes."""
     return (await output(str(ROOT / "scripts" / "sif"))).strip().splitlines()[-1]
 
 
 def apptainer() -> str:
-    """The program of that name, or of Singularity's.
+    """Return the path of Apptainer, or of Singularity.
 
     Raises:
-        NotMeasured: there is none on the PATH.
+        NotMeasured: Neither of them is on the PATH.
     """
     found = shutil.which("apptainer") or shutil.which("singularity")
     if found is None:

@@ -1,12 +1,13 @@
 """The instrument of the pipeline figures: a server of vLLM's shape that answers after a fixed time.
 
 `python -m rollyard_bench.latency_model --latency 0.5 --turns 4 --folder DIR --port-file FILE`. Every call
-sleeps `latency` seconds, however many run at once, and gives the token ids of one tool call: `bash` in
-the turns before the last, `submit` in the last, which a `--command` is run in too. It knows no rollouts:
-the turn is counted in the prompt. After `POST /hold` calls wait for `POST /release`, after which they go on
-at moments spread over `latency` seconds: rollouts in step would all run their commands at once. What only
-looks whether the server works is answered at once: an empty request, and one for a single token.
-`POST /full` tells the pace of the turns from then until a first rollout was told its last one.
+sleeps `latency` seconds, however many run at once, and gives the token ids of one tool call: `bash` in the
+turns before the last, and `submit` in the last, which runs `--command`, too, if one is given. It knows no
+rollouts: the turn is counted in the prompt. After `POST /hold` calls wait for `POST /release`, after which
+they continue at moments spread over `latency` seconds, because rollouts in step would all run their commands
+at once. Requests that only check whether the server works are answered at once: an empty request, and one for
+a single token. `POST /full` returns the pace of the turns since then until the first rollout got its last
+one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 MODEL = "fixed-latency"
 MAX_MODEL_LEN = 32_768
 PROMPT_TOKENS = 64
-"""By so many of a prompt a rollout is known where that matters."""
+"""The number of a prompt's tokens by which a rollout is recognized where that matters."""
 START, END = "<|im_start|>", "<|im_end|>"
 
 TEMPLATE = """\
@@ -50,7 +51,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def make_tokenizer() -> Tokenizer:
-    """One token a byte, and the two special tokens of the template."""
+    """Return a tokenizer with one token for each byte, and the two special tokens of the template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -60,7 +61,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def write_folder(folder: Path) -> None:
-    """tokenizer.json, its configuration and the chat template, as stage workers read them."""
+    """Write tokenizer.json, its configuration and the chat template, as stage workers read them."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
@@ -69,9 +70,9 @@ def write_folder(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Full:
-    """The answers while every rollout that was held has begun, and none has ended.
+    """The answers given while every rollout that was held has begun, and none has ended.
 
-    A rollout is known by how its prompt begins.
+    A rollout is recognized by the beginning of its prompt.
     """
 
     begin: float = 0.0
@@ -79,13 +80,13 @@ class Full:
     times: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
 
     def answered(self, prompt: list[int], now: float, *, last: bool) -> None:
-        """Counts one answer; `last`: it ends its rollout."""
+        """Count one answer. If `last` is set, the answer ends its rollout."""
         self.over = self.over or last
         if not self.over and now >= self.begin:
             self.times.setdefault(tuple(prompt[:PROMPT_TOKENS]), []).append(now)
 
-    def told(self) -> dict[str, Any]:
-        """Rollouts that were answered at least twice, their turns, and turns a second of all together."""
+    def figures(self) -> dict[str, Any]:
+        """Return the rollouts that were answered at least twice, their turns, and all turns per second."""
         each = [times for times in self.times.values() if len(times) > 1]
         rate = sum((len(times) - 1) / (times[-1] - times[0]) for times in each)
         return {"rollouts": len(each), "turns": sum(map(len, each)) - len(each), "rate": rate}
@@ -117,7 +118,10 @@ class LatencyModel:
         return list(tokenizer.encode(text + END).ids), text
 
     def turn(self, prompt: list[int]) -> int:
-        """How many assistant messages have begun; of the template's roles only that one begins with `a`."""
+        """Return how many assistant messages have begun.
+
+        Of the template's roles only that one begins with `a`.
+        """
         start, role = self._assistant_start
         found, at = 0, -1
         while True:
@@ -174,7 +178,7 @@ class LatencyModel:
             self._open.set()
             return {}
         if path == "/full":
-            return self._full.told()
+            return self._full.figures()
         model = {"id": MODEL, "object": "model", "owned_by": "bench", "max_model_len": MAX_MODEL_LEN}
         known: dict[str, dict[str, Any]] = {
             "/health": {},
@@ -185,10 +189,10 @@ class LatencyModel:
         return known.get(path)
 
     def completion(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer of `/v1/completions`."""
+        """Return the answer of `/v1/completions`."""
         prompt = request["prompt"]
         ids, text = self._step if self.turn(prompt) < self._turns else self._last
-        # Of the control plane's own look at a new backend, which asks for one.
+        # This is the control plane's own probe of a new backend, which asks for one token.
         ids = ids[: request.get("max_tokens") or None]
         logprobs = {
             "text_offset": [0] * len(ids),
@@ -226,7 +230,7 @@ def _error(status: int, message: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve on a free port of the loopback interface until a signal; the port goes to `--port-file`."""
+    """Serve on a free port of the loopback interface until a signal. The port is written to `--port-file`."""
     parse = argparse.ArgumentParser(description=__doc__)
     parse.add_argument("--latency", type=float, required=True, help="seconds of each call")
     parse.add_argument("--turns", type=int, required=True, help="model calls of one rollout")

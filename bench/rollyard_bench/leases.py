@@ -10,11 +10,12 @@ from rollyard_bench.results import Baseline
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """`bench/lease_cycles.py`: its client runs in a thread, with an event loop of its own."""
+    """Run `bench/lease_cycles.py`. Its client runs in a thread with an event loop of its own."""
     cycles = importlib.import_module("lease_cycles")
     found: dict[str, float] = await asyncio.to_thread(cycles.measure, 800 if settings.quick else 2000)
     rate = found["cycles_per_second"]
-    # What one core could do if the client cost nothing: how far the server is from its own bound.
+    # This is what one core could do if the client cost nothing: it shows how far the server is from its own
+    # bound.
     bound = Baseline("server's CPU bound, one core", 1e3 / found["server_cpu_ms_per_cycle"])
     latency, cpu = found["complete_p50_ms"], found["server_cpu_ms_per_cycle"]
     how = (

@@ -1,4 +1,4 @@
-"""The benchmark's command line: runs the groups one by one, judges, prints and writes."""
+"""The benchmark's command line, which runs the groups one by one, judges, prints and writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Measure = Callable[[Settings], Coroutine[Any, Any, list[Measurement]]]
 
 
 def _load(group: str) -> Measure:
-    """The group's `measure`. Imported late: one group's missing part must not stop the others."""
+    """Return the group's `measure`.
+
+    It is imported late, because one group's missing part must not stop the others.
+    """
     measure: Measure = importlib.import_module(f"rollyard_bench.{group}").measure
     return measure
 
@@ -38,17 +41,17 @@ async def _bounded(group: str, settings: Settings) -> list[Measurement]:
 
 
 def _cause(error: BaseException) -> str:
-    """One line of an error; the first leaf of an exception group."""
+    """Return one line of an error; for an exception group, that of its first leaf."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(f"{type(error).__name__}: {error}".split())[:1500]
 
 
 def run_group(group: str, settings: Settings) -> list[Entry]:
-    """All result lines of one group. Whatever goes wrong inside becomes lines that are not met."""
+    """Return all result lines of one group. Whatever goes wrong inside becomes lines that are not met."""
     figures = [figure for figure in FIGURES if figure.group == group]
     try:
-        # The loop that the stage workers run on.
+        # This is the loop that the stage workers run on.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             measured = {item.figure: item for item in runner.run(_bounded(group, settings))}
     except TimeoutError as error:
@@ -64,24 +67,24 @@ def run_group(group: str, settings: Settings) -> list[Entry]:
 
 
 def _others(groups: list[str], before: list[Entry]) -> list[Entry]:
-    """What the file holds of the groups that were not run: `--only` measures a part anew."""
+    """Return what the file holds of the groups that were not run: `--only` measures only a part again."""
     names = {figure.name for figure in FIGURES if figure.group not in groups}
     return [entry for entry in before if entry.name in names]
 
 
 def _ordered(entries: list[Entry]) -> list[Entry]:
-    """In the registry's order, whatever was measured when."""
+    """Return the entries in the registry's order, regardless of when they were measured."""
     names = [figure.name for figure in FIGURES]
     return sorted(entries, key=lambda entry: names.index(entry.name))
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    # Unwinds every context manager, so that all that was started is stopped.
+    # This unwinds every context manager, so everything that was started is stopped.
     raise SystemExit(128 + signum)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parse = argparse.ArgumentParser(prog="bench/run.py", description="Measure Rollyard beside its baselines.")
     parse.add_argument(
         "--only",
@@ -96,7 +99,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, write. 0: all goals met; 1: some missed; 2: bad arguments."""
+    """Measure, print and write.
+
+    Return 0 if all goals are met, 1 if some are missed, and 2 for bad arguments.
+    """
     options = parser().parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:

@@ -23,7 +23,9 @@ TAKE = "cat data/*.csv | sort -t, -k3n | tail -n 1 | cut -d, -f2"
 
 
 def _task(number: int) -> dict[str, Any]:
-    """A shell task of the quickstart's kind and size: a few files, a test script, a reference solution."""
+    """Return a shell task of the quickstart's kind and size: a few files, a test script, a reference
+    solution.
+    """
     files = {
         f"data/part{part}.csv": "".join(
             f"{row},name-{number}-{part}-{row},{row * 7 % 13}\n" for row in range(8)
@@ -46,7 +48,7 @@ def _task(number: int) -> dict[str, Any]:
 
 
 def manifest(name: str, **spec: Any) -> dict[str, Any]:
-    """A RolloutJob manifest."""
+    """Return a RolloutJob manifest."""
     return {
         "apiVersion": "rollyard.dev/v1alpha1",
         "kind": "RolloutJob",
@@ -56,10 +58,10 @@ def manifest(name: str, **spec: Any) -> dict[str, Any]:
 
 
 async def posted(client: httpx.AsyncClient, path: str, **request: Any) -> Any:
-    """POST; the answer's JSON.
+    """Send a POST and return the answer's JSON.
 
     Raises:
-        ProgramFailed: any answer but 2xx; the text holds what the control plane said.
+        ProgramFailed: The answer was not 2xx; the text holds what the control plane said.
     """
     answer = await client.post(path, **request)
     if answer.status_code // 100 != 2:
@@ -68,7 +70,7 @@ async def posted(client: httpx.AsyncClient, path: str, **request: Any) -> Any:
 
 
 async def counts(client: httpx.AsyncClient, name: str) -> dict[str, Any]:
-    """`status.counts` of a job."""
+    """Return `status.counts` of a job."""
     answer = await client.get(f"/v1/rolloutjobs/{name}")
     answer.raise_for_status()
     found: dict[str, Any] = answer.json()["status"]["counts"]
@@ -76,7 +78,7 @@ async def counts(client: httpx.AsyncClient, name: str) -> dict[str, Any]:
 
 
 async def _submit(plane: ControlPlane) -> int:
-    """Bytes of the tasks that were submitted, once all rollouts are queued."""
+    """Submit the tasks and return their bytes, once all rollouts are queued."""
     lines = "".join(json.dumps(_task(number)) + "\n" for number in range(TASKS)).encode()
     async with plane.client() as client:
         job = manifest(
@@ -84,7 +86,7 @@ async def _submit(plane: ControlPlane) -> int:
             tasks={"stream": True},
             handler="shell",
             samplesPerTask=SAMPLES,
-            # No model is asked for: nothing is leased while memory is read.
+            # No model is asked for, so nothing is leased while memory is read.
             agent={"type": "oracle"},
         )
         await posted(client, "/v1/rolloutjobs", json=job)
@@ -100,12 +102,12 @@ async def _submit(plane: ControlPlane) -> int:
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Start the control plane, queue 1,250 tasks × 8 samples, read its resident set."""
+    """Start the control plane, queue 1,250 tasks × 8 samples, and read its resident set."""
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as folder:
         async with control_plane(Path(folder)) as plane:
             idle = memory(plane.program.process.pid)
             size = await _submit(plane)
-            # Until the submission's own garbage is as good as gone, and the sweeps have seen the queue.
+            # Wait until the submission's own garbage is nearly gone, and the sweeps have seen the queue.
             await asyncio.sleep(2.0)
             full = memory(plane.program.process.pid)
     how = (

@@ -15,27 +15,28 @@ from typing import Any
 
 from rollyard_pipeline.trajectories.request_seeds import request_seed
 
+from rollyard_bench.harness import deliver, external_pool, stage_worker
 from rollyard_bench.memory import manifest, posted
 from rollyard_bench.processes import ProgramFailed, control_plane, port_of, program
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 from rollyard_bench.stats import Sample
 from rollyard_bench.vllm import MODEL, ROOT, Server, vllm_servers
-from rollyard_bench.yard import deliver, external_pool, stage_worker
 
 TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"
 BENCH = Path(__file__).resolve().parents[1]
 SAMPLES = 2
 SEED = 0
-BUSY = 8  # rollouts in flight, in the second run
+BUSY = 8  # rollouts in flight in the second run
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Milliseconds per turn, over all turns of a job."""
+    """The milliseconds per turn, over all turns of a job."""
 
     ours: Sample
-    """A turn's wall time and its share of the rest of Run, without tools, without the backend's own time."""
+    """A turn's wall time and its share of the rest of Run, without tools and without the backend's own time.
+    """
     backend: Sample
     """The backend's own time."""
     outside: Sample
@@ -46,7 +47,7 @@ class Run:
 async def relay(
     folder: Path, name: str, target: str, *, pace: float = 0.0, log: Path | None = None
 ) -> AsyncIterator[str]:
-    """A relay in front of `target`; gives its URL."""
+    """Start a relay in front of `target`, and yield its URL."""
     port_file = folder / f"{name}.port"
     command = [sys.executable, "-m", "rollyard_bench.relay", "--target", target, "--pace", str(pace)]
     command += ["--port-file", str(port_file), *(("--log", str(log)) if log else ())]
@@ -70,7 +71,7 @@ def _job(name: str, tasks: int, slots: int) -> dict[str, Any]:
 
 
 async def _run(folder: Path, server: Server, tasks: int, slots: int) -> Run:
-    """One job with `slots` rollouts in flight, on a control plane and a worker of its own."""
+    """Run one job with `slots` rollouts in flight, on a control plane and a worker of its own."""
     folder.mkdir()
     os.chmod(folder, 0o700)
     log, name = folder / "exchanges.jsonl", f"overhead-{slots}"
@@ -90,7 +91,7 @@ async def _run(folder: Path, server: Server, tasks: int, slots: int) -> Run:
 
 
 def _turns(found: list[dict[str, Any]], own: Mapping[int, float]) -> Run:
-    """Joins the product's records with the relay's: each request carries a seed of its own."""
+    """Join the product's records with the relay's. Each request carries a seed of its own."""
     ours: list[float] = []
     backend: list[float] = []
     outside: list[float] = []
@@ -109,7 +110,7 @@ def _turns(found: list[dict[str, Any]], own: Mapping[int, float]) -> Run:
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """One rollout at a time, then eight at once."""
+    """Measure one rollout at a time, then eight at once."""
     tasks = 8 if settings.quick else 40
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)

@@ -17,12 +17,12 @@ from typing import Any
 
 from rollyard_bench import coupled
 from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, stage_bounds
+from rollyard_bench.harness import deliver, external_pool, stage_worker
 from rollyard_bench.latency_model import MODEL
 from rollyard_bench.memory import counts, manifest, posted
 from rollyard_bench.processes import ProgramFailed, answers, control_plane, port_of, program
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
-from rollyard_bench.yard import deliver, external_pool, stage_worker
 
 HERE = Path(__file__).resolve().parents[1]
 NAME = "latency"
@@ -32,7 +32,7 @@ SLOTS = Slots(init=8, run=8, eval=8)
 
 
 def workload(settings: Settings) -> Workload:
-    """Run is the narrowest stage; one rollout in eight evaluates five times as long."""
+    """Return the workload. Run is its narrowest stage; one rollout in eight evaluates five times as long."""
     return Workload(
         rollouts=48 if settings.quick else 80,
         init=2.0,
@@ -46,22 +46,22 @@ def workload(settings: Settings) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """From the submission until the last trajectory was delivered."""
+    """One run, from the submission until the last trajectory was delivered."""
 
     seconds: float
     run_active: float
-    """Seconds of Run, over all rollouts."""
+    """The seconds of Run, over all rollouts."""
     trajectories: list[dict[str, Any]]
 
     @property
     def busy(self) -> float:
-        """Share of the Run slots' time."""
+        """Return the busy share of the Run slots' time."""
         return self.run_active / (SLOTS.run * self.seconds)
 
 
 @asynccontextmanager
 async def model_server(folder: Path, latency: float, turns: int, command: str = "") -> AsyncIterator[str]:
-    """The fixed-latency model; gives its URL. Its tokenizer lies in `folder/model`."""
+    """Start the fixed-latency model and yield its URL. Its tokenizer lies in `folder/model`."""
     port_file = folder / "model.port"
     words = [sys.executable, "-m", "rollyard_bench.latency_model", "--latency", str(latency)]
     words += ["--turns", str(turns), "--folder", str(folder / "model"), "--port-file", str(port_file)]
@@ -101,7 +101,9 @@ def _job(work: Workload) -> dict[str, Any]:
 
 
 def _check(found: list[dict[str, Any]], work: Workload) -> None:
-    """A makespan counts only if every rollout was really played: each with a reward of 1."""
+    """Check that every rollout was really played, each with a reward of 1; otherwise a makespan does not
+    count.
+    """
     bad = [item for item in found if item["status"] != "succeeded" or item["reward"] != 1.0]
     if bad:
         first = bad[0]
@@ -142,13 +144,13 @@ async def _pipeline(folder: Path, url: str, work: Workload) -> PipelineRun:
 
 
 def _overhead(run: PipelineRun, work: Workload) -> str:
-    """Where the seconds beyond the latencies lie, per rollout."""
+    """Return where the seconds beyond the latencies lie, per rollout."""
     timings = [item["timings"] for item in run.trajectories]
 
     def beyond(seconds: Callable[[dict[str, Any]], float]) -> str:
         return f"{median(map(seconds, timings)) * 1e3:.0f} ms"
 
-    # A slot is idle between two rollouts: complete, lease; and while the pipeline fills and drains.
+    # A slot is idle between two rollouts (complete, lease), and while the pipeline fills and drains.
     idle = (SLOTS.run * run.seconds - run.run_active) / len(timings)
     run_own = beyond(
         lambda item: item["run"]["active_seconds"] - item["model_seconds"] - item["tool_seconds"]
@@ -163,7 +165,7 @@ def _overhead(run: PipelineRun, work: Workload) -> str:
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """The pipeline first, then the coupled loop against the same server."""
+    """Measure the pipeline, then the coupled loop against the same server."""
     work = workload(settings)
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)

@@ -43,26 +43,26 @@ class Rollout:
 
 
 class Policy(ABC):
-    """Which server a rollout is given when it begins, and where each of its requests goes."""
+    """A choice of servers: which one a rollout gets when it begins, and where each of its requests goes."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = list(urls)
 
     @abstractmethod
     def begin(self, rollout: Rollout) -> str:
-        """The server of a rollout that begins."""
+        """Return the server of a rollout that begins."""
 
     def request(self, own: str) -> str:
-        """The server of its next request."""
+        """Return the server of the rollout's next request."""
         return own
 
     def end(self, rollout: Rollout, own: str) -> None:
-        """A rollout has ended."""
+        """Note that a rollout has ended."""
         return
 
 
 class Ours(Policy):
-    """The control plane's router, asked as it is when a Run lease is given out."""
+    """The control plane's router, used as it is when a Run lease is given out."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         super().__init__(urls)
@@ -86,7 +86,7 @@ class Ours(Policy):
 
 
 class ProRL(Policy):
-    """A min-heap of assignment counts, which never fall; each task (a rollout, there) is sticky."""
+    """A min-heap of assignment counts, which never fall. Each task (here a rollout) is sticky."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         super().__init__(urls)
@@ -99,7 +99,7 @@ class ProRL(Policy):
 
 
 class RoundRobin(Policy):
-    """Every request to the next server, as a load balancer in front of the servers does."""
+    """Every request goes to the next server, as a load balancer in front of the servers does."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         super().__init__(urls)
@@ -114,7 +114,7 @@ class RoundRobin(Policy):
 
 
 class Random(Policy):
-    """Every request to a server drawn at random."""
+    """Every request goes to a server drawn at random."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         super().__init__(urls)
@@ -132,13 +132,13 @@ async def _stay(url: str, error: str, blame: bool = True) -> RouteResponse:
 
 
 def _words(kind: str, rollout: Rollout, turn: int, count: int) -> list[int]:
-    """Outside text, the same under every policy; that of a group's first prompt is shared."""
+    """Return outside text, which is the same under every policy. A group shares its first prompt."""
     sample = "" if kind == "task" else f"{rollout.sample}:{turn}"
     return random.Random(f"{SEED}:{kind}:{rollout.group}:{sample}").choices(WORDS, k=count)
 
 
 async def _play(client: BackendClient, policy: Policy, rollout: Rollout) -> None:
-    """One rollout: 8 turns, each prompt the one before, what was sampled, and what tools said."""
+    """Play one rollout of 8 turns. Each prompt is the one before, what was sampled, and the tools' output."""
     own = policy.begin(rollout)
     try:
         session = BackendSession(
@@ -163,7 +163,7 @@ def _assignment(url: str) -> BackendAssignment:
 
 
 async def _hits(policy: Policy, servers: Sequence[Server], groups: int) -> tuple[CacheCounts, float]:
-    """The servers' own counts while all rollouts are played over emptied caches, and the seconds."""
+    """Return the servers' own counts while all rollouts are played over emptied caches, and the seconds."""
     for server in servers:
         await server.empty_cache()
     before = [await server.cache_counts() for server in servers]
@@ -186,7 +186,7 @@ async def _hits(policy: Policy, servers: Sequence[Server], groups: int) -> tuple
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Every policy over the same conversations, after one server that holds them all."""
+    """Measure every policy over the same conversations, after one server that holds them all."""
     groups = 3 if settings.quick else 8
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         async with vllm_servers(Path(name), 2, CONTEXT) as servers:

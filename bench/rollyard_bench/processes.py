@@ -27,17 +27,17 @@ class ProgramFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A running program; its output goes to `log`."""
+    """A running program, which writes its output to `log`."""
 
     process: asyncio.subprocess.Process
     log: Path
 
     def tail(self) -> str:
-        """The last lines that it said."""
+        """Return the last lines that the program wrote."""
         return " | ".join(self.log.read_text(errors="replace").strip().splitlines()[-6:])[-900:]
 
     def check(self, name: str) -> None:
-        """Raises ProgramFailed if it has ended."""
+        """Raise ProgramFailed if the program has ended."""
         if self.process.returncode is not None:
             raise ProgramFailed(f"{name} ended with code {self.process.returncode}: {self.tail()}")
 
@@ -53,7 +53,8 @@ async def program(
 ) -> AsyncIterator[Program]:
     """Run `command` in a session of its own.
 
-    On leaving it gets `stop`; where that is not enough in time, its whole session SIGKILL.
+    When the block is left, the program gets the signal `stop`. If it does not end in time, its whole session
+    gets SIGKILL.
     """
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -78,10 +79,10 @@ async def program(
 
 
 async def port_of(running: Program, name: str, port_file: Path) -> int:
-    """The port that the program wrote to its port file.
+    """Return the port that the program wrote to its port file.
 
     Raises:
-        ProgramFailed: it ended, or wrote none in time.
+        ProgramFailed: The program ended, or wrote no port in time.
     """
     try:
         async with asyncio.timeout(START_SECONDS):
@@ -99,7 +100,7 @@ async def answers(running: Program, name: str, url: str) -> None:
     """Wait until `url` answers 200.
 
     Raises:
-        ProgramFailed: it ended, or did not answer in time.
+        ProgramFailed: The program ended, or did not answer in time.
     """
     try:
         async with asyncio.timeout(START_SECONDS), httpx.AsyncClient(timeout=5.0) as client:
@@ -122,11 +123,11 @@ class ControlPlane:
     program: Program
     url: str
     tokens: Mapping[str, str]
-    """By role: admin, worker, driver."""
+    """The tokens by role: admin, worker, driver."""
     tokens_file: Path
 
     def client(self, role: str = "admin") -> httpx.AsyncClient:
-        """An HTTP client with the role's token."""
+        """Return an HTTP client with the role's token."""
         headers = {"Authorization": f"Bearer {self.tokens[role]}"}
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60.0)
 
@@ -135,7 +136,7 @@ class ControlPlane:
 async def control_plane(
     folder: Path, environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[ControlPlane]:
-    """`python -m rollyard_api` with its state in `folder`, ready for requests."""
+    """Start `python -m rollyard_api` with its state in `folder`, and yield it once it is ready."""
     state, port_file = folder / "state", folder / "port"
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(state)]
     command += ["--port", "0", "--port-file", str(port_file)]
@@ -148,7 +149,7 @@ async def control_plane(
 
 
 def memory(pid: int) -> dict[str, int]:
-    """`VmRSS` and `VmHWM` (the highest so far) of a process and its children together, in bytes."""
+    """Return `VmRSS` and `VmHWM` (the highest so far) of a process and its children together, in bytes."""
     totals = {"VmRSS": 0, "VmHWM": 0}
     waiting = [pid]
     while waiting:

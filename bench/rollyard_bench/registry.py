@@ -1,4 +1,4 @@
-"""Every figure that the benchmark names: its unit, its goal, how its ratio is taken."""
+"""Every figure that the benchmark names: its unit, its goal, and how its ratio is taken."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ RatioKind = Literal["times faster", "times the baseline"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a group of figures may know of the run."""
+    """The settings of a run that a group of figures may know."""
 
     quick: bool
-    """Fewer samples and shorter runs; the same figures, the same goals."""
+    """If true, there are fewer samples and shorter runs, but the same figures and goals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Figure:
     unit: str
     goal: Goal | None
     ratio: RatioKind
-    """`times faster`: baseline / value. `times the baseline`: value / baseline."""
+    """`times faster` is baseline / value, and `times the baseline` is value / baseline."""
 
 
 def _value(op: Literal["<=", ">="], limit: float, what: str) -> Goal:
@@ -123,10 +123,10 @@ GROUPS: tuple[str, ...] = tuple(dict.fromkeys(figure.group for figure in FIGURES
 
 
 def selected(names: list[str]) -> list[str]:
-    """Groups to run for these names of groups or figures, in the registry's order; all for none.
+    """Return the groups for these names of groups or figures, in the registry's order; all for no names.
 
     Raises:
-        ValueError: a name that is neither; the text lists the names there are.
+        ValueError: A name is neither; the text lists the names that exist.
     """
     known = {figure.name: figure.group for figure in FIGURES} | {group: group for group in GROUPS}
     unknown = [name for name in names if name not in known]
@@ -141,7 +141,7 @@ def selected(names: list[str]) -> list[str]:
 
 
 def judge(figure: Figure, measured: Measurement) -> Entry:
-    """The result line of a measured figure."""
+    """Return the result line of a measured figure."""
     ratio: float | None = None
     if measured.baseline is not None:
         ratio = measured.value / measured.baseline.value
@@ -161,7 +161,7 @@ def judge(figure: Figure, measured: Measurement) -> Entry:
 
 
 def failed(figure: Figure, error: str) -> Entry:
-    """The result line of a figure that could not be measured."""
+    """Return the result line of a figure that could not be measured."""
     goal = figure.goal
     return Entry(
         name=figure.name,

@@ -1,9 +1,9 @@
-"""A relay of bytes in front of a server: it times what the server takes, or gives it a pace of its own.
+"""A relay of bytes in front of a server, which times the server or gives it a pace of its own.
 
 `python -m rollyard_bench.relay --target http://127.0.0.1:8000 --port-file FILE [--log FILE] [--pace 0.02]`
 
-It reads no HTTP headers. Over a connection that is not pipelined, request and answer take turns, so the
-last byte sent before an answer and the last byte of that answer are known without it. The log has a line for
+It reads no HTTP headers. Over a connection that is not pipelined, request and answer take turns, so the last
+byte sent before an answer and the last byte of that answer are known without them. The log has a line for
 each exchange, `{"seed": the request's, "seconds": from the request's last byte to the answer's last byte}`.
 """
 
@@ -35,29 +35,30 @@ class Exchange:
 
     request: bytearray = field(default_factory=bytearray)
     answer: bytearray = field(default_factory=bytearray)
-    """Kept where its tokens are counted."""
+    """The answer so far, which is kept where its tokens are counted."""
     sent: float = 0.0
     received: float = 0.0
     answered: bool = False
 
     def tokens(self) -> int:
-        """Sampled ones in what has been answered so far."""
+        """Return the number of sampled tokens in the answer so far."""
         ids = _IDS.search(self.answer)
         return ids[1].count(b",") + 1 if ids else 0
 
     def line(self) -> str:
-        """For the log."""
+        """Return the exchange's line of the log."""
         seed = _SEED.search(self.request)
         return json.dumps({"seed": int(seed[1]) if seed else None, "seconds": self.received - self.sent})
 
 
 class Relay:
-    """Passes bytes to and fro.
+    """A server that passes bytes in both directions.
 
     Args:
-        target: host and port of the server.
-        pace: seconds per sampled token; an answer that the server gave sooner is held back. 0: none is.
-        log: a line for each exchange.
+        target: The host and port of the server.
+        pace: The seconds per sampled token. An answer that the server gave sooner is held back; 0 holds back
+            none.
+        log: The file that gets a line for each exchange.
     """
 
     def __init__(self, target: tuple[str, int], pace: float, log: TextIO | None) -> None:
@@ -110,7 +111,7 @@ class Relay:
         finally:
             for task in tasks:
                 task.cancel()
-            # A connection that is reset ends it like one that is closed.
+            # A connection that is reset ends the exchange like one that is closed.
             await asyncio.gather(*tasks, return_exceptions=True)
             if exchange.answered:
                 self._note(exchange)

@@ -30,10 +30,10 @@ class Goal:
     op: Literal["<=", ">="]
     limit: float
     what: str
-    """Text for people, such as `≤ 0.6 ms`."""
+    """The goal for readers, such as `≤ 0.6 ms`."""
 
     def met(self, value: float, ratio: float | None) -> bool:
-        """Whether the goal is reached; a ratio that could not be taken reaches nothing."""
+        """Return whether the goal is reached. A ratio that could not be taken reaches nothing."""
         measured = value if self.on == "value" else ratio
         if measured is None:
             return False
@@ -42,7 +42,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What the figure stands beside; `value` in the figure's unit."""
+    """What the figure is compared with; `value` is in the figure's unit."""
 
     name: str
     value: float
@@ -54,14 +54,14 @@ class Entry:
 
     name: str
     value: float | None
-    """None only where the measurement failed; `how` then says why."""
+    """The value is None only where the measurement failed; `how` then says why."""
     unit: str
     baseline: Baseline | None
     ratio: float | None
     goal: str | None
-    """None for a figure that is only printed beside the others."""
+    """The goal is None for a figure that is only printed beside the others."""
     met: bool | None
-    """None exactly where there is no goal."""
+    """This is None exactly where there is no goal."""
     how: str
 
 
@@ -76,8 +76,8 @@ def check(entry: Entry) -> None:
     """Refuse an entry that says too little or contradicts itself.
 
     Raises:
-        ResultError: an empty text, a number that is none, a ratio without a baseline, a goal
-            without a verdict, or a goal that is met without a value.
+        ResultError: A text is empty, a number is none, a ratio lacks its baseline, a goal lacks its verdict,
+            or a goal is met without a value.
     """
     name = entry.name if isinstance(entry.name, str) and entry.name.strip() else "(unnamed)"
     for field in ("name", "unit", "how"):
@@ -103,10 +103,10 @@ def check(entry: Entry) -> None:
 
 
 def to_json(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """The entries as results.json holds them.
+    """Return the entries as results.json holds them.
 
     Raises:
-        ResultError: an entry is malformed, or two have one name.
+        ResultError: An entry is malformed, or two have one name.
     """
     seen: set[str] = set()
     for entry in entries:
@@ -118,10 +118,10 @@ def to_json(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def write(entries: Sequence[Entry], path: Path) -> None:
-    """Write results.json; a reader never sees half of it.
+    """Write results.json in one step, so a reader never sees half of it.
 
     Raises:
-        ResultError: an entry is malformed; nothing is written.
+        ResultError: An entry is malformed; nothing is written.
     """
     text = json.dumps(to_json(entries), indent=2, ensure_ascii=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,10 +131,10 @@ def write(entries: Sequence[Entry], path: Path) -> None:
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a file that `write` wrote; none where there is no file.
+    """Return the entries of a file that `write` wrote, or an empty list where there is no file.
 
     Raises:
-        ResultError: it holds something else.
+        ResultError: The file holds something else.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ def _short(value: float | None, unit: str) -> str:
 
 
 def table(entries: Sequence[Entry]) -> Table:
-    """The entries as a table for people."""
+    """Return the entries as a table for readers."""
     grid = Table(title="Rollyard beside its baselines", title_justify="left", expand=False)
     for title in ("figure", "measured", "baseline", "ratio", "goal", "met"):
         grid.add_column(title, justify="right" if title in {"measured", "ratio"} else "left")

@@ -1,4 +1,4 @@
-"""Sandboxes for measurements: the stage workers' own provider, in a run folder of its own."""
+"""Sandboxes for measurements, from the stage workers' own provider in a run folder of its own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OWNER = LeaseRef(rollout="bench", token=1)
 COMMAND_SECONDS = 30.0
 
 REQUEST = SandboxRequest(memory_bytes=1 << 29, disk_bytes=1 << 26)
-"""The sandbox of every figure: no network, all limits on."""
+"""The sandbox of every figure has no network and all limits."""
 
 
 @asynccontextmanager
 async def bubblewrap() -> AsyncIterator[SandboxProvider]:
-    """A started bubblewrap provider; leaves nothing behind."""
+    """Yield a started bubblewrap provider, which leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
         provider = open_provider("bubblewrap", run_dir=Path(folder), node="bench")
         await provider.start()
@@ -33,7 +33,7 @@ async def bubblewrap() -> AsyncIterator[SandboxProvider]:
 
 
 async def release_all(run_dir: Path) -> None:
-    """Releases every sandbox of a run folder whose workers have ended: claimed ones would outlive them."""
+    """Release every sandbox of a run folder whose workers have ended, because claimed ones outlive them."""
     provider = open_provider("bubblewrap", run_dir=run_dir, node="bench")
     await provider.start()
     try:
@@ -45,7 +45,7 @@ async def release_all(run_dir: Path) -> None:
 
 @asynccontextmanager
 async def claimed(provider: SandboxProvider, count: int = 1) -> AsyncIterator[list[Sandbox]]:
-    """`count` sandboxes, started one after the other; all are released on leaving."""
+    """Yield `count` sandboxes, which are started one after the other and released at the end."""
     async with AsyncExitStack() as stack:
         sandboxes: list[Sandbox] = []
         for _ in range(count):

@@ -11,11 +11,11 @@ _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 @contextmanager
 def shared_evenly() -> Iterator[bool]:
-    """Cores are shared process by process, not session by session (sched(7), autogroup), where we may say so.
+    """Share the cores by process instead of by session (sched(7), autogroup), where that is permitted.
 
-    Every program here has a session of its own. On some virtual machines a session that wakes up
-    waits seconds for a core beside a busy one: that would be measured, on both sides of a comparison.
-    Gives whether it is so.
+    Every program here has a session of its own. On some virtual machines a session that wakes up waits
+    seconds for a core beside a busy one, and both sides of a comparison would measure that. The block gets
+    whether the cores are shared so.
     """
     try:
         before = _AUTOGROUP.read_text()

@@ -29,10 +29,10 @@ class ExecServerFailed(RuntimeError):
 
 @asynccontextmanager
 async def exec_server(kind: Literal["unix", "tcp"]) -> AsyncIterator[ExecClient]:
-    """A running exec server and a client connected to it, by Unix socket or by TCP with a token.
+    """Yield a client of a running exec server, connected by Unix socket or by TCP with a token.
 
     Raises:
-        ExecServerFailed: it did not become ready; the text holds what it said.
+        ExecServerFailed: The server did not become ready; the text holds its output.
     """
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)
@@ -76,7 +76,7 @@ async def exec_server(kind: Literal["unix", "tcp"]) -> AsyncIterator[ExecClient]
 
 
 async def _wait_ready(process: asyncio.subprocess.Process, ready: int) -> None:
-    """Returns when the server has written to its ready descriptor."""
+    """Return when the server has written to its ready descriptor."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(ready, readable.set)

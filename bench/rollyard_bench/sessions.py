@@ -20,7 +20,7 @@ Step = Callable[[], Awaitable[None]]
 
 
 async def _together(steps: Sequence[Step], samples: int) -> Sample:
-    """All loop at once, each `samples` times; the durations of all of them."""
+    """Run all steps at once in loops of `samples` each, and return the durations of all of them."""
     taken: list[float] = []
 
     async def loop(step: Step) -> None:
@@ -47,7 +47,7 @@ def _session(client: ExecClient, name: str) -> Step:
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """16 sandboxes with a session each; and 16 sessions of one sandbox."""
+    """Measure 16 sandboxes with a session each, and 16 sessions of one sandbox."""
     samples = 50 if settings.quick else 200
     async with bubblewrap() as provider, claimed(provider, SESSIONS) as sandboxes:
         steps = [ours(sandbox.client, ECHO, 3) for sandbox in sandboxes]

@@ -1,4 +1,7 @@
-"""How often the bridge asks Slurm: without jobs, with one, with a hundred; counted outside of it."""
+"""How often the bridge asks Slurm: without jobs, with one, and with a hundred.
+
+The calls are counted outside of it.
+"""
 
 from __future__ import annotations
 
@@ -26,31 +29,31 @@ MODULE = "rollyard_bench.slurm_load"
 COMMANDS = ("sbatch", "squeue", "scontrol", "scancel", "sacct", "sinfo")
 JOBS = 100
 NAIVE_SECONDS = 5.0
-"""Between two looks of a poller that asks for each of its jobs, and for new ones."""
+"""The pause of a poller that asks for each of its jobs, and for new ones."""
 SUBMIT_SECONDS = 90.0
 SETTLE_SECONDS = 12.0
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Commands that were run between two moments."""
+    """The commands that were run between two moments."""
 
     seconds: float
     runs: Counter[str]
 
     @property
     def per_minute(self) -> float:
-        """Of all commands together."""
+        """Return the number of all commands together, per minute."""
         return 60.0 * self.runs.total() / self.seconds
 
     def text(self) -> str:
-        """All of it, for people."""
+        """Return all of it for readers."""
         each = ", ".join(f"{name} {count}" for name, count in sorted(self.runs.items())) or "none"
         return f"{self.per_minute:.1f} a minute over {self.seconds:.0f} s ({each})"
 
 
 class Counted:
-    """Programs of Slurm's names that write a line for each run, and then are Slurm's own."""
+    """Programs with the names of Slurm's, which write a line for each run and then execute Slurm's own."""
 
     def __init__(self, folder: Path) -> None:
         self.bin = folder / "bin"
@@ -64,18 +67,18 @@ class Counted:
                 program.chmod(0o755)
 
     def so_far(self) -> Counter[str]:
-        """Runs by name."""
+        """Return the runs so far by name."""
         return Counter(self._log.read_text().split())
 
     async def window(self, seconds: float) -> Window:
-        """What is run within so many seconds from now."""
+        """Return what is run within so many seconds from now."""
         before, begin = self.so_far(), time.monotonic()
         await asyncio.sleep(seconds)
         return Window(time.monotonic() - begin, self.so_far() - before)
 
 
 def _job(name: str, image: str) -> dict[str, Any]:
-    """A stream that stays open: its worker has nothing to do."""
+    """Return a stream that stays open, so its worker has nothing to do."""
     stage = {"replicas": 1, "concurrency": 1}
     return manifest(
         name,
@@ -89,20 +92,23 @@ def _job(name: str, image: str) -> dict[str, Any]:
 
 
 def _queued(state: str = "") -> int:
-    """This user's Slurm jobs, of one state; asked by Slurm's own program, which is not counted."""
+    """Return the number of this user's Slurm jobs of one state.
+
+    Slurm's own program is asked, and not counted.
+    """
     command = ["squeue", "--me", "--noheader", "-o", "%T", *(["-t", state] if state else [])]
     return len(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
 def remote_calls() -> int:
-    """Calls of this user that slurmctld has answered, by its own count (sdiag), this one not included."""
+    """Return this user's calls that slurmctld has answered, by its own count (sdiag), without this one."""
     said = subprocess.run(["sdiag"], capture_output=True, text=True, check=True).stdout
     found = re.search(rf"\(\s*{os.getuid()}\)\s+count:(\d+)", said)
     return int(found[1]) if found else 0
 
 
 async def _submitted(running: Bridge, client: httpx.AsyncClient, image: str, first: int, last: int) -> None:
-    """Jobs from `first` on until before `last`; returns once Slurm has a worker of each."""
+    """Submit jobs from `first` on until before `last`, and return once Slurm has a worker of each."""
     for number in range(first, last):
         await submitted(client, _job(f"load-{number}", image))
     try:
@@ -120,7 +126,7 @@ async def _submitted(running: Bridge, client: httpx.AsyncClient, image: str, fir
 async def _measured(settings: Settings) -> list[Measurement]:
     image = await lab.default_image()
     profile = {"partition": "debug", "time_limit": "30", "workers": {"cpus": 1, "memory": "900M"}}
-    # The pause between two looks grows to a minute within the first.
+    # The pause between two polls grows to a minute within the first minute.
     ramp, window = (5.0, 20.0) if settings.quick else (64.0, 60.0)
     async with shared_folder() as folder:
         counted = Counted(folder)
@@ -135,7 +141,7 @@ async def _measured(settings: Settings) -> list[Measurement]:
             before, begin = counted.so_far(), time.monotonic()
             await _submitted(running, client, image, 1, JOBS)
             submitting = Window(time.monotonic() - begin, counted.so_far() - before)
-            # Workers that start are changes, which are looked at sooner.
+            # Workers that start are changes, which are polled for sooner.
             await asyncio.sleep(2 * SETTLE_SECONDS)
             runs = await asyncio.to_thread(_queued, "RUNNING")
             calls = remote_calls()
@@ -172,7 +178,7 @@ def _measurement(figure: str, seen: Window, naive: float, what: str, how: str) -
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """As an ordinary user."""
+    """Measure the calls as an ordinary user."""
     return await lab.as_user(MODULE, settings, _measured)
 
 

@@ -1,7 +1,7 @@
-"""Throughput on 1, 16 and more Slurm nodes, 8 rollouts a node at once, the model of fixed latency.
+"""Throughput on 1, 16 and more Slurm nodes with 8 rollouts at once on each, and the model of fixed latency.
 
-Each node is a real slurmd, and the stage worker on it a real batch job of the bridge's; all nodes share
-the cores of one machine with the control plane, the bridge and the model.
+Each node is a real slurmd, and the stage worker on it is a real batch job of the bridge. All nodes share the
+cores of one machine with the control plane, the bridge and the model.
 """
 
 from __future__ import annotations
@@ -21,80 +21,80 @@ import httpx
 
 from rollyard_bench import lab
 from rollyard_bench.bridge import Bridge, bridge, shared_folder, submitted
+from rollyard_bench.harness import external_pool
 from rollyard_bench.latency_model import MODEL
 from rollyard_bench.memory import counts, manifest, posted
 from rollyard_bench.pipeline import model_server
 from rollyard_bench.processes import ProgramFailed
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
-from rollyard_bench.yard import external_pool
 
 MODULE = "rollyard_bench.slurm_nodes"
 POOL = "latency"
 LATENCY = 2.0
 COMMAND = "ls /"
 AT_ONCE = 8
-"""Rollouts on a node."""
+"""The number of rollouts on a node."""
 NODES = 16
 GOAL = 0.95
 INSTANCE_BYTES = 45 << 20
-"""What one sandbox costs, its FUSE helper included."""
+"""The memory of one sandbox, its FUSE helper included."""
 READY_SECONDS = 150.0
 ENTER_SECONDS = 30.0
 LEASING_SECONDS = 8.0
 SPARE_SECONDS = 60.0
-"""Beyond the ideal time, in which a round must be over."""
+"""The time beyond the ideal one within which a round must be over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured."""
+    """The plan of what is measured."""
 
     sizes: tuple[int, ...]
-    """Nodes; those after NODES are tried as long as the efficiency reaches the goal."""
+    """The numbers of nodes. Those after NODES are tried as long as the efficiency reaches the goal."""
     turns: int
 
     @property
     def ideal(self) -> float:
-        """Seconds of a rollout in which nothing but the model takes time."""
+        """Return the seconds of a rollout in which nothing but the model takes time."""
         return self.turns * LATENCY
 
 
 def plan(settings: Settings) -> Plan:
-    """A quick one stops at the size that the goal is about."""
+    """Return the plan of this run. A quick one stops at the size that the goal is about."""
     return Plan((1, NODES), 6) if settings.quick else Plan((1, 8, NODES, 24, 32), 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One wave of rollouts: from the moment when the model may be asked until the last has its reward."""
+    """One wave of rollouts, from the moment when the model may be asked until the last has its reward."""
 
     nodes: int
     turns: float
-    """A second, while all places were taken: by the times of the model's answers."""
+    """The turns per second while all places were taken, by the times of the model's answers."""
     turns_each: int
-    """Of a rollout."""
+    """The number of turns of a rollout."""
     seconds: float
     turn: float
-    """Seconds of a turn, median over rollouts."""
+    """The seconds of a turn, as the median over rollouts."""
     command: float
-    """Of these, in the tool call."""
+    """The part of a turn's seconds that the tool call took."""
     busy: float
-    """Share of the machine's cores that were at work."""
+    """The share of the machine's cores that were busy."""
     cpu: dict[str, float] = field(default_factory=dict)
-    """Cores by program."""
+    """The busy cores by program."""
 
     @property
     def throughput(self) -> float:
-        """Rollouts a second."""
+        """Return the rollouts per second."""
         return self.turns / self.turns_each
 
     def efficiency(self, one: Round) -> float:
-        """Throughput / (nodes x throughput of one node)."""
+        """Return throughput / (nodes × throughput of one node)."""
         return self.throughput / (self.nodes * one.throughput)
 
     def text(self, one: Round) -> str:
-        """All of it, for people."""
+        """Return all of it for readers."""
         programs = ", ".join(f"{name} {cores:.2f}" for name, cores in self.cpu.items() if cores >= 0.005)
         wave = one.seconds / self.seconds
         return (
@@ -114,14 +114,15 @@ def _job(name: str, nodes: int, image: str) -> dict[str, Any]:
         agent={"type": "tools", "tools": ["bash", "submit"], "maxTurns": 64},
         sampling={"maxTokens": 256},
         backendRef={"name": POOL},
-        # One is kept warm: by it a worker is known to be ready. The others are started for their rollouts.
+        # One sandbox is kept warm, which shows that a worker is ready. The others are started for their
+        # rollouts.
         sandbox={"image": image, "warm": 1, "resources": {"memory": "256Mi", "disk": "32Mi"}},
         stages={"init": stage, "run": stage, "eval": stage},
     )
 
 
 class Cpu:
-    """CPU time by program: this user's processes, and Slurm's."""
+    """The CPU time by program, of this user's processes and of Slurm's."""
 
     def __init__(self) -> None:
         self._tick = os.sysconf("SC_CLK_TCK")
@@ -130,7 +131,7 @@ class Cpu:
         self._machine = self._busy()
 
     def spent(self) -> tuple[float, dict[str, float]]:
-        """Share of the machine's cores that worked since, and cores by program."""
+        """Return the share of the machine's cores that were busy since then, and the cores by program."""
         seconds = time.perf_counter() - self._begin
         after = self._now()
         cores: Counter[str] = Counter()
@@ -147,7 +148,7 @@ class Cpu:
         return user + nice + system + irq + softirq
 
     def _now(self) -> dict[int, tuple[str, float]]:
-        """Ticks of each process, its ended children's included."""
+        """Return the ticks of each process, those of its ended children included."""
         found = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -158,14 +159,15 @@ class Cpu:
                 own = entry.stat().st_uid == os.getuid()
             except OSError:
                 continue
-            # Others' are left out: what one of them reaps in between may have worked long before.
+            # Processes of others are left out, because a child that they reap in between may have worked long
+            # before.
             if line and (name := _program(line) or ("sandboxes" if own else "")):
                 found[int(entry.name)] = (name, float(sum(map(int, fields[11:15]))))
         return found
 
 
 def _program(line: str) -> str:
-    """Which of ours a command line is; empty for others, those in sandboxes among them."""
+    """Return which program of ours a command line is. It is empty for all others, also in sandboxes."""
     for mark, name in (
         ("-m rollyard_pipeline", "workers"),
         ("-m rollyard_api", "control plane"),
@@ -183,7 +185,7 @@ def _program(line: str) -> str:
 
 
 def instances() -> int:
-    """Sandboxes that this user has started and that run."""
+    """Return the number of running sandboxes that this user has started."""
     found = 0
     for entry in Path("/proc").iterdir():
         try:
@@ -196,7 +198,7 @@ def instances() -> int:
 
 
 def memory_available() -> int:
-    """Bytes that programs may still take."""
+    """Return the bytes that programs may still take."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
@@ -215,21 +217,21 @@ class Nodes:
         self._rounds = 0
 
     async def grow(self, nodes: int) -> float:
-        """Has so many workers ready, each with a sandbox; the seconds that it took."""
+        """Make so many workers ready, each with a sandbox, and return the seconds that it took."""
         begin = time.perf_counter()
         more = nodes - sum(self._sets.values())
         name = f"nodes-{nodes}"
         await submitted(self._client, _job(name, more, self._image))
         self._sets[name] = more
-        # Exactly: those of the last round are gone too.
+        # The number is compared exactly, so the sandboxes of the last round are gone, too.
         await self._until(lambda: instances() == nodes, f"{nodes} workers with a sandbox")
         took = time.perf_counter() - begin
-        # A worker that has its sandbox asks for leases in a moment; one that did not would get too few.
+        # A worker that has its sandbox asks for leases at once; a worker without one would get too few.
         await asyncio.sleep(LEASING_SECONDS)
         return took
 
     async def round(self) -> Round:
-        """One wave on all nodes; the sandboxes are ready before it begins."""
+        """Run one wave on all nodes. The sandboxes are ready before it begins."""
         self._rounds += 1
         nodes = sum(self._sets.values())
         await self._model("hold")
@@ -245,7 +247,7 @@ class Nodes:
                 content="".join(lines).encode(),
                 headers={"Content-Type": "application/x-ndjson"},
             )
-        # The warm pool of one sandbox each is full again: nothing starts any more.
+        # The warm pool of one sandbox each is full again, so nothing is starting any more.
         await self._until(lambda: instances() == nodes * (AT_ONCE + 1), f"sandboxes of {nodes} nodes")
         for _ in range(int(ENTER_SECONDS)):
             if (waiting := await self._waiting()) == nodes * AT_ONCE:
@@ -285,9 +287,9 @@ class Nodes:
         while not there():
             self._bridge.check()
             if time.perf_counter() > deadline:
-                told = {name: await counts(self._client, name) for name in self._sets}
+                progress = {name: await counts(self._client, name) for name in self._sets}
                 raise ProgramFailed(
-                    f"{what}: not within {READY_SECONDS:.0f} s; {instances()} sandboxes, {told}"
+                    f"{what}: not done within {READY_SECONDS:.0f} s; {instances()} sandboxes, {progress}"
                 )
             await asyncio.sleep(0.25)
 
@@ -297,11 +299,13 @@ class Nodes:
             return dict(answer.json())
 
     async def _waiting(self) -> int:
-        """Rollouts in Run: in their sandboxes, waiting for the model's first answer."""
+        """Return the number of rollouts in Run: those in their sandboxes that wait for the model's first
+        answer.
+        """
         return sum([(await counts(self._client, name))["run"]["active"] for name in self._sets])
 
     async def _delivered(self, deadline: float) -> list[dict[str, Any]]:
-        """The trajectories of this round, once the last of them has its reward."""
+        """Return the trajectories of this round, once the last of them has its reward."""
 
         async def of_set(name: str, count: int) -> list[dict[str, Any]]:
             found: list[dict[str, Any]] = []
@@ -317,8 +321,8 @@ class Nodes:
             async with asyncio.timeout(deadline - time.perf_counter()), asyncio.TaskGroup() as group:
                 tasks = [group.create_task(of_set(name, AT_ONCE * n)) for name, n in self._sets.items()]
         except TimeoutError as error:
-            told = {name: await counts(self._client, name) for name in self._sets}
-            raise ProgramFailed(f"not all rollouts have ended in time: {told}") from error
+            progress = {name: await counts(self._client, name) for name in self._sets}
+            raise ProgramFailed(f"not all rollouts have ended in time: {progress}") from error
         ended = [one for task in tasks for one in task.result()]
         if bad := [one for one in ended if one["reward"] != 1.0 or len(one["turns"]) != self._work.turns]:
             first = bad[0]
@@ -330,7 +334,7 @@ class Nodes:
 
 
 def _turn(trajectory: dict[str, Any]) -> float:
-    """Seconds of a turn; the model's first answer was held back, and is not counted."""
+    """Return the seconds of a turn. The model's first answer was held back and is not counted."""
     turns, times = trajectory["turns"], trajectory["timings"]
     model = mean(turn["model_seconds"] for turn in turns[1:])
     return float(model + (times["tool_seconds"] + times["own_seconds"]) / len(turns))
@@ -338,7 +342,7 @@ def _turn(trajectory: dict[str, Any]) -> float:
 
 async def _measured(settings: Settings) -> list[Measurement]:
     work, image = plan(settings), await lab.default_image()
-    # As many rollouts as places in all: none may take what another node has room for.
+    # There are as many rollouts as places in all, because no node may take what another one has room for.
     workers = {"cpus": 4, "memory": "3000M", "max_sandboxes": AT_ONCE}
     profile = {"partition": "debug", "time_limit": "30", "workers": workers}
     rounds: list[Round] = []
@@ -377,8 +381,8 @@ async def _measured(settings: Settings) -> list[Measurement]:
         f"places are taken, so the first commands, which start the sandboxes' shells, and the test scripts "
         f"count in the whole wave only: the time until the last reward was delivered"
     )
-    told = "; ".join(each.text(one) for each in rounds) + ended
-    what = f"{told}; {shape}; workers ready: {', '.join(growing)}"
+    figures = "; ".join(each.text(one) for each in rounds) + ended
+    what = f"{figures}; {shape}; workers ready: {', '.join(growing)}"
     return [
         Measurement(
             "slurm_efficiency",
@@ -396,13 +400,13 @@ async def _measured(settings: Settings) -> list[Measurement]:
             "slurm_nodes_at_95",
             float(max(good)),
             Baseline("nodes tried", float(rounds[-1].nodes)),
-            f"the largest number of nodes tried that reached an efficiency of {GOAL}; {told}; {shape}",
+            f"the largest number of nodes tried that reached an efficiency of {GOAL}; {figures}; {shape}",
         ),
     ]
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """As an ordinary user, in a lab of as many nodes."""
+    """Measure as an ordinary user, in a lab of as many nodes."""
     return await lab.as_user(MODULE, settings, _measured, nodes=max(plan(settings).sizes))
 
 

@@ -20,16 +20,16 @@ from rollyard_bench.stats import Contestant, Sample, interleave
 
 MODULE = "rollyard_bench.slurm_start"
 CPUS, MEMORY = 2, "1500M"
-"""Of the bare job and of the worker's alike."""
+"""The resources of the bare job and of the worker's alike."""
 CLOCK = "date +%s.%N"
-"""The first command: what it prints is when it ran. All clocks here are of one machine."""
+"""The first command prints the time at which it runs. All clocks here are of one machine."""
 LONGEST_SECONDS = 60.0
 PAUSE_SECONDS = 1.5
-"""After each: sandboxes and processes of the last one are gone, and the scheduler has nothing to do."""
+"""The pause after each run: the last one's sandboxes and processes have ended, and the scheduler is idle."""
 
 
 def job(name: str, image: str) -> dict[str, Any]:
-    """One rollout of one command, whose output is the time of day."""
+    """Return a job with one rollout of one command, whose output is the time of day."""
     task = {
         "id": "clock",
         "prompt": "What time is it?",
@@ -49,7 +49,7 @@ def job(name: str, image: str) -> dict[str, Any]:
 
 
 def first_command(found: dict[str, Any]) -> float:
-    """When the first command of a trajectory ran, by its own words."""
+    """Return when the first command of a trajectory ran, according to its output."""
     said = [message["content"] for message in found["messages"] if message["role"] == "tool"]
     try:
         return float(str(said[0]).split()[0])
@@ -58,7 +58,7 @@ def first_command(found: dict[str, Any]) -> float:
 
 
 async def _ours(running: Bridge, image: str, number: int, parts: dict[str, list[float]]) -> float:
-    """Milliseconds from the submission to the first command."""
+    """Return the milliseconds from the submission to the first command."""
     name = f"first-{number}"
     async with running.client() as client:
         begin = time.time()
@@ -73,21 +73,21 @@ async def _ours(running: Bridge, image: str, number: int, parts: dict[str, list[
 
 
 def _moments(home: Path, begin: float) -> dict[str, float]:
-    """When the worker's own log of this job was begun: that is the batch script's start."""
+    """Return when the worker's own log of this job was begun, which is the batch script's start."""
     logs = [path.stat() for path in (home / "logs").glob("*worker*.log")]
     return {"batch script": min((one.st_ctime for one in logs if one.st_ctime >= begin), default=begin)}
 
 
 async def _bare(program: str, image: str, folder: Path, number: int) -> float:
-    """The same of a batch job that starts an instance and executes the command in it."""
-    told = folder / f"bare-{number}"
+    """Return the same for a batch job that starts an instance and executes the command in it."""
+    stamp = folder / f"bare-{number}"
     script = "\n".join(
         [
             "#!/bin/bash",
-            f"#SBATCH --nodes=1 --ntasks=1 --cpus-per-task={CPUS} --mem={MEMORY} --output={told}.log",
+            f"#SBATCH --nodes=1 --ntasks=1 --cpus-per-task={CPUS} --mem={MEMORY} --output={stamp}.log",
             "export APPTAINER_CONFIGDIR=$(mktemp -d)",
             f"{program} -s instance start {image} bare{number}",
-            f"{program} -s exec --pwd / instance://bare{number} {CLOCK} > {told}",
+            f"{program} -s exec --pwd / instance://bare{number} {CLOCK} > {stamp}",
             f"{program} -s instance stop -t 1 bare{number}",
             "rm -rf $APPTAINER_CONFIGDIR",
         ]
@@ -100,11 +100,11 @@ async def _bare(program: str, image: str, folder: Path, number: int) -> float:
     async with asyncio.timeout(LONGEST_SECONDS):
         await done.communicate(script.encode())
     try:
-        return (float(told.read_text()) - begin) * 1e3
+        return (float(stamp.read_text()) - begin) * 1e3
     except (OSError, ValueError) as error:
-        log = told.with_name(f"{told.name}.log")
+        log = stamp.with_name(f"{stamp.name}.log")
         said = log.read_text(errors="replace")[-600:] if log.exists() else "nothing"
-        raise ProgramFailed(f"the bare batch job told no time: {error}; it said {said!r}") from error
+        raise ProgramFailed(f"the bare batch job printed no time: {error}; its log says {said!r}") from error
 
 
 async def _measured(settings: Settings) -> list[Measurement]:
@@ -114,7 +114,7 @@ async def _measured(settings: Settings) -> list[Measurement]:
 
 
 async def _first_rollout(folder: Path, rounds: int) -> Measurement:
-    """The bridge's worker and the bare batch job in turns, on the same cluster."""
+    """Measure the bridge's worker and the bare batch job in turns, on the same cluster."""
     program, image = lab.apptainer(), await lab.default_image()
     profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}}
     ours: list[float] = []
@@ -152,7 +152,7 @@ def _measurement(mine: Sample, parts: dict[str, list[float]], theirs: Sample) ->
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """As an ordinary user."""
+    """Measure as an ordinary user."""
     return await lab.as_user(MODULE, settings, _measured)
 
 

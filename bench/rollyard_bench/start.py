@@ -1,4 +1,4 @@
-"""Getting a sandbox: from the warm pool, and cold beside what a cold start cannot do without."""
+"""Getting a sandbox: from the warm pool, and cold beside what no cold start can do without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _bwrap_true() -> float:
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Both starts."""
+    """Measure both starts."""
     samples = 10 if settings.quick else 30
     if shutil.which("bwrap") is None:
         raise FileNotFoundError("bwrap is not installed (Debian package bubblewrap)")

@@ -1,4 +1,4 @@
-"""Timing loops: interleaved blocks, so that noise of the machine hits every contestant alike."""
+"""Timing loops in interleaved blocks, in which noise of the machine hits every contestant alike."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Contestant:
 
     step: Step
     samples: int
-    """Samples in all; spread evenly over the rounds."""
+    """The number of all samples, which are spread evenly over the rounds."""
     warm_up: int = 3
-    """Untimed calls before the first round."""
+    """The number of untimed calls before the first round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Durations of one contestant, in milliseconds."""
+    """The durations of one contestant, in milliseconds."""
 
     values: tuple[float, ...]
 
@@ -39,7 +39,7 @@ class Sample:
         )
 
     def text(self) -> str:
-        """`p50 0.31 ms, p99 0.62 ms, 900 samples`."""
+        """Return text such as `p50 0.31 ms, p99 0.62 ms, 900 samples`."""
         return f"p50 {self.p50:.3g} ms, p99 {self.p99:.3g} ms, {len(self.values)} samples"
 
 
@@ -52,9 +52,9 @@ async def _once(step: Step) -> float:
 
 
 async def interleave(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, Sample]:
-    """Time all contestants in turns: in every round each takes its share of its samples.
+    """Time all contestants in turns: in every round each takes its part of its samples.
 
-    The order turns round by one each time, so that none always follows the same other.
+    The order rotates by one each time, so none always follows the same other one.
     """
     for contestant in contestants.values():
         for _ in range(contestant.warm_up):

@@ -20,28 +20,28 @@ from rollyard_bench.vllm import POLICY
 HISTORIES = (2048, 8192, 32_768)  # tokens
 FIRST, LAST = HISTORIES[0], HISTORIES[-1]
 WORDS = ("wagon", "maple", "meadow", "bagel", "lantern", "cherry", "copper", "walrus", "hammer", "kettle")
-LINES = 40  # of one tool result: about 200 tokens
+LINES = 40  # lines of one tool result, which are about 200 tokens
 VERSION = "1"
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A dialogue of tool calls that grows turn by turn; the model's part is invented, the rest is real."""
+    """A dialogue of tool calls that grows turn by turn. The model's part is invented, the rest is real."""
 
     chat: ChatFormat
     draw: random.Random
     messages: list[ChatMessage] = field(default_factory=list)
-    """As a trainer that renders everything anew would keep them."""
+    """The messages as a trainer would keep them that renders everything for each turn."""
     recorder: TrajectoryRecorder = field(init=False)
     size: int = 0
-    """Tokens of the last prompt."""
+    """The number of tokens of the last prompt."""
 
     def __post_init__(self) -> None:
         self.messages.append({"role": "user", "content": "Look through the files and submit the answer."})
         self.recorder = TrajectoryRecorder(self.chat, self.messages)
 
     def turn(self) -> float:
-        """One turn; the seconds that the recorder took for the prompt and for what was sampled."""
+        """Play one turn. Return the seconds that the recorder took for the prompt and the sampled tokens."""
         begin = time.perf_counter()
         prompt = self.recorder.prompt()
         took = time.perf_counter() - begin
@@ -61,8 +61,8 @@ class Conversation:
         self.messages.append({"role": "tool", "content": result})
         return took
 
-    def anew(self) -> float:
-        """The seconds that rendering and tokenizing the whole conversation takes."""
+    def render_all(self) -> float:
+        """Return the seconds that rendering and tokenizing the whole conversation takes."""
         begin = time.perf_counter()
         self.chat.tokenizer.encode(self.chat.render(self.messages))
         return time.perf_counter() - begin
@@ -72,9 +72,11 @@ class Conversation:
 
 
 def _times(chat: ChatFormat, conversations: int, turns: int) -> tuple[dict[int, Times], dict[int, Times]]:
-    """By history: a turn of the recorder's, and everything anew; the `turns` turns after reaching it."""
+    """Return the times by history, of the recorder's turn and of the whole rendering, over `turns` turns
+    each.
+    """
     ours: dict[int, list[float]] = {history: [] for history in HISTORIES}
-    anew: dict[int, list[float]] = {history: [] for history in HISTORIES}
+    whole: dict[int, list[float]] = {history: [] for history in HISTORIES}
     for number in range(conversations):
         conversation = Conversation(chat, random.Random(number))
         for history in HISTORIES:
@@ -83,35 +85,37 @@ def _times(chat: ChatFormat, conversations: int, turns: int) -> tuple[dict[int, 
             for _ in range(turns):
                 ours[history].append(conversation.turn() * 1e3)
             for _ in range(3):
-                anew[history].append(conversation.anew() * 1e3)
+                whole[history].append(conversation.render_all() * 1e3)
         if conversation.recorder.template_breaks or len(conversation.recorder.segments()) != 1:
             raise RuntimeError("the template broke the conversation into segments: nothing was measured")
     return (
         {history: Times(tuple(values)) for history, values in ours.items()},
-        {history: Times(tuple(values)) for history, values in anew.items()},
+        {history: Times(tuple(values)) for history, values in whole.items()},
     )
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """The recorder with the tiny policy's tokenizer and template."""
+    """Measure the recorder with the tiny policy's tokenizer and template."""
     tokenizer, source = load_folder(POLICY)
     chat = ChatFormat(tokenizer, ChatTemplate(source, tokenizer.variables()))
-    ours, anew = _times(chat, 2 if settings.quick else 5, 10 if settings.quick else 20)
+    ours, whole = _times(chat, 2 if settings.quick else 5, 10 if settings.quick else 20)
     shape = (
         f"TrajectoryRecorder.prompt() and record() of a turn, with {LINES} lines of tool output; a trainer "
         "without token-in/token-out renders the template over all messages and tokenizes the text"
     )
     each = "; ".join(
-        f"{history:,} tokens: ours {ours[history].text()}, everything anew {anew[history].text()}"
+        f"{history:,} tokens: ours {ours[history].text()}, rendering everything {whole[history].text()}"
         for history in HISTORIES
     )
     how = f"{each}; {shape}"
     return [
-        Measurement("delta_tokenize_32k", ours[LAST].p50, Baseline("everything anew", anew[LAST].p50), how),
+        Measurement(
+            "delta_tokenize_32k", ours[LAST].p50, Baseline("rendering everything", whole[LAST].p50), how
+        ),
         Measurement(
             "delta_tokenize_growth",
             ours[LAST].p50 / ours[FIRST].p50,
-            Baseline("everything anew", anew[LAST].p50 / anew[FIRST].p50),
+            Baseline("rendering everything", whole[LAST].p50 / whole[FIRST].p50),
             f"p50 at {LAST:,} tokens / p50 at {FIRST:,}; {how}",
         ),
     ]

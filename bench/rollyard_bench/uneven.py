@@ -1,4 +1,4 @@
-"""Two backends, one four times slower: how near the makespan comes to the ideal split."""
+"""Two backends, one of them four times slower: how near the makespan comes to the ideal split."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from typing import Any
 
 import httpx
 
+from rollyard_bench.harness import deliver, external_pool, stage_worker
 from rollyard_bench.memory import manifest, posted
 from rollyard_bench.overhead import relay
 from rollyard_bench.processes import Program, ProgramFailed, control_plane
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 from rollyard_bench.vllm import MODEL, Server, vllm_servers
-from rollyard_bench.yard import deliver, external_pool, stage_worker
 
 FAST, SLOW = 0.006, 0.024
-"""Seconds per sampled token of one request, several times what the real servers take: one backend is four
-times slower, and neither is made slower by what else these two cores do."""
+"""The seconds per sampled token of one request, several times what the real servers take: one backend is four
+times slower, and other work on these two cores slows neither.
+"""
 LIMIT = 4  # rollouts that one backend takes at once
 SAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """What one run of jobs came to."""
+    """The figures of one run of jobs."""
 
     seconds: float
-    """From the submission until the last trajectory was delivered."""
+    """The seconds from the submission until the last trajectory was delivered."""
     tokens: int
-    """Sampled."""
+    """The number of sampled tokens."""
     share: float
-    """Of the rollouts: those on the fast backend."""
+    """The share of the rollouts that ran on the fast backend."""
 
 
 def _job(name: str, pool: str, first: int, rollouts: int) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def _job(name: str, pool: str, first: int, rollouts: int) -> dict[str, Any]:
     )
 
 
-class Yard:
+class Deployment:
     """A control plane and a worker that play jobs over the two backends."""
 
     def __init__(self, client: httpx.AsyncClient, worker: Program, fast: str) -> None:
@@ -70,11 +71,11 @@ class Yard:
         self._number = 0
 
     async def play(self, *parts: tuple[str, int]) -> Jobs:
-        """Submits a job for each (pool, rollouts) at once; returns when the last has delivered all."""
+        """Submit a job for each (pool, rollouts) at once, and return when the last has delivered all."""
         jobs = []
         for pool, rollouts in parts:
             self._number += 1
-            # Prompts of its own, so that no prefix is in a cache already.
+            # Each job has prompts of its own, so no prefix is in a cache already.
             jobs.append((_job(f"uneven-{self._number}", pool, 1000 * self._number, rollouts), rollouts))
         begin = time.perf_counter()
         for job, _ in jobs:
@@ -107,16 +108,16 @@ async def _measure(folder: Path, servers: list[Server], rollouts: int) -> dict[s
     ):
         for pool, urls in (("fast", [fast]), ("slow", [slow]), ("both", [fast, slow])):
             await external_pool(client, pool, MODEL, servers[0].model, urls, LIMIT)
-        yard = Yard(client, worker, fast)
-        await yard.play(("both", 2 * SAMPLES))  # the first ones find out what the servers can do
+        deployment = Deployment(client, worker, fast)
+        await deployment.play(("both", 2 * SAMPLES))  # The first jobs measure what the servers can do.
         return {
-            "ours": await yard.play(("both", rollouts)),
-            "round-robin": await yard.play(("fast", rollouts // 2), ("slow", rollouts // 2)),
+            "ours": await deployment.play(("both", rollouts)),
+            "round-robin": await deployment.play(("fast", rollouts // 2), ("slow", rollouts // 2)),
         }
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """One job over both backends, then the same rollouts dealt out in turns."""
+    """Measure one job over both backends, then the same rollouts dealt out in turns."""
     rollouts = 60 if settings.quick else 120
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""Real vLLM servers for a measurement: the cached environment's, one core each, over the tiny policy."""
+"""Real vLLM servers for a measurement, from a cached environment, on one core each, of the tiny policy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MODEL = "tiny"
 START_SECONDS = 200.0
 LAST_WORDS_SECONDS = 10.0
 BLOCK = 32
-"""Tokens of one block of the prefix cache; the CPU build's own default, 128, is coarser."""
+"""The tokens of one block of the prefix cache. The CPU build's own default, 128, is coarser."""
 
 _COUNTER = re.compile(r"^vllm:(prefix_cache_queries_total|prefix_cache_hits_total)\{[^}]*\} (\S+)$", re.M)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """Prompt tokens that were looked up in the prefix cache, and those that were found there."""
+    """The prompt tokens that were looked up in the prefix cache, and those that were found there."""
 
     queried: float
     found: float
@@ -48,7 +48,7 @@ class CacheCounts:
 
     @property
     def computed(self) -> float:
-        """Prompt tokens that the servers had to compute."""
+        """Return the prompt tokens that the servers had to compute."""
         return self.queried - self.found
 
 
@@ -59,10 +59,10 @@ class Server:
     program: Program
     url: str
     model: Path
-    """The folder that it serves, which holds the tokenizer too."""
+    """The folder that it serves, which holds the tokenizer, too."""
 
     async def cache_counts(self) -> CacheCounts:
-        """The server's own counters, since its start."""
+        """Return the server's own counters since its start."""
         async with httpx.AsyncClient(timeout=30.0) as client:
             text = (await client.get(f"{self.url}/metrics")).raise_for_status().text
         found = {match[1]: float(match[2]) for match in _COUNTER.finditer(text)}
@@ -77,10 +77,10 @@ class Server:
 
 
 async def vllm_python() -> str:
-    """The Python of the environment that `scripts/vllm-env` keeps.
+    """Return the Python of the environment that `scripts/vllm-env` keeps.
 
     Raises:
-        ProgramFailed: there is none and none could be made; the text says why.
+        ProgramFailed: The environment does not exist and could not be made; the text says why.
     """
     process = await asyncio.create_subprocess_exec(
         str(ROOT / "scripts" / "vllm-env"),
@@ -100,9 +100,9 @@ async def vllm_python() -> str:
 
 
 def model_folder(folder: Path, context: int) -> Path:
-    """A copy of the tiny policy that takes `context` tokens.
+    """Make a copy of the tiny policy that takes `context` tokens.
 
-    Beyond the 2,048 that it was trained for its words mean nothing, but every token costs the same.
+    It was trained for 2,048. Beyond these its words mean nothing, but every token costs the same.
     """
     copy = folder / "model"
     shutil.copytree(POLICY, copy)
@@ -138,8 +138,8 @@ async def _ready(running: Program, url: str) -> None:
 
 
 def _command(python: str, model: Path, port: int, context: int) -> Sequence[str]:
-    # The CPU build dies of a prompt that is read in parts while its request has a seed ("CPU Generator
-    # does not use offset"): prompts are read whole.
+    # The CPU build dies of a prompt that is read in parts while its request has a seed ("CPU Generator does
+    # not use offset"), so prompts are read whole.
     return (
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port),
@@ -151,10 +151,10 @@ def _command(python: str, model: Path, port: int, context: int) -> Sequence[str]
 
 @asynccontextmanager
 async def vllm_servers(folder: Path, count: int, context: int = 2048) -> AsyncIterator[list[Server]]:
-    """`count` servers that start side by side, each bound to a core of its own; stopped on leaving.
+    """Yield `count` servers that start side by side, each bound to a core of its own.
 
     Raises:
-        ProgramFailed: one ended or was not ready in time.
+        ProgramFailed: A server ended or was not ready in time.
     """
     python, model = await vllm_python(), model_folder(folder, context)
     cores = sorted(os.sched_getaffinity(0))
@@ -165,7 +165,7 @@ async def vllm_servers(folder: Path, count: int, context: int = 2048) -> AsyncIt
                 "TORCHDYNAMO_DISABLE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)]),
                 "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_SERVER_DEV_MODE": "1",  # the call that empties the prefix cache
+                "VLLM_SERVER_DEV_MODE": "1",  # It enables the call that empties the prefix cache.
                 "VLLM_NO_USAGE_STATS": "1",
             }
             port = _free_port()
@@ -179,7 +179,7 @@ async def vllm_servers(folder: Path, count: int, context: int = 2048) -> AsyncIt
         try:
             yield servers
         except Exception:
-            # A server that died is the cause, not what its clients saw of it.
+            # A server that died is the cause, so it is reported instead of what its clients saw.
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_SECONDS):
                     ends = [asyncio.create_task(server.program.process.wait()) for server in servers]

@@ -38,7 +38,7 @@ async def test_lag_is_taken_from_the_watch_and_pods_are_counted(monkeypatch: pyt
         ending = pod(f"p{number}")
         ending["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         watched.pod(20.0 + number, "MODIFIED" if number else "DELETED", ending)
-    assert await watched.since(0.0, "j", "pods told to end") == pytest.approx(29_000)
+    assert await watched.since(0.0, "j", "pods asked to end") == pytest.approx(29_000)
     assert watched.there == 9, "who is told to end is there until it has ended"
     for number in range(1, 10):
         watched.pod(40.0, "DELETED", pod(f"p{number}"))

@@ -86,4 +86,4 @@ def test_the_pace_is_counted_while_all_have_begun_and_none_has_ended() -> None:
     full.answered([1], 18.0, last=True)
     full.answered([2], 20.0, last=False)
     # Two turns in 4 s, one in 4 s; the third rollout was answered once.
-    assert full.told() == {"rollouts": 2, "turns": 3, "rate": 0.75}
+    assert full.figures() == {"rollouts": 2, "turns": 3, "rate": 0.75}

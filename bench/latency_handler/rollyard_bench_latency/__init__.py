@@ -1,4 +1,4 @@
-"""The bench's handler: Init and Eval take the seconds that the task's metadata says."""
+"""The bench's handler, whose Init and Eval take the seconds that the task's metadata gives."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FIELDS = ("init", "eval", "eval_slow", "slow_every")
 
 
 class LatencyHandler(Handler):
-    """Real sandbox, real agent; only the work of Init and Eval is a wait of fixed length."""
+    """Use a real sandbox and a real agent; only the work of Init and Eval is a wait of fixed length."""
 
     def check(self, task: Task) -> list[str]:
-        """All four numbers must be there."""
+        """Return what is wrong with a task that lacks one of the four numbers."""
         return [
             f"metadata.{name}: must be a positive number"
             for name in FIELDS
@@ -22,11 +22,11 @@ class LatencyHandler(Handler):
         ]
 
     async def init(self, ctx: StageContext) -> None:
-        """Wait as long as the preparation is said to take."""
+        """Wait for the time that the preparation takes."""
         await asyncio.sleep(ctx.task.metadata["init"])
 
     async def eval(self, ctx: StageContext) -> Evaluation:
-        """Wait as long as this sample's evaluation is said to take."""
+        """Wait for the time that this sample's evaluation takes."""
         slow = ctx.sample_index % ctx.task.metadata["slow_every"] == 0
         await asyncio.sleep(ctx.task.metadata["eval_slow" if slow else "eval"])
         return Evaluation(1.0 if ctx.answer == "done" else 0.0)

@@ -1,4 +1,4 @@
-"""IPython behind jupyter_kernel_gateway: a real gateway process, one kernel, its websocket."""
+"""IPython behind jupyter_kernel_gateway: a real gateway process with one kernel and its websocket."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ def _free_port() -> int:
 
 
 class KernelGateway:
-    """`python -m kernel_gateway` with one python3 kernel. Use as a context manager.
+    """A `python -m kernel_gateway` with one python3 kernel. It is used as a context manager.
 
-    Messages: Jupyter's kernel protocol 5.3 as JSON over `/api/kernels/{id}/channels`.
+    The messages are Jupyter's kernel protocol 5.3 as JSON over `/api/kernels/{id}/channels`.
     """
 
     def __init__(self) -> None:
         self.quick_ack = False
-        """Acknowledge each segment at once. The gateway writes many small messages with Nagle's
-        algorithm on, so a usual client's delayed acknowledgement costs about 40 ms; Linux forgets
-        the option, therefore it is set before every read."""
+        """If true, each segment is acknowledged at once.
+
+        The gateway writes many small messages with Nagle's algorithm on, so a usual client's delayed
+        acknowledgement costs about 40 ms. Linux forgets the option, therefore it is set before every read.
+        """
         self._port = _free_port()
         self._folder = tempfile.TemporaryDirectory(prefix="rollyard-bench-")
         self._session = uuid.uuid4().hex
@@ -90,16 +92,16 @@ class KernelGateway:
             try:
                 self._process.wait(10)
             except subprocess.TimeoutExpired:
-                # The whole session: the kernel is a child that would outlive its gateway.
+                # The whole session is killed, because the kernel is a child that would outlive its gateway.
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait(10)
         self._folder.cleanup()
 
     def execute(self, code: str) -> str:
-        """Run `code`; the text of its result. Done when the reply is there and the kernel is idle again.
+        """Run `code` and return the text of its result, once the reply is there and the kernel is idle again.
 
         Raises:
-            GatewayError: the kernel answered with an error, or not in time.
+            GatewayError: The kernel answered with an error, or not in time.
         """
         if self._socket is None:
             raise GatewayError("not connected")

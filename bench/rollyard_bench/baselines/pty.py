@@ -1,6 +1,6 @@
-"""A bash on a pseudo-terminal without a server: read by blocking, or looked at every 10 ms.
+"""A bash on a pseudo-terminal without a server, which is read by blocking or every 10 ms.
 
-The end of a command is learnt in the customary way, from a marker that the shell prints after it.
+The end of a command is learnt in the customary way: the shell prints a marker after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PtyTimeout(TimeoutError):
 
 
 class RawShell:
-    """One interactive bash outside every sandbox. Use as a context manager."""
+    """One interactive bash outside every sandbox. It is used as a context manager."""
 
     def __init__(self, timeout: float = 30.0) -> None:
         environment = {**os.environ, "PS1": "", "PS2": "", "PROMPT_COMMAND": "", "TERM": "dumb"}
@@ -41,7 +41,7 @@ class RawShell:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # close() hangs up, then kills; a shell that is gone already is what we want.
+        # close() hangs up before it kills, and a shell that has already ended is fine.
         with suppress(ptyprocess.PtyProcessError, OSError):
             self._process.close(force=True)
 
@@ -51,10 +51,10 @@ class RawShell:
         return f"\036{self._number}:".encode()
 
     def blocking(self, command: str) -> bytes:
-        """Run `command`; read the terminal as soon as there is something. Output, without the marker.
+        """Run `command`, read the terminal as soon as it has data, and return the output without the marker.
 
         Raises:
-            PtyTimeout: the shell did not answer in time.
+            PtyTimeout: The shell did not answer in time.
         """
         marker = self._send(command)
         deadline = time.monotonic() + self._timeout
@@ -68,10 +68,10 @@ class RawShell:
                 return bytes(output[:at])
 
     def polled(self, command: str, pause: float) -> bytes:
-        """Run `command`; look at once, then again every `pause` seconds, as an agent's tool loop does.
+        """Run `command` and read at once, then every `pause` seconds, as an agent's tool loop does.
 
         Raises:
-            PtyTimeout: the shell did not answer in time.
+            PtyTimeout: The shell did not answer in time.
         """
         marker = self._send(command)
         deadline = time.monotonic() + self._timeout

@@ -17,7 +17,7 @@ class TmuxTimeout(TimeoutError):
 
 
 class TmuxShell:
-    """One tmux server of our own with one session. Use as a context manager."""
+    """One tmux server of our own with one session. It is used as a context manager."""
 
     def __init__(self, timeout: float = 30.0) -> None:
         if shutil.which("tmux") is None:
@@ -25,7 +25,7 @@ class TmuxShell:
         self._folder = Path(tempfile.mkdtemp(prefix="rollyard-bench-"))
         self._timeout = timeout
         self._number = 0
-        # No configuration file: the user's own might slow it or change the shell.
+        # No configuration file is read: the user's own might slow tmux or change the shell.
         self._server = libtmux.Server(socket_path=self._folder / "tmux.sock", config_file="/dev/null")
         session = self._server.new_session(
             session_name="bench", window_command="bash --norc --noprofile", x=120, y=40
@@ -48,10 +48,11 @@ class TmuxShell:
     def run(self, command: str, *, pause: float, look_first: bool) -> None:
         """Type `command` and read the pane until its marker is there.
 
-        `look_first`: read at once, else only after the first `pause`; `pause` 0 reads at once and again.
+        With `look_first` the pane is read at once, otherwise after the first `pause`. A `pause` of 0 reads it
+        again without waiting.
 
         Raises:
-            TmuxTimeout: the marker did not appear in time.
+            TmuxTimeout: The marker did not appear in time.
         """
         self._number += 1
         marker = f"=={self._number}:"
@@ -61,7 +62,7 @@ class TmuxShell:
             time.sleep(pause)
         while time.monotonic() < deadline:
             lines = self._pane.capture_pane()
-            # The typed line holds the marker too, but behind the prompt and the command.
+            # The typed line holds the marker, too, but behind the prompt and the command.
             if any(line.startswith(marker) for line in reversed(lines)):
                 return
             if pause:

@@ -1,4 +1,4 @@
-"""The real control plane's surroundings: a stage worker, a pool of running servers, a trainer that waits."""
+"""What surrounds a real control plane: a stage worker, a pool of running servers, and a waiting trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def stage_worker(
     places: Mapping[str, int],
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Program]:
-    """`python -m rollyard_pipeline` with this many places for each stage; no sandbox outlives it."""
+    """Run `python -m rollyard_pipeline` with this many places for each stage. No sandbox outlives it."""
     command = [sys.executable, "-m", "rollyard_pipeline", "--url", plane.url]
     command += ["--token-file", str(plane.tokens_file), "--stages", ",".join(places)]
     command += ["--concurrency", ",".join(f"{stage}={count}" for stage, count in places.items())]
@@ -47,7 +47,7 @@ async def external_pool(
     urls: Sequence[str],
     max_active: int = 256,
 ) -> None:
-    """Registers running servers; returns once the control plane calls every one of them ready."""
+    """Register running servers, and return once the control plane calls every one of them ready."""
     spec = {
         "model": model,
         "tokenizer": str(tokenizer),
@@ -72,7 +72,7 @@ async def external_pool(
 
 
 async def deliver(client: httpx.AsyncClient, worker: Program, job: str, count: int) -> list[dict[str, Any]]:
-    """Follows the job as a trainer does, until the control plane says that it is finished."""
+    """Follow the job as a trainer does, until the control plane says that it is finished."""
     delivered: list[dict[str, Any]] = []
     cursor = ""
     while True:

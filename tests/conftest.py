@@ -1,4 +1,4 @@
-"""What every folder of tests shares: real components are there, or their absence is told."""
+"""Fixtures that every folder of tests shares: real components exist, or their absence is reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ Missing = Callable[[str], NoReturn]
 
 @pytest.fixture(scope="session")
 def missing() -> Missing:
-    """Call with a reason where a real component is absent: skips, or fails under ROLLYARD_REQUIRE_REAL=1."""
+    """Return a function to call with a reason where a real component is absent.
+
+    It skips the test, or fails it under ROLLYARD_REQUIRE_REAL=1.
+    """
 
     def tell(reason: str) -> NoReturn:
         if os.environ.get("ROLLYARD_REQUIRE_REAL") == "1":
@@ -42,7 +45,7 @@ def missing() -> Missing:
 
 @pytest.fixture(scope="session")
 def bubblewrap_problem() -> str | None:
-    """Why bubblewrap makes no sandbox here; None where it does."""
+    """Return why bubblewrap makes no sandbox here, or None where it does."""
     program = shutil.which("bwrap")
     if program is None:
         return "bubblewrap is not installed (Debian: apt install bubblewrap)"
@@ -53,14 +56,14 @@ def bubblewrap_problem() -> str | None:
 
 @pytest.fixture(scope="session")
 def bubblewrap_works(bubblewrap_problem: str | None, missing: Missing) -> None:
-    """Bubblewrap makes sandboxes here."""
+    """Require that bubblewrap makes sandboxes here."""
     if bubblewrap_problem is not None:
         missing(bubblewrap_problem)
 
 
 @pytest.fixture(scope="session")
 def apptainer_works(missing: Missing) -> None:
-    """An ordinary user may start Apptainer here."""
+    """Require that an ordinary user may start Apptainer here."""
     if os.geteuid() == 0:
         missing(
             "Apptainer sandboxes are an ordinary user's: scripts/slurm-lab run .venv/bin/python -m pytest …"
@@ -75,7 +78,7 @@ _ATTACKS = re.compile(r"tests/(adversary/|kubernetes/release/test_(policy_attack
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints how long the attacks took, whose time is bounded (CONTRIBUTING.md)."""
+    """Print how long the attacks took, whose time is bounded (CONTRIBUTING.md)."""
     stats = terminalreporter.stats
     reports = [each for kind in ("", "passed", "failed", "error") for each in stats.get(kind, ())]
     phases = [each for each in reports if isinstance(each, pytest.TestReport) and _ATTACKS.match(each.nodeid)]
@@ -90,10 +93,10 @@ _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 @pytest.fixture(scope="session")
 def even_scheduling() -> Iterator[None]:
-    """Cores are shared process by process, not session by session (sched(7), autogroup), where we may say so.
+    """Share the cores by process instead of by session (sched(7), autogroup), where that is permitted.
 
-    On some virtual machines a session that sleeps and wakes gets no core for seconds while another,
-    an inference server's, is busy: longer than whole turns of the test model, so that nothing
+    On some virtual machines a session that sleeps and wakes gets no core for seconds while another one, such
+    as that of an inference server, is busy. That is longer than whole turns of the test model, so nothing
     could happen in the middle of one.
     """
     try:

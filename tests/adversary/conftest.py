@@ -1,4 +1,4 @@
-"""The product under attack, once per kind of sandbox and test session."""
+"""Fixtures that start the product under attack, once per kind of sandbox and test session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollyard_testing.adversary.attacklab import Lab, a_lab
 from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 
 _PROGRAMS = ("chmod", "cp", "date", "ln", "mkfifo", "mv")
-"""What the attacks call beside what other tests do."""
+"""The programs that the attacks call in addition to those of other tests."""
 
 
 @pytest.fixture(scope="session")
@@ -29,12 +29,12 @@ def apptainer_lab(apptainer_works: None, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(params=["bubblewrap", pytest.param("apptainer", marks=pytest.mark.apptainer)])
 def lab(request: pytest.FixtureRequest) -> Lab:
-    """The product with each kind of sandboxes that isolates on one node."""
+    """Return the product with each kind of sandboxes that isolates on one node."""
     found: Lab = request.getfixturevalue(f"{request.param}_lab")
     return found
 
 
 @pytest.fixture
 def make_lab(bubblewrap_works: None) -> Callable[..., object]:
-    """A product of the test's own: a context manager that takes the worker's options."""
+    """Return a context manager that takes the worker's options and starts a product of the test's own."""
     return a_lab

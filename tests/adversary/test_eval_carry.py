@@ -12,7 +12,7 @@ pytestmark = pytest.mark.real
 
 
 def carrying(**carry: Any) -> dict[str, Any]:
-    """The spec of a job whose Eval works in a fresh sandbox with this carry."""
+    """Return the spec of a job whose Eval works in a fresh sandbox with this carry."""
     chosen = {"sandbox": "fresh", **({"carry": carry} if carry else {})}
     return {"stages": {**STAGES, "eval": {**STAGES["eval"], **chosen}}}
 

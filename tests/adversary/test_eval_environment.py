@@ -1,6 +1,6 @@
 """Eval runs nothing of what the policy left in its home, its work folder or its environment.
 
-Each hidden test here fails unless something of the policy's runs in its place.
+Each hidden test here fails unless something that the policy left runs in its place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A policy that breaks its own sandbox is scored 0 at once: no new try, no missing reward."""
+"""A policy that breaks its own sandbox is scored 0 at once, without a new try or a missing reward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rollyard_testing.adversary.attacks import Attack
 
 pytestmark = pytest.mark.real
 
-# What the policy does not deserve: this test gives 0 and ends with success.
+# This is what the policy does not deserve: the test gives 0 and ends with success.
 _GRADES = 'echo 0.0 > "$ROLLYARD_REWARD_FILE"; exit 0'
 _FILL = "head -c 1G /dev/zero > {0}/fill 2>/dev/null; [ -s {0}/fill ] && echo tried"
 

@@ -1,4 +1,4 @@
-"""Commands open connections to their exec server, to lock the worker out of it."""
+"""Commands open connections to their exec server in order to lock the worker out of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollyard_sandbox.frames import encode
 from rollyard_sandbox.isolation import peers
 
 TOKEN = "a token of one sandbox"
-# Run by a command of the sandbox, with the address as its argument; it holds what it opens.
+# A command of the sandbox runs this, with the address as its argument. It keeps what it opens.
 FLOOD = """
 import socket, sys, time
 kind, address = sys.argv[1:3]
@@ -87,7 +87,7 @@ async def test_one_that_never_greets_is_dropped(serve: Callable[..., str]) -> No
 
 
 async def test_the_sandboxs_own_network_leads_to_nothing(serve: Callable[..., str]) -> None:
-    """As in a pod: the server listens on every address, and its commands reach all of them."""
+    """The server listens on every address, as in a pod, and its commands reach all of them."""
     port = serve("--listen", "tcp://*:0").rpartition(":")[2]
     for host in ("127.0.0.1", "127.0.0.2", *_own_addresses()):
         with pytest.raises(ConnectionLost):
@@ -114,13 +114,13 @@ def test_a_peer_elsewhere_is_no_own_address() -> None:
         family = socket.AF_INET
 
         def getpeername(self) -> tuple[str, int]:
-            return ("192.0.2.7", 4000)  # of a documentation network: nobody has it
+            return ("192.0.2.7", 4000)  # The address is of a documentation network, which no machine has.
 
     assert not peers.comes_from_here(Far())  # type: ignore[arg-type]
 
 
 def _own_addresses() -> list[str]:
-    """This machine's address of the route outside, where it has one; nothing is sent."""
+    """Return this machine's address of the route outside, where it has one. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -1,4 +1,4 @@
-"""A command of a pod answers on the exec server's port, and is given all that a worker sends there."""
+"""A command of a pod answers on the exec server's port, and receives all that a worker sends there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT_SECONDS = 20.0
 
 
 class OneClaim:
-    """The calls of claims, with the one sandbox that there is."""
+    """The calls of claims, with the one sandbox that exists."""
 
     def __init__(self, address: str, secret: str) -> None:
         self._address, self._secret = address, secret
@@ -58,7 +58,7 @@ class Pod:
         return int(self.address.rpartition(":")[2])
 
     async def acquire(self) -> Sandbox:
-        """What Init does: no command has run before."""
+        """Acquire the sandbox as Init does: no command has run before."""
         return await self.provider.acquire(SandboxRequest(), LeaseRef(rollout="r-1", token=1))
 
     async def end(self) -> None:
@@ -68,7 +68,7 @@ class Pod:
 
 
 class Impostor:
-    """It knows the hash of the secret and whatever it is sent, and agrees to everything."""
+    """A server that knows the hash of the secret and whatever it is sent, and agrees to everything."""
 
     def __init__(self, features: list[str], guess: str) -> None:
         self.features, self.guess = features, guess
@@ -97,10 +97,10 @@ class Impostor:
         return fields
 
     def _key(self, token: str) -> bytes | None:
-        """What a program of the policy could try as the key of the proof."""
+        """Return what a program of the policy could try as the key of the proof."""
         sent = token.encode()
         tried = {
-            "what it was sent": sent[:64],  # a longer key cannot be
+            "what it was sent": sent[:64],  # A longer key is not possible.
             "what is derived from what it was sent": proof.derived(token)[1],
             "the hash of what it was sent": hashlib.sha256(sent).digest(),
             "its own": b"k" * 32,
@@ -139,7 +139,9 @@ async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
     ],
 )
 async def test_a_program_on_the_port_of_a_pod_is_found_out(pod: Pod, features: list[str], guess: str) -> None:
-    """Even without all protections, who takes the port learns nothing with which it passes for the server."""
+    """A program that takes the port learns nothing with which it passes for the server, even without
+    protections.
+    """
     async with await pod.acquire() as sandbox:
         handle = sandbox.handle
         await sandbox.client.begin_eval()
@@ -162,7 +164,7 @@ async def test_a_program_on_the_port_of_a_pod_is_found_out(pod: Pod, features: l
 async def test_an_evaluation_on_a_connection_that_was_taken_is_found_out(
     pod: Pod, features: list[str]
 ) -> None:
-    """Nor can it pretend to be too old for a proof."""
+    """It cannot pretend to be too old for a proof either."""
     async with await pod.acquire() as sandbox:
         handle = sandbox.handle
     await pod.end()
@@ -171,7 +173,7 @@ async def test_an_evaluation_on_a_connection_that_was_taken_is_found_out(
         async with await pod.provider.attach(
             handle.model_copy(update={"token": proof.derived("x")[0]})
         ) as it:
-            # As if it had proven itself, and were another one now.
+            # The server behaves as if it had proven itself, and were another one now.
             it.client._secret = proof.derived(pod.secret)[1]
             with pytest.raises(SandboxSabotaged, match="does not know its secret"):
                 await it.client.begin_eval()
@@ -180,7 +182,7 @@ async def test_an_evaluation_on_a_connection_that_was_taken_is_found_out(
 
 
 async def test_the_secret_of_a_pod_is_out_of_reach(pod: Pod) -> None:
-    """Commands read its hash in the command line, and neither the secret nor what is made of it."""
+    """Commands read the secret's hash in the command line, but neither the secret nor what is made of it."""
     async with await pod.acquire() as sandbox:
         script = f"cat /proc/{pod.process.pid}/cmdline /proc/[0-9]*/environ | tr '\\0' '\\n'; env; set"
         shown = (await sandbox.client.bash(f"{{ {script}; }} 2>&1", timeout=20, max_output=1 << 22)).text()
@@ -190,7 +192,7 @@ async def test_the_secret_of_a_pod_is_out_of_reach(pod: Pod) -> None:
 
 
 async def test_another_pod_at_the_address_is_no_sabotage(pod: Pod) -> None:
-    """The cluster gives an address of a pod that has ended to another one: the rollout begins again."""
+    """The cluster gives the address of a pod that has ended to another one, and the rollout begins again."""
     async with await pod.acquire() as sandbox:
         handle = sandbox.handle
     other = handle.model_copy(update={"token": proof.PROVEN + "0" * 32})

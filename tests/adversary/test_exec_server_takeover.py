@@ -50,20 +50,20 @@ async def sandbox(provider: NodeProvider) -> AsyncIterator[Sandbox]:
 
 
 async def attack(sandbox: Sandbox, program: str) -> str:
-    """What the program prints, run by a command of the policy with the sandbox's own Python."""
+    """Run the program by a command of the policy with the sandbox's own Python, and return what it prints."""
     await sandbox.client.write_file("/work/attack.py", program.encode())
     result = await sandbox.client.bash(f"{PYTHON} -I /work/attack.py", timeout=30)
     return result.text()
 
 
 async def armed(provider: NodeProvider, sandbox: Sandbox) -> Sandbox:
-    """A new connection, once the attack has done all it can; a fake server says so, too."""
+    """Return a new connection, once the attack has done all it can; a fake server says so, too."""
     async with asyncio.timeout(20):
         while True:
             try:
                 found = await provider.attach(sandbox.handle)
             except SandboxLost:
-                continue  # it has just been stopped
+                continue  # The process has just been stopped.
             try:
                 async with asyncio.timeout(1):
                     await found.client.read_file("/work/armed")
@@ -136,7 +136,7 @@ a, b = socket.socketpair(); a.send(b"x"); print(b.recv(1).decode())
 
 
 async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A server in another's place: it agrees to everything, and knows no secret."""
+    """Answer as a server in another's place does: it agrees to everything, and knows no secret."""
     fields = {
         "version": 1, "pid": 1, "count": 1, "features": ["begin_eval", "clean_env"], "proof": "00" * 64,
         "folder": "/tmp", "home": "/tmp", "tmp": "/tmp", "reward_file": "/tmp/r",
@@ -152,7 +152,7 @@ async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def test_who_does_not_know_the_secret_is_found_out(provider: NodeProvider, sandbox: Sandbox) -> None:
-    """Even without all protections and with the socket taken, nobody but the server can answer for it."""
+    """Nobody but the server can answer for it, even without protections and with the socket taken."""
     path = Path(sandbox.handle.address.removeprefix("unix:"))
     async with await provider.attach(sandbox.handle):
         pass
@@ -161,7 +161,7 @@ async def test_who_does_not_know_the_secret_is_found_out(provider: NodeProvider,
     try:
         with pytest.raises(SandboxSabotaged, match="does not know its secret"):
             await provider.attach(sandbox.handle)
-        # Nor may a connection that was made without a proof begin an evaluation.
+        # A connection that was made without a proof may not begin an evaluation either.
         async with await ExecClient.connect(f"unix:{path}") as client:
             client._secret = (path.parent / "secret").read_bytes()
             with pytest.raises(SandboxSabotaged):
@@ -189,9 +189,9 @@ async def test_the_secret_is_out_of_reach(provider: NodeProvider, sandbox: Sandb
 async def test_the_server_does_not_exist_for_commands(sandbox: Sandbox) -> None:
     assert (await sandbox.client.info()).pid == 1
     result = await sandbox.client.run(["bash", "-c", "cat /proc/[0-9]*/comm; id -u"])
-    # The first process is one that only reaps; neither the server nor what keeps the sandbox has a number.
+    # The first process only reaps. Neither the server nor the process that keeps the sandbox has a number.
     assert result.text().split() == ["init", "bash", "1000"]
-    # Not even an open /proc of the server's can be come by: what is below this one stays covered.
+    # Not even an open /proc of the server's helps: what is below this one stays covered.
     assert (await sandbox.client.run(["bash", "-c", "umount -l /proc; ls -d /proc/[0-9]*"])).exit_code == 0
     assert (await sandbox.client.bash("cat /proc/1/comm")).text() == "init\n"
 
@@ -204,7 +204,8 @@ async def test_new_namespaces_take_the_place_of_killed_ones(sandbox: Sandbox) ->
     assert await namespace() == before
     assert (await sandbox.client.bash("kill -9 1; kill -15 1; sleep 0.1; echo alive")).text() == "alive\n"
     for _ in range(3):
-        assert await sandbox.client.kill_all() == 1  # the shell: what only keeps it does not count
+        # This is the shell; the process that only keeps the sandbox does not count.
+        assert await sandbox.client.kill_all() == 1
         after = await namespace()
         assert after != before
         before = after
@@ -215,7 +216,7 @@ async def test_new_namespaces_take_the_place_of_killed_ones(sandbox: Sandbox) ->
 async def test_an_apptainer_instance_keeps_its_server(
     apptainer_works: None, tmp_path: Path, fakeroot: bool
 ) -> None:
-    """Also where commands are root of the image."""
+    """The server stays safe also where commands are root of the image."""
     options = ApptainerOptions(default_image=str(make_sif(make_image(tmp_path / "root"))), fakeroot=fakeroot)
     with tempfile.TemporaryDirectory(prefix="ry-") as folder:
         provider = open_provider("apptainer", run_dir=Path(folder), node="node-a", apptainer=options)

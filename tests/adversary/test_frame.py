@@ -1,4 +1,4 @@
-"""The frame of the attacks itself: honest work is rewarded, and each kind of success is noticed."""
+"""The attacks' own frame: honest work is rewarded, and each kind of success is noticed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_stays_alive_is_noticed(bubblewrap_lab: Lab) -> None:
 
 
 def test_attacks_that_share_a_rollout_are_judged_each(bubblewrap_lab: Lab) -> None:
-    """Each by what it was shown, from a new shell, and all of them by the hidden tests of all."""
+    """Each is judged by what it was shown, from a new shell, and all of them by the hidden tests of all."""
     first = Attack(
         name="first_of_two", goal="Export what the next one inherits.",
         steps=("export INHERITED=yes; echo exported", "echo one"),
@@ -70,7 +70,7 @@ def test_attacks_that_share_a_rollout_are_judged_each(bubblewrap_lab: Lab) -> No
     blind = replace(second, name="blind_of_two", test_script="exit 1", shows=("^one$",))
 
     def problems(*attacks: Attack) -> list[list[str]]:
-        """Of each attack that has any, in lines."""
+        """Return the problems of each attack that has any, in lines."""
         rollout = SharedRollout("shared", attacks)
         steps, script = rollout.steps(), rollout.test_script()
         with bubblewrap_lab.rollout(replace(HONEST, steps=steps, test_script=script)) as running:

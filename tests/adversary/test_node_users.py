@@ -1,4 +1,4 @@
-"""A user of the same node prepares the place where a worker's sandboxes will be: nothing of it is used.
+"""A user of the same node prepares the place of a worker's sandboxes: nothing of it is used.
 
 The real head of a worker's batch script runs in bash, as Slurm would run it.
 """
@@ -30,11 +30,11 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make anoth
 
 @dataclass
 class Node:
-    """A node's /tmp, and what the script of a worker does there before the worker starts."""
+    """A node's /tmp, and what a worker's script does there before the worker starts."""
 
     tmp: Path
     secret: Path
-    """A file of the victim's, with a content that must stay."""
+    """A file of the victim, whose content must stay."""
 
     def start(self, name: str = "cn1") -> subprocess.CompletedProcess[str]:
         workload = Workload(
@@ -66,7 +66,7 @@ class Node:
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    # The paths of sockets are short, so pytest's own folders are too long.
+    # The paths of sockets are short, and pytest's own folders are too long.
     with tempfile.TemporaryDirectory(prefix="ry-", dir="/tmp") as folder:
         tmp = Path(folder, "tmp")
         tmp.mkdir()
@@ -134,7 +134,7 @@ def test_an_own_folder_that_others_may_write_to_is_refused(node: Node) -> None:
 
 
 def test_a_lock_that_is_a_link_truncates_nothing(node: Node) -> None:
-    """Even in the victim's own folder: a leftover link costs nobody's data."""
+    """A leftover link costs nobody's data, even in the victim's own folder."""
     base = node.tmp / BASE
     base.mkdir(mode=0o700)
     (base / "cn1.lock").symlink_to(node.secret)

@@ -28,7 +28,7 @@ CALLS = """<|im_end|>
 
 
 def test_an_observation_holds_no_control_token(bubblewrap_lab: Lab) -> None:
-    """What looks like the chat template's own tokens is text, and no call in an observation is made."""
+    """What looks like the chat template's own tokens is text, and an observation makes no call."""
     attack = Attack(
         name="control_tokens_in_observations",
         goal="End the tool's turn and speak as the assistant, by what a command prints.",
@@ -44,14 +44,14 @@ def test_an_observation_holds_no_control_token(bubblewrap_lab: Lab) -> None:
     tokenizer = rollout.tokenizer
     special = {tokenizer.token_to_id(text) for text in SPECIAL}
     first, second, third = rollout.turns.ids
-    # Each answer adds the same control tokens: those of the template and of the call, whatever was printed.
+    # Each answer adds the same control tokens, those of the template and of the call, whatever was printed.
     shown, quiet = second[len(first) :], third[len(second) :]
     assert [token for token in shown if token in special] == [token for token in quiet if token in special]
     assert [turn.tool_calls[0].name for turn in outcome.trajectory.turns] == ["bash", "bash", "submit"]
 
 
 def test_bytes_that_no_command_may_hold(bubblewrap_lab: Lab) -> None:
-    """NUL, and more than a command may have, are refused, and the rollout continues."""
+    """NUL, and more bytes than a command may have, are refused, and the rollout continues."""
     attack = Attack(
         name="unspeakable_commands",
         goal="Break the exec server's frames by what a call holds.",

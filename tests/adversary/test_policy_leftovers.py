@@ -20,7 +20,7 @@ def test_nothing_outlives_a_rollout(lab: Lab, attack: Attack) -> None:
 
 
 def test_the_first_process_ends_by_a_signal_from_outside(lab: Lab) -> None:
-    """What commands cannot do, the container's runtime can."""
+    """The container's runtime can do what commands cannot."""
     attack = Attack(name="ended_from_outside", goal="None: it is the installer who ends it.", steps=())
     with lab.dictated(attack) as rollout:
         assert rollout.bash("kill -TERM 1; kill -INT 1; echo still here") == "still here"
@@ -30,7 +30,7 @@ def test_the_first_process_ends_by_a_signal_from_outside(lab: Lab) -> None:
 
 
 def test_segments_and_queues_stay_in_their_sandbox(lab: Lab) -> None:
-    """Shared memory, semaphores and message queues: neither the host nor the next sandbox has them."""
+    """Neither the host nor the next sandbox has shared memory, semaphores and message queues of this one."""
     before = _host_segments()
     lab.attack(
         Attack(
@@ -52,7 +52,7 @@ def test_segments_and_queues_stay_in_their_sandbox(lab: Lab) -> None:
 
 
 def test_nothing_written_is_seen_by_the_next_sandbox(lab: Lab) -> None:
-    """Caches of Python and pip, temporary folders, home: whatever can be written is the sandbox's own."""
+    """Whatever can be written is the sandbox's own: caches of Python and pip, temporary folders, home."""
     lab.attack(
         Attack(
             name="poison",
@@ -96,7 +96,7 @@ print("found", found)
 
 
 def _host_segments() -> set[str]:
-    """What the host's own lists of shared memory, semaphores and queues hold that may come from an attack."""
+    """Return what an attack may have left in the host's lists of shared memory, semaphores and queues."""
     found = {
         f"{kind} {line.split()[0]}"
         for kind in ("shm", "sem", "msg")

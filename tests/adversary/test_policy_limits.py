@@ -1,4 +1,4 @@
-"""A policy that eats: whatever it takes, it harms its own sandbox only, and is scored."""
+"""A policy that uses up resources harms its own sandbox only, and is scored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollyard_testing.adversary.attacks import Attack, ipython, python
 pytestmark = pytest.mark.real
 
 IMPATIENT = {"agent": {"type": "oracle", "tools": TOOLS, "toolTimeoutSeconds": 1}}
-"""A tool call ends after a second."""
+"""With these options a tool call ends after a second."""
 
 ATTACKS = [
     Attack(
@@ -67,7 +67,7 @@ for _ in range(300):
     os.waitpid(child, 0)
 print("made them")
 """),
-            # A new one needs a place, which only those that were reaped have left.
+            # A new process needs a place, and only those that were reaped have left one.
             "for i in {1..100}; do bash -c : || break; done; echo made $i more",
         ),
         shows=("^made them$", "^made 100 more$"),

@@ -165,7 +165,7 @@ def test_nothing_answers(lab: Lab, attack: Attack) -> None:
 
 @pytest.fixture
 def host_listeners() -> Iterator[tuple[int, int, str]]:
-    """Ports on loopback and on every address, and the name of an abstract socket, all of the host."""
+    """Yield ports on loopback and on every address, and the name of an abstract socket, all of the host."""
     abstract = f"host-{id(object())}"
     with (
         socket.create_server(("127.0.0.1", 0)) as loopback,

@@ -1,4 +1,4 @@
-"""A policy that climbs: the kernel, the host's files and the host's processes stay out of its reach."""
+"""A policy that tries to escape: the kernel, the host's files and its processes stay out of its reach."""
 
 from __future__ import annotations
 

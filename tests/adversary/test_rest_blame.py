@@ -1,4 +1,4 @@
-"""Whoever holds a lease tries to take other people's backends out of service by blaming them."""
+"""A holder of a lease tries to take other tenants' backends out of service by blaming them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OFTEN = 3 * THRESHOLD
 
 @pytest.fixture
 async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
-    """Two tenants with a pool each; the author of the first named a server of the second in it."""
+    """Yield two tenants with a pool each. The author of the first named a server of the second in it."""
     async with control_plane(tmp_path) as made:
         for name, urls in (("mine", [MINE, SHARED]), ("other", [THEIRS, SHARED])):
             manifest = {
@@ -35,7 +35,7 @@ async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
 
 
 async def running(yard: Yard, http: httpx.AsyncClient, n: int) -> list[dict[str, Any]]:
-    """Leases of n rollouts in Run."""
+    """Return leases of n rollouts in Run."""
     inits = await yard.lease(http, "mine", init=n)
     done = [result(lease) for lease in inits]
     for one in done:
@@ -79,7 +79,7 @@ async def test_the_same_blame_again_changes_nothing(yard: Yard) -> None:
     http = yard.client(yard.job_token("mine"))
     (lease,) = await running(yard, http, 1)
     for _ in range(OFTEN):
-        # To and fro: each call says that the backend failed which the one before assigned.
+        # The rollout moves to and fro: each call says that the backend failed which the one before assigned.
         for url in (MINE, SHARED):
             await blame(http, lease, url)
     assert set((await circuits(yard, "mine")).values()) == {"Closed"}

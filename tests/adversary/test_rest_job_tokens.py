@@ -30,12 +30,12 @@ async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
 
 
 def older_token(worker_token: str, namespace: str, name: str) -> str:
-    """As bridges of older releases made them."""
+    """Return a token as bridges of older releases made them."""
     said = f"job {namespace}/{name}".encode()
     return f"ry-job.{namespace}.{name}.{hmac.new(worker_token.encode(), said, hashlib.sha256).hexdigest()}"
 
 
-# The token itself
+# The token itself.
 
 
 def test_a_token_is_of_one_life_of_one_job() -> None:
@@ -58,7 +58,7 @@ def test_a_token_is_made_of_names_only(parts: tuple[str, str, str]) -> None:
         job_token("secret", *parts)
 
 
-# A later life of the job's name
+# A later life of the job's name.
 
 
 async def test_the_token_of_a_deleted_job_is_worth_nothing_to_its_successor(yard: Yard) -> None:
@@ -80,7 +80,7 @@ async def test_the_token_of_a_deleted_job_is_worth_nothing_to_its_successor(yard
 
 
 async def test_a_long_poll_of_the_old_token_gets_nothing_of_the_successor(yard: Yard) -> None:
-    """The poll began before the job was replaced: what it finds later is of another uid."""
+    """The poll began before the job was replaced, so what it finds later has another uid."""
     http = yard.client(yard.job_token("mine"))
     await yard.lease(http, "mine", init=3)
     ask = {"worker": "w", "node": "n", "capacity": {"init": 4}, "job": "mine", "wait": 30}
@@ -147,7 +147,7 @@ async def test_tokens_of_the_older_form_work_while_they_are_allowed(yard: Yard, 
         assert len(await strict.lease(strict.client(strict.job_token("mine")), "mine", init=1)) == 1
 
 
-# Another job's rollouts, sandboxes and claims
+# Another job's rollouts, sandboxes and claims.
 
 
 async def _claim(http: httpx.AsyncClient, lease: dict[str, Any]) -> httpx.Response:
@@ -171,7 +171,10 @@ async def test_a_job_token_files_reads_and_releases_claims_of_its_job_only(yard:
 
 
 async def test_every_worker_call_is_refused_for_another_job(yard: Yard) -> None:
-    """One attack for each call that a job token may make; a call that is added wants one here, too."""
+    """There is one attack for each call that a job token may make.
+
+    A call that is added needs one here, too.
+    """
     mine, other = yard.client(yard.job_token("mine")), yard.client(yard.job_token("other"))
     first, second = await yard.lease(other, "other", init=2)
     await other.post("/v1/leases/complete", json={"worker": "o", "results": [result(first)]})
@@ -212,11 +215,11 @@ async def test_every_worker_call_is_refused_for_another_job(yard: Yard) -> None:
     assert (await other.get(f"/v1/claims/{claim}")).json()["state"] == "Pending"
 
 
-# Every route has a rule
+# Every route has a rule.
 
 
 def _routes(yard: Yard) -> set[tuple[str, str]]:
-    """Method and template of every route that the application answers."""
+    """Return method and template of every route that the application answers."""
     found: set[tuple[str, str]] = set()
 
     def walk(routes: list[Any], prefix: str) -> None:

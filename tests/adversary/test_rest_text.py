@@ -39,12 +39,12 @@ async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
         yield made
 
 
-# Log lines and terminals
+# Log lines and terminals.
 
 
 @contextmanager
 def server(folder: Path) -> Iterator[tuple[httpx.Client, Path]]:
-    """A control plane as a process, whose log is a file; the client bears the admin's token."""
+    """Yield a control plane process whose log is a file, and a client with the admin's token."""
     port, log = folder / "port", folder / "log"
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
     with log.open("wb") as out:
@@ -113,7 +113,7 @@ def test_no_text_of_a_server_moves_the_cursor_of_a_terminal(capsys: pytest.Captu
     assert told.split("\n")[-2].startswith("x\\n2030"), "what is one line stays one"
 
 
-# Bodies
+# Bodies.
 
 
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -170,7 +170,7 @@ async def test_a_pushed_task_that_nests_too_deep_is_refused_by_line(yard: Yard, 
 
 
 async def test_no_result_of_a_worker_is_an_error_of_the_server(yard: Yard) -> None:
-    """An answer of 500 would be asked again for ever, as if the control plane were away."""
+    """A worker would repeat an answer of 500 for ever, as if the control plane were away."""
     await yard.submit("mine")
     http = yard.client(yard.job_token("mine"))
     (lease,) = await yard.lease(http, "mine", init=1)
@@ -189,7 +189,7 @@ async def test_no_result_of_a_worker_is_an_error_of_the_server(yard: Yard) -> No
 
 
 async def test_bodies_of_small_calls_are_small(yard: Yard) -> None:
-    """Decoded, a megabyte of brackets takes thirty."""
+    """A megabyte of brackets takes thirty when it is decoded."""
     await yard.submit("mine")
     http = yard.client(yard.job_token("mine"))
     body = b'{"capacity": [' + b"[]," * (SMALL // 3) + b"[]]}"
@@ -205,7 +205,7 @@ async def test_bodies_of_small_calls_are_small(yard: Yard) -> None:
 
 @pytest.mark.parametrize("client", ["httpx", "aiohttp"])
 async def test_a_packed_answer_of_a_backend_is_not_unpacked(client: str) -> None:
-    """An author names the servers of a pool; half a megabyte would become half a gigabyte."""
+    """An author names the servers of a pool. Half a megabyte would become half a gigabyte."""
     bomb = gzip.compress(bytes(256 << 20), 9)
     head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(bomb)}\r\n\r\n".encode()
 

@@ -30,7 +30,7 @@ import pytest
 TASK = json.dumps({"id": "a", "prompt": "1 + 1?", "answer": "2"}).encode() + b"\n"
 SECRET = "hunter2-is-the-secret"
 LIMIT = 90.0
-"""Seconds that anything may take that is awaited."""
+"""The seconds that any awaited step may take."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Plane:
         return self.http.post("/v1/rolloutjobs", json=manifest)
 
     def refused(self, url: str, namespace: str = "default") -> str:
-        """Submit what must not be read; the answer's text."""
+        """Submit what must not be read, and return the answer's text."""
         answer = self.submit(url, namespace=namespace)
         assert (answer.status_code, answer.json()["reason"]) == (422, "TasksNotAllowed"), answer.text
         assert SECRET not in answer.text
@@ -65,7 +65,7 @@ class Plane:
         return str(answer.json()["url"])
 
     def megabytes(self) -> float:
-        """Its largest resident memory so far."""
+        """Return the largest resident memory so far, in megabytes."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
         return int(line.split()[1]) / 1024
@@ -104,7 +104,7 @@ def a_plane(state: Path, *options: str) -> Iterator[Plane]:
 
 
 class Web(ThreadingHTTPServer):
-    """A web server on loopback. What was asked of it, by path."""
+    """A web server on loopback, which counts by path what was asked of it."""
 
     daemon_threads = True
 
@@ -145,7 +145,7 @@ class Answers(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Print nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def web() -> Iterator[Web]:
 
 @pytest.fixture(scope="module")
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
-    """As it is by default."""
+    """Yield a control plane with its default settings."""
     with a_plane(tmp_path_factory.mktemp("closed") / "state") as plane:
         yield plane
 
@@ -172,9 +172,9 @@ class Open:
 
     plane: Plane
     folder: Path
-    """Allowed."""
+    """The folder that is allowed."""
     outside: Path
-    """Beside it."""
+    """A folder beside the allowed one."""
     teams: Path
 
 
@@ -306,7 +306,7 @@ def test_a_file_that_is_none(opened: Open) -> None:
 
 
 def test_a_link_swapped_while_it_is_read(opened: Open) -> None:
-    """The link points to an allowed file when it is looked at, and elsewhere a moment later."""
+    """The link points to an allowed file when it is checked, and elsewhere a moment later."""
     link, stop = opened.folder / "swapped.jsonl", threading.Event()
     good, bad = opened.folder / "tasks.jsonl", opened.outside / "secret.txt"
 
@@ -355,7 +355,7 @@ def test_answers_are_not_shown(opened: Open, web: Web) -> None:
 
 
 def test_addresses_that_names_lead_to(opened: Open, web: Web) -> None:
-    """`localhost` is on the list by name, and no network that it is in."""
+    """`localhost` is on the list by name, but no network that it is in."""
     before = len(web.asked)
     text = opened.plane.refused(f"http://localhost:{web.port}/tasks.jsonl")
     assert "neither public nor in the installer's networks" in text
@@ -410,7 +410,7 @@ def test_twenty_submits_to_a_server_that_hangs(opened: Open, web: Web) -> None:
             done = [future.result() for future in hanging if future.done()]
             assert {answer.status_code for answer in done} == {429}
             assert all(int(answer.headers["Retry-After"]) > 0 for answer in done)
-            # Other tenants, and uploads of the same one, go on.
+            # Other tenants, and uploads of the same one, continue.
             mine = opened.plane.upload(TASK)
             assert opened.plane.submit(mine, name="beside").status_code == 201
             file = (opened.teams / "team-b/tasks.jsonl").as_uri()
@@ -422,7 +422,7 @@ def test_twenty_submits_to_a_server_that_hangs(opened: Open, web: Web) -> None:
 
 
 def packed_tasks(megabytes: int) -> bytes:
-    """Tasks of a megabyte each, in a file of about a thousandth of that size."""
+    """Return tasks of a megabyte each, in a file of about a thousandth of that size."""
     line = '{"id": "%d", "prompt": "' + "a" * (1 << 20) + '"}\n'
     return b"".join(gzip.compress((line % number).encode(), 1) for number in range(megabytes))
 
@@ -439,7 +439,7 @@ def test_bombs_stop_at_their_bounds(opened: Open) -> None:
             "damaged",
         ),
     }
-    # Of what its own code needs, nothing is loaded for the first time below.
+    # The server's own code is loaded before, so the figures below show only the attack.
     assert opened.plane.submit((opened.folder / "tasks.jsonl").as_uri(), name="first").status_code == 201
     before = opened.plane.megabytes()
     for name, (data, why) in bombs.items():
@@ -468,7 +468,7 @@ def test_an_upload_of_another_namespace(closed: Plane) -> None:
 
 
 def test_an_upload_under_anothers_hash(closed: Plane) -> None:
-    """Whoever could store other bytes under a hash would change the tasks of whoever trusts it."""
+    """A tenant who could store other bytes under a hash would change the tasks of those who trust it."""
     digest = hashlib.sha256(b"the real file").hexdigest()
     answer = closed.http.put(f"/v1/blobs/{digest}", content=b"another")
     assert (answer.status_code, answer.json()["reason"]) == (422, "BlobHashMismatch")
@@ -488,7 +488,7 @@ def test_uploads_without_end(tmp_path: Path) -> None:
                 answer = plane.http.put(f"/v1/blobs/{number:064x}", content=endless())
                 assert (answer.status_code, answer.json()["reason"]) == (413, "BodyTooLarge")
             except httpx.TransportError:
-                pass  # The server has closed the connection while the body was still sent.
+                pass  # The server closed the connection while the body was still being sent.
         assert plane.http.put("/v1/blobs/x", content=b"x").status_code == 422
         assert plane.submit(plane.upload(TASK)).status_code == 201
         assert plane.megabytes() - before < 60

@@ -1,4 +1,4 @@
-"""A trajectory store that hangs: whoever reads from it waits, and nobody else does."""
+"""A trajectory store that hangs makes its own readers wait, and nobody else."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_readers_of_a_hanging_store_hold_nobody_else_up(tmp_path: Path) ->
         assert len(page.content.splitlines()) == 4
         assert (await admin.get("/v1/rolloutjobs/reader/rollouts")).status_code == 200
         assert not any(task.done() for task in readers), "the store does hang"
-        # Those who wait for a thread hold places for pages of their own namespace only.
+        # The waiting readers hold places for pages of their own namespace only.
         assert yard.plane.archive.reads.threads == READ_THREADS
         HangingStore.free()
         assert {answer.status_code for answer in await asyncio.gather(*readers)} <= {200, 503}
@@ -75,7 +75,7 @@ async def test_a_hanging_store_is_answered_in_time_and_its_threads_are_bounded(t
         refused = await read(admin, "job")
         assert refused.status_code in (503, 504)
 
-        # The store is back. What hung before hangs for ever, and is not waited for.
+        # The store is back. Calls that hung before hang for ever, and nobody waits for them.
         HangingStore.hangs = False
 
         async def back() -> bool:

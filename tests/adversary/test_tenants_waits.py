@@ -22,7 +22,7 @@ WORKERS = 300
 
 
 async def submit(yard: Yard, namespace: str, name: str, **spec: Any) -> None:
-    """A stream in a namespace."""
+    """Submit a stream in a namespace."""
     body = {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}, **spec}
     manifest = {
         "apiVersion": "rollyard.dev/v1alpha1",
@@ -108,7 +108,7 @@ async def test_many_idle_workers_of_one_job_cost_few_looks_at_the_queues(
         asked.clear()
         assert await finish(yard, "job") == 1
         assert (await yard.client(None).get("/readyz")).status_code == 200
-        # Each change of the queues wakes them all. Those who look at the same moment do so once each.
+        # Each change of the queues wakes them all. Those that read at the same moment do so once together.
         assert asked.count("greedy") <= 20 * len([one for one in asked if one != "greedy"])
         push = await yard.admin.post(
             "/v1/rolloutjobs/idle/tasks",
@@ -147,7 +147,7 @@ async def test_polls_of_workers_are_bounded_for_each_namespace(tmp_path: Path) -
 
 @pytest.mark.slow
 async def test_a_reader_that_stalls_is_cut_off_and_streams_are_bounded(tmp_path: Path) -> None:
-    """One page may be on its way at a time, and somebody asks for it and takes nothing of it."""
+    """One page may be on its way at a time, and a reader asks for it and takes nothing of it."""
     options = ("--max-pages-per-namespace", "1", "--max-streams-per-namespace", "2", "--stall-seconds", "1")
     async with a_process(tmp_path, *options) as (url, tokens):
         admin = httpx.AsyncClient(base_url=url, headers=bearer(tokens["admin"]), timeout=60, trust_env=False)
@@ -199,7 +199,7 @@ def bearer(token: str) -> dict[str, str]:
 
 @contextmanager
 def stalled(url: str, path: str, token: str) -> Iterator[bytes]:
-    """A client that asks and takes no more than the beginning of its answer, which is yielded."""
+    """Yield the beginning of an answer to a client that takes no more of it."""
     parts = urlsplit(url)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

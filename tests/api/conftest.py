@@ -1,4 +1,4 @@
-"""A control plane in this process, on SQLite and on PostgreSQL, and one as a process of its own."""
+"""Fixtures of a control plane in this process, on SQLite and on PostgreSQL, and in a process of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POSTGRES_BIN = max(
     key=lambda folder: int(folder.parent.name),
     default=Path("/usr/lib/postgresql/bin"),
 )
-"""Debian's newest installed one."""
+"""The folder of Debian's newest installed version."""
 START_SECONDS = 90.0
 
 
@@ -41,10 +41,10 @@ def _as_postgres() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory, missing: Callable[[str], NoReturn]) -> Iterator[str]:
-    """URL prefix of a private PostgreSQL cluster; a database's name is to be appended."""
+    """Yield the URL prefix of a private PostgreSQL cluster, to which a database's name is appended."""
     if not (POSTGRES_BIN / "initdb").exists():
         missing(f"PostgreSQL is not installed ({POSTGRES_BIN})")
-    # A Unix socket's path is bounded (107 bytes), pytest's temporary folders are long.
+    # A Unix socket's path is bounded (107 bytes), and pytest's temporary folders are long.
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30
     base = Path(tempfile.mkdtemp(prefix="ry-pg-", dir=memory if roomy else "/tmp"))
@@ -72,7 +72,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory, missing: Callable[[str], 
         _until_ready(base, port, process)
         yield f"postgresql+psycopg://rollyard@/{{name}}?host={base}&port={port}"
     finally:
-        # At once, without a last checkpoint: the cluster is thrown away.
+        # It is stopped at once, without a last checkpoint, because the cluster is thrown away.
         process.send_signal(signal.SIGQUIT)
         process.wait(40)
         shutil.rmtree(base)
@@ -88,7 +88,7 @@ def _until_ready(base: Path, port: int, process: subprocess.Popen[bytes]) -> Non
 
 
 class Databases:
-    """A fresh database per test, of either kind."""
+    """A source of a fresh database for each test, of either kind."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self._request = request
@@ -110,7 +110,7 @@ class Databases:
 
 @pytest.fixture
 def fresh_postgres(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of a fresh PostgreSQL database."""
+    """Return the URL of a fresh PostgreSQL database."""
     return Databases(request).url("postgresql", tmp_path)
 
 
@@ -151,9 +151,9 @@ Serve = Callable[..., Any]
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
-    """Settings with a fresh database of each kind; the sweeper is left to the tests.
+    """Return settings with a fresh database of each kind. The tests call the sweeper themselves.
 
-    `make check` asks the embedded database only.
+    `make check` uses the embedded database only.
     """
     db = Databases(request).url(request.param, tmp_path)
     return Settings(
@@ -169,14 +169,14 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
 
 @pytest.fixture
 async def served(settings: Settings) -> AsyncIterator[Served]:
-    """A control plane on each kind of database."""
+    """Yield a control plane on each kind of database."""
     async with serve(settings) as made:
         yield made
 
 
 @pytest.fixture
 def serving() -> Serve:
-    """`async with serving(settings, **changes)`: a control plane with other settings."""
+    """Return a starter of a control plane with settings: `async with serving(settings, **changes)`."""
 
     def make(settings: Settings, **changes: Any) -> Any:
         return serve(replace(settings, **changes))
@@ -186,7 +186,7 @@ def serving() -> Serve:
 
 @dataclass(slots=True)
 class Process:
-    """`python -m rollyard_api` and how to reach it."""
+    """A `python -m rollyard_api` process and its address."""
 
     popen: subprocess.Popen[bytes]
     url: str
@@ -194,14 +194,17 @@ class Process:
     folder: Path
 
     def kill(self) -> None:
-        """kill -9, and wait for the end."""
+        """Send SIGKILL, and wait for the end."""
         self.popen.kill()
         self.popen.wait(10)
 
 
 @contextmanager
 def api_process(folder: Path, *arguments: str, port: int = 0) -> Iterator[Process]:
-    """A control plane in a process of its own, ready; killed at the end if it still runs."""
+    """Yield a control plane in a process of its own that is ready.
+
+    At the end it is killed.
+    """
     port_file = folder / "port"
     port_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", str(port)]
@@ -226,12 +229,12 @@ def api_process(folder: Path, *arguments: str, port: int = 0) -> Iterator[Proces
 
 @pytest.fixture
 def start_api() -> Callable[..., Any]:
-    """`with start_api(folder, *arguments)`: a control plane process."""
+    """Return a function that starts a control plane process: `with start_api(folder, *arguments)`."""
     return api_process
 
 
 def manifest(name: str = "job", **spec: Any) -> dict[str, Any]:
-    """A small job that needs no model; fields of the spec may be given."""
+    """Return a small job that needs no model. Fields of the spec may be given."""
     tasks = {"inline": [{"id": "t0", "prompt": "p"}, {"id": "t1", "prompt": "p"}]}
     body: dict[str, Any] = {"tasks": tasks, "handler": "shell", "agent": {"type": "oracle"}, **spec}
     return {
@@ -257,7 +260,7 @@ SEGMENT = {
 
 
 class Worker:
-    """A stage worker's calls, over any HTTP client."""
+    """The calls of a stage worker, over any HTTP client."""
 
     def __init__(self, http: httpx.AsyncClient, name: str = "w", node: str = "n") -> None:
         self.http = http
@@ -272,7 +275,7 @@ class Worker:
         return leases
 
     def result(self, lease: dict[str, Any], **fields: Any) -> dict[str, Any]:
-        """The StageResult of a lease, as a worker would give it."""
+        """Return the StageResult of a lease, as a worker would give it."""
         item = {"rollout": lease["rollout"], "token": lease["token"], "stage": lease["stage"]}
         if lease["stage"] == "init":
             item["sandbox"] = {
@@ -321,7 +324,7 @@ class Worker:
         return told
 
     async def finish_all(self, reward: Callable[[dict[str, Any]], float] = lambda _lease: 1.0) -> int:
-        """Take everything through all stages; returns the number of rollouts that got a reward."""
+        """Take everything through all stages, and return the number of rollouts that got a reward."""
         done = 0
         while leases := await self.lease(init=16, run=16, eval=16):
             results = [
@@ -339,7 +342,7 @@ def worker_of() -> type[Worker]:
 
 
 async def until(look: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Wait until `look()` (awaited) gives something true; it is returned."""
+    """Wait until `look()` (awaited) returns something true, and return it."""
     async with asyncio.timeout(seconds):
         while not (found := await look()):  # noqa: ASYNC110 (what is looked at may be another process)
             await asyncio.sleep(0.02)
@@ -352,10 +355,10 @@ def eventually() -> Callable[..., Any]:
 
 
 class Scripted:
-    """A real HTTP server that misbehaves as told: `mode` is how it answers requests for tokens.
+    """A real HTTP server that misbehaves as it is asked to: `mode` is how it answers requests for tokens.
 
-    `ok`, `completions-only`, `sglang`, `garbage`, `no-logprobs`, `nan`, `two-tokens`, `empty`,
-    `500`, `429`, `hang`, `cut` (closes in the middle), `endless`, `wrong-model`.
+    The modes are `ok`, `completions-only`, `sglang`, `garbage`, `no-logprobs`, `nan`, `two-tokens`, `empty`,
+    `500`, `429`, `hang`, `cut` (which closes in the middle), `endless` and `wrong-model`.
     """
 
     def __init__(self) -> None:
@@ -383,7 +386,7 @@ class Scripted:
 
     @property
     def completions(self) -> int:
-        """Requests for tokens so far."""
+        """Return the number of requests for tokens so far."""
         return sum(body != {} for _, body in self.asked)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -425,7 +428,7 @@ class Scripted:
                 info = {"model_path": "/models/tiny", "weight_version": self.label}
                 documents["/model_info"] = (200, json.dumps(info).encode())
                 del documents["/weight_info"]
-            if path in self._calls():  # asked whether the call is here
+            if path in self._calls():  # The request only asks whether the call exists.
                 return 400, b""
             found = documents.get(path, (404, b""))
             return (404, b"") if path == "/weight_info" and self.label is None else found
@@ -436,7 +439,7 @@ class Scripted:
         return self._sampled(path)
 
     def _calls(self) -> tuple[str, ...]:
-        """The calls for tokens that this server has."""
+        """Return the calls for tokens that this server has."""
         if self.mode == "completions-only":
             return ("/v1/completions",)
         if self.mode == "sglang":
@@ -490,7 +493,7 @@ def _choices(choice: dict[str, Any]) -> bytes:
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[Callable[[], Any]]:
-    """`await scripted()`: one more scripted server."""
+    """Yield a function that starts another scripted server: `await scripted()`."""
     made: list[Scripted] = []
 
     async def start() -> Scripted:
@@ -504,20 +507,23 @@ async def scripted() -> AsyncIterator[Callable[[], Any]]:
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    """The control plane's client towards backends."""
+    """Yield the control plane's client towards backends."""
     async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
         yield client
 
 
 @pytest.fixture
 def transport(http: httpx.AsyncClient) -> HttpxTransport:
-    """How the control plane reaches backends; a machine that stands still for seconds fails no test."""
+    """Return the transport to backends. A machine that stands still for seconds fails no test."""
     return HttpxTransport(http, connect_seconds=30.0)
 
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a real embedded engine that serves `tiny`; shared, so none may pause or change it."""
+    """Yield the URL of a real embedded engine that serves `tiny`.
+
+    It is shared, so no test may pause or change it.
+    """
     folder = tmp_path_factory.mktemp("engine")
     port_file = folder / "port"
     model = Path(__file__).parents[2] / "engine/src/rollyard_engine/models/tiny-policy"

@@ -29,7 +29,9 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_the_machine(events: list[str]) -> None:
-    """Against a model: failures since the last completion, and how the last opening went."""
+    """The machine is compared with a model: failures since the last completion, and how the last opening
+    ended.
+    """
     breaker, now, in_a_row = Breaker(), 0.0, 0
     probation = False
     for event in events:
@@ -145,7 +147,7 @@ class Pool:
         return [status[server.url]["circuit"] for server in self.servers]
 
     async def later(self, seconds: float) -> None:
-        """As if so much time had passed since the circuits opened."""
+        """Continue as if so much time had passed since the circuits opened."""
 
         def op(tx: Transaction) -> None:
             tx.conn.execute(sa.update(backends).values(opened_at=backends.c.opened_at - seconds))
@@ -153,14 +155,14 @@ class Pool:
         await self.served.plane.database.write(op)
 
     async def open(self, server: Any) -> dict[str, Any]:
-        """Rollouts that fail there until the circuit is open; one that is still there."""
+        """Let rollouts fail there until the circuit is open, and return one that is still there."""
         mine = await self.on(server, THRESHOLD + 1)
         for lease in mine[:THRESHOLD]:
             await self.route(lease, server.url)
         return mine[THRESHOLD]
 
     async def on(self, server: Any, n: int) -> list[dict[str, Any]]:
-        """Leases of rollouts on this server, and of others on their way."""
+        """Lease rollouts until n are on this server, and return their leases."""
         mine: list[dict[str, Any]] = []
         while len(mine) < n:
             leases = await self.lease()

@@ -1,4 +1,4 @@
-"""Sandbox claims: filed, bound, failed, released by every way out of a rollout, and what drivers see."""
+"""Sandbox claims: filed, bound, failed, and released by every way out of a rollout; and what drivers see."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ async def _delete_and_purge(served: Any, worker: Any, lease: dict[str, Any]) -> 
 
 
 async def _other_sandbox(served: Any, worker: Any, lease: dict[str, Any]) -> None:
-    """Init comes to another sandbox than the one that was claimed."""
+    """Bring Init to another sandbox than the one that was claimed."""
     await worker.complete(worker.result(lease))
 
 
@@ -442,7 +442,10 @@ async def test_a_lease_cycle_without_claims_asks_nothing_of_them(
         asked.append(statement)
 
     async def idle(_plane: ControlPlane) -> None:
-        """The sweep, which does look at claims, runs beside the lease cycle and once at the start."""
+        """Keep the sweep from running.
+
+        It reads claims, and runs beside the lease cycle and once at the start.
+        """
 
     monkeypatch.setattr(ControlPlane, "sweep", idle)
     async with serving(settings) as served:
@@ -455,7 +458,7 @@ async def test_a_lease_cycle_without_claims_asks_nothing_of_them(
 
 
 async def _in_eval(served: Any, worker: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A rollout's claim of Init, bound, and its Eval lease."""
+    """Return a rollout's claim of Init, bound, and its Eval lease."""
     (lease,) = await worker.lease(init=1)
     claim = await _filed(served, lease)
     await _put(served, claim, **BOUND)

@@ -1,9 +1,9 @@
-"""No sandbox leaks and none is taken away: seeded workers and a driver, against the control plane.
+"""No sandbox leaks and none is taken away: seeded workers and a driver act on the control plane.
 
-Workers on Kubernetes lease, claim, complete, fail, die, repeat old calls; a driver binds, fails and
-removes sandboxes, says old things again and loses its memory; rollouts are cancelled, and the
-control plane is closed and opened again. All along: a rollout has at most one sandbox after a
-sweep, a sandbox is never taken from a rollout that holds it, and no sandbox stays at the end.
+Workers on Kubernetes lease, claim, complete, fail, die and repeat old calls; a driver binds, fails and
+removes sandboxes, repeats old reports and loses its memory; rollouts are cancelled, and the control plane is
+closed and opened again. All the time, a rollout has at most one sandbox after a sweep, and a sandbox is never
+taken from a rollout that holds it. At the end no sandbox is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHAPE = {"cpu": 1.0, "memory_bytes": 1 << 30, "disk_bytes": 1 << 30, "processes"
 
 
 class Driver:
-    """What runs sandboxes: `pods` are claims' ids with a sandbox."""
+    """A driver that runs sandboxes: `pods` are the ids of claims with a sandbox."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -37,14 +37,14 @@ class Driver:
         return answer
 
     async def round(self, http: Any) -> None:
-        """One level-based turn: whatever it did before, the list alone says what is to be done."""
+        """Run one level-based pass: whatever it did before, the list alone says what is to be done."""
         listed = (await http.get("/v1/claims")).json()["claims"]
         known = {claim["id"] for claim in listed}
         self.pods &= known  # pods that belong to no claim are deleted
         for claim in listed:
             name, state = claim["id"], claim["state"]
             if self.rng.random() < 0.2:
-                continue  # not yet
+                continue  # It does not exist yet.
             if state == "Pending" and self.rng.random() < 0.15:
                 await self.say(http, name, state="Failed", reason="QuotaExceeded")
             elif state == "Pending":
@@ -59,7 +59,10 @@ class Driver:
                 await self.say(http, name, state="Removed")
 
     async def repeat(self, http: Any) -> None:
-        """A report that was under way for long arrives now; one of a Pending claim would be no repeat."""
+        """Deliver a report late that was under way for long.
+
+        A report of a Pending claim would be no repeat.
+        """
         late = [(claim, status) for claim, status in self.said if status["state"] != "Removed"]
         if late:
             claim, status = self.rng.choice(late)
@@ -106,7 +109,7 @@ class Simulation:
         self.held += [(worker, lease) for lease in await worker.lease(**stages)]
 
     async def claim(self) -> None:
-        """File, or file once more, in the name of some Init lease, held or long lost."""
+        """File a claim for some Init lease, or file it once more; the lease may be held or long lost."""
         inits = [lease for _, lease in self.held if lease["stage"] == "init"]
         if inits:
             await self.file(self.rng.choice(inits))
@@ -154,7 +157,7 @@ class Simulation:
             await worker.fail(lease, "Draining", counts=False, return_to=self.rng.choice([None, "init"]))
 
     async def release(self) -> None:
-        """A worker that gives its Init lease up gives its sandbox up too; sometimes it is told twice."""
+        """Let a worker give up its Init lease and its sandbox; sometimes it reports this twice."""
         inits = [item for item in self.held if item[1]["stage"] == "init"]
         if inits:
             item = self.rng.choice(inits)
@@ -166,7 +169,7 @@ class Simulation:
             await item[0].fail(item[1], "Draining", counts=False)
 
     async def die(self) -> None:
-        """A worker is gone with all that it held; its leases run out some day."""
+        """Let a worker vanish with all that it held. Its leases run out some day."""
         worker = self.rng.choice(self.workers)
         self.held = [item for item in self.held if item[0] is not worker]
 
@@ -183,7 +186,7 @@ class Simulation:
             await self.served.admin.post("/v1/rolloutjobs/job/cancel", json={"rollout": rollout})
 
     async def look(self) -> None:
-        """Whoever holds a lease has its sandbox, or is told that it failed."""
+        """Check that each holder of a lease has its sandbox, or learns that it failed."""
         if not self.held:
             return
         worker, lease = self.rng.choice(self.held)

@@ -11,7 +11,7 @@ from rollyard_api.core.errors import ControlPlaneError
 
 
 def exceptions() -> set[type[BaseException]]:
-    """Every exception class that a module of the package defines."""
+    """Return every exception class that a module of the package defines."""
     names = [m.name for m in pkgutil.walk_packages(rollyard_api.__path__, "rollyard_api.")]
     modules = [importlib.import_module(n) for n in names if "migrations" not in n and "__main__" not in n]
     return {

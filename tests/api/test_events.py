@@ -1,4 +1,4 @@
-"""The event hub's bounds: a slow subscriber is dropped, the past is finite, others are not held up."""
+"""The event hub's bounds: a slow subscriber is dropped, the past is finite, and others are not held up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollyard_api.jobs.events import Event, EventHub, SlowConsumer
 
 @dataclass(frozen=True)
 class Row:
-    """What the hub reads of a job's row."""
+    """The part of a job's row that the hub reads."""
 
     id: int
     uid: str

@@ -1,4 +1,4 @@
-"""Leases: fencing, expiry, retries, hand-overs, affinity, orphans."""
+"""Leases: fencing, expiry, retries, hand-overs, affinity and orphans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollyard_api.storage.database import Transaction
 
 
 async def _expire_all(served: Any, max_expiries: int = 10) -> int:
-    """Let every lease run out at this moment."""
+    """Let every lease run out at this moment, and return the number of rollouts that were returned."""
 
     def op(tx: Transaction) -> int:
         tx.now += 3600
@@ -146,7 +146,7 @@ async def test_lost_sandbox_returns_to_init(served: Any, worker: Any) -> None:
 
 async def test_unknown_sandbox_is_no_orphan_while_an_init_may_own_it(served: Any, worker: Any) -> None:
     (init,) = await worker.lease(init=1)
-    # Claimed by this Init, not reported yet; and one that nobody owns, listed with it.
+    # One is claimed by this Init and not reported yet; the other one belongs to nobody and is listed with it.
     assert (await worker.heartbeat(init, sandboxes=["sb-new"]))["orphans"] == []
     await worker.complete(
         worker.result(init)
@@ -239,7 +239,7 @@ async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) 
         "results[0].reward_components.style",
     ]
     assert "from -1,000,000 to 1,000,000 in stage eval (got 1500000.0)" in problems[0]
-    # As raw text, because no library that keeps to JSON would write it.
+    # It is sent as raw text, because no library that keeps to JSON would write it.
     for number in ("NaN", "Infinity", "-Infinity", "1e999", "9" * 400):
         for field, value in (("reward", number), ("reward_components", f'{{"style": {number}}}')):
             item = json.dumps(worker.result(lease) | {field: "HERE"}).replace('"HERE"', value)
@@ -273,7 +273,7 @@ async def test_the_reason_of_a_reward_reaches_the_record(
     await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=8)])
     runs = [worker.result(lease) for lease in await worker.lease(run=8)]
     for run in runs:
-        run["trajectory"]["reward_reason"] = "ByRun"  # which is not Run's to say
+        run["trajectory"]["reward_reason"] = "ByRun"  # Run may not set this.
     await worker.complete(*runs)
     first, *rest = await worker.lease(eval=8)
     results = [worker.result(first, reward=0.0, reward_reason="SandboxSabotaged")]
@@ -282,7 +282,7 @@ async def test_the_reason_of_a_reward_reaches_the_record(
     records = [json.loads(line) for line in (await served.admin.get(path)).text.splitlines()]
     by_id = {record["id"]: record for record in records}
     assert by_id[first["rollout"]]["reward_reason"] == "SandboxSabotaged"
-    # Left out where it says nothing, because older clients refuse a field that they do not know.
+    # The field is left out where it says nothing, because older clients refuse a field that they do not know.
     assert [record.get("reward_reason") for record in records].count(None) == len(rest)
     answer = await served.admin.get(path, headers={"Accept": "application/vnd.apache.parquet"})
     table = pyarrow.parquet.read_table(io.BytesIO(answer.content)).to_pylist()

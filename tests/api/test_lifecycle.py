@@ -1,4 +1,4 @@
-"""One job through all stages, and what comes out of it."""
+"""One job passes through all stages, and delivers its trajectories."""
 
 from __future__ import annotations
 

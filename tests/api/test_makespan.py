@@ -17,14 +17,15 @@ from rollyard_api.backends.run_estimates import Pace
 from rollyard_api.backends.throughput import WEIGHT
 
 CONSTANT, MIXED, SHARED = 0.0, 0.5, 1.0
-"""What part of a token's time grows with the rollouts beside it: none, half, all (processor sharing)."""
+"""The part of a token's time that grows with the rollouts beside it: none, half, or all (shared).
+"""
 TOKENS = 100.0
 FOLD_SECONDS = 2.0
 
 
 @dataclass
 class Server:
-    """All rollouts on it advance at the same rate: a clock of tokens, and a heap of where each ends."""
+    """A server on which all rollouts advance at the same rate: a clock of tokens and a heap of ends."""
 
     speed: float
     shared: float
@@ -33,12 +34,12 @@ class Server:
     ends: list[tuple[float, int, int, float, float]] = field(default_factory=list)
 
     def rate(self, active: int) -> float:
-        """Tokens per second of one rollout; `speed` with all places taken."""
+        """Return the tokens per second of one rollout; `speed` is the rate with all places taken."""
         return self.speed / (1.0 - self.shared + self.shared * active / self.limit)
 
     @property
     def due(self) -> float:
-        """Seconds until the next rollout ends."""
+        """Return the seconds until the next rollout ends."""
         return (self.ends[0][0] - self.tokens) / self.rate(len(self.ends)) if self.ends else float("inf")
 
 
@@ -57,7 +58,7 @@ class Yard:
     groups: dict[int, set[str]] = field(default_factory=dict)
 
     def play(self, rollouts: int) -> float:
-        """Makespan beside the ideal: all work by the throughput of all places together."""
+        """Return the makespan beside the ideal: all work by the throughput of all places together."""
         rng, order = random.Random(self.seed), itertools.count()
         work = [TOKENS * rng.lognormvariate(0.0, self.spread) for _ in range(rollouts)]
         servers = {f"http://b{i}": Server(s, self.shared, self.limit) for i, s in enumerate(self.speeds)}
@@ -110,11 +111,11 @@ class Yard:
 
 
 def _ratio(speeds: list[float], limit: int, shared: float, rollouts: int, **options: bool | int) -> float:
-    """The median of several draws of lengths: no policy knows that a rollout will be twice as long."""
+    """Return the median of several draws of lengths: no policy knows that a rollout will be twice as long."""
     found = []
     for seed in range(max(1, 1200 // rollouts)):
         yard = Yard(speeds, limit, shared, seed=seed, **options)  # type: ignore[arg-type]
-        yard.play(rollouts)  # the pool's first job finds out how fast the backends are
+        yard.play(rollouts)  # The pool's first job finds out how fast the backends are.
         found.append(yard.play(rollouts))
     return statistics.median(found)
 
@@ -136,7 +137,7 @@ def test_four_times_slower(limit: int, rollouts: int, samples: int, shared: floa
 @pytest.mark.parametrize(
     ("speeds", "limit", "rollouts", "bound"),
     [
-        # Where places are few beside the rollouts, so that one rollout's length is little of the whole.
+        # Places are few beside the rollouts here, so one rollout's length is a small part of the whole.
         ([100.0, 10.0], 4, 400, 1.1),
         ([100.0, 10.0], 16, 1600, 1.15),
         ([40.0, 20.0, 10.0], 4, 400, 1.1),
@@ -188,7 +189,9 @@ def pools(draw: st.DrawFn) -> Router:
 
 @given(pools())
 def test_waiting_ends(router: Router) -> None:
-    """A rollout waits only for a full backend that takes others; when that can be is told beforehand."""
+    """A rollout waits only for a full backend that takes others, and the latest time for that is known
+    before.
+    """
     waiting, full = router.waiting, [b for b in router.backends.values() if b.active >= router.max_active]
     assert waiting is not None
     horizon = router.horizon(1)

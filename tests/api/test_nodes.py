@@ -1,4 +1,4 @@
-"""Rollouts that wait for a node of which nobody speaks any more, and tokens for one job."""
+"""Rollouts that wait for a node that has fallen silent, and tokens for one job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def worker(served: Any, make_manifest: Any, worker_of: Any) -> Any:
 
 
 async def _silent(served: Any, seconds: float) -> int:
-    """Rollouts that go back to Init so long after the last word."""
+    """Return the rollouts that go back to Init so long after the last sign of their node."""
 
     def op(tx: Transaction) -> int:
         tx.now += seconds
@@ -126,7 +126,7 @@ async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any) -> N
     assert await served.plane.database.write(op) == (["n"], [])
 
 
-# Tokens for one job
+# Tokens for one job.
 
 
 async def test_workers_of_one_job_keep_no_other_job_waiting(served: Any, bound: Any, worker_of: Any) -> None:
@@ -159,7 +159,7 @@ async def test_workers_of_one_job_keep_no_other_job_waiting(served: Any, bound: 
 
 @pytest.fixture
 async def bound(served: Any, make_manifest: Any, worker_of: Any) -> Any:
-    """A worker with a token for the job `job`, beside another job."""
+    """Return a worker with a token for the job `job`, beside another job."""
     for name in ("job", "other"):
         manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]})
         manifest["metadata"]["name"] = name

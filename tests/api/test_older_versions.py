@@ -28,14 +28,14 @@ _NEW_HERE = frozenset({"id", "uid", "etag"})
 
 @pytest.fixture
 def recorded() -> dict[str, Any]:
-    """The older release's tokens and exchanges."""
+    """Return the older release's tokens and exchanges."""
     found: dict[str, Any] = json.loads((OLDER / "requests.json").read_text())
     return found
 
 
 @pytest.fixture
 def older(tmp_path: Path, recorded: dict[str, Any]) -> Settings:
-    """The state folder of an older control plane that was stopped a moment ago."""
+    """Return the state folder of an older control plane that was stopped a moment ago."""
     database = sqlite3.connect(tmp_path / "rollyard.db")
     database.executescript((OLDER / "database.sql").read_text())
     (newest,) = database.execute("SELECT max(since) FROM rollouts").fetchone()
@@ -62,7 +62,9 @@ def older(tmp_path: Path, recorded: dict[str, Any]) -> Settings:
 
 
 def shape_problems(before: Any, after: Any, where: str) -> list[str]:
-    """What a reader of the older answer would miss in today's: a member, its type, or an item of a list."""
+    """Return what a reader of the older answer would miss in today's: a member, its type, or an item of a
+    list.
+    """
     if isinstance(before, dict):
         if not isinstance(after, dict):
             return [f"{where}: is no object"]
@@ -84,7 +86,7 @@ def shape_problems(before: Any, after: Any, where: str) -> list[str]:
 
 
 def documents(content_type: str, text: str) -> list[Any]:
-    """The JSON documents of an answer."""
+    """Return the JSON documents of an answer."""
     if not text:
         return []
     if "ndjson" in content_type:
@@ -95,8 +97,8 @@ def documents(content_type: str, text: str) -> list[Any]:
 async def replay(http: httpx.AsyncClient, recorded: dict[str, Any]) -> None:
     """Send every recorded request again and compare the answers.
 
-    The random names of claims that are filed and of jobs that are submitted during the replay differ from
-    the recorded ones: they are replaced in the requests that follow.
+    The random names of claims and jobs that the replay creates differ from the recorded ones, so they are
+    replaced in the requests that follow.
     """
     renamed: dict[str, str] = {}
 
@@ -134,14 +136,14 @@ async def replay(http: httpx.AsyncClient, recorded: dict[str, Any]) -> None:
 
 
 def names(before: Any, after: Any) -> dict[str, str]:
-    """Random names of an answer, and those that were given in their place."""
+    """Return the random names of an answer, with those that were given in their place."""
     found = {}
     if isinstance(before, dict) and isinstance(after, dict):
         for name, value in before.items():
             if name in _NEW_HERE and isinstance(value, str) and value != after[name]:
                 found[value] = after[name]
                 if name == "uid":
-                    found[f"-{value[:8]}-"] = f"-{after[name][:8]}-"  # it is part of the names of rollouts
+                    found[f"-{value[:8]}-"] = f"-{after[name][:8]}-"  # It is part of the names of rollouts.
             else:
                 found |= names(value, after[name])
     elif isinstance(before, list) and isinstance(after, list):
@@ -151,7 +153,7 @@ def names(before: Any, after: Any) -> dict[str, str]:
 
 
 def decisions(text: str) -> list[Any]:
-    """What a control plane decides in an answer: which rollouts it leases, and how it judges reports."""
+    """Return what the control plane decides in an answer: rollouts it leases, and verdicts on reports."""
     if not text.startswith("{"):
         return []
     document = json.loads(text.splitlines()[0])
@@ -183,7 +185,7 @@ async def test_older_workers_drivers_and_trainers_bring_an_older_database_to_its
 async def test_workers_of_today_bring_an_older_database_to_its_end(
     older: Settings, serving: Callable[..., Any], worker_of: Any
 ) -> None:
-    """Nothing of before is lost or counted twice: its records, leases, claims, uploads and weights."""
+    """None of the older records, leases, claims, uploads and weights is lost or counted twice."""
     async with serving(older) as served:
         before = (await served.admin.get("/v1/rolloutjobs/batch/trajectories")).text.splitlines()
         assert len(before) == 1

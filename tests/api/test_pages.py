@@ -26,7 +26,7 @@ def tasks(count: int) -> dict[str, Any]:
 
 
 async def finish(worker: Any) -> None:
-    """Every rollout to its end, with a record of some 4 kB."""
+    """Take every rollout to its end, with a record of about 4 kB."""
     while leases := await worker.lease(init=16, run=16, eval=16):
         results = []
         for one in leases:
@@ -166,7 +166,7 @@ async def test_leases_carry_a_bounded_number_of_bytes(
         assert len(set(seen)) == len(seen) == 6, "what had no room stayed in its queue"
 
 
-# Cursors
+# Cursors.
 
 
 async def test_cursors_of_a_deleted_job_are_gone(served: Any, make_manifest: Any, worker_of: Any) -> None:
@@ -268,7 +268,7 @@ async def test_a_poll_that_waits_while_its_job_is_replaced_is_told(
 
 
 class Simulation:
-    """A trainer that reads on while somebody submits, completes, deletes and submits again."""
+    """A trainer that keeps reading while somebody submits, completes, deletes and submits again."""
 
     def __init__(self, seed: int, served: Any, worker: Any, make_manifest: Any, eventually: Any) -> None:
         self.rng = random.Random(seed)
@@ -277,11 +277,11 @@ class Simulation:
         self.lives = 0
         self.there = False
         self.ended: dict[str, set[str]] = {}
-        """By uid, what has ended."""
+        """The rollouts that have ended, by uid of the job."""
         self.uid = ""
         self.cursor = ""
         self.read: dict[str, list[str]] = {}
-        """By uid, what was read with one cursor."""
+        """The rollouts that were read with one cursor, by uid of the job."""
         self.reading = ""
 
     async def submit(self) -> None:
@@ -342,7 +342,7 @@ async def test_no_sequence_of_calls_skips_or_repeats_a_result(
     assert run.lives > 2
 
 
-# The client
+# The client.
 
 
 def page(count: int, cursor: str, *, finished: bool = False) -> requests.Page:

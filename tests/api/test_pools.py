@@ -86,7 +86,7 @@ async def test_groups_stay_together_and_load_is_even(served: Any, worker: Any) -
 
 
 async def test_the_last_rollouts_wait_for_a_much_faster_backend(served: Any, worker: Any) -> None:
-    """What was measured holds a slow backend back near the end, and keeps nothing from the fast one."""
+    """The measured speeds hold a slow backend back near the end, and keep nothing from the fast one."""
     await served.admin.post("/v1/backendpools", json=pool())
     for name, seconds in (("fast", 0.2), ("slow", 60.0)):
         await _report(served, **{other: other == name for other in ("fast", "slow")})
@@ -131,7 +131,7 @@ async def test_other_spec_conflicts_and_delete(served: Any) -> None:
 
 
 class FakeServer:
-    """A vLLM-compatible server's two calls, answered from memory."""
+    """Two calls of a vLLM-compatible server, answered from memory."""
 
     def __init__(self) -> None:
         self.health = 200
@@ -148,7 +148,7 @@ class FakeServer:
         if request.url.path == "/weight_info":
             return httpx.Response(200, json={"weight_version": self.label})
         if request.method == "POST":
-            if request.content == b"{}":  # asked whether the call is here
+            if request.content == b"{}":  # The request only asks whether the call exists.
                 return httpx.Response(400)
             self.completions += 1
             entry = {"token_id": 7, "logprob": self.logprob}
@@ -255,7 +255,7 @@ async def test_a_server_that_begins_is_behind_an_updated_pool(served: Any, worke
     assert await worker.lease(run=1) == []
     await _set(served, backends, weights="Updating")
     assert (await _route(served, lease, blame=False))["reason"] == "WeightsUpdating"
-    # A label between loading and verification is the update's business.
+    # Only the update itself may set a label between loading and verification.
     body = {"backends": [{"url": "http://x", "ready": True, "policyVersion": "unverified:v9"}]}
     await served.driver.put("/v1/backendpools/pool/backends", json=body)
     assert (await _status(served))["http://x"]["policyVersion"] == ""
@@ -298,7 +298,7 @@ async def test_a_draining_backend_gets_no_rollouts_and_keeps_its_own(served: Any
 async def test_nothing_is_lost_when_the_pool_scales_down(
     served: Any, make_manifest: Any, worker_of: Any
 ) -> None:
-    """Three backends, 60 rollouts on them; two vanish, and there is room for one at a time."""
+    """Three backends have 60 rollouts; two vanish, and the third has room for one at a time."""
     manifest = pool()
     manifest["spec"]["maxActiveRollouts"] = 20
     await served.admin.post("/v1/backendpools", json=manifest)

@@ -1,4 +1,4 @@
-"""The control plane as a process: tokens, ports, signals, kill -9, events."""
+"""The control plane as a process: tokens, ports, signals, kill -9 and events."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_kill_9_loses_and_doubles_nothing(
 
 
 async def _work(worker: Any, rewards: dict[str, float]) -> None:
-    """Until the connection breaks; a reward counts as told only once it was answered `accepted`."""
+    """Work until the connection breaks. A reward counts only once it was answered `accepted`."""
     while True:
         leases = await worker.lease(init=3, run=3, eval=3, wait=1)
         results = [
@@ -137,7 +137,7 @@ async def _work(worker: Any, rewards: dict[str, float]) -> None:
 
 
 async def _recover(worker: Any, rewards: dict[str, float]) -> None:
-    """What died holding a lease is cancelled by rollout, as nobody will complete it in time."""
+    """Cancel the rollouts whose holders died, because nobody will complete them in time."""
     while leases := await worker.lease(init=16, run=16, eval=16):
         await worker.complete(*[worker.result(one) for one in leases])
     answer = await worker.http.get("/v1/rolloutjobs/job/rollouts", params={"status": "leased"})
@@ -268,7 +268,7 @@ def test_token_files_that_are_no_use(tmp_path: Path) -> None:
 
 @pytest.fixture
 def certificate(tmp_path: Path, missing: Any) -> tuple[Path, Path]:
-    """A self-signed certificate of 127.0.0.1 and its key."""
+    """Return a self-signed certificate of 127.0.0.1 and its key."""
     if shutil.which("openssl") is None:
         missing("openssl is not installed")
     made = tmp_path / "tls.crt", tmp_path / "tls.key"
@@ -327,7 +327,7 @@ async def test_a_unix_socket_of_this_user_alone(tmp_path: Path, start_api: Any) 
 
     path = tmp_path / "a folder" / "api.sock"
     path.parent.mkdir()
-    with socket.socket(socket.AF_UNIX) as left:  # as a killed one leaves it
+    with socket.socket(socket.AF_UNIX) as left:  # A killed control plane leaves the socket like this.
         left.bind(str(path))
     url = socket_url(str(path))
     with start_api(tmp_path, "--host", str(path)) as process:

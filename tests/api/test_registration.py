@@ -1,4 +1,4 @@
-"""Jobs and pools that a driver registers: made, kept, changed, replaced, refused; what is to be warm."""
+"""Jobs and pools that a driver registers: made, kept, changed, replaced, refused; and what is to be warm."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ async def test_an_object_made_anew_replaces_the_job(served: Any, make_manifest: 
 
 
 async def _unfinished(served: Any) -> dict[str, str | None]:
-    """Name and cancel reason of each job that a driver has to do with."""
+    """Return name and cancel reason of each job that a driver still has to end."""
     items = (await served.driver.get("/v1/rolloutjobs", params={"finished": False})).json()["items"]
     reason = "rollyard.dev/cancel-reason"
     return {item["metadata"]["name"]: item["metadata"]["annotations"].get(reason) for item in items}

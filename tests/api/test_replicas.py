@@ -103,7 +103,9 @@ async def test_two_replicas_keep_the_limit_of_a_backend(
 async def test_two_replicas_and_one_claim(
     both: Any, serving: Any, make_manifest: Any, worker_of: Any
 ) -> None:
-    """Filed at both at once it is one claim; who waits at one hears what was told to the other."""
+    """A claim that is filed at both at once is one claim; a client that waits at one gets what the other was
+    sent.
+    """
     shape = {"cpu": 1.0, "memory_bytes": 1 << 30, "disk_bytes": 1 << 30, "processes": 64}
     async with serving(both[0]) as one, serving(both[1]) as two:
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(16)]}

@@ -64,7 +64,7 @@ def test_no_choice_breaks_a_limit_or_the_bound(
 
 @given(pools(), st.integers(1, 16))
 def test_stickiness_never_overloads(router: Router, together: int) -> None:
-    """Every rollout wants the same backend: it gets what the bound allows, the others the rest."""
+    """Every rollout wants the same backend: it gets what the bound allows, and the others get the rest."""
     total = sum(router.active.values())
     target = URLS[0]
     others = [url for url in router.active if url != target]
@@ -157,7 +157,7 @@ def test_who_is_eligible(ready: bool, draining: bool, paused: bool, weights: str
 
 @dataclass
 class Run:
-    """A whole job: `groups` of `samples` in order, at most `places` at once, random durations."""
+    """A whole job: `groups` of `samples` in order, at most `places` at once, with random durations."""
 
     urls: list[str]
     places: int
@@ -196,12 +196,12 @@ class Run:
 
     @property
     def whole(self) -> float:
-        """Share of the groups whose samples were all on one backend."""
+        """Return the share of the groups whose samples were all on one backend."""
         return sum(len(set(urls)) == 1 for urls in self.where.values()) / self.groups
 
     @property
     def skew(self) -> float:
-        """The fuller backend's share of all active rollouts, the mean over the run."""
+        """Return the fuller backend's share of all active rollouts, as the mean over the run."""
         return sum(max(load.values()) / sum(load.values()) for load in self.loads) / len(self.loads)
 
 

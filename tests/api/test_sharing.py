@@ -1,4 +1,4 @@
-"""Sharing leases between jobs."""
+"""Jobs share the leases fairly."""
 
 from __future__ import annotations
 

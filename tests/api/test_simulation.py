@@ -1,4 +1,4 @@
-"""Invariants 1, 2 and 3 against a ledger kept outside the control plane.
+"""Invariants 1, 2 and 3 are checked with a ledger outside the control plane.
 
 Seeded random workers lease, complete, fail, hand over, die, repeat old calls; jobs and rollouts
 are cancelled; the control plane is closed and opened again. Whatever happens: every rollout
@@ -23,7 +23,7 @@ STEPS = 90
 
 @dataclass
 class Ledger:
-    """What the outside world was told, per rollout."""
+    """What the outside world was answered, per rollout."""
 
     granted: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     accepted: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -111,13 +111,13 @@ class Simulation:
         self.ledger.outcome(lease, "fail", await worker.fail(lease, **fields))
 
     async def repeat(self) -> None:
-        """A worker that was slow, or whose answer was lost, says it again; also of tokens long past."""
+        """Repeat the call of a worker that was slow or whose answer was lost, with old tokens, too."""
         if self.past:
             worker, lease = self.rng.choice(self.past)
             await self.rng.choice([self.send_completion, self.send_failure])(worker, lease)
 
     async def forget(self) -> None:
-        """A worker dies: what it held is never completed, unless as a repeat from the past."""
+        """Let a worker die: what it held is never completed, unless by a late repeat."""
         self.take()
 
     async def expire(self) -> None:
@@ -144,7 +144,7 @@ class Simulation:
                 self.ledger.cancelled.add(rollout)
 
     async def finish(self) -> None:
-        """What is left is carried to its end by workers that do not fail, one per node."""
+        """Take what is left to its end by workers that do not fail, one per node."""
         await self.expire()
         self.held.clear()
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""What backends say of themselves, and how fast rollouts find them."""
+"""What backends report about themselves, and how fast rollouts find them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollyard_inference.transports.with_httpx import HttpxTransport
     st.lists(st.tuples(st.floats(0, 200), st.integers(0, 1000), st.floats(0, 1), st.booleans()), max_size=40)
 )
 def test_the_window_against_a_plain_sum(steps: list[tuple[float, int, float, bool]]) -> None:
-    """Growth of the last minutes, whatever restarts lie between."""
+    """The window gives the growth of the last minutes, whatever restarts lie between."""
     window, now, queries, hits = Window(), 0.0, 0, 0
     window.add(0.0, 0, 0)
     grown: list[tuple[float, int, int]] = []
@@ -88,7 +88,7 @@ async def test_a_real_engines_metrics(
     await _report(served, engine, hanging.url, foreign.url, "http://[")
     poller, database = Poller(), served.plane.database
     await poller.poll(database, transport)
-    prompt = random.choices(range(100, 1000), k=300)  # other tests use the engine, too
+    prompt = random.choices(range(100, 1000), k=300)  # Other tests use the engine, too.
     for _ in range(4):
         body = {"prompt": prompt, "max_tokens": 2, "model": "tiny", "return_token_ids": True}
         answer = await http.post(f"{engine}/v1/completions", json=body)

@@ -1,4 +1,4 @@
-"""A full disk: 507, nothing half-done, and on it goes when there is room."""
+"""A full disk: the answer is 507, nothing is half-done, and work continues when there is room."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_full_database(sqlite: Settings, serving: Any, make_manifest: Any,
 
 @pytest.fixture
 def tiny(tmp_path: Path, missing: Callable[[str], NoReturn]) -> Iterator[Path]:
-    """A file system of 256 KiB."""
+    """Yield a file system of 256 KiB."""
     folder = tmp_path / "tiny"
     folder.mkdir()
     mounted = (

@@ -1,4 +1,4 @@
-"""The list of task sources, and the reader behind it: what is connected to, who waits, and for how long."""
+"""The list of task sources, and the reader behind it: where it connects, who waits, and for how long."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_addresses(address: str, allowed: bool) -> None:
 
 
 async def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch: Any) -> None:
-    """A name server that answers otherwise the second time gains nothing: there is no second time."""
+    """A name server that answers otherwise the second time gains nothing, because there is no second time."""
     answers = [["93.184.216.34"], ["127.0.0.1"]]
     connected: list[str] = []
 
@@ -113,7 +113,7 @@ async def test_one_forbidden_address_of_several_refuses_the_host(monkeypatch: An
 
 
 class Slow:
-    """A file system that hangs until it is released; counts what is open."""
+    """A file system that hangs until it is released, and counts what is open."""
 
     released: ClassVar[threading.Event]
     open: ClassVar[int] = 0

@@ -19,7 +19,7 @@ OLD: dict[str, Any] = {"admin": "a", "worker": "w", "driver": "d"}
 
 
 def replaced(path: Path, document: Any) -> None:
-    """Written beside it and renamed, as the documentation says."""
+    """Write the file beside the old one and rename it, as the documentation says."""
     scratch = path.with_suffix(".new")
     scratch.write_text(document if isinstance(document, str) else json.dumps(document))
     scratch.replace(path)
@@ -56,7 +56,7 @@ def test_a_mounted_secret_is_swapped_by_its_link(tmp_path: Path) -> None:
     """Kubelet makes a folder of the new version and points `..data` there."""
     for version, worker in (("..1", "w"), ("..2", "v")):
         (tmp_path / version).mkdir()
-        # Of the same length and time, so that only the file's identity tells them apart.
+        # It has the same length and time, so only the file's identity tells them apart.
         (tmp_path / version / "tokens.json").write_text(json.dumps(OLD | {"worker": worker}))
         os.utime(tmp_path / version / "tokens.json", (1, 1))
     (tmp_path / "..data").symlink_to("..1")

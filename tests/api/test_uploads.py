@@ -1,4 +1,4 @@
-"""Uploads: taken whole or not at all, seen in their namespace only, gone with the last job that uses them."""
+"""Uploads are taken whole or not at all, are seen in their namespace only, and go with their last job."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def submit(served: Any, manifest: Any, namespace: str = "default") -> Any:
 
 
 async def stored(served: Any) -> tuple[int, int]:
-    """Uploads and pieces in the database, unfinished ones too."""
+    """Return the numbers of uploads and pieces in the database, unfinished ones included."""
 
     def count(conn: Any) -> tuple[int, int]:
         return tuple(
@@ -50,7 +50,7 @@ async def stored(served: Any) -> tuple[int, int]:
 
 
 async def rows(served: Any) -> int:
-    """Jobs in the database, deleted ones too."""
+    """Return the number of jobs in the database, deleted ones included."""
 
     def count(conn: Any) -> int:
         return int(conn.execute(sa.select(sa.func.count()).select_from(jobs)).scalar_one())
@@ -124,7 +124,7 @@ async def test_an_upload_is_of_its_namespace(served: Any, make_manifest: Any) ->
 async def test_it_goes_with_the_last_job(served: Any, make_manifest: Any) -> None:
     data = LINES[0].encode()
     tasks = {"url": f"blob:sha256:{digest_of(data)}"}
-    # As if nobody had asked for an upload for longer than one stays.
+    # Pretend that an upload was not asked for during longer than one stays.
     expire = partial(blobs.expire, kept_seconds=-1.0)
     await upload(served, data)
     for name in ("first", "second"):
@@ -133,7 +133,7 @@ async def test_it_goes_with_the_last_job(served: Any, make_manifest: Any) -> Non
     for name, jobs_left, left in (("first", 1, (1, 1)), ("second", 0, (0, 0))):
         await served.plane.database.write(expire)
         await served.admin.delete(f"/v1/rolloutjobs/{name}")
-        # The control plane stores the deleted job's results by itself, and removes the job only then.
+        # The control plane stores the deleted job's results by itself, and removes the job only after that.
         async with asyncio.timeout(60):
             while await rows(served) > jobs_left:
                 await served.plane.sweep()

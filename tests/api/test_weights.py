@@ -1,4 +1,4 @@
-"""Weight updates on real engines: loaded, verified, labelled, refused, rolled back, healed."""
+"""Weight updates on real engines: loaded, verified, labelled, refused, rolled back and healed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Engine:
         self.popen.wait(10)
 
     def heal(self) -> None:
-        """Bring it to what it was after its start, whatever a test did to it."""
+        """Restore the state after its start, whatever a test did to it."""
         if self.popen.poll() is not None:
             self.start()
         elif (self.label(), self.paused()) != ("0", False):
@@ -80,7 +80,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same network, every number changed by some per cent."""
+    """Return the same network with every number changed by some per cent."""
     folder = tmp_path_factory.mktemp("other") / "other"
     shutil.copytree(MODEL, folder)
     data = folder / "model.onnx.data"
@@ -102,7 +102,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
 def references(
     running: list[Engine], other: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """What the two sets of weights give, from engines that were started on them."""
+    """Return what the two sets of weights give, from engines that were started on them."""
     running[0].heal()
     engine = Engine(tmp_path_factory.mktemp("reference"), other)
     logprobs = {"first": running[0].logprobs(), "other": engine.logprobs()}
@@ -113,7 +113,7 @@ def references(
 
 @pytest.fixture
 def engines(running: list[Engine]) -> list[Engine]:
-    """Two engines with their first weights."""
+    """Return two engines with their first weights."""
     for engine in running:
         engine.heal()
     return running
@@ -121,7 +121,7 @@ def engines(running: list[Engine]) -> list[Engine]:
 
 @pytest.fixture
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
-    """On SQLite, or as a test's parameter says; what is waited for comes soon."""
+    """Return settings on SQLite, or on what a test's parameter names, with short waits."""
     postgres = getattr(request, "param", "sqlite") == "postgresql"
     return Settings(
         state_dir=tmp_path,
@@ -138,7 +138,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
 
 @pytest.fixture
 async def yard(settings: Settings, serving: Any, engines: list[Engine]) -> AsyncIterator[Any]:
-    """A control plane with a pool of the two engines, ready."""
+    """Yield a control plane with a ready pool of the two engines."""
     async with serving(settings) as served:
         await make_pool(served.admin, [engine.url for engine in engines])
         yield served
@@ -277,7 +277,7 @@ async def test_half_updated_pool_is_healed_when_the_server_is_back(
     engines[1].start()
     done = (await yard.admin.get(f"/v1/backendpools/p/weights/{number}", params={"wait": 30})).json()
     assert (done["state"], done["verified"]) == ("Succeeded", True)
-    # A server that begins anew later comes to the pool's weights by itself.
+    # A server that is restarted later gets the pool's weights by itself.
     engines[0].kill()
     engines[0].start()
 
@@ -304,7 +304,7 @@ async def test_pushed_weights_on_a_paused_pool(
     status = await status_of(yard.admin)
     assert not status["paused"]
     assert [(e.label(), e.paused()) for e in engines] == [("v1", False)] * 2
-    # What was pushed cannot be loaded again: the server stays out until the trainer pushes it again.
+    # Pushed weights cannot be loaded again, so the server stays out until the trainer pushes them again.
     engines[0].kill()
     engines[0].start()
 
@@ -353,7 +353,7 @@ async def test_unverified_where_there_is_nothing_to_compare_with(yard: Any, othe
 async def test_a_control_plane_killed_between_pausing_and_resuming(
     settings: Settings, serving: Any, engines: list[Engine], eventually: Callable[..., Any]
 ) -> None:
-    """The pool stays paused over a restart, and its servers go on once it is resumed."""
+    """The pool stays paused over a restart, and its servers continue once it is resumed."""
     async with serving(settings) as served:
         await make_pool(served.admin, [engine.url for engine in engines])
         assert (await served.admin.post("/v1/backendpools/p/pause")).status_code == 200

@@ -1,4 +1,4 @@
-"""Weight updates through failures: a control plane killed at any step, servers that misbehave."""
+"""Weight updates through failures: a control plane killed at any step, and servers that misbehave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollyard_testing.inference.scripted import REFERENCE, SHAPES, Scripted, Ste
 
 @pytest.fixture(params=["vllm", "sglang"])
 def shape(request: pytest.FixtureRequest) -> str:
-    """Whose calls the servers speak."""
+    """Return whose calls the servers speak."""
     name: str = request.param
     return name
 
@@ -33,7 +33,7 @@ def servers(shape: str) -> Iterator[list[Scripted]]:
 
 
 def write_safetensors(file: Path, missing: int = 0) -> None:
-    """A safetensors file with one tensor of 64 bytes, its last `missing` bytes not written."""
+    """Write a safetensors file with one tensor of 64 bytes, without its last `missing` bytes."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}}).encode()
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64 - missing))
 
@@ -90,7 +90,10 @@ async def ended(admin: httpx.AsyncClient, number: int, wait: float = 40.0) -> di
 
 @pytest.fixture
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
-    """On SQLite, or as a test's parameter says; the sweeper is left to the tests."""
+    """Return settings on SQLite, or on what a test's parameter names.
+
+    The tests call the sweeper themselves.
+    """
     postgres = getattr(request, "param", "sqlite") == "postgresql"
     return Settings(
         state_dir=tmp_path,
@@ -118,9 +121,9 @@ async def test_kill_9_of_the_control_plane_at_each_step(
     checkpoint: Path,
     eventually: Callable[..., Any],
 ) -> None:
-    """One update after the other, each killed while both servers are at another step of it.
+    """Updates follow each other, each killed while both servers are at another step of it.
 
-    The successor ends it, and begins the next.
+    The successor ends the interrupted update, and begins the next.
     """
     folder = tmp_path / "state"
     folder.mkdir()
@@ -162,7 +165,7 @@ async def test_nothing_is_sampled_with_what_old_weights_have_computed(
     checkpoint: Path,
     eventually: Callable[..., Any],
 ) -> None:
-    """The prefix cache is emptied after the weights are there and before anything is sampled again."""
+    """The prefix cache is emptied after the weights are loaded and before anything is sampled again."""
     async with serving(settings, **quick(settings)) as served:
         await made(served.admin, [server.url for server in servers], eventually)
         for server in servers:
@@ -182,7 +185,7 @@ async def test_a_server_that_fails_now_and_then(
     checkpoint: Path,
     eventually: Callable[..., Any],
 ) -> None:
-    """500 at reload twice, a pause that hangs: tried again until it works."""
+    """A reload that fails twice with 500, and a pause that hangs, are tried until they work."""
     async with serving(settings, **quick(settings, pause=0.5)) as served:
         await made(served.admin, [server.url for server in servers], eventually)
         servers[0].failing[servers[0].paths["load"]] = 2
@@ -330,7 +333,9 @@ async def test_stale_rollouts(
     worker_of: Any,
     eventually: Callable[..., Any],
 ) -> None:
-    """Beyond maxPolicyLag, in Run, before Eval and at completion; each exactly once, no attempt counted."""
+    """Rollouts beyond maxPolicyLag are returned in Run, before Eval and at completion, once and without an
+    attempt.
+    """
     async with serving(settings, **quick(settings)) as served:
         await made(served.admin, [server.url for server in servers], eventually)
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(3)]}
@@ -347,7 +352,7 @@ async def test_stale_rollouts(
         await worker.complete(*[worker.result(one) for one in await worker.lease(init=3)])
         held = await worker.lease(run=3)
         assert len(held) == 3
-        assert await worker.complete(worker.result(held[0])) == ["accepted"]  # waits for Eval
+        assert await worker.complete(worker.result(held[0])) == ["accepted"]  # It waits for Eval.
         done = await ended(served.admin, (await post(served.admin, checkpoint)).json()["id"])
         assert done["state"] == "Succeeded"
         beat = await worker.heartbeat(*held[1:])

@@ -1,4 +1,4 @@
-"""One `rollyard up` for all bad input, and backends that answer badly."""
+"""Fixtures of one `rollyard up` for all bad input, and of backends that answer badly."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ END = 2
 
 
 class BadBackend(BaseHTTPRequestHandler):
-    """vLLM's calls under several base URLs: each samples well once, so that it counts as ready, and
-    then in its own bad way."""
+    """vLLM's calls under several base URLs.
+
+    Each samples well once, so that it counts as ready, and then in its own bad way.
+    """
 
     protocol_version = "HTTP/1.1"
     released = threading.Event()
-    """Set at the end of the tests: lets hanging answers go."""
+    """The event is set at the end of the tests, and lets hanging answers go."""
     asked: ClassVar[Counter[str]] = Counter()
-    """Requests to sample, by base URL."""
+    """The number of requests to sample, by base URL."""
 
     def do_GET(self) -> None:
         model = "another" if self.path.startswith("/foreign/") else "policy"
@@ -75,7 +77,7 @@ class BadBackend(BaseHTTPRequestHandler):
             self._sample(body)
 
     def _sample(self, body: dict[str, Any], **wrong: Any) -> None:
-        """One token, which ends the turn."""
+        """Return one token, which ends the turn."""
         prompt = len(body["token_ids"])
         logprobs = {"content": [{"token_id": wrong.get("token_ids", [END])[0], "logprob": -0.5}]}
         choice = {"token_ids": [END], "finish_reason": "stop", "logprobs": logprobs, **wrong}
@@ -94,7 +96,7 @@ class BadBackend(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Print nothing."""
 
 
 class Backends(ThreadingHTTPServer):
@@ -104,7 +106,7 @@ class Backends(ThreadingHTTPServer):
 
 @pytest.fixture(scope="module")
 def backends() -> Iterator[str]:
-    """Base URL; `/sound`, `/error`, `/hang` and so on below it are a backend each."""
+    """Yield the base URL; `/sound`, `/error`, `/hang` and so on below it are a backend each."""
     BadBackend.released.clear()
     BadBackend.asked.clear()
     with Backends(("127.0.0.1", 0), BadBackend) as server:
@@ -118,7 +120,7 @@ def backends() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Said:
-    """What a command ended with and wrote."""
+    """What a command wrote, and its exit status."""
 
     status: int
     out: str
@@ -126,7 +128,7 @@ class Said:
 
 
 def rollyard(*arguments: str, home: Path | None = None, cwd: Path | None = None) -> Said:
-    """The command line in a process of its own, pointed at one home."""
+    """Run the command line in a process of its own with this home."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("ROLLYARD_")}
     if home is not None:
         env["ROLLYARD_HOME"] = str(home)
@@ -139,7 +141,7 @@ def rollyard(*arguments: str, home: Path | None = None, cwd: Path | None = None)
 
 
 def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Waits for a condition, for a bounded time."""
+    """Wait for a condition, for a bounded time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come in time"
@@ -162,13 +164,15 @@ class Desk:
         return rollyard(*arguments, home=self.yard.home, cwd=self.folder)
 
     def write(self, document: dict[str, Any]) -> str:
-        """A manifest file named after its job; gives the file's name."""
+        """Write a manifest file named after its job, and return the file's name."""
         name = f"{document['metadata']['name']}.yaml"
         (self.folder / name).write_text(yaml.safe_dump(document))
         return name
 
     def refused(self, document: dict[str, Any], reason: str, *told: str) -> None:
-        """Refused by the command line and by REST, with these words; and nothing of it is kept."""
+        """Check that command line and REST refuse the document with these words, and that nothing of it is
+        kept.
+        """
         name = document["metadata"]["name"]
         before = self.names()
         said = self.cli("submit", "-f", self.write(document), "--wait")
@@ -204,7 +208,7 @@ class Desk:
         return found
 
     def ended(self, name: str) -> dict[str, Any]:
-        """The job once it is over."""
+        """Return the job once it is over."""
         until(lambda: self.job(name)["status"].get("completionTime") is not None, 90)
         until(lambda: self.conditions(name).get("Finished") == ("True", self.conditions(name)["Finished"][1]))
         return self.job(name)
@@ -220,7 +224,7 @@ class Desk:
         return [json.loads(line) for line in answer.text.splitlines()]
 
     def sandboxes(self, name: str) -> list[str]:
-        """Sandboxes on this machine that a rollout of the job has claimed."""
+        """Return the sandboxes on this machine that a rollout of the job has claimed."""
         return [
             text
             for file in (self.yard.home / "run" / "sandboxes").glob("*/sandbox.json")
@@ -228,7 +232,7 @@ class Desk:
         ]
 
     def cleared(self, name: str) -> None:
-        """No sandbox and no worker of the job stays."""
+        """Wait until no sandbox and no worker of the job is left."""
         until(lambda: self.sandboxes(name) == [], 30)
         until(lambda: not list((self.yard.home / "pids").glob(f"{name}*.json")), 60)
 
@@ -237,12 +241,12 @@ def _read(file: Path) -> str:
     try:
         return file.read_text()
     except FileNotFoundError:
-        return ""  # removed just now
+        return ""  # The folder was removed just now.
 
 
 @pytest.fixture(scope="module")
 def desk(bubblewrap_works: None, backends: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    folder = tmp_path_factory.mktemp("b")  # a socket's path must be short
+    folder = tmp_path_factory.mktemp("b")  # The path of a socket must be short.
     yard = Yard(folder, "--backend", f"{backends}/sound", "--tokenizer", str(MODEL))
     try:
         yard.start()
@@ -256,5 +260,5 @@ def desk(bubblewrap_works: None, backends: str, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def cli() -> Callable[..., Said]:
-    """The command line without a running Rollyard."""
+    """Return the command line without a running Rollyard."""
     return rollyard

@@ -1,7 +1,7 @@
 """Bad input, end to end: the real command line and REST, control plane, workers and bubblewrap.
 
-Every test asks for the message (which field, and what would be right), for the exit status or
-HTTP status and reason, and that nothing half-done stays: no job, no sandbox, no process.
+Every test asks for the message (which field, and what would be right), for the exit status or HTTP status and
+reason, and that nothing half-done stays: no job, no sandbox and no process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SMALL = {"resources": {"memory": "192Mi", "disk": "16Mi", "processes": 64}, "war
 
 
 def manifest(name: str, **spec: Any) -> dict[str, Any]:
-    """An oracle's job of one task, with these fields of the spec changed."""
+    """Return an oracle's job of one task, with these fields of the spec changed."""
     return {
         "apiVersion": "rollyard.dev/v1alpha1",
         "kind": "RolloutJob",
@@ -48,7 +48,7 @@ def manifest(name: str, **spec: Any) -> dict[str, Any]:
 
 
 def replaying(command: str) -> dict[str, Any]:
-    """A task source whose oracle runs one command."""
+    """Return a task source whose oracle runs one command."""
     return {"inline": [{**TASK, "solution": [{"name": "bash", "arguments": {"command": command}}]}]}
 
 
@@ -63,7 +63,7 @@ def external(name: str, url: str, tokenizer: Path) -> dict[str, Any]:
 
 
 def endless() -> dict[str, Any]:
-    """A job of two rollouts that do not end by themselves."""
+    """Return a job of two rollouts that do not end by themselves."""
     return manifest(
         "endless",
         tasks=replaying("sleep 4000"),
@@ -73,7 +73,7 @@ def endless() -> dict[str, Any]:
     )
 
 
-# What runs until it ends: started together, so that the tests wait for them side by side.
+# These jobs run until they end. They are started together, so the tests wait for them side by side.
 
 BACKENDS = ("error", "hang", "lengths", "garbage", "closes", "busy", "overflow")
 TOKENIZER = Path(__file__).resolve().parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
@@ -81,13 +81,13 @@ TOKENIZER = Path(__file__).resolve().parents[2] / "engine/src/rollyard_engine/mo
 
 @pytest.fixture(scope="module")
 def started(desk: Any) -> Any:
-    """The desk with every job submitted that gets as far as a worker."""
+    """Return the desk with every job submitted that gets as far as a worker."""
     with desk.yard.http() as http:
         for kind in BACKENDS:
             pool = external(f"pool-{kind}", f"{desk.backends}/{kind}", TOKENIZER)
             assert http.post("/v1/backendpools", json=pool).status_code == 201
     for kind in BACKENDS:
-        # Those that answer wrongly are asked three times, with the pauses of an open circuit between.
+        # Backends that answer wrongly are asked three times, with the pauses of an open circuit between.
         seconds = 60 if kind in ("lengths", "garbage", "busy", "overflow") else 4
         stages = {"run": {"timeoutSeconds": seconds, "maxAttempts": 1}}
         desk.submit(
@@ -101,14 +101,14 @@ def started(desk: Any) -> Any:
         )
     desk.submit(manifest("image", sandbox={**SMALL, "image": "docker://python:3.12-slim"}))
     desk.submit(manifest("fills", tasks=replaying("dd if=/dev/zero of=big bs=1M count=64 && touch finished")))
-    # tail keeps all of what it reads, since there is no line end: more than the sandbox may have.
+    # tail keeps all that it reads, because there is no line end: that is more than the sandbox may have.
     hungry = "head -c 500M /dev/zero | tail > kept && touch finished"
     desk.submit(manifest("hungry", tasks=replaying(hungry)))
     desk.submit(endless())
     return desk
 
 
-# Refused before anything starts.
+# These are refused before anything starts.
 
 
 def test_unknown_field(desk: Any) -> None:
@@ -228,11 +228,11 @@ def test_two_jobs_of_one_name(desk: Any) -> None:
     desk.cleared("twin")
 
 
-# Accepted, and ends badly.
+# These are accepted, and end badly.
 
 
 def assert_infrastructure_failure(desk: Any, name: str, reason: str, told: str, count: int) -> None:
-    """Failed, each rollout with reward null, this reason and a message; nothing stays."""
+    """Check that each rollout failed with reward null, this reason and a message; nothing is left."""
     job = desk.ended(name)
     assert job["status"]["phase"] == "Failed"
     assert job["status"]["counts"] | {"failed": count, "total": count} == job["status"]["counts"]
@@ -303,7 +303,10 @@ def test_a_prompt_beyond_the_servers_context_is_truncated(started: Any) -> None:
 
 
 def test_a_server_of_another_model_gets_no_rollouts(desk: Any) -> None:
-    """It is refused by name; the pool and its job say so, and the job waits for a server of its model."""
+    """The server is refused by name.
+
+    The pool and its job say so, and the job waits for a server of its model.
+    """
     with desk.yard.http() as http:
         pool = external("pool-foreign", f"{desk.backends}/foreign", TOKENIZER)
         assert http.post("/v1/backendpools", json=pool).status_code == 201
@@ -347,9 +350,10 @@ def test_a_weight_folder_that_misses_a_shard(desk: Any, tmp_path: Path) -> None:
 
 
 def test_a_backend_that_is_none(desk: Any) -> None:
-    """`--backend` at something that speaks no vLLM: refused before anything starts."""
+    """A `--backend` that does not speak vLLM's protocol is refused before anything starts."""
     home = desk.folder / "none"
-    own = json.loads((desk.yard.home / "context.json").read_text())["url"]  # HTTP, and no model
+    # The address answers HTTP, and has no model.
+    own = json.loads((desk.yard.home / "context.json").read_text())["url"]
     said = desk.cli("up", "--home", str(home), "--backend", own)
     assert said.status == 1
     assert "GET /v1/models does not answer as a vLLM-compatible server does" in said.err
@@ -416,7 +420,7 @@ def _command(entry: Path) -> bytes:
         return b""
 
 
-# The control plane itself.
+# It is the control plane itself.
 
 
 @pytest.mark.parametrize(
@@ -451,7 +455,7 @@ def test_a_port_in_use(cli: Callable[..., Any], tmp_path: Path, backends: str) -
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB."""
+    """Yield a file system of 16 MiB."""
     folder = tmp_path / "tiny"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
@@ -466,7 +470,7 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_under_the_control_plane(tiny: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
-    """Submitting is refused with 507 and one line, reading goes on, and with room all is well again."""
+    """Submitting is refused with 507 and one line, reading still works, and with room everything does."""
     port_file = tmp_path / "port"
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tiny / "state"), "--port", "0"]
     with (tmp_path / "log").open("wb") as log:

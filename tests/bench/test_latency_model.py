@@ -70,7 +70,7 @@ async def _posted(model: LatencyModel, path: str, body: object) -> tuple[int, An
 async def test_what_only_looks_whether_the_server_works_is_answered_at_once() -> None:
     model = LatencyModel(latency=3600.0, turns=1)
     await _posted(model, "/hold", {})
-    # As a worker finds out what a backend can do: 5xx would open the backend's circuit.
+    # A worker finds out in this way what a backend can do. A 5xx would open the backend's circuit.
     assert (await _posted(model, "/v1/completions", {}))[0] == 400
     status, answer = await _posted(model, "/v1/completions", {"prompt": [1], "max_tokens": 1})
     assert (status, len(answer["choices"][0]["token_ids"])) == (200, 1)
@@ -85,5 +85,5 @@ def test_the_pace_is_counted_while_all_have_begun_and_none_has_ended() -> None:
     full.answered([3], 17.0, last=False)
     full.answered([1], 18.0, last=True)
     full.answered([2], 20.0, last=False)
-    # Two turns in 4 s, one in 4 s; the third rollout was answered once.
+    # Two turns came in 4 s, one in 4 s; the third rollout was answered once.
     assert full.figures() == {"rollouts": 2, "turns": 3, "rate": 0.75}

@@ -1,4 +1,4 @@
-"""The result file refuses what says too little; the README names exactly the registry's figures."""
+"""The result file refuses what says too little, and the README names exactly the registry's figures."""
 
 import json
 import re
@@ -142,11 +142,11 @@ def test_bounds_of_a_workload_that_can_be_counted_by_hand() -> None:
     work = Workload(rollouts=16, init=1.0, model_call=0.5, turns=4, eval=1.0, eval_slow=5.0, slow_every=8)
     slots = Slots(init=8, run=4, eval=8)
     assert work.eval_total == 2 * 5.0 + 14 * 1.0
-    # Run: fill 1, 16 * 2 / 4 = 8, drain 1. Init: 2 + 2 + 1. Eval: 1 + 2 + 24 / 8.
+    # The bound of Run has fill 1, 16 * 2 / 4 = 8, drain 1; Init has 2 + 2 + 1, and Eval 1 + 2 + 24 / 8.
     assert pipeline_bound(work, slots) == pytest.approx(10.0)
     assert coupled_bound(work, slots) == pytest.approx((16 * 3 + 24) / 4)
     assert predicted_speed_up(work, slots) == pytest.approx(1.8)
-    # Enough Run slots: evaluation is the narrowest.
+    # With enough Run slots, evaluation is the narrowest.
     assert pipeline_bound(work, Slots(init=16, run=16, eval=2)) == pytest.approx(1 + 2 + 12)
 
 

@@ -1,4 +1,4 @@
-"""What the Slurm benchmarks make of what they see, without a cluster."""
+"""What the Slurm benchmarks make of their observations, without a cluster."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that nothing listens on just now."""
+    """Return a port that nothing listens on just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

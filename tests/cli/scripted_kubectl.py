@@ -1,4 +1,4 @@
-"""A kubectl for tests: answers from a JSON file, and forwards ports for real, on this machine.
+"""A kubectl for tests, which answers from a JSON file, and forwards ports for real on this machine.
 
 `python scripted_kubectl.py STATE ARGUMENT…`. STATE: {"services": […], "secrets": {…}, "target": PORT,
 "forbidden": ["services --all-namespaces", "secrets", "portforward"], "unreachable": bool, "lives": seconds}.

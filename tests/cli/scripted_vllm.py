@@ -1,7 +1,7 @@
-"""A stand-in for vLLM's API server: same arguments, same calls, one subprocess as its engine core.
+"""A stand-in for vLLM's API server with the same arguments and calls, and one subprocess as its engine core.
 
-Run as `python scripted_vllm.py --model … --port … [--script FILE]`. The script, JSON, is read
-at the start: `fail` (last words, then exit 1), `no_logprobs`, `slow` (seconds before it listens).
+Run it as `python scripted_vllm.py --model … --port … [--script FILE]`. The script, JSON, is read at the
+start: `fail` (last words, then exit 1), `no_logprobs`, `slow` (seconds before it listens).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--label", default="default")
     asked = parser.parse_args()
     script = json.loads(Path(asked.script).read_text()) if asked.script else {}
-    # As vLLM's engine core: it ignores everything but SIGKILL, and does not notice its parent's end.
+    # Like vLLM's engine core, it ignores everything but SIGKILL, and does not notice its parent's end.
     core = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", core, "engine-core"])
     if script.get("fail"):
@@ -57,7 +57,7 @@ def main() -> None:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path != "/v1/completions" or not body:  # asked whether the call is here
+            if self.path != "/v1/completions" or not body:  # The request only asks whether the call exists.
                 self._answer(400 if self.path == "/v1/completions" else 404, {})
                 return
             if body["model"] != asked.served_model_name:
@@ -68,7 +68,7 @@ def main() -> None:
             self._answer(200, {"choices": [choice | {"prompt_token_ids": body["prompt"]}]})
 
         def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
+            """Print nothing."""
 
     ThreadingHTTPServer((asked.host, asked.port), Handler).serve_forever()
 

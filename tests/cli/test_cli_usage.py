@@ -1,4 +1,4 @@
-"""The command line: wrong use, bad input and a missing server each end with one helpful line."""
+"""Wrong use of the command line, bad input and a missing server each end with one helpful line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TASK: dict[str, Any] = {"id": "a", "prompt": "x", "test_script": "true", "soluti
 
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No server of this user is to be found."""
+    """Hide every server of this user."""
     monkeypatch.setenv("ROLLYARD_HOME", str(tmp_path / "nohome"))
     for name in ("ROLLYARD_URL", "ROLLYARD_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -58,7 +58,8 @@ def test_help_names_every_command_and_loads_none(capsys: pytest.CaptureFixture[s
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "worker"])  # the worker has its own
+# The worker has a test of its own.
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "worker"])
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     assert "Usage:" in capsys.readouterr().out
@@ -254,7 +255,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
 def test_doctor_without_a_cluster(
     context: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kubectl as it behaves without a context, and with one whose server is away."""
+    """kubectl behaves as it does without a context, and with one whose server is away."""
     kubectl = tmp_path / "kubectl"
     refused = "The connection to the server was refused - did you specify the right host or port?"
     answer = f"echo {context}" if context else "echo 'error: current-context is not set' >&2; exit 1"

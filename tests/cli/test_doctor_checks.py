@@ -1,4 +1,4 @@
-"""What `rollyard doctor` says of Slurm, shared storage and clocks, and of parts that are missing."""
+"""What `rollyard doctor` reports about Slurm, shared storage and clocks, and about parts that are missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Answers = dict[str, tuple[int, str]]
 
 
 def answering(answers: Answers) -> Callable[..., tuple[int, str]]:
-    """A runner that knows what some commands print."""
+    """Return a runner that knows what some commands print."""
 
     def runner(*command: str) -> tuple[int, str]:
         return answers.get(" ".join(command), (127, f"{command[0]}: not found"))
@@ -31,7 +31,7 @@ def answering(answers: Answers) -> Callable[..., tuple[int, str]]:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts programs of these names on an otherwise empty PATH."""
+    """Return a function that puts programs of these names on an otherwise empty PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))

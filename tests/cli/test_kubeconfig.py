@@ -1,4 +1,4 @@
-"""The command line through a kubeconfig: a control plane of this machine behind a scripted kubectl."""
+"""The command line with a kubeconfig: a control plane of this machine behind a scripted kubectl."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READY_SECONDS = 30
 
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
-    """Port and admin's token of a control plane."""
+    """Yield the port and the admin's token of a control plane."""
     folder = tmp_path_factory.mktemp("plane")
     port_file = folder / "port"
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
@@ -58,7 +58,7 @@ Scripted = Callable[..., None]
 
 @pytest.fixture
 def kubectl(plane: tuple[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    """Puts a kubectl with this state on PATH, and a kubeconfig; nothing else names a server."""
+    """Put a kubectl with this state on PATH, and a kubeconfig. Nothing else names a server."""
     port, token = plane
     for name in ("ROLLYARD_URL", "ROLLYARD_TOKEN", "ROLLYARD_HOME", "ROLLYARD_KUBERNETES"):
         monkeypatch.delenv(name, raising=False)
@@ -92,7 +92,7 @@ def error(capsys: pytest.CaptureFixture[str], *words: str, status: int = 1) -> s
 @pytest.mark.parametrize(
     "words",
     [
-        ("get", "--kubernetes", "rj"),  # the next word is no namespace
+        ("get", "--kubernetes", "rj"),  # The next word is not a namespace.
         ("get", "rj", "--kubernetes"),
         ("get", "--kubernetes=rollouts"),
         ("get", "--kubernetes=rollouts/rollyard", "rj"),
@@ -164,7 +164,7 @@ def test_without_the_right_to_all_namespaces_the_current_one_is_searched(
         ({"unreachable": True}, ["--kubernetes"], 1, "the cluster does not answer: Unable to connect"),
         ({"secrets": {}}, ["--kubernetes"], 1, 'secrets "tokens" not found; set ROLLYARD_TOKEN'),
         ({"secrets": {"tokens": {}}}, ["--kubernetes"], 1, "has no key 'admin'"),
-        # Nothing names a server: both ways that were tried are told.
+        # Nothing names a server, so the message names both ways that were tried.
         ({"services": []}, [], 1, "with `rollyard up`; in the cluster of your kubeconfig: no Rollyard"),
     ],
     ids=str,

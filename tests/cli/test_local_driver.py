@@ -1,4 +1,4 @@
-"""`rollyard up` for real: processes, sandboxes without isolation, kills, and nothing left behind.
+"""`rollyard up` with real processes: sandboxes without isolation, kills, and nothing left behind.
 
 The backend is an external server that only answers health checks: the job's agent is `oracle`.
 """
@@ -27,7 +27,7 @@ MARK = "ROLLYARD_DRIVER_TEST"
 
 
 class BackendHealth(BaseHTTPRequestHandler):
-    """Just enough of a vLLM server to be found healthy."""
+    """A server that behaves like vLLM just enough to be found healthy."""
 
     def do_GET(self) -> None:
         found = {"object": "list", "data": [{"id": "policy", "object": "model"}]}
@@ -39,7 +39,7 @@ class BackendHealth(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Print nothing."""
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def marked(mark: str) -> list[str]:
-    """Processes that inherited this mark, but for the one that asks."""
+    """Return the processes that inherited this mark, without the one that asks."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -221,7 +221,7 @@ def test_whatever_is_killed_comes_back(up: Up, job: Path, server: str, tmp_path:
     until(lambda: not is_alive(plane) and not is_alive(worker))
     assert main(["watch", "oracle", *home]) == 0, up.log.read_text()
 
-    # The supervisor itself: its children die with it, and the next one carries on.
+    # The supervisor itself is killed: its children die with it, and the next one continues.
     up.process.kill()
     up.process.wait()
     again = Up(tmp_path, server)

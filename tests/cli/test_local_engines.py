@@ -1,4 +1,4 @@
-"""Backends of the local driver with a scripted server in vLLM's place: every step of their life, fast."""
+"""Backends of the local driver with a scripted server in vLLM's place, through every step of their life."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ async def test_two_servers_with_their_own_port_environment_and_gpus(
         {"CUDA_VISIBLE_DEVICES": "4", "BIND": "core 0", "dev": "1"},
         {"CUDA_VISIBLE_DEVICES": "GPU-abc", "BIND": "core 1", "dev": "1"},
     ]
-    # Two more want one each, and one is free: the pool says so, and the others go on.
+    # Two more need one each, and one is free: the pool says so, and the others continue.
     driver.pool.spec.replicas = 4
     await driver.until(lambda: len(driver.ready()) == 3)
     assert "wants 1 GPU for backend 3, 0 are free" in driver.condition("Degraded").message
     assert driver.condition("Ready").status == "True"
     assert not list(driver.home.pids.glob("*backend-3.json"))
-    # Once one of them goes, its GPU is somebody else's.
+    # Once one of them goes, another process takes its GPU.
     other = make(resources={"gpu": 1})
     other.pool.metadata.name, other.pool.metadata.uid = "q", "v"
     await other.until(lambda: "0 are free" in other.condition("Ready").message)

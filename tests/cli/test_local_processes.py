@@ -1,4 +1,4 @@
-"""Children of the local driver: they end within bounds, die with their parent, and are swept."""
+"""Children of the local driver end within bounds, die with their parent, and are swept."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`rollyard up --engine vllm` with real vLLM servers: one pool, and what happens to it.
 
-One start for the whole module, because vLLM takes from half a minute to two; the tests
-follow each other in the file's order, each from the state that it finds.
+There is one start for the whole module, because vLLM takes from half a minute to two. The tests follow each
+other in the file's order, each from the state that it finds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENGINE = {
 
 
 def vllm_python() -> str:
-    """The Python that `scripts/vllm-env` has made; empty if it was not run (it takes minutes)."""
+    """Return the Python that `scripts/vllm-env` has made, or an empty string if it was not run."""
     given = os.environ.get("VLLM_PYTHON")
     if given:
         return given
@@ -102,7 +102,7 @@ class Up:
         return next((one for one in self.pool(pool).status.conditions if one.type == kind), None)
 
     def leaders(self) -> dict[int, int]:
-        """Session of each backend's processes, by its index."""
+        """Return the session of each backend's processes, by its index."""
         found = {}
         for path in self.home.pids.glob("default-*-backend-*.json"):
             document = read_json(path)
@@ -191,7 +191,7 @@ def test_scale_to_one_drains_and_ends_the_other(up: Up, capsys: pytest.CaptureFi
     up.until(lambda: len(up.pool().status.backends) == 1, 90.0)
     up.until(lambda: members(leaders[1]) == [], 30.0)
     up.until(lambda: len(up.ready()) == 1, 60.0)
-    # Its record goes once it was reaped, which comes after its processes are gone.
+    # Its record goes once it was reaped, which comes after the end of its processes.
     up.until(lambda: up.leaders() == {0: leaders[0]}, 30.0)
 
 

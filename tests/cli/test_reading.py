@@ -1,4 +1,4 @@
-"""Reading trajectories, progress and summaries."""
+"""Trajectories, progress and summaries are read and printed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollyard_crds.trajectory import Trajectory
 
 
 def record(sample: int = 0, reward: float | None = 1.0, **changes: Any) -> Trajectory:
-    """Two turns: ids 10-12 sampled, 20-21 the tool's answer, 13-14 sampled."""
+    """Return two turns: ids 10-12 are sampled, 20-21 the tool's answer, 13-14 sampled."""
     document: dict[str, Any] = {
         "id": f"job-aa-0-{sample}",
         "job": "job",
@@ -267,7 +267,7 @@ ONE, TWO = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
 
 @pytest.fixture
 def half_updated() -> BackendPool:
-    """Two backends, one of them behind, whose metrics cannot be read."""
+    """Return two backends, one of them behind, whose metrics cannot be read."""
     numbers = {"runningRequests": 5, "waitingRequests": 3, "prefixCacheHitRate": 0.7125}
     numbers |= {"tokensPerSecond": 81.6}
     status = {
@@ -282,14 +282,14 @@ def half_updated() -> BackendPool:
 
 
 def printed(render: Callable[[Console], None], width: int = 0) -> str:
-    """What a pipe gets, or a terminal of a width."""
+    """Return what a pipe gets, or a terminal of a width."""
     out = io.StringIO()
     render(Console(file=out, highlight=False, force_terminal=bool(width), width=width or 80))
     return out.getvalue()
 
 
 def cells(text: str) -> list[list[str]]:
-    """Of a table in a pipe: columns are three spaces apart."""
+    """Return the cells of a table in a pipe, whose columns are three spaces apart."""
     return [re.split(r" {2,}", line) for line in text.splitlines()]
 
 
@@ -311,7 +311,7 @@ def test_each_backends_state_is_shown(half_updated: BackendPool) -> None:
     place = described.index(heads)
     assert described[place + 1 : place + 3] == [known, unknown]
     assert [f"{TWO}: it is behind"] in described
-    # On a narrow terminal nothing is cut: a few lines for each backend.
+    # On a narrow terminal nothing is cut: each backend takes a few lines.
     narrow = printed(lambda out: describe_pool(out, half_updated), width=60)
     assert "waiting 3" in narrow
     assert "hit rate 71.2%" in narrow

@@ -16,10 +16,10 @@ from rollyard_crds.rolloutjob import MAX_INLINE_TASKS
 
 
 class Elsewhere:
-    """A control plane on another machine: it reads no file of this one. What it took, by name.
+    """A control plane on another machine, which reads no file of this one, and keeps by name what it took.
 
     Args:
-        uploads: whether it is new enough to take uploads.
+        `uploads` says whether it is new enough to take uploads.
     """
 
     def __init__(self, uploads: bool = False) -> None:

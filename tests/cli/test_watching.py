@@ -20,7 +20,7 @@ def job(uid: str) -> RolloutJob:
 
 
 class Seen:
-    """Gives the states of a job in turn."""
+    """A client that returns the states of a job in turn."""
 
     def __init__(self, *states: RolloutJob | Exception) -> None:
         self._states = list(states)

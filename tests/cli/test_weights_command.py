@@ -1,4 +1,4 @@
-"""`rollyard weights` and the client's methods behind it: a real control plane and a real engine."""
+"""`rollyard weights` and the client's methods behind it, on a real control plane and a real engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def started(folder: Path, name: str, *arguments: str) -> tuple[subprocess.Popen[
 
 @pytest.fixture(scope="module")
 def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str]]:
-    """URL and token of a control plane, and URL of the one engine of its pool `p`."""
+    """Yield URL and token of a control plane, and the URL of the one engine of its pool `p`."""
     folder = tmp_path_factory.mktemp("yard")
     engine, address = started(
         folder, "engine", "rollyard_engine", "--model", str(MODEL), "--served-model-name", "tiny"
@@ -91,7 +91,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def reference(address: str) -> dict[str, Any]:
-    """What the engine says of IDS now."""
+    """Return what the engine says of IDS now."""
     body = {"prompt": IDS, "max_tokens": 1, "prompt_logprobs": 0}
     choice = httpx.post(f"{address}/v1/completions", json=body, timeout=30).json()["choices"][0]
     pairs = zip(IDS[1:], choice["prompt_logprobs"][1:], strict=True)
@@ -131,7 +131,7 @@ def test_command(
 def test_what_the_servers_own_metrics_say_is_shown(
     yard: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Over REST, and in each place of the command line that shows pools or backends."""
+    """The metrics are shown over REST, and in each place of the command line that shows pools or backends."""
     url, token, address = yard
     with Client(url, token) as client:
 
@@ -140,8 +140,8 @@ def test_what_the_servers_own_metrics_say_is_shown(
             return one
 
         end = time.monotonic() + START_SECONDS
-        # Again and again: what was asked before its metrics were first read is not counted, and the cache may
-        # not hold the first prompt that is.
+        # It is asked repeatedly, because requests before its metrics were first read are not counted, and the
+        # cache may not hold the first counted prompt.
         while not backend().prefix_cache_hit_rate:
             assert time.monotonic() < end
             reference(address)
@@ -161,7 +161,7 @@ def test_what_the_servers_own_metrics_say_is_shown(
         )
         told = dict(zip(re.split(r" {2,}", heads), re.split(r" {2,}", row), strict=False))
         assert told["WAITING"] == "0", out
-        # It may have been read once more meanwhile.
+        # It may have been read once more in between.
         assert 0 < float(told["HIT RATE"].removesuffix("%")) <= 100, out
 
 
@@ -209,7 +209,7 @@ def test_client(yard: tuple[str, str, str], checkpoint: Path) -> None:
         with pytest.raises(Conflict, match="s1"):
             client.update_weights("p", "s1", pushed=True)
         assert client.pause_pool("p", "wait").status.paused
-        # The trainer's own push, on servers that it has paused.
+        # This is the trainer's own push, on servers that it has paused.
         pushed = client.update_weights("p", "s2", pushed=True, reference=right)
         assert client.wait_weights("p", pushed.id, timeout=60).verified
         assert not client.pool("p").status.paused

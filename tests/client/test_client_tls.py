@@ -1,4 +1,4 @@
-"""Whom the client trusts."""
+"""Which certificates the client trusts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client against a real control plane process, and against servers that misbehave."""
+"""The client with a real control plane process, and with servers that misbehave."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def work(server: Server, job: str) -> None:
 
 
 async def finish(server: Server, job: str) -> None:
-    """What a driver reports at the end."""
+    """Report what a driver reports at the end."""
     async with DriverClient(server.url, server.tokens["driver"]) as driver:
         (found,) = [one for one in await driver.jobs() if one.metadata.name == job]
         assert found.metadata.annotations["rollyard.dev/closed"] == "true"
@@ -294,7 +294,7 @@ def test_no_server() -> None:
 
 
 class Flaky:
-    """Breaks the first calls, then answers."""
+    """A transport that breaks the first calls, and then answers."""
 
     def __init__(self, failures: list[Exception | httpx.Response]) -> None:
         self.failures = failures
@@ -385,7 +385,7 @@ def test_a_reason_is_sent_only_where_there_is_one() -> None:
 
 
 def uploaded(number: int, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """A task file larger than a piece of an upload, and the manifest of a job that is to use it."""
+    """Return a task file larger than a piece of an upload, and the manifest of a job that is to use it."""
     path = folder / f"tasks-{number}.jsonl"
     lines = [json.dumps({"id": f"{number}/{i}", "prompt": "p" * 2000}) for i in range(700)]
     path.write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""Pauses between tries: they grow, stay within their bound, and respect what the other side asks for."""
+"""Pauses between tries grow, stay within their bound, and respect what the other side asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CRD YAML: up to date, structural, and of one mind with the models."""
+"""The CRD YAML is up to date and structural, and agrees with the models."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_committed_yaml_is_what_the_models_say() -> None:
 
 @pytest.mark.parametrize("kind", sorted(CRDS))
 def test_structural(kind: str) -> None:
-    """The rules that the API server checks when a CRD is created."""
+    """The schema keeps the rules that the API server checks when a CRD is created."""
     refused = {"$ref", "$defs", "anyOf", "allOf", "oneOf", "not", "const", "title", "patternProperties"}
     for path, node in walk(open_api(kind)):
         assert not refused & node.keys(), path
@@ -153,7 +153,7 @@ def test_bad_specs_are_refused_with_the_field(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", sorted(CRDS))
 def test_every_bound_is_the_models_too(kind: str) -> None:
-    """What the schema's bounds refuse the models do, for the same field."""
+    """The models refuse what the schema's bounds refuse, for the same field."""
     alike = 0
     for field, bound, wrong in beyond(kind):
         with pytest.raises(ManifestError) as refused:

@@ -1,4 +1,4 @@
-"""Names of environment variables: programs and shells get them as they are, so that they are checked."""
+"""Names of environment variables are checked, because programs and shells get them as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private folders: what another user of the machine has prepared is noticed, and nothing of it is used."""
+"""Private folders: what another user of the machine has prepared is noticed, and not used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make an
 
 @pytest.fixture
 def public(tmp_path: Path) -> Path:
-    """A folder like /tmp."""
+    """Return a folder like /tmp."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     folder.chmod(0o1777)

@@ -1,4 +1,4 @@
-"""YAML from outside: no aliases, and bounds that hold before anything is built."""
+"""YAML from outside may have no aliases, and its bounds hold before anything is built."""
 
 from __future__ import annotations
 

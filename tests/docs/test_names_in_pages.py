@@ -1,4 +1,4 @@
-"""What pages name in backticks is there: files and folders of the repository, and modules of its packages."""
+"""What pages name in backticks exists: files and folders of the repository, and modules of its packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES = subprocess.run(
     ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
     cwd=ROOT, capture_output=True, text=True, check=True,
 ).stdout.splitlines()  # fmt: skip
-# What the changelog names was there when the line was written.
+# What the changelog names existed when the line was written.
 PAGES = [
     name for name in FILES if name.endswith(".md") and name != "CHANGELOG.md" and (ROOT / name).is_file()
 ]
@@ -27,22 +27,22 @@ MODULE = re.compile(r"rollyard_\w+(\.\w+)+")
 
 
 def code(text: str) -> list[str]:
-    """What stands between single backticks, outside of fenced blocks."""
+    """Return what stands between single backticks, outside of fenced blocks."""
     return CODE.findall(FENCE.sub("", text))
 
 
 def is_path(word: str) -> bool:
-    """Whether a word looks like a path from the repository's root: one of its folders and a slash."""
+    """Return whether a word looks like a path from the repository's root: one of its folders and a slash."""
     return PATH.fullmatch(word) is not None and "/" in word and word.partition("/")[0] in FOLDERS
 
 
 def is_there(path: str) -> bool:
-    """Whether a path or a pattern names something below the root, or below tests (as in SECURITY.md)."""
+    """Return whether a path or pattern names something below the root, or below tests (as in SECURITY.md)."""
     return any(True for folder in (ROOT, ROOT / "tests") for _ in folder.glob(path.rstrip("/")))
 
 
 def is_defined(name: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one."""
+    """Return whether a dotted name is a module, or an attribute of one."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:

@@ -22,7 +22,7 @@ PAGES = [
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 WORDS = re.compile(r"\b(anew|goes\s+on|went\s+on|told|by\s+then)\b", re.IGNORECASE)
-"""Words that hide who does what; `tests/house` refuses them in the code."""
+"""Words that hide who does what. `tests/house` refuses them in the code."""
 QUOTE = re.compile(r"<!-- from: (\S+) -->\n```\w*\n(.*?)```", re.DOTALL)
 
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the HTML pages; a warning of Sphinx's is an error."""
+    """Return the folder of the HTML pages. A warning of Sphinx is an error."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html",
@@ -33,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def documented(site: Path) -> set[str]:
-    """The Python names that the reference describes."""
+    """Return the Python names that the reference describes."""
     inventory = inventories.InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
     return {name for kind, names in inventory.data.items() if kind.startswith("py:") for name in names}
 

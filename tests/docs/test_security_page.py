@@ -15,14 +15,14 @@ NAMED = re.compile(r"([\w/]+\.py)::(\w+)(?:\[([^\]]+)\])?")
 
 
 def rows() -> list[list[str]]:
-    """The cells of each row below 'What stops what'."""
+    """Return the cells of each row below 'What stops what'."""
     _, _, text = PAGE.read_text().partition("## What stops what")
     lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| surface")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def named() -> set[tuple[str, str, str]]:
-    """File, test and attack (or an empty string) of everything that the page names."""
+    """Return file, test and attack (or an empty string) of everything that the page names."""
     return {(file, test, attack) for row in rows() for file, test, attack in NAMED.findall(row[-1])}
 
 
@@ -33,7 +33,7 @@ def functions_of(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def tables_of(path: Path) -> Iterator[Path]:
-    """The file itself, and the module of `rollyard_testing` that it takes its table of attacks from."""
+    """Yield the file itself, and the module of `rollyard_testing` that holds its table of attacks."""
     yield path
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom) and "ATTACKS" in [each.name for each in node.names]:
@@ -42,7 +42,7 @@ def tables_of(path: Path) -> Iterator[Path]:
 
 
 def attacks_of(path: Path) -> list[str]:
-    """Names of the attacks that a file's tables hold; a rollout that deserves a reward is none."""
+    """Return the names of the attacks in a file's tables. A rollout that deserves a reward is not one."""
     return [
         keyword.value.value
         for table in tables_of(path)
@@ -87,7 +87,7 @@ def test_each_attack_is_named(path: Path) -> None:
 
 
 def _over_a_table(test: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a test takes one attack of a table."""
+    """Return whether a test takes one attack of a table."""
     return any(argument.arg == "attack" for argument in test.args.args)
 
 

@@ -1,4 +1,4 @@
-"""One pass over a job or a pool: which steps it takes, in which order, and what is reported."""
+"""One pass over a job or a pool: which steps it takes, in which order, and what it reports."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def a_pool(**engine: object) -> BackendPool:
 
 
 class Actions:
-    """Writes down what is asked of it, for a job or a pool; `failing` raises."""
+    """Actions that record what is asked of them, for a job or a pool; `failing` raises."""
 
     def __init__(self, failing: str = "") -> None:
         self.steps: list[str] = []
@@ -117,7 +117,7 @@ async def test_a_jobs_plan_is_noted_carried_out_and_reported() -> None:
 
 
 async def test_a_plan_is_noted_before_anything_else_may_run() -> None:
-    """Two jobs must not be admitted by the same free place."""
+    """One free place must not admit two jobs."""
     actions = Actions()
     first = asyncio.ensure_future(job_pass(a_job(), SEEN, actions, NOW, PROFILE))
     seen: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""Real servers on the shipped policy, and a second set of weights made from it."""
+"""Fixtures of real servers on the shipped policy, and of a second set of weights made from it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Server:
         return httpx.get(self.url + path, timeout=30)
 
     def complete(self, prompt: list[int] | str, **fields: Any) -> dict[str, Any]:
-        """One completion with ids and log-probabilities; its only choice, with ``usage`` added."""
+        """Return one completion with ids and log-probabilities: its only choice, with ``usage`` added."""
         body = {"prompt": prompt, "logprobs": 0, "return_token_ids": True, "ignore_eos": True, **fields}
         answer = self.post("/v1/completions", body)
         assert answer.status_code == 200, answer.text
@@ -71,13 +71,13 @@ StartServer = Callable[..., Server]
 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
-    """The policy that the package ships."""
+    """Return the folder of the policy that the package ships."""
     return Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
 
 
 @pytest.fixture(scope="session")
 def other_weights(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same network with every stored number changed by some per cent."""
+    """Return the same network with every stored number changed by some per cent."""
     folder = tmp_path_factory.mktemp("weights") / "other"
     shutil.copytree(model_dir, folder)
     data = folder / "model.onnx.data"
@@ -89,7 +89,7 @@ def other_weights(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def start_server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    """Starts engine processes and ends those that still run."""
+    """Yield a function that starts engine processes. Those that still run are ended."""
     servers: list[Server] = []
 
     def start(model: Path, *arguments: str) -> Server:
@@ -118,13 +118,13 @@ def start_server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="session")
 def server(start_server_process: StartServer, model_dir: Path) -> Server:
-    """A server that the tests share; none of them may leave it paused or with other weights."""
+    """Return a server that the tests share. None of them may leave it paused or with other weights."""
     return start_server_process(model_dir, "--max-num-seqs", "16")
 
 
 @pytest.fixture
 def own_server(start_server_process: StartServer, model_dir: Path) -> Iterator[Server]:
-    """A server of the test's own, with few slots."""
+    """Yield a server of the test's own, with few slots."""
     started = start_server_process(
         model_dir, "--max-num-seqs", "2", "--max-waiting", "2", "--policy-version", "v1"
     )
@@ -134,6 +134,6 @@ def own_server(start_server_process: StartServer, model_dir: Path) -> Iterator[S
 
 @pytest.fixture
 def free_port() -> Iterator[int]:
-    """A port that something else listens on."""
+    """Yield a port that something else listens on."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         yield taken.getsockname()[1]

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-# Without max_tokens a request goes on until the context is full: long enough to act on it meanwhile.
+# Without max_tokens a request continues until the context is full, which is long enough to act on it.
 LONG = {"ignore_eos": True, "logprobs": 0, "seed": 1}
 
 
 def generate_body(first: int, **sampling: Any) -> dict[str, Any]:
-    """A request of three prompt tokens; the first one tells requests apart."""
+    """Return a request of three prompt tokens. The first one tells requests apart."""
     return {"token_ids": [first, 5, 6], "sampling_params": {**LONG, **sampling}}
 
 
@@ -176,7 +176,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back(own_server: Any) ->
         await client.post("/pause?mode=keep")
         held = [
             asyncio.create_task(client.post("/inference/v1/generate", json=generate_body(3 + index)))
-            for index in range(4)  # two slots and two places in the queue
+            for index in range(4)  # These are two slots and two places in the queue.
         ]
         await eventually(lambda: _equals(metric(client, "vllm:num_requests_waiting"), 4))
         refused = await client.post("/inference/v1/generate", json=generate_body(9))

@@ -1,4 +1,4 @@
-"""What the server says it sampled, against forward passes made here."""
+"""What the server says it sampled is compared with forward passes made here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = [int(x) for x in np.random.default_rng(1).integers(3, 300, 150)]
 
 
 def all_logits(model_dir: Path, token_ids: list[int]) -> NDArray[np.float64]:
-    """One plain forward pass over all ids (shape ``[length, vocabulary]``) by onnxruntime alone."""
+    """Return one plain forward pass over all ids (shape ``[length, vocabulary]``) by onnxruntime alone."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     session = ort.InferenceSession(model_dir / "model.onnx", options, providers=["CPUExecutionProvider"])
@@ -39,7 +39,7 @@ def all_logits(model_dir: Path, token_ids: list[int]) -> NDArray[np.float64]:
 def reference(
     model_dir: Path, prompt: list[int], sampled: list[int], temperature: float, top_k: int = 0
 ) -> list[float]:
-    """The log-probabilities of ``sampled`` after ``prompt``."""
+    """Return the log-probabilities of ``sampled`` after ``prompt``."""
     logits = all_logits(model_dir, [*prompt, *sampled])[len(prompt) - 1 : -1] / temperature
     if top_k:
         kth = np.sort(logits, axis=-1)[:, -top_k]
@@ -68,7 +68,7 @@ def test_greedy_takes_the_likeliest_token_and_reports_its_plain_logprob(server: 
 
 
 def prompt_scores(answer: dict[str, Any]) -> tuple[list[int], list[dict[str, Any]]]:
-    """The ids and entries of ``prompt_logprobs``; each object starts with the prompt's own token."""
+    """Return the ids and entries of ``prompt_logprobs``. Each object starts with the prompt's own token."""
     first, *others = answer["prompt_logprobs"]
     assert first is None
     pairs = [next(iter(entry.items())) for entry in others]
@@ -79,7 +79,8 @@ def prompt_scores(answer: dict[str, Any]) -> tuple[list[int], list[dict[str, Any
 def test_prompt_logprobs_are_the_raw_ones_of_an_independent_forward_pass(
     server: Any, model_dir: Path, path: str
 ) -> None:
-    server.complete(PROMPT, max_tokens=3, seed=1)  # leaves a kept cache of this prompt, which must not serve
+    # It leaves a kept cache of this prompt, which must not serve.
+    server.complete(PROMPT, max_tokens=3, seed=1)
     sampling = {"max_tokens": 2, "temperature": 0.5, "top_k": 3, "prompt_logprobs": 2, "seed": 1}
     if path == "/v1/completions":
         body = {"prompt": PROMPT, **sampling}
@@ -153,7 +154,7 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(server: Any) ->
             "sampling_params": {
                 "max_tokens": 30,
                 "seed": seed,
-                # Hot enough that the sharp policy does not say the same twice.
+                # This is hot enough that the sharp policy does not sample the same twice.
                 "temperature": 2.0,
                 "logprobs": 0,
                 "ignore_eos": True,

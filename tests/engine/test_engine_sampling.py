@@ -15,7 +15,7 @@ LOGITS = np.random.default_rng(7).normal(0, 3, SIZE).astype(np.float32)
 
 
 def processed(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
-    """The distribution by definition: a sort and loops, nothing shared with the code under test."""
+    """Return the distribution by definition: a sort and loops that share nothing with the code under test."""
     scores = [float(x) / params.temperature for x in logits]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     kept = order[: params.top_k] if params.top_k else order
@@ -56,7 +56,7 @@ def test_frequencies_and_logprobs_follow_the_processed_distribution(params: Samp
         assert logprobs.setdefault(token.token_id, token.logprob) == token.logprob
     for index, logprob in logprobs.items():
         assert np.exp(logprob) == pytest.approx(expected[index], rel=1e-9)
-    # Five standard deviations of a binomial count, for each of the tokens.
+    # The bound is five standard deviations of a binomial count, for each of the tokens.
     bound = 5 * np.sqrt(draws * expected * (1 - expected)) + 1e-9
     assert (np.abs(counts - draws * expected) <= bound).all()
 

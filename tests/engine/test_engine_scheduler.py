@@ -20,7 +20,7 @@ EOS = 2
 
 
 class FakeCache:
-    """Remembers its ids; the greedy next token is a hash of them all and of the model's salt."""
+    """A cache that remembers its ids. The greedy next token is a hash of them all and of the model's salt."""
 
     def __init__(self, model: FakeModel, capacity: int) -> None:
         self.model, self.capacity, self.ids = model, capacity, np.empty(0, dtype=np.int32)
@@ -127,7 +127,7 @@ def test_a_prompt_is_scored_by_one_set_of_weights_and_not_from_a_kept_cache() ->
     scheduler.swap_model(new)
     run_until(scheduler, lambda: len(scored.output) == 1)
     swapped_later = list(scored.prompt_scores)
-    scheduler.swap_model(old)  # the prompt has its scores: these stay, and it is computed in pieces again
+    scheduler.swap_model(old)  # The prompt has its scores, which stay, and it is computed in pieces again.
     run_until_idle(scheduler)
     assert old.appended[-2:] == [31, 1]
     assert scored.prompt_scores == swapped_later
@@ -235,7 +235,7 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
     second = make_sequence(turn)
     scheduler.add(second)
     run_until(scheduler, lambda: second.finished)
-    assert second.cached_tokens == 104  # the last sampled token was never run through the model
+    assert second.cached_tokens == 104  # The last sampled token was never run through the model.
     assert model.appended == [4, 1, 1, 1, 1]
     assert ids(second) == expected(model, turn, 5)
     assert (scheduler.stats.prefix_queries, scheduler.stats.prefix_hits) == (100 + 108, 104)
@@ -333,7 +333,7 @@ def test_a_failure_of_the_runtime_fails_that_request_only() -> None:
 
 
 class TestPrefixCache:
-    """Which kept cache a prompt gets."""
+    """The choice of a kept cache for a prompt."""
 
     @staticmethod
     def kept(tokens: list[int], capacity: int = 512) -> tuple[NDArray[np.int32], FakeCache]:

@@ -16,7 +16,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "bash", "arguments":
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tokenizer of single bytes, so that one character may take several tokens."""
+    """Return a tokenizer of single bytes, with which one character may take several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

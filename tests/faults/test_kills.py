@@ -1,4 +1,4 @@
-"""kill -9 of every part, in the middle of the quickstart, at seeded random times, five runs each.
+"""kill -9 of every part, in the middle of the quickstart, at seeded random times, with five runs each.
 
 The run must still end with every rollout accounted for exactly once and nothing left behind,
 judged by a ledger and by listings from outside the product.
@@ -24,9 +24,9 @@ SAMPLES = 4
 SEEDS = range(5)
 KILLS = {"control-plane": 2, "worker": 2, "backend": 2, "sandbox": 4}
 LATEST = 16
-"""The last kill comes when this many rollouts, of 48, have ended, and those that end meanwhile."""
+"""The last kill comes when this many rollouts, of 48, have ended, and those that end in between."""
 FURTHER = 0.5
-"""Seconds, at most, between that and the kill."""
+"""The longest time between that and the kill, in seconds."""
 END = 150.0  # seconds for a killed run to end; an undisturbed one takes about ten
 
 pytestmark = [
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def unfinished(self) -> int:
-        """Rollouts whose end was not yet seen."""
+        """Return the number of rollouts whose end was not yet seen."""
         return len(self.expected) - len(self.ledger.seen)
 
     def submit(self) -> None:
@@ -63,13 +63,13 @@ class Run:
             http.post("/v1/rolloutjobs", json=self.job).raise_for_status()
 
     def reach(self, ended: int, further: float) -> None:
-        """Waits until so many rollouts have ended, or all, and so many seconds more."""
+        """Wait until so many rollouts have ended, or all, and so many seconds more."""
         ended = min(ended, len(self.expected))
         assert self.ledger.wait_for(ended, END), f"only {len(self.ledger.seen)} ended\n{self.yard.words()}"
         time.sleep(further)
 
     def wait_finished(self) -> dict[str, Any]:
-        """The job's status once it is finished."""
+        """Return the job's status once it is finished."""
         deadline = time.monotonic() + END
         status: dict[str, Any] = {}
         while time.monotonic() < deadline:
@@ -77,7 +77,7 @@ class Run:
                 with self.yard.http() as http:
                     status = http.get(f"/v1/rolloutjobs/{self.name}").raise_for_status().json()["status"]
             except (OSError, KeyError, ValueError, httpx.HTTPError):
-                pass  # the control plane is away: that is what this is about
+                pass  # The control plane is away, which is what this test is about.
             if any(
                 one["type"] == "Finished" and one["status"] == "True" for one in status.get("conditions", [])
             ):
@@ -88,7 +88,9 @@ class Run:
         )
 
     def judge(self, status: dict[str, Any]) -> None:
-        """Every rollout once, and the same ones for whoever reads them anew; no sandbox still in use."""
+        """Check that every rollout ended once, that a second reader gets the same ones, and that no sandbox
+        is in use.
+        """
         whole = Ledger()
         with self.yard.http() as http:
             whole.read(http, self.name)
@@ -109,7 +111,7 @@ class Run:
 
 
 def until(condition: Callable[[], object], seconds: float = END) -> None:
-    """Waits for a condition, for a bounded time."""
+    """Wait for a condition, for a bounded time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come in time"
@@ -129,7 +131,7 @@ def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int) -> 
         hits = []
         with following(yard, run.name, run.ledger):
             for number in range(KILLS[victim]):
-                # Between two kills something must end: what is killed has been at work again.
+                # Between two kills something must end, so what is killed has been at work again.
                 further = rng.randint(min(number, 1), LATEST // KILLS[victim])
                 run.reach(len(run.ledger.seen) + further, rng.uniform(0.0, FURTHER))
                 if run.unfinished == 0:
@@ -140,24 +142,24 @@ def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int) -> 
                     hits.append(run.unfinished)
             status = run.wait_finished()
         print(f"{time.monotonic() - began:.1f} s: finished")
-        # More than can end between a kill and the ledger's last look before it.
+        # This is more than can end between a kill and the ledger's last look before it.
         assert max(hits, default=0) >= 8, f"no kill hit the middle of the run: {hits}"
         run.judge(status)
         if victim in ("control-plane", "worker"):
-            # What they held goes on elsewhere: nothing fails by it.
+            # What they held continues elsewhere, and nothing fails because of it.
             assert status["counts"]["succeeded"] == len(run.expected)
         if victim == "control-plane":
-            # A worker's sandboxes may go with it, which is one; the control plane takes nothing along.
+            # A worker's sandboxes may go with it, which is one; the control plane takes nothing with it.
             assert {key for key, record in run.ledger.seen.items() if record["attempt"]} == set()
         assert yard.stop() in (0, 130)
         assert yard.settled_listing() == []
 
 
 def test_a_pool_that_scales_down_in_the_middle_loses_nothing() -> None:
-    """What the backend that goes has ends there, or goes on elsewhere: no rollout begins anew."""
+    """What the ending backend has ends there or continues elsewhere. No rollout begins again."""
     with a_yard("--replicas", "2") as yard:
         yard.start()
-        # Long enough that some are in the middle of Run on both backends while others wait.
+        # It is long enough that some are in the middle of Run on both backends while others wait.
         run = Run(yard, "scale-down", samples=2 * SAMPLES)
         with yard.http() as http, following(yard, run.name, run.ledger):
 
@@ -206,7 +208,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing_and_the_next_start_ends_the_job() -
     with a_yard() as yard:
         assert yard.listing() == []
         yard.start()
-        # Enough that some are left when it has been stopped: what runs at a Ctrl-C may still end.
+        # Enough are left when it has been stopped: what runs at a Ctrl-C may still end.
         run = Run(yard, "ctrl-c", samples=4 * SAMPLES)
         run.submit()
         with following(yard, run.name, run.ledger):

@@ -1,4 +1,4 @@
-"""The chart's files, without a cluster: CRDs of the models, values explained and bounded, real metrics."""
+"""The chart's files, without a cluster: CRDs of the models, explained and bounded values, real metrics."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_value_is_explained() -> None:
     lines = VALUES_TEXT.splitlines()
 
     def unexplained(node: yaml.Node, path: str) -> list[str]:
-        """Keys without a comment of their own whose values have none either."""
+        """Return keys without a comment of their own whose values have none either."""
         found = []
         for key, value in node.value:
             name = f"{path}.{key.value}"
@@ -102,7 +102,7 @@ def test_wrong_values_are_refused_with_the_field(values: dict[str, Any], field: 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names of the series that a control plane exports."""
+    """Return the names of the series that a control plane exports."""
     folder = tmp_path_factory.mktemp("plane")
     port_file = folder / "port"
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
@@ -127,7 +127,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def expressions() -> dict[str, str]:
-    """Where it stands to the PromQL of every alert and panel."""
+    """Return the PromQL of every alert and panel, by its place."""
     found = {}
     for group in yaml.safe_load((CHART / "files" / "alerts" / "rollyard.yaml").read_text())["groups"]:
         for rule in group["rules"]:

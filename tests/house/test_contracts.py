@@ -43,7 +43,7 @@ def _path(module: str, root: Path = ROOT) -> Path:
 
 
 def _modules(package: str) -> list[str]:
-    """A module itself, or all modules of a package; an __init__.py is the package's own name."""
+    """Return a module itself, or all modules of a package; an __init__.py is the package's own name."""
     folder = _path(package)
     if not folder.is_dir():
         return [package]
@@ -60,7 +60,7 @@ PURE_MODULES = sorted(
 
 
 def _lint(tree: Path) -> tuple[bool, set[tuple[str, str]]]:
-    """Whether the contracts of a tree hold, and the imports that are named where they do not."""
+    """Return whether the contracts of a tree hold, and the imports that are named where they do not."""
     sources = os.pathsep.join(str(path) for path in sorted(tree.glob("*/src")))
     program = "from importlinter.cli import lint_imports_command as lint; lint(['--no-cache'])"
     done = subprocess.run(
@@ -92,7 +92,7 @@ def _plant(tree: Path, module: str) -> None:
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
-    """What the contracts report of a tree in which every pure module imports the clock."""
+    """Return what the contracts report of a tree in which every pure module imports the clock."""
     tree = _copied(tmp_path_factory.mktemp("planted"))
     for module in PURE_MODULES:
         _plant(tree, module)

@@ -21,7 +21,7 @@ WORDS = re.compile(r"\b(anew|goes on|went on|told|by then)\b", re.IGNORECASE)
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring (those of attributes, too) and of each comment."""
+    """Return line and text of each docstring (those of attributes, too) and of each comment."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             value = node.value.value
@@ -33,7 +33,7 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 def findings(source: str) -> list[str]:
-    """What is wrong with the texts of a module, with line numbers."""
+    """Return what is wrong with the texts of a module, with line numbers."""
     found = []
     for line, text in texts(source):
         fragment = FRAGMENT.match(text)

@@ -188,7 +188,7 @@ async def test_what_a_server_says_wrong(
         (200, {"success": False, "message": "no such folder"}, BackendRefused),
     ):
         if status == 200 and isinstance(server, VllmShaped):
-            continue  # vLLM's answer to that call has no such field
+            continue  # vLLM's answer to that call has no such field.
         monkeypatch.setattr(server, "answer", lambda _path, _body, s=status, d=document: (s, d))
         with pytest.raises(error):
             await control.reload("/nowhere")

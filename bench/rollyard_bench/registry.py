@@ -105,6 +105,20 @@ FIGURES: tuple[Figure, ...] = (
     Figure("turn_overhead_busy", "overhead", "ms", None, "times the baseline"),
     Figure("uneven_makespan", "uneven", "s", _ratio("<=", 1.15, "≤ 1.15× the ideal"), "times the baseline"),
     Figure("uneven_vs_round_robin", "uneven", "s", None, "times faster"),
+    Figure(
+        "fire_every_4_s",
+        "fire_throughput",
+        "rollouts/s",
+        _ratio(">=", 0.5, "≥ 0.5× quiet"),
+        "times the baseline",
+    ),
+    Figure(
+        "fire_every_2_s",
+        "fire_throughput",
+        "rollouts/s",
+        _ratio(">=", 0.33, "≥ 0.33× quiet"),
+        "times the baseline",
+    ),
     Figure("job_to_first_pod", "kubernetes", "ms", _value("<=", 300, "≤ 300 ms"), "times the baseline"),
     Figure(
         "sandbox_pod_cold",

@@ -144,6 +144,35 @@ async def test_a_worker_that_exits_is_made_anew_with_its_count(lab: Lab) -> None
     await until(lambda: lab.condition("Degraded").get("status") == "True")
 
 
+async def test_a_dead_worker_is_reported_under_its_own_name_before_its_successor_is_made(lab: Lab) -> None:
+    lab.kube.put(job())
+    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    name = lab.kube.names("Pod")[0]
+    pod = lab.kube.objects[("Pod", NAMESPACE, name)]
+    (container,) = pod["spec"]["containers"]
+    leases_as = container["args"][container["args"].index("--name") + 1]
+    assert leases_as == f"{name}.$(ROLLYARD_POD_UID)"
+    assert {
+        "name": "ROLLYARD_POD_UID",
+        "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}},
+    } in container["env"]
+    uid = pod["metadata"]["uid"]
+    lab.control.down = True
+    lab.end_pod(name, 137)
+    await at_rest(lab.kube)
+    assert lab.kube.objects[("Pod", NAMESPACE, name)]["metadata"]["uid"] == uid, (
+        "no successor without a report"
+    )
+    lab.control.down = False
+    await until(
+        lambda: (
+            lab.kube.objects.get(("Pod", NAMESPACE, name), {}).get("metadata", {}).get("uid")
+            not in (None, uid)
+        )
+    )
+    assert [(one.job, one.worker) for one in lab.control.deaths] == [(KEY[1], f"{name}.{uid}")]
+
+
 async def test_pods_that_the_api_server_refuses_are_told_in_its_words(lab: Lab) -> None:
     full = KubeError(403, "Forbidden", "exceeded quota: pods=0")
     lab.kube.refuse = lambda verb, obj: full if (verb, obj["kind"]) == ("create", "Pod") else None

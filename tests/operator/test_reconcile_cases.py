@@ -197,6 +197,37 @@ def test_dead_worker_waits_then_comes_back_and_is_seen() -> None:
     assert [launch.restarts for launch in again.launch] == [1], "it ran long enough to start over"
 
 
+def test_a_worker_that_was_killed_after_useful_work_comes_back_at_once() -> None:
+    job = job_of(backoffLimit=2)
+    (alive,) = running(job)
+    dead = replace(alive, state="exited", exit_code=-9, exited_at=NOW + timedelta(seconds=5), restarts=7)
+    useful = replace(dead, useful=True)
+    plan = reconcile_job(job, ObservedJob((useful,), PoolState(1)), NOW + timedelta(seconds=5), LOCAL)
+    assert [launch.restarts for launch in plan.launch] == [1], "its earlier restarts do not count"
+    assert condition(plan, "Degraded").reason == "Restarting"
+    assert condition(plan, "Finished").status == "False"
+    idle = reconcile_job(job, ObservedJob((dead,), PoolState(1)), NOW + timedelta(seconds=5), LOCAL)
+    assert condition(idle, "Finished").reason == "BackoffLimitExceeded"
+    # A worker ends with status 0 when its job is over, which the driver may not have seen yet.
+    ended = replace(useful, exit_code=0)
+    later = reconcile_job(job, ObservedJob((ended,), PoolState(1)), NOW + timedelta(seconds=5), LOCAL)
+    assert not later.launch
+    assert later.requeue_after == LOCAL.backoff_seconds
+
+
+def test_a_backend_that_was_ready_for_a_while_comes_back_at_once() -> None:
+    pool = pool_of()
+    (workload,) = pool_workloads(pool, LOCAL)
+    died = NOW + timedelta(seconds=30)
+    dead = ObservedWorkload(
+        workload.name, workload.spec_hash, "exited", NOW, restarts=4, exit_code=-9, exited_at=died
+    )
+    for ready, restarts in ((None, []), (LOCAL.useful_seconds - 1, []), (LOCAL.useful_seconds, [1])):
+        since = None if ready is None else died - timedelta(seconds=ready)
+        plan = reconcile_pool(pool, ObservedPool((replace(dead, ready_since=since),)), died, LOCAL)
+        assert [launch.restarts for launch in plan.launch] == restarts, ready
+
+
 def test_restart_delay_is_bounded() -> None:
     delays = [restart_delay(n, LOCAL) for n in range(2000)]
     assert delays[:4] == [1, 2, 4, 8]

@@ -18,7 +18,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollyard_api.access import job_scope, permissions
 from rollyard_api.access.permissions import Access, Rule
 from rollyard_api.core.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
-from rollyard_api.routes import blobs, claims, jobs, leases, pools, probes, results, unfinished, weights
+from rollyard_api.routes import (
+    blobs,
+    claims,
+    jobs,
+    leases,
+    pools,
+    probes,
+    results,
+    unfinished,
+    weights,
+    workers,
+)
 from rollyard_api.service import ControlPlane, running
 from rollyard_api.settings import Settings
 
@@ -179,7 +190,7 @@ def build(settings: Settings, *, started: Callable[[ControlPlane], None] | None 
             Exception: _unexpected,
         },
     )
-    for routes in (leases, claims, results, jobs, blobs, unfinished, pools, weights, probes):
+    for routes in (leases, claims, results, jobs, blobs, unfinished, workers, pools, weights, probes):
         app.include_router(routes.router)
     rules = Access(open_metrics=settings.open_metrics, open_docs=settings.open_docs)
     app.add_middleware(

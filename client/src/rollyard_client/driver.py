@@ -10,8 +10,10 @@ from rollyard_crds.claims import Claim, ClaimList, ClaimStatus
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.task import Task
 from rollyard_crds.unfinished import UnfinishedJobs
+from rollyard_crds.workers import WorkerDeath, WorkerDied
 
-from rollyard_client import requests
+from rollyard_client import requests, workercalls
+from rollyard_client.errors import NotFound, Unauthorized
 from rollyard_client.paging import Listing
 from rollyard_client.worker import Connected
 
@@ -100,6 +102,19 @@ class DriverClient(Connected):
             NotFound: The claim is gone, and the report is not `Removed`.
         """
         return await self._transport.send(requests.put_claim_status(claim, status))
+
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+        """Report that a stage worker has died, so that its leases are taken back at once.
+
+        The result is None if the control plane is older than this call. The leases then expire.
+        """
+        try:
+            return await self._transport.send(workercalls.worker_died(report))
+        except (NotFound, Unauthorized) as error:
+            # An older control plane refuses a call that it does not know to all but the admin.
+            if error.status in (403, 404):
+                return None
+            raise
 
     async def pools(self) -> list[BackendPool]:
         """Return all pools of all namespaces."""

@@ -1,4 +1,4 @@
-"""The calls of stage workers other than those on leases.
+"""The calls of stage workers other than those on leases, and the call of drivers about dead workers.
 
 They are apart from the calls of other clients, because workers do not need the models of those calls.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import httpx
 from rollyard_crds.claims import Claim, ClaimRequest
 from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.workers import WorkerDeath, WorkerDied
 
 from rollyard_client.call import Call, as_json, nothing, segment
 
@@ -42,3 +43,13 @@ def claim(name: str, wait: float) -> Call[Claim]:
 def release_claim(name: str) -> Call[None]:
     """Return the call that releases a claimed sandbox."""
     return Call("DELETE", f"{CLAIMS}/{segment(name)}", nothing)
+
+
+def worker_died(report: WorkerDied) -> Call[WorkerDeath]:
+    """Return the call with which a driver reports that a stage worker has died."""
+
+    def parse(answer: httpx.Response) -> WorkerDeath:
+        return WorkerDeath.model_validate_json(answer.content)
+
+    # The call is idempotent: a repeat finds no lease of the worker.
+    return Call("POST", "/v1/workers/died", parse, body=report.model_dump_json().encode())

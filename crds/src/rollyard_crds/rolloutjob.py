@@ -301,7 +301,8 @@ class RolloutJobSpec(Model):
     placement: Annotated[PlacementName, Field(json_schema_extra=IMMUTABLE)] | None = None
     """The driver that runs the job, where the control plane has several; default: the one it came with."""
     backoff_limit: Annotated[int, Field(ge=0, le=10_000)] | None = None
-    """Restarts of one stage worker in a row after which the job fails; default: restarted for ever."""
+    """Restarts of one stage worker in a row, without a completed stage in between, after which the job fails;
+    default: restarted for ever."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Rollouts of a higher priority are leased first; equal ones share fairly between jobs."""
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)

@@ -73,6 +73,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", "/v1/claims"): DRIVER,
     ("PUT", "/v1/claims/{claim}/status"): DRIVER,
     ("GET", "/v1/unfinished"): DRIVER,
+    ("POST", "/v1/workers/died"): replace(DRIVER, max_body=SMALL),
     ("GET", JOBS): DRIVER,
     ("POST", JOBS): ADMIN,
     ("GET", f"{JOBS}/{{name}}"): DRIVER,

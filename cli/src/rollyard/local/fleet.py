@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -59,6 +60,8 @@ class _Entry:
     """The URL at which a vLLM server will answer. An embedded engine reports its own URL."""
     last_end: str = ""
     """How the process that ran before this one ended."""
+    worker: str = ""
+    """The name under which a stage worker leases rollouts. Its successor has another one."""
 
 
 async def _listening(port_file: Path, host: str) -> str:
@@ -131,6 +134,8 @@ class Fleet:
             message=message,
             blocked=entry.blocked,
             draining_since=entry.draining_since,
+            worker=entry.worker,
+            ready_since=health.ready_since,
         )
 
     async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
@@ -151,6 +156,8 @@ class Fleet:
         if before is not None and before.probe is not None:
             before.probe.cancel()
         entry = _Entry(workload, launch.restarts, None, datetime.now(UTC), last_end=launch.last_end)
+        if workload.kind == "stage-worker":
+            entry.worker = f"{workload.name}-{secrets.token_hex(4)}"
         self._entries[workload.name] = entry
         self._replaced.launched(workload.name)
         try:
@@ -159,7 +166,7 @@ class Fleet:
             else:
                 entry.child = await Child.start(
                     workload.name,
-                    self._arguments(workload),
+                    self._arguments(entry),
                     self._folders,
                     env=dict(workload.env),
                     on_exit=self._wake,
@@ -213,7 +220,8 @@ class Fleet:
             url = await _listening(port_file, self._options.host)
         await watch_backend(url, entry.workload.model, self._http, report)
 
-    def _arguments(self, workload: Workload) -> Sequence[str]:
+    def _arguments(self, entry: _Entry) -> Sequence[str]:
+        workload = entry.workload
         if workload.kind == "backend":
             port_file = self._home.pids / f"{workload.name}.port"
             port_file.unlink(missing_ok=True)
@@ -222,7 +230,7 @@ class Fleet:
             *WORKER_MODULE,
             *worker_arguments(workload, self._url, self._home.state / "tokens.json"),
             *("--run-dir", str(self._home.run), *self._options.sandbox_arguments()),
-            *("--name", workload.name),
+            *("--name", entry.worker),
         ]
 
     def stop(self, stop: Stop) -> None:

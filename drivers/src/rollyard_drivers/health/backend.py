@@ -29,6 +29,8 @@ class BackendHealth:
     ready: bool = False
     warmed_up: bool = False
     policy_version: str = ""
+    ready_since: datetime | None = None
+    """The time at which the backend became ready for the first time."""
     failures: int = 0
     unready_since: datetime | None = None
     message: str = STARTING
@@ -67,7 +69,14 @@ async def watch_backend(
             version = health.policy_version
             if not health.warmed_up:
                 version = await first_request(transport, url, model, WARM_UP_SECONDS) or ""
-            health = BackendHealth(url=url, ready=True, warmed_up=True, policy_version=version, message="")
+            health = BackendHealth(
+                url=url,
+                ready=True,
+                warmed_up=True,
+                policy_version=version,
+                ready_since=health.ready_since or datetime.now(UTC),
+                message="",
+            )
         except BackendError as error:
             failures = health.failures + 1
             health = BackendHealth(
@@ -75,6 +84,7 @@ async def watch_backend(
                 ready=health.ready and failures < TOLERATED_FAILURES,
                 warmed_up=health.warmed_up,
                 policy_version=health.policy_version,
+                ready_since=health.ready_since,
                 failures=failures,
                 unready_since=health.unready_since or datetime.now(UTC),
                 message=_message(error, health.warmed_up),

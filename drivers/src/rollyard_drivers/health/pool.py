@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Final
 
 import httpx
 
 from rollyard_drivers.health.backend import BackendHealth, watch_backend
 from rollyard_drivers.reconcile.plan import ObservedWorkload
+
+REMEMBERED: Final = 1024
+"""The number of backends that have ended and of which it is remembered when they became ready."""
 
 
 @dataclass(slots=True)
@@ -32,6 +37,7 @@ class PoolHealth:
         self._http = http
         self._wake = wake
         self._watches: dict[str, _Watch] = {}
+        self._ready_since: dict[str, datetime] = {}
 
     def keep(self, running: Iterable[tuple[str, str]], model: str) -> None:
         """Probe exactly the given backends, and stop the probes of all others.
@@ -45,6 +51,10 @@ class PoolHealth:
             if wanted.get(uid) != watch.url or watch.model != model:
                 watch.task.cancel()
                 del self._watches[uid]
+                if watch.health.ready_since is not None:
+                    self._ready_since[uid] = watch.health.ready_since
+        while len(self._ready_since) > REMEMBERED:
+            self._ready_since.pop(next(iter(self._ready_since)))
         for uid, url in wanted.items():
             if uid not in self._watches:
                 task = asyncio.create_task(self._probe(uid, url, model), name=f"health of {url}")
@@ -56,7 +66,7 @@ class PoolHealth:
         The backend counts as running once it has answered a first completion.
         """
         if pod.state != "running":
-            return replace(pod, ready=False)
+            return replace(pod, ready=False, ready_since=self._ready_since.get(uid))
         watch = self._watches.get(uid)
         health = watch.health if watch is not None else BackendHealth()
         return replace(
@@ -66,6 +76,7 @@ class PoolHealth:
             unready_since=health.unready_since,
             policy_version=health.policy_version,
             message=health.message,
+            ready_since=health.ready_since,
         )
 
     async def close(self) -> None:

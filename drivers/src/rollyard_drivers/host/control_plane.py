@@ -20,7 +20,8 @@ NAME = "control-plane"
 READY_SECONDS = 60.0
 POLL_SECONDS = 0.05
 _RESTARTS: Final = Backoff(first=0.5, longest=15.0)
-STABLE_SECONDS = 60.0
+USEFUL_SECONDS = 3.0
+"""A control plane that was ready for this many seconds has done useful work, and is restarted at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +208,20 @@ class ControlPlaneProcess:
             return await http.get(f"{base_of(self.url)}{path}", timeout=2.0)
 
     async def keep(self, wake: Callable[[], None]) -> None:
-        """Restart the control plane whenever it dies, with bounded backoff, until this task is cancelled."""
+        """Restart the control plane whenever it dies, until this task is cancelled.
+
+        The pause before a restart grows with each end in a row that came before useful work.
+        """
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
-            began = loop.time()
+            ready = loop.time()
             await self._ended.wait()
-            if loop.time() - began > STABLE_SECONDS:
+            if loop.time() - ready >= USEFUL_SECONDS:
                 failures = 0
-            failures += 1
-            await asyncio.sleep(_RESTARTS.pause(failures))
+            else:
+                failures += 1
+                await asyncio.sleep(_RESTARTS.pause(failures))
             self.restarts += 1
             try:
                 await self.start()

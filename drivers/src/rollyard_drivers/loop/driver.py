@@ -15,8 +15,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
+from rollyard_crds.workers import WorkerDeath, WorkerDied
 
 from rollyard_drivers.host.errors import HostError
+from rollyard_drivers.loop.deaths import Deaths
 from rollyard_drivers.loop.passes import BackendReports, job_pass, pool_pass
 from rollyard_drivers.reconcile import placement, reconcile_pass
 from rollyard_drivers.reconcile.conditions import holds
@@ -47,6 +49,7 @@ class Store(Protocol):
     async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> None: ...
     async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> None: ...
     async def cancel(self, job: RolloutJob) -> None: ...
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None: ...
     async def create_pool(self, pool: BackendPool) -> None: ...
     async def delete_pool(self, namespace: str, name: str) -> None: ...
     async def watch(self, wake: Callable[[], None]) -> None: ...
@@ -96,6 +99,7 @@ class Driver:
         self._on_trouble = on_trouble
         self._trouble = ""
         self._reports: dict[Owner, BackendReports] = {}
+        self._deaths = Deaths()
 
     async def run_pass(self, now: datetime) -> None:
         """Run one pass.
@@ -170,6 +174,8 @@ class Driver:
         workloads = self._workloads.observed(owner)
         if holds(job.status.conditions, "Finished") and not workloads:
             return
+        # This comes before the launches of the plan. The leases of a successor are never taken back.
+        workloads = await self._deaths.noted(owner, workloads, self._store.worker_died)
         reference = job.spec.backend_ref
         pool = pools.get((job.metadata.namespace, reference.name)) if reference is not None else None
         observed = reconcile_pass.observed_job(job, workloads, pool, len(active - {owner}))

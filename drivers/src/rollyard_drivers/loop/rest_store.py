@@ -18,6 +18,7 @@ from rollyard_crds import (
     RolloutJob,
     RolloutJobStatus,
 )
+from rollyard_crds.workers import WorkerDeath, WorkerDied
 
 from rollyard_drivers.loop.driver import StoreTrouble
 
@@ -67,6 +68,9 @@ class RestStore:
 
     async def cancel(self, job: RolloutJob) -> None:
         await self._ask(self._client.cancel(job))
+
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+        return await self._ask(self._client.worker_died(report))
 
     async def create_pool(self, pool: BackendPool) -> None:
         await self._ask(self._client.create_pool(pool))

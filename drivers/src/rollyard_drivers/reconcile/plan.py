@@ -109,6 +109,13 @@ class ObservedWorkload:
     image is being pulled. The limit on the start time does not apply yet."""
     draining_since: datetime | None = None
     """The time since which a backend takes no new rollouts, as an earlier plan said."""
+    worker: str = ""
+    """The name under which a stage worker leases rollouts, which no other process ever has. It is empty if
+    the driver does not know it."""
+    useful: bool = False
+    """Whether a stage worker that has exited is known to have completed a stage of a rollout."""
+    ready_since: datetime | None = None
+    """The time at which a backend became ready for the first time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +217,9 @@ class Profile:
     """The longest delay between restarts, in seconds."""
     stable_seconds: float = 120.0
     """A workload that has run for this many seconds is restarted with the shortest delay again."""
+    useful_seconds: float = 3.0
+    """A backend that has been ready for this many seconds has done useful work. Its next restart is the first
+    one again, as after the stable time."""
     blocked_seconds: float = 5.0
     """The pause in seconds between two checks of whether the machine has what a backend lacked."""
     unready_seconds: float = 60.0

@@ -56,7 +56,9 @@ def _lived(observed: ObservedWorkload, now: datetime) -> float:
 
 
 def restarts_in_a_row(seen: ObservedWorkload, profile: Profile, now: datetime | None = None) -> int:
-    """Return how often a workload was restarted without then running for the stable time.
+    """Return how often a workload was restarted without then doing useful work.
+
+    A workload that ran for the stable time has done useful work, too.
 
     Args:
         seen: The workload.
@@ -64,7 +66,27 @@ def restarts_in_a_row(seen: ObservedWorkload, profile: Profile, now: datetime | 
         now: The current time, for a workload that has not exited and is about to be stopped.
     """
     lived = ((seen.exited_at or now or seen.started_at) - seen.started_at).total_seconds()
-    return seen.restarts if lived < profile.stable_seconds else 0
+    return 0 if lived >= profile.stable_seconds or _was_useful(seen, profile) else seen.restarts
+
+
+def _was_useful(seen: ObservedWorkload, profile: Profile) -> bool:
+    """Return whether a workload that has exited did work that a crash loop never gets to."""
+    if seen.useful:
+        return True
+    if seen.ready_since is None or seen.exited_at is None:
+        return False
+    return (seen.exited_at - seen.ready_since).total_seconds() >= profile.useful_seconds
+
+
+def _delay(seen: ObservedWorkload, restarts: int, profile: Profile) -> float:
+    """Return the seconds between the end of a workload and its restart.
+
+    A workload that was killed after useful work is restarted at once. One that ended by itself with status 0
+    waits, because a worker does so when its job is over, which the driver may not have seen yet.
+    """
+    if seen.exit_code != 0 and _was_useful(seen, profile):
+        return 0.0
+    return restart_delay(restarts, profile)
 
 
 def exit_text(observed: ObservedWorkload) -> str:
@@ -121,7 +143,7 @@ def keep(
         elif seen.state == "exited":
             restarts = restarts_in_a_row(seen, profile)
             ended = seen.exited_at or seen.started_at
-            left = restart_delay(restarts, profile) - (now - ended).total_seconds()
+            left = _delay(seen, restarts, profile) - (now - ended).total_seconds()
             looping = looping or restarts > 0
             if left > 0:
                 troubles.append(f"{exit_text(seen)}; restart {restarts + 1} in {left:.0f} s")

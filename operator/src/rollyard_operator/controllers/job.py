@@ -13,9 +13,11 @@ from rollyard_crds import RolloutJob, RolloutJobStatus
 from rollyard_crds.reading.manifest import ManifestError
 from rollyard_crds.reading.task_list import TaskListError, parse_lines
 from rollyard_crds.task import Task
+from rollyard_drivers.loop.deaths import Deaths
 from rollyard_drivers.loop.passes import job_pass
 from rollyard_drivers.reconcile import reconcile_pass
 from rollyard_drivers.reconcile.conditions import holds
+from rollyard_drivers.reconcile.naming import owner_of
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Plan, PoolState
 from rollyard_drivers.reconcile.workloads import earliest
@@ -82,6 +84,7 @@ class JobLoop(ObjectLoop):
         self._context = context
         self._life = _Life()
         self._children = self._new_children()
+        self._deaths = Deaths()
         self.pool: Key | None = None
         """The pool that the job samples from."""
 
@@ -215,9 +218,13 @@ class JobLoop(ObjectLoop):
             # Nothing remains but to wait for the end of its time to live.
             observed, profile = reconcile_pass.observed_job(job, (), None, 0), context.profile
         else:
+            # This comes before the launches of the plan. The leases of a successor are never taken back.
+            workloads = await self._deaths.noted(
+                owner_of(job), self._children.observed(pods), context.plane.client.worker_died
+            )
             observed = reconcile_pass.observed_job(
                 job,
-                self._children.observed(pods),
+                workloads,
                 self._pool_state(),
                 context.admissions.others(self.key, job),
                 "; ".join(job_violations(job, context.settings)),

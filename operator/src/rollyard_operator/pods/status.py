@@ -264,7 +264,16 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
         blocked=trouble is not None and trouble.hope != "gate",
         pending=state == "starting",
         draining_since=parse_time(labels.annotation_of(pod, labels.DRAINING_SINCE)),
+        worker="" if backend else worker_name(meta["name"], meta["uid"]),
     )
+
+
+def worker_name(pod: str, uid: str) -> str:
+    """Return the name under which the stage worker in a pod leases rollouts.
+
+    Pods of the same name follow each other, so the name of the pod alone is not enough.
+    """
+    return f"{pod}.{uid}"
 
 
 def observed_sandbox(pod: Mapping[str, Any], token_hash: str) -> ObservedSandbox:

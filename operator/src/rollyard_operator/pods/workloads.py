@@ -30,7 +30,7 @@ from rollyard_operator.pods.parts import (
     with_placement,
     with_template,
 )
-from rollyard_operator.pods.status import BACKEND_PORT
+from rollyard_operator.pods.status import BACKEND_PORT, worker_name
 from rollyard_operator.settings import OperatorSettings
 
 STOP_SECONDS = 30
@@ -38,6 +38,8 @@ STOP_SECONDS = 30
 DRAIN_SECONDS = 22
 """How long a stage worker may go on with its leased work before it hands the work over, in seconds."""
 TOKEN_FOLDER = "/etc/rollyard/worker"
+POD_UID = "ROLLYARD_POD_UID"
+"""The environment variable with the uid of a stage worker's pod."""
 _TMP = {"name": "rollyard-tmp", "mountPath": "/tmp"}
 _BASE_ENV = {
     "HOME": "/tmp",
@@ -141,8 +143,10 @@ def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, 
             *worker_arguments(workload, settings.control_plane_url, f"{TOKEN_FOLDER}/token"),
             *("--sandbox", PROVIDER, "--node", NODE),
             *("--drain-seconds", str(DRAIN_SECONDS)),
+            # The kubelet replaces the variable.
+            *("--name", worker_name(workload.name, f"$({POD_UID})")),
         ],
-        "env": _env(env),
+        "env": [*_env(env), {"name": POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}],
         "resources": resources(settings.worker.resources, template.resources),
         "volumeMounts": [
             _TMP,

@@ -120,6 +120,8 @@ class Submission:
             blocked=blocked,
             pending=pending,
             draining_since=self.draining_since,
+            worker="" if backend or self.job is None else f"{self.workload.name}-{self.job}",
+            ready_since=health.ready_since,
         )
 
     def _state(self) -> tuple[Any, str, bool, bool]:

@@ -21,6 +21,7 @@ from rollyard_crds import (
     Task,
 )
 from rollyard_crds.unfinished import UnfinishedJob, UnfinishedJobs
+from rollyard_crds.workers import WorkerDeath, WorkerDied
 from rollyard_drivers.reconcile.reconcile_pass import CANCEL_REASON, CLOSED
 from rollyard_operator.controllers.control_plane_view import OBJECT_UID, object_uid, thing_key
 from rollyard_operator.kube.client import KubeConflict, KubeError
@@ -278,6 +279,9 @@ class FakeControlPlane:
         self.tasks: dict[tuple[str, str], list[Task]] = {}
         self.deleted: list[str] = []
         self.down = False
+        self.deaths: list[WorkerDied] = []
+        self.useful: set[str] = set()
+        """The names of the workers that completed a stage before they died."""
         self.refuse: Callable[[RolloutJob], Exception | None] = lambda job: None
         self._uids = itertools.count(1)
 
@@ -412,6 +416,11 @@ class FakeControlPlane:
             update={"status": known.status.model_copy(update=told)}
         )
         return self.all_jobs[thing_key(job)].model_copy(deep=True)
+
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+        await self._enter()
+        self.deaths.append(report)
+        return WorkerDeath(returned=0, completed=report.worker in self.useful)
 
     async def cancel(self, job: RolloutJob) -> RolloutJob:
         await self._enter()

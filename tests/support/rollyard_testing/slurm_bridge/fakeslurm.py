@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
+from rollyard_crds.workers import WorkerDeath, WorkerDied
 from rollyard_slurm.errors import SlurmUnavailable, SubmitRefused
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
@@ -104,6 +105,8 @@ class FakeStore:
     listed: list[RolloutJob] = field(default_factory=list)
     pool_list: list[BackendPool] = field(default_factory=list)
     backends: dict[str, list[BackendStatus]] = field(default_factory=dict)
+    deaths: list[str] = field(default_factory=list)
+    """The names of the workers whose deaths were reported."""
 
     async def jobs(self) -> Sequence[RolloutJob]:
         return [job.model_copy() for job in self.listed]
@@ -126,6 +129,10 @@ class FakeStore:
 
     async def cancel(self, job: RolloutJob) -> None:
         """Nothing here cancels."""
+
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+        self.deaths.append(report.worker)
+        return WorkerDeath(returned=0, completed=False)
 
     async def create_pool(self, pool: BackendPool) -> None:
         self.pool_list.append(pool)

@@ -24,7 +24,7 @@ from rollyard_api.app import build
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.task_sources import PrefixError
 from rollyard_api.service import ControlPlane
-from rollyard_api.settings import Settings
+from rollyard_api.settings import NO_BACKEND_SECONDS, Settings
 
 EXIT_USAGE = 2
 SHUTDOWN_SECONDS = 2
@@ -117,6 +117,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--port", type=int, default=8765, help="0: any free port, see --port-file")
     made.add_argument("--port-file", type=Path, help="written with the port once requests are answered")
     made.add_argument("--lease-seconds", type=float, default=30.0)
+    made.add_argument(
+        "--no-backend-seconds",
+        type=float,
+        default=NO_BACKEND_SECONDS,
+        help="how long rollouts of a job without a deadline wait while their pool has no ready backend "
+        "(default: %(default)s)",
+    )
     made.add_argument("--max-queued", type=int, default=1_000_000, help="unfinished rollouts in all")
     made.add_argument(
         "--max-unstored", type=int, default=10_000, help="ended rollouts awaiting the trajectory store"
@@ -254,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
     if given.lease_seconds <= 0:
         parser().error("--lease-seconds must be more than 0")
-    for name in (*(name for name, _, _ in BOUNDS), "stall_seconds"):
+    for name in (*(name for name, _, _ in BOUNDS), "stall_seconds", "no_backend_seconds"):
         if getattr(given, name) <= 0:
             parser().error(f"--{name.replace('_', '-')} must be more than 0")
     if (given.tls_cert is None) != (given.tls_key is None):
@@ -281,6 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         db=given.db,
         trajectories=given.trajectories,
         lease_seconds=given.lease_seconds,
+        no_backend_seconds=given.no_backend_seconds,
         max_queued=given.max_queued,
         max_unstored=given.max_unstored,
         sqlite_max_pages=given.sqlite_max_pages,

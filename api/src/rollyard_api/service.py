@@ -28,7 +28,7 @@ from rollyard_api.jobs.events import EventHub
 from rollyard_api.jobs.task_reader import TaskReader
 from rollyard_api.jobs.uploads import Uploads
 from rollyard_api.metrics import Metrics
-from rollyard_api.rollouts import claims, lease_expiry, node_loss
+from rollyard_api.rollouts import claims, lease_expiry, node_loss, outages
 from rollyard_api.settings import Settings
 from rollyard_api.storage import lock, migrate
 from rollyard_api.storage.database import Database, Transaction
@@ -205,6 +205,10 @@ class ControlPlane:
             await write(partial(node_loss.give_up_silent, silent_seconds=silent), durable=False)
             >= node_loss.BATCH
         ):
+            pass
+        await write(outages.look, durable=False)
+        overdue = partial(outages.end_overdue, patience=self.settings.no_backend_seconds)
+        while await write(overdue, durable=False) == outages.BATCH:
             pass
         await write(cancellation.enforce, durable=False)
         for job_id in await read(cancellation.unfinished_cancellations):

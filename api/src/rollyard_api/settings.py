@@ -9,6 +9,8 @@ from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.weights.limits import UpdateLimits
 
+NO_BACKEND_SECONDS = 3600.0
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -43,6 +45,9 @@ class Settings:
     max_body_bytes: int = 64 << 20
     max_expiries: int = 10
     """The number of leases of a rollout that may expire. One more ends it as Failed/LeaseExpired."""
+    no_backend_seconds: float = NO_BACKEND_SECONDS
+    """How long rollouts of a job without a deadline wait in the Run queue while their pool has no ready
+    backend. Then they end as Failed/NoBackend."""
     max_unstored: int = 10_000
     """The number of ended rollouts that may wait for the trajectory store. Above it, completions answer
     507."""

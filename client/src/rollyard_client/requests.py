@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ from rollyard_crds.base import ObjectMeta
 from rollyard_crds.claims import Claim, ClaimList, ClaimStatus
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.task import Task
-from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.trajectory import Attempt, Trajectory
 from rollyard_crds.unfinished import UnfinishedJobs
 from rollyard_crds.weights import WeightUpdate, WeightUpdateRequest
 
@@ -66,6 +66,16 @@ class RolloutSummary:
     timings: dict[str, Any]
     worker: str
     backend: str
+    attempts: list[Attempt] = field(default_factory=list)
+    """What did not end well so far, oldest first; see `Trajectory.attempts`."""
+    attempts_dropped: int = 0
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> RolloutSummary:
+        """Return the summary that a server sent. Fields that this release does not know are left out."""
+        known = {one.name: item[one.name] for one in fields(cls) if one.name in item}
+        listed = [Attempt.model_validate(entry) for entry in known.pop("attempts", [])]
+        return cls(**known, attempts=listed)
 
 
 def _job(answer: httpx.Response) -> RolloutJob:
@@ -275,15 +285,17 @@ def groups(
 
 
 def rollouts(
-    name: str, namespace: str, *, stage: str | None, status: str | None, after: str | None
+    name: str, namespace: str, *, stage: str | None, status: str | None, retried: bool, after: str | None
 ) -> Call[tuple[list[RolloutSummary], str | None]]:
     """Return the call that reads a page of summaries. `after` is the continuation of the last page."""
 
     def parse(answer: httpx.Response) -> tuple[list[RolloutSummary], str | None]:
         document = as_json(answer)
-        return [RolloutSummary(**item) for item in document["items"]], document["metadata"].get("continue")
+        return [RolloutSummary.of(item) for item in document["items"]], document["metadata"].get("continue")
 
-    query = {"namespace": namespace, "stage": stage, "status": status, "continue": after}
+    query: dict[str, Any] = {"namespace": namespace, "stage": stage, "status": status, "continue": after}
+    if retried:
+        query["retried"] = True
     return Call("GET", f"{JOBS}/{segment(name)}/rollouts", parse, query=query)
 
 

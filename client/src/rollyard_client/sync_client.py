@@ -235,10 +235,20 @@ class Client:
         )
 
     def rollouts(
-        self, name: str, *, stage: str | None = None, status: str | None = None, namespace: str | None = None
+        self,
+        name: str,
+        *,
+        stage: str | None = None,
+        status: str | None = None,
+        retried: bool = False,
+        namespace: str | None = None,
     ) -> Iterator[RolloutSummary]:
-        """Yield the summaries of all rollouts, ended or not, ordered by id."""
-        build = partial(requests.rollouts, name, namespace or self.namespace, stage=stage, status=status)
+        """Yield the summaries of all rollouts, ended or not, ordered by id.
+
+        With `retried`, only those with an attempt that did not end well are yielded.
+        """
+        where = namespace or self.namespace
+        build = partial(requests.rollouts, name, where, stage=stage, status=status, retried=retried)
         return self._walk(Listing(lambda after: build(after=after)))
 
     def parquet(self, name: str, *, cursor: str = "", namespace: str | None = None) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import httpx
 from rollyard_crds.backoff import Backoff
@@ -22,6 +22,9 @@ from rollyard_client.unixsocket import base_of, socket_of
 
 T = TypeVar("T")
 
+USER_AGENT: Final = "rollyard-client/2"
+"""The name of this client. Its number tells the control plane which fields of results it accepts: `attempts`
+since 2. Older clients have no number."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
@@ -96,7 +99,7 @@ def _verify(context: Context) -> ssl.SSLContext | bool:
 
 
 def _headers(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}", "User-Agent": "rollyard-client"}
+    return {"Authorization": f"Bearer {token}", "User-Agent": USER_AGENT}
 
 
 def _stream_headers(last_id: str) -> dict[str, str]:

@@ -43,10 +43,10 @@ def _lease_call(
 
 
 def _completed(request: CompleteRequest) -> bytes:
-    """Return the body. Empty `reward_reason` fields are left out, because older control planes lack them."""
+    """Return the body without fields that older control planes lack and that have no value here."""
     silent: dict[int, dict[str, Any]] = {}
     for place, result in enumerate(request.results):
-        silent[place] = {"trajectory": {"reward_reason"}}
+        silent[place] = {"trajectory": {"reward_reason", "attempts", "attempts_dropped"}}
         if not result.reward_reason:
             silent[place]["reward_reason"] = True
     return request.model_dump_json(exclude={"results": silent}).encode()

@@ -11,12 +11,17 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rollyard_crds.names import StageName
 from rollyard_crds.task import Message
 
 TrajectoryStatus = Literal["succeeded", "failed", "cancelled"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "replayed"]
 RewardReason = Annotated[str, Field(max_length=128, pattern=r"^([A-Z][A-Za-z0-9]*)?$")]
 """CamelCase; empty where the evaluation simply decided."""
+MAX_ATTEMPTS: Final = 16
+"""The number of attempts that a trajectory lists. It counts further ones."""
+MAX_ATTEMPT_MESSAGE: Final = 512
+"""The largest number of characters of an attempt's message."""
 MAX_REWARD: Final = 1e6
 """Rewards and their components are finite and at most this far from zero."""
 
@@ -103,6 +108,29 @@ class Timings(Record):
     """The rest of the Run stage, which is spent in Rollyard's own code."""
 
 
+class Attempt(Record):
+    """A try of a stage that did not end well, or a wait for one that a lost node or new weights ended.
+
+    Its texts hold no control characters: these are escaped as in a Python string.
+    """
+
+    stage: StageName
+    attempt: Annotated[int, Field(ge=0)]
+    """The number of the stage's try, from 1, with those that did not count; 0 if none had begun."""
+    reason: str
+    """The reason in CamelCase."""
+    message: Annotated[str, Field(max_length=MAX_ATTEMPT_MESSAGE)] = ""
+    worker: str = ""
+    """The worker that had the rollout; it is empty if the rollout waited in a queue."""
+    node: str = ""
+    started: float
+    """When it began, in seconds since the epoch."""
+    seconds: float
+    """How long it took, in seconds."""
+    counted: bool
+    """Whether it counted against the stage's `maxAttempts`."""
+
+
 class SamplingRecord(Record):
     """The parameters with which tokens were sampled."""
 
@@ -125,6 +153,10 @@ class Trajectory(Record):
     sample_index: Annotated[int, Field(ge=0)]
     attempt: Annotated[int, Field(ge=0)] = 0
     """The number of failures before this result (hand-overs and preemptions do not count)."""
+    attempts: Annotated[list[Attempt], Field(max_length=MAX_ATTEMPTS)] = Field(default_factory=list)
+    """What did not end well before this result, oldest first. It is empty for most rollouts."""
+    attempts_dropped: Annotated[int, Field(ge=0)] = 0
+    """The number of further attempts, for which `attempts` had no room."""
     status: TrajectoryStatus = "succeeded"
     reason: str = ""
     """The reason in CamelCase, where the status is not `succeeded`."""

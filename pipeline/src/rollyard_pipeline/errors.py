@@ -140,6 +140,16 @@ class EvalSandboxFailed(PipelineError):
     reason = "EvalSandboxFailed"
 
 
+class NoBackend(PipelineError):
+    """The pool has had no ready backend for too long.
+
+    The control plane limits how often this does not count.
+    """
+
+    reason = "NoBackend"
+    counts = False
+
+
 class WorkerDrained(PipelineError):
     """This worker is stopping and passes the rollout to another one."""
 

@@ -267,6 +267,15 @@ class Routers:
         return "WeightsUpdating" if any(row.weights == "Updating" for row in rows) else "NoBackendReady"
 
 
+def without_backend(tx: Transaction, keys: Iterable[Key]) -> set[Key]:
+    """Return the pools among these that have no ready backend.
+
+    A pool that is paused, or whose weights are being updated, has one. So has a pool whose backends are full.
+    """
+    routers = Routers(tx, ())
+    return {key for key in keys if routers.why_none(key) == "NoBackendReady"}
+
+
 @dataclass(frozen=True, slots=True)
 class Rerouted:
     """The answer to `reroute`.

@@ -15,32 +15,33 @@ from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.jobs import blobs
 from rollyard_api.jobs.job_views import DELETED
 from rollyard_api.jobs.jobs import find_locked
+from rollyard_api.rollouts import outages
 from rollyard_api.rollouts.ending import Ending, end, finish
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import UnfinishedRollout, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 
+DEADLINE = "DeadlineExceeded"
+"""The reason of a job that was cancelled at its deadline."""
 BATCH = 2000
 """The number of rollouts that are ended or removed in one transaction. Other requests run between two
 transactions."""
 
 
 def _cancel_rows(tx: Transaction, rows: Sequence[UnfinishedRollout], reason: str) -> None:
-    end(
-        tx,
-        [
-            Ending(
-                rollout=row.id,
-                job_id=row.job_id,
-                group_no=row.group_no,
-                state=RolloutState.CANCELLED,
-                stage=row.state.stage or "",
-                reason=reason,
-                timings=row.timings,
-                settled=row.settled,
-            )
-            for row in rows
-        ],
+    end(tx, [_cancelled(row, reason) for row in rows])
+
+
+def _cancelled(row: UnfinishedRollout, reason: str) -> Ending:
+    return Ending(
+        rollout=row.id,
+        job_id=row.job_id,
+        group_no=row.group_no,
+        state=RolloutState.CANCELLED,
+        stage=row.state.stage or "",
+        reason=reason,
+        timings=row.timings,
+        settled=row.settled,
     )
 
 
@@ -70,13 +71,24 @@ def cancel_job(tx: Transaction, namespace: str, name: str, reason: str) -> int:
 
 
 def cancel_some(tx: Transaction, job_id: int) -> int:
-    """End up to BATCH rollouts of a cancelled job, and return their number, which is 0 when none is left."""
-    reason = tx.conn.execute(sa.select(jobs.c.cancel_reason).where(jobs.c.id == job_id)).scalar_one_or_none()
-    if reason is None:
+    """End up to BATCH rollouts of a cancelled job, and return their number, which is 0 when none is left.
+
+    A rollout that waits for a backend until the job's deadline, while the pool has none, ends as failed.
+    """
+    query = sa.select(jobs.c.cancel_reason, jobs.c.outage_began).where(jobs.c.id == job_id)
+    job = tx.conn.execute(query).one_or_none()
+    if job is None or job.cancel_reason is None:
         return 0
     rows = read_all(UnfinishedRollout, tx.conn.execute(_unfinished(job_id).limit(BATCH)))
-    if rows:
-        _cancel_rows(tx, rows, reason)
+    late = job.cancel_reason == DEADLINE and job.outage_began is not None
+    endings = [
+        outages.ending(tx, row, "the pool had no ready backend until the job's deadline")
+        if late and row.state == RolloutState.QUEUED_RUN
+        else _cancelled(row, job.cancel_reason)
+        for row in rows
+    ]
+    if endings:
+        end(tx, endings)
     return len(rows)
 
 
@@ -134,7 +146,7 @@ def enforce(tx: Transaction) -> None:
         )
     )
     for row in list(late):
-        cancel_job(tx, row.namespace, row.name, "DeadlineExceeded")
+        cancel_job(tx, row.namespace, row.name, DEADLINE)
     finished = tx.conn.execute(
         sa.select(jobs.c.id, jobs.c.finished_at, jobs.c.spec).where(
             jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None), jobs.c.delete_at.is_(None)

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from rollyard_api.core.states import RolloutState
-from rollyard_api.core.wakeups import QUEUE
-from rollyard_api.rollouts import timing
-from rollyard_api.rollouts.ending import Ending, end
-from rollyard_api.rollouts.outcomes import drop, requeued
+from rollyard_api.rollouts.requeue import HELD_COLUMNS, Cause, Return, requeue
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import ExpiredRollout, columns, read_all
+from rollyard_api.storage.rows import HeldRollout, read_all
 from rollyard_api.storage.schema import rollouts
 
 EXPIRY_BATCH = 500
 """The number of expired leases that are taken back in one transaction."""
-MAX_EVAL_EXPIRIES = 1
-"""The number of Eval leases that may expire before the sandbox is no longer trusted and the rollout returns
-to Init."""
 
 _NAMED = sa.select(rollouts.c.id, rollouts.c.token, rollouts.c.state).where(
     rollouts.c.id.in_(bindparam("b_ids", expanding=True))
@@ -43,26 +36,11 @@ _INITS = sa.select(sa.func.min(rollouts.c.since)).where(
     rollouts.c.node == bindparam("b_node"),
 )
 _EXPIRED = (
-    sa.select(*columns(ExpiredRollout, rollouts))
+    sa.select(*HELD_COLUMNS)
     .where(rollouts.c.lease_expires < bindparam("b_now"))
     .order_by(rollouts.c.lease_expires)
     .limit(EXPIRY_BATCH)
     .with_for_update(skip_locked=True)
-)
-_RETURN = (
-    sa.update(rollouts)
-    .where(rollouts.c.id == bindparam("b_id"))
-    .values(
-        state=bindparam("b_state"),
-        node=bindparam("b_node"),
-        lease_expires=None,
-        since=bindparam("b_now"),
-        timings=bindparam("b_timings"),
-        sandbox_id=bindparam("b_sandbox_id"),
-        sandbox=bindparam("b_sandbox"),
-        expiries=bindparam("b_expiries"),
-        eval_expiries=bindparam("b_eval_expiries"),
-    )
 )
 _GRACE = (
     sa.update(rollouts)
@@ -146,51 +124,14 @@ def expire(tx: Transaction, max_expiries: int) -> int:
     Init, because its sandbox is dirty or gone. Eval is tried once more in the same sandbox, and then the
     rollout begins again at Init.
     """
-    rows = read_all(ExpiredRollout, tx.conn.execute(_EXPIRED, {"b_now": tx.now}))
-    changes: list[dict[str, Any]] = []
-    dropped: list[str] = []
-    endings: list[Ending] = []
+    rows = read_all(HeldRollout, tx.conn.execute(_EXPIRED, {"b_now": tx.now}))
     for row in rows:
-        stage = row.state.stage
-        assert stage is not None
-        timings = timing.add(row.timings, stage, active=max(0.0, tx.now - row.since))
-        tx.count("expiries", stage)
-        if row.expiries + 1 > max_expiries:
-            endings.append(
-                Ending(
-                    rollout=row.id,
-                    job_id=row.job_id,
-                    group_no=row.group_no,
-                    state=RolloutState.FAILED,
-                    stage=stage,
-                    reason="LeaseExpired",
-                    message=f"{row.expiries + 1} leases expired; the last was held by {row.worker}",
-                    timings=timings,
-                    settled=row.settled,
-                )
-            )
-            continue
-        again = stage == "eval" and row.eval_expiries < MAX_EVAL_EXPIRIES
-        change = requeued(row, tx.now, "eval" if again else "init", timings=timings)
-        change = {k: v for k, v in change.items() if not k.startswith("b_failures") and k != "b_settled"}
-        change.pop("b_backend")
-        changes.append(
-            change
-            | {
-                "b_expiries": row.expiries + 1,
-                "b_eval_expiries": row.eval_expiries + 1 if again else 0,
-            }
-        )
-        if not again:
-            dropped.append(row.id)
-        to = "eval" if again else "init"
-        tx.emit(row.job_id, rollout=row.id, stage=to, status="queued", reward=None, reason="LeaseExpired")
-    if changes:
-        tx.conn.execute(_RETURN, changes)
-        tx.wake(QUEUE)
-    drop(tx, dropped)
-    if endings:
-        end(tx, endings)
+        tx.count("expiries", row.state.stage or "")
+    message = "the lease expired, because its worker did not renew it"
+    returns = [
+        Return(row=row, cause=Cause.LEASE_LOST, reason="LeaseExpired", message=message) for row in rows
+    ]
+    requeue(tx, returns, max_expiries=max_expiries)
     return len(rows)
 
 

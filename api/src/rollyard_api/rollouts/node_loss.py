@@ -19,8 +19,7 @@ from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rollyard_api.core.states import UNFINISHED, RolloutState
-from rollyard_api.rollouts import timing
-from rollyard_api.rollouts.outcomes import HELD_COLUMNS, requeue, requeued
+from rollyard_api.rollouts.requeue import HELD_COLUMNS, Cause, Return, requeue
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import HeldRollout, read_all
 from rollyard_api.storage.schema import nodes, rollouts
@@ -107,7 +106,8 @@ def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
     used: set[str] = set()
     for at in range(0, len(sandboxes), BATCH):
         some = list(sandboxes[at : at + BATCH])
-        _begin_anew(tx, read_all(HeldRollout, tx.conn.execute(_NAMED, {"b_ids": some})))
+        ended = read_all(HeldRollout, tx.conn.execute(_NAMED, {"b_ids": some}))
+        _begin_anew(tx, ended, "the sandbox ended with the worker that had it")
         used.update(tx.conn.scalars(_HELD, {"b_ids": some}))
     return [sandbox for sandbox in sandboxes if sandbox not in used]
 
@@ -131,7 +131,7 @@ def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
             heard(tx, node, job_id)
         elif max(spoke) < tx.now - silent_seconds:
             rows = read_all(HeldRollout, tx.conn.execute(_OF_NODE, {"b_node": node, "b_job": job_id}))
-            _begin_anew(tx, rows)
+            _begin_anew(tx, rows, f"no worker of the node was heard for {silent_seconds:g} s")
             given_up += len(rows)
     return given_up
 
@@ -149,16 +149,5 @@ def grace(tx: Transaction) -> None:
     tx.conn.execute(sa.update(nodes).values(heard_at=tx.now))
 
 
-def _timings(tx: Transaction, row: HeldRollout) -> str:
-    stage = row.state.stage
-    assert stage is not None
-    return timing.add(row.timings, stage, queued=max(0.0, tx.now - row.since))
-
-
-def _begin_anew(tx: Transaction, rows: Sequence[HeldRollout]) -> None:
-    if not rows:
-        return
-    ordered = sorted(rows, key=lambda row: str(row.id))
-    requeue(tx, [requeued(row, tx.now, "init", timings=_timings(tx, row)) for row in ordered])
-    for row in ordered:
-        tx.emit(row.job_id, rollout=row.id, stage="init", status="queued", reward=None, reason="NodeGone")
+def _begin_anew(tx: Transaction, rows: Sequence[HeldRollout], message: str) -> None:
+    requeue(tx, [Return(row=row, cause=Cause.NODE_LOST, reason="NodeGone", message=message) for row in rows])

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
-from rollyard_crds.rolloutjob import StageName
 from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 
@@ -14,14 +13,12 @@ from rollyard_api.backends import assignment, circuits
 from rollyard_api.core.codec import dumps, loads, pack
 from rollyard_api.core.states import RolloutState
 from rollyard_api.core.wakeups import QUEUE
-from rollyard_api.rollouts import timing
+from rollyard_api.rollouts import outages, timing
 from rollyard_api.rollouts.ending import Ending, end
+from rollyard_api.rollouts.requeue import HELD_COLUMNS, Cause, Return, requeue
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import HeldRollout, columns, read_all
-from rollyard_api.storage.schema import jobs, payloads, rollouts
-
-HELD_COLUMNS = columns(HeldRollout, rollouts)
-"""The columns of a rollout that `advance` and `requeued` read."""
+from rollyard_api.storage.rows import HeldRollout, read_all
+from rollyard_api.storage.schema import payloads, rollouts
 
 _HELD = (
     sa.select(*HELD_COLUMNS)
@@ -41,14 +38,8 @@ _ADVANCE = (
         timings=bindparam("b_timings"),
         sandbox_id=bindparam("b_sandbox_id"),
         sandbox=bindparam("b_sandbox"),
-        backend=bindparam("b_backend"),
-        failures_init=bindparam("b_failures_init"),
-        failures_run=bindparam("b_failures_run"),
-        failures_eval=bindparam("b_failures_eval"),
     )
 )
-_LIMITS = sa.select(jobs.c.id, jobs.c.limits).where(jobs.c.id.in_(bindparam("b_ids", expanding=True)))
-_DROP_PAYLOADS = sa.delete(payloads).where(payloads.c.rollout_id == bindparam("b_id"))
 
 
 def _upsert(module: Any, *names: str) -> Any:
@@ -77,13 +68,7 @@ def keep(tx: Transaction, rows: Sequence[dict[str, Any]]) -> None:
             tx.conn.execute(_KEEP[dialect, names], some)
 
 
-def drop(tx: Transaction, ids: Sequence[str]) -> None:
-    """Delete the carries and trajectories of rollouts that are queued at Init again."""
-    if ids:
-        tx.conn.execute(_DROP_PAYLOADS, [{"b_id": rollout} for rollout in ids])
-
-
-def advance(row: HeldRollout, now: float, state: RolloutState, **changes: Any) -> dict[str, Any]:
+def _advanced(row: HeldRollout, now: float, state: RolloutState, **changes: Any) -> dict[str, Any]:
     """Return the parameters of the update that takes a row to `state` and changes only the named columns."""
     return {
         "b_id": row.id,
@@ -94,17 +79,11 @@ def advance(row: HeldRollout, now: float, state: RolloutState, **changes: Any) -
         "b_timings": changes.get("timings", row.timings),
         "b_sandbox_id": changes.get("sandbox_id", row.sandbox_id),
         "b_sandbox": changes.get("sandbox", row.sandbox),
-        "b_backend": changes.get("backend", row.backend),
-        **{
-            f"b_failures_{s}": changes.get(f"failures_{s}", getattr(row, f"failures_{s}"))
-            for s in STAGE_NAMES
-        },
     }
 
 
 _BACKENDS_FAULT = ("BackendMismatch",)
 """The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
-STAGE_NAMES: tuple[StageName, ...] = ("init", "run", "eval")
 
 
 def _judge(row: HeldRollout | None, item: dict[str, Any], mark: str) -> str:
@@ -129,7 +108,7 @@ class _Batch:
         self.rows = {row.id: row for row in read_all(HeldRollout, found)}
         self.changes: list[dict[str, Any]] = []
         self.kept: list[dict[str, Any]] = []
-        self.dropped: list[str] = []
+        self.returns: list[Return] = []
         self.endings: list[Ending] = []
         self.seen: set[str] = set()
         self.answering: set[tuple[int, str]] = set()
@@ -148,7 +127,7 @@ class _Batch:
             self.tx.conn.execute(_ADVANCE, self.changes)
             self.tx.wake(QUEUE)
         keep(self.tx, self.kept)
-        drop(self.tx, self.dropped)
+        requeue(self.tx, self.returns)
         circuits.completed(self.tx, self.answering)
         if self.endings:
             end(self.tx, self.endings)
@@ -203,7 +182,7 @@ def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
     if stage == "init":
         sandbox = item.get("sandbox")
         batch.changes.append(
-            advance(
+            _advanced(
                 row,
                 tx.now,
                 RolloutState.QUEUED_RUN,
@@ -219,7 +198,7 @@ def _accept(batch: _Batch, row: HeldRollout, item: dict[str, Any]) -> None:
         kept["trajectory"] = item["packed"]
         node = "" if row.sandbox is None else loads(row.sandbox)["node"]
         batch.changes.append(
-            advance(row, tx.now, RolloutState.QUEUED_EVAL, node=node, settled=settled, timings=timings)
+            _advanced(row, tx.now, RolloutState.QUEUED_EVAL, node=node, settled=settled, timings=timings)
         )
         breaks = item.get("template_breaks", 0)
         if breaks:
@@ -249,70 +228,34 @@ def fail(tx: Transaction, failures: Sequence[dict[str, Any]]) -> list[dict[str, 
     A failed rollout returns to a queue while it has attempts left; otherwise it ends.
     """
     batch = _Batch(tx, [item["rollout"] for item in failures])
-    found = {row.job_id for row in batch.rows.values()}
-    limits = {row.id: loads(row.limits) for row in tx.conn.execute(_LIMITS, {"b_ids": sorted(found)})}
+    known = [(batch.rows[item["rollout"]].job_id, item) for item in failures if item["rollout"] in batch.rows]
+    excused = outages.excused(tx, known)
     outcomes = []
     for item in failures:
         outcome = batch.judge(item, "f")
         if outcome == "accepted":
-            row = batch.rows[item["rollout"]]
-            _take_failure(batch, row, item, limits[row.job_id])
+            _take_failure(batch, batch.rows[item["rollout"]], item, outage=item["rollout"] in excused)
         outcomes.append({"rollout": item["rollout"], "outcome": outcome})
     batch.write()
     return outcomes
 
 
-def _take_failure(batch: _Batch, row: HeldRollout, item: dict[str, Any], limits: dict[str, Any]) -> None:
-    tx, stage = batch.tx, item["stage"]
-    counts = item.get("counts", True)
-    failures = getattr(row, f"failures_{stage}") + (1 if counts else 0)
-    settled = f"{row.settled} f{item['token']}".strip()
-    active = max(0.0, tx.now - row.since)
-    timings = timing.add(row.timings, stage, active=active, worker=item.get("times"))
-    tx.count("failures", stage, item["reason"])
-    if stage == "run" and item["reason"] in _BACKENDS_FAULT and row.backend is not None:
+def _take_failure(batch: _Batch, row: HeldRollout, item: dict[str, Any], *, outage: bool) -> None:
+    tx, stage, reason = batch.tx, item["stage"], item["reason"]
+    tx.count("failures", stage, reason)
+    if stage == "run" and reason in _BACKENDS_FAULT and row.backend is not None:
         circuits.failed(tx, row.job_id, row.backend)
-    retryable = item.get("retryable", True) or not counts
-    if retryable and failures < limits["attempts"][stage] + (0 if counts else 1):
-        to: StageName = item.get("return_to") or stage
-        batch.changes.append(
-            requeued(row, tx.now, to, settled=settled, timings=timings, **{f"failures_{stage}": failures})
-        )
-        if to == "init":
-            batch.dropped.append(row.id)
-        tx.emit(row.job_id, rollout=row.id, stage=to, status="queued", reward=None, reason=item["reason"])
-        return
-    batch.endings.append(
-        Ending(
-            rollout=row.id,
-            job_id=row.job_id,
-            group_no=row.group_no,
-            state=RolloutState.FAILED,
-            stage=stage,
-            reason=item["reason"],
-            message=item.get("message") or None,
-            timings=timings,
-            settled=settled,
+    batch.returns.append(
+        Return(
+            row=row,
+            cause=Cause.FAILURE,
+            reason=reason,
+            message=item.get("message") or "",
+            to=item.get("return_to"),
+            retryable=item.get("retryable", True),
+            counts=item.get("counts", True),
+            outage=outage,
+            settled=f"{row.settled} f{item['token']}".strip(),
+            times=item.get("times"),
         )
     )
-    if counts:
-        batch.changes.append(advance(row, tx.now, row.state, **{f"failures_{stage}": failures}))
-
-
-def requeue(tx: Transaction, changes: Sequence[dict[str, Any]]) -> None:
-    """Write the changes that `requeued` returned for rollouts that are queued at Init again."""
-    tx.conn.execute(_ADVANCE, changes)
-    drop(tx, [change["b_id"] for change in changes])
-    tx.wake(QUEUE)
-
-
-def requeued(row: HeldRollout, now: float, stage: StageName, **changes: Any) -> dict[str, Any]:
-    """Return the changes that put a rollout back into a stage's queue.
-
-    A rollout at Init starts without a sandbox. In the other stages it keeps its sandbox and the node of it.
-    """
-    if stage == "init" or row.sandbox is None:
-        changes |= {"node": "", "sandbox": None, "sandbox_id": None}
-    else:
-        changes |= {"node": loads(row.sandbox)["node"]}
-    return advance(row, now, RolloutState.queued(stage), **changes)

@@ -16,11 +16,13 @@ from rollyard_api.core.codec import loads
 from rollyard_api.core.states import RolloutState
 from rollyard_api.rollouts import outcomes, timing
 from rollyard_api.rollouts.ending import Ending, end
+from rollyard_api.rollouts.requeue import Cause, Return, requeue
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import AgedRollout, columns, read_all
 from rollyard_api.storage.schema import backends, jobs, pools, rollouts
 
 REASON = "PolicyTooStale"
+TOO_STALE = "more weight updates than maxPolicyLag came since it entered Run"
 
 _AT = columns(AgedRollout, rollouts, jobs)
 _REACHED = (
@@ -83,7 +85,7 @@ def take_back(tx: Transaction, rows: Sequence[AgedRollout]) -> int:
     """Queue these rollouts at Init again or cancel them, as their jobs specify, and return their number."""
     cancelled = [row for row in rows if loads(row.limits).get("stale_rollouts") == "Cancel"]
     gone = {row.id for row in cancelled}
-    restart(tx, [row for row in rows if row.id not in gone], REASON)
+    restart(tx, [row for row in rows if row.id not in gone], REASON, TOO_STALE)
     if cancelled:
         end(tx, [ending(tx, row) for row in cancelled])
         tx.count("stale_rollouts", "cancelled", value=len(cancelled))
@@ -100,13 +102,13 @@ def ending(tx: Transaction, row: AgedRollout) -> Ending:
         state=RolloutState.CANCELLED,
         stage=stage,
         reason=REASON,
-        message="more weight updates than maxPolicyLag came since it entered Run",
+        message=TOO_STALE,
         timings=_timings(tx, row, stage),
         settled=row.settled,
     )
 
 
-def restart(tx: Transaction, rows: Sequence[AgedRollout], reason: str) -> None:
+def restart(tx: Transaction, rows: Sequence[AgedRollout], reason: str, message: str) -> None:
     """Queue rollouts at Init again, without sandbox and carry; this does not count as an attempt.
 
     The lease ends with it. Its holder learns this from its next heartbeat, and its later reports are stale.
@@ -114,12 +116,7 @@ def restart(tx: Transaction, rows: Sequence[AgedRollout], reason: str) -> None:
     """
     if not rows:
         return
-    changes = []
-    for row in rows:
-        stage = row.state.stage or "run"
-        changes.append(outcomes.requeued(row, tx.now, "init", timings=_timings(tx, row, stage)))
-        tx.emit(row.job_id, rollout=row.id, stage="init", status="queued", reward=None, reason=reason)
-    outcomes.requeue(tx, changes)
+    requeue(tx, [Return(row=row, cause=Cause.NEW_WEIGHTS, reason=reason, message=message) for row in rows])
     tx.count("stale_rollouts", "restarted", value=len(rows))
 
 
@@ -153,7 +150,7 @@ def fence(tx: Transaction, namespace: str, pool: str, url: str) -> int:
         .with_for_update(of=rollouts)
     )
     rows = read_all(AgedRollout, tx.conn.execute(query))
-    restart(tx, rows, "WeightsUpdated")
+    restart(tx, rows, "WeightsUpdated", "the backend got other weights while the rollout was in Run")
     return len(rows)
 
 

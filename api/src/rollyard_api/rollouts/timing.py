@@ -34,3 +34,9 @@ def add(
         if seconds:
             document[name] = round(document.get(name, 0.0) + seconds, 6)
     return dumps(document).decode()
+
+
+def tries(timings: str, stage: str) -> int:
+    """Return how many leases of one stage the rollout has had, those that are not counted as attempts too."""
+    count: int = loads(timings).get(stage, {}).get("attempts", 0)
+    return count

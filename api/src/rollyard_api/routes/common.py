@@ -118,3 +118,11 @@ def answer(document: Any, status: int = 200, headers: dict[str, str] | None = No
 def body_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the OpenAPI description of a body that the route reads by itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def is_older_client(request: Request) -> bool:
+    """Return whether the answer must not hold fields that clients of older releases refuse.
+
+    Those clients name themselves without a number.
+    """
+    return request.headers.get("user-agent") == "rollyard-client"

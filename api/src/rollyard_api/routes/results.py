@@ -22,11 +22,11 @@ from rollyard_api.core.states import ENDED, RolloutState
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.jobs import job_views, jobs
 from rollyard_api.jobs.events import Event, SlowConsumer
-from rollyard_api.routes.common import Namespace, Plane, Wait, answer, plane_of
+from rollyard_api.routes.common import Namespace, Wait, answer, is_older_client, plane_of
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
 from rollyard_api.storage.schema import rollouts
-from rollyard_api.trajectories import delivery, grouping, records
+from rollyard_api.trajectories import attempts, delivery, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"])
@@ -66,17 +66,22 @@ class _Page(Generic[E]):
     finished: bool
     """Whether no results will follow those that were found."""
     held: AsyncExitStack
+    older: bool
+    """Whether the client is an older one, which refuses attempts."""
 
     async def lines(self, rows: Sequence[EndedRollout]) -> list[bytes]:
         """Return the records of these rows, as many as a page holds."""
         job = self.job
-        return await self.plane.archive.lines(
+        lines = await self.plane.archive.lines(
             rows, job.namespace, job.name, job.uid, self.plane.settings.page_bytes
         )
+        return [attempts.without(line) for line in lines] if self.older else lines
 
     async def answer(self, lines: list[bytes], form: str, reached: int | None) -> Response:
         """Return the answer with these documents; `reached` is the last one's place, None for all found."""
-        data = await self.plane.archive.builds.run(partial(delivery.encode, lines, form), self.job.namespace)
+        omitted = attempts.FIELDS if self.older else ()
+        encode = partial(delivery.encode, lines, form, omitted)
+        data = await self.plane.archive.builds.run(encode, self.job.namespace)
         return self.deliver(data, form, reached)
 
     def deliver(self, data: bytes | AsyncIterator[bytes], form: str, reached: int | None) -> Response:
@@ -134,7 +139,7 @@ async def _page(
         )
         # The records themselves are in memory only while a place for the answer is held.
         await held.enter_async_context(plane.pages_of(found.sizes).held(namespace))
-        yield _Page(plane, kind, job, after, found, finished, held)
+        yield _Page(plane, kind, job, after, found, finished, held, is_older_client(request))
 
 
 @router.get("/{name}/trajectories")
@@ -278,26 +283,33 @@ async def _large_group(
 
 @router.get("/{name}/rollouts")
 async def list_rollouts(
-    plane: Plane,
+    request: Request,
     name: str,
     namespace: Namespace = "default",
     stage: StageName | None = None,
     status: Literal["queued", "leased", "succeeded", "failed", "cancelled"] | None = None,
+    retried: bool = False,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     after: Annotated[str, Query(alias="continue")] = "",
 ) -> Response:
-    """List rollouts in brief: stage, status, attempt, reward, timings and worker."""
+    """List rollouts in brief: stage, status, attempts so far, reward, timings and worker.
+
+    `retried=true` leaves out those without an attempt that did not end well.
+    """
+    plane = plane_of(request)
     wanted = RolloutState.matching(stage, status)
     most = plane.settings.page_bytes
 
     def query(conn: Connection) -> tuple[list[dict[str, Any]], str | None]:
         job = jobs.find(conn, namespace, name)
         begin = _rollout_after(after, job)
-        found, more = records.summaries(conn, job.id, wanted, limit, begin, most)
+        found, more = records.summaries(conn, job.id, wanted, limit, begin, most, retried=retried)
         return found, None if more is None else cursors.text("rollouts", job.uid, more)
 
     async with plane.looks.held(namespace):
         found, more = await plane.database.read(query)
+    if is_older_client(request):
+        found = [{k: v for k, v in item.items() if k not in attempts.FIELDS} for item in found]
     return answer({"items": found, "metadata": {} if more is None else {"continue": more}})
 
 
@@ -309,8 +321,11 @@ def _rollout_after(given: str, job: JobRow) -> str:
 
 
 @router.get("/{name}/rollouts/{rollout}")
-async def get_rollout(plane: Plane, name: str, rollout: str, namespace: Namespace = "default") -> Response:
+async def get_rollout(
+    request: Request, name: str, rollout: str, namespace: Namespace = "default"
+) -> Response:
     """Return the trajectory of a rollout that has ended."""
+    plane = plane_of(request)
 
     def query(conn: Connection) -> tuple[JobRow, RolloutSize]:
         job = jobs.find(conn, namespace, name)
@@ -338,6 +353,8 @@ async def get_rollout(plane: Plane, name: str, rollout: str, namespace: Namespac
         if not rows:
             raise NotFound(f"no RolloutJob {name!r} in namespace {namespace!r}", reason="JobNotFound")
         (line,) = await plane.archive.lines(rows, namespace, name, job.uid, plane.settings.page_bytes)
+        if is_older_client(request):
+            line = attempts.without(line)
         return Delivery(line, "application/json", {}, held.pop_all())
 
 

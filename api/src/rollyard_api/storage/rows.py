@@ -75,6 +75,7 @@ class JobRow:
     object_uid: str | None
     warm: bytes | None
     blob_id: int | None
+    outage_began: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,11 @@ class HeldRollout:
     sandbox_id: str | None
     sandbox: bytes | None
     backend: str | None
+    worker: str | None
+    expiries: int
+    eval_expiries: int
+    outages: int
+    attempts: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,22 +137,14 @@ class AgedRollout(HeldRollout):
 
 
 @dataclass(frozen=True, slots=True)
-class ExpiredRollout(HeldRollout):
-    """A rollout whose lease has expired."""
-
-    expiries: int
-    eval_expiries: int
-    worker: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class UnfinishedRollout:
-    """The columns that are read of a rollout that is cancelled."""
+    """The columns that are read of a rollout that is cancelled or waits for too long."""
 
     id: str
     job_id: int
     group_no: int
     state: RolloutState
+    since: float
     timings: str
     settled: str
 
@@ -181,6 +179,7 @@ class EndedRollout:
     failures_init: int
     failures_run: int
     failures_eval: int
+    attempts: bytes | None
     timings: str
     backend: str | None
     reward: float | None

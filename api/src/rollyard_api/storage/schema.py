@@ -81,6 +81,8 @@ jobs = sa.Table(
     sa.Column("warm", sa.LargeBinary),
     # The upload that the tasks were read from, which is kept as long as the job's row, or null.
     sa.Column("blob_id", sa.Integer),
+    # When the job's pool lost its last ready backend, or null while it has one.
+    sa.Column("outage_began", sa.Double),
     _partial("uq_jobs_live_name", "namespace", "name", where="deleted_at IS NULL", unique=True),
     _partial("ix_jobs_unfinished", "id", where="finished_at IS NULL"),
     _partial("ix_jobs_blob", "blob_id", where="blob_id IS NOT NULL"),
@@ -124,6 +126,10 @@ rollouts = sa.Table(
     sa.Column("failures_eval", sa.SmallInteger, nullable=False),
     sa.Column("expiries", sa.SmallInteger, nullable=False),
     sa.Column("eval_expiries", sa.SmallInteger, nullable=False),
+    # How often an attempt that ended because the pool had no ready backend was not counted.
+    sa.Column("outages", sa.SmallInteger, nullable=False, server_default="0"),
+    # The attempts that did not end well, as JSON ({"attempts", "dropped"}), or null if there are none.
+    sa.Column("attempts", sa.LargeBinary),
     # The tokens whose outcome was accepted, by which a repeat is recognised: "c3" completed, "f2" failed.
     # "m3" means that the rollout was moved to another backend under that token, and "b3:HASH" that it has
     # blamed that backend under it.

@@ -22,12 +22,18 @@ def media_type(accept: str) -> str:
     return next((form for form in (PARQUET, MSGPACK) if form in accept), NDJSON)
 
 
-def encode(lines: Sequence[bytes], form: str) -> bytes:
-    """Encode JSON records in the media type `form`. This call blocks, so it belongs in a thread."""
+def encode(lines: Sequence[bytes], form: str, omitted: Sequence[str] = ()) -> bytes:
+    """Encode JSON records in the media type `form`. This call blocks, so it belongs in a thread.
+
+    Args:
+        lines: The records.
+        form: The media type.
+        omitted: The columns that a Parquet file does not have.
+    """
     if form == PARQUET:
         from rollyard_api.trajectories.parquet import encode
 
-        return encode(lines)
+        return encode(lines, omitted)
     if form == MSGPACK:
         packer = msgpack.Packer()
         head = bytes(packer.pack_array_header(len(lines)))

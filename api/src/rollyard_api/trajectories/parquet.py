@@ -20,6 +20,19 @@ _SEGMENT = pa.struct(
         ("policy_versions", pa.list_(pa.string())),
     ]
 )
+_ATTEMPT = pa.struct(
+    [
+        ("stage", pa.string()),
+        ("attempt", pa.int32()),
+        ("reason", pa.string()),
+        ("message", pa.string()),
+        ("worker", pa.string()),
+        ("node", pa.string()),
+        ("started", pa.float64()),
+        ("seconds", pa.float64()),
+        ("counted", pa.bool_()),
+    ]
+)
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -29,6 +42,8 @@ SCHEMA = pa.schema(
         ("group_id", pa.string()),
         ("sample_index", pa.int32()),
         ("attempt", pa.int32()),
+        ("attempts", pa.list_(_ATTEMPT)),
+        ("attempts_dropped", pa.int32()),
         ("status", pa.string()),
         ("reason", pa.string()),
         ("message", pa.string()),
@@ -50,6 +65,8 @@ SCHEMA = pa.schema(
 )
 _JSON = ("reward_components", "messages", "turns", "sampling", "timings", "metadata")
 _DEFAULTS: dict[str, Any] = {
+    "attempts": [],
+    "attempts_dropped": 0,
     "reward_reason": "",
     "segments": [],
     "backend": "",
@@ -67,20 +84,26 @@ GROUP_BYTES = 4 << 20
 """The JSON bytes of a row group. As Python objects, its rows take about five times as much memory."""
 
 
-def encode(lines: Sequence[bytes]) -> bytes:
-    """Encode trajectories, each as JSON bytes, as one Parquet file. An empty list gives no rows."""
+def encode(lines: Sequence[bytes], omitted: Sequence[str] = ()) -> bytes:
+    """Encode trajectories, each as JSON bytes, as one Parquet file. An empty list gives no rows.
+
+    Args:
+        lines: The trajectories.
+        omitted: The columns that the file does not have.
+    """
     file = io.BytesIO()
-    with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+    schema = pa.schema([field for field in SCHEMA if field.name not in omitted])
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         rows: list[dict[str, Any]] = []
         size = 0
         for line in lines:
             rows.append(_row(line))
             size += len(line)
             if size >= GROUP_BYTES:
-                writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
                 rows, size = [], 0
         if rows:
-            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
     return file.getvalue()
 
 

@@ -17,6 +17,7 @@ from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.core.states import RolloutState
 from rollyard_api.storage.rows import EndedRollout, RolloutSize, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
+from rollyard_api.trajectories import attempts
 
 _ROW_BYTES = 1024
 """The approximate size in bytes of a record apart from what Run recorded."""
@@ -54,7 +55,8 @@ def record(row: EndedRollout, job: str, namespace: str) -> bytes:
     document: dict[str, Any] = {"segments": [], "messages": [], "turns": []}  # Records without Run have them.
     if row.trajectory is not None:
         document |= loads(unpack(row.trajectory))
-        document.pop("reward_reason", None)  # Run does not decide it.
+        for name in ("reward_reason", *attempts.FIELDS):
+            document.pop(name, None)  # Run does not decide these.
     document |= {
         "id": row.id,
         "job": job,
@@ -73,15 +75,27 @@ def record(row: EndedRollout, job: str, namespace: str) -> bytes:
     if row.reward_reason:
         # It is given only if there is one, because older clients refuse fields that they do not know.
         document["reward_reason"] = row.reward_reason
+    listed, dropped = attempts.listing(row.attempts)
+    if listed:
+        document |= {"attempts": listed, "attempts_dropped": dropped}
     if row.backend and not document.get("backend"):
         document["backend"] = row.backend
     return dumps(document)
 
 
 def summaries(
-    conn: Connection, job_id: int, wanted: Sequence[RolloutState], limit: int, after: str, max_bytes: int
+    conn: Connection,
+    job_id: int,
+    wanted: Sequence[RolloutState],
+    limit: int,
+    after: str,
+    max_bytes: int,
+    *,
+    retried: bool = False,
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Return short rows for the rollouts in these states, ordered by id, after the id `after`.
+
+    With `retried`, only rollouts with an attempt that did not end well are returned.
 
     Returns:
         At most `limit` rows, of about `max_bytes` at most, and the last one's id if there are more.
@@ -98,6 +112,7 @@ def summaries(
             rollouts.c.failures_init,
             rollouts.c.failures_run,
             rollouts.c.failures_eval,
+            rollouts.c.attempts,
             rollouts.c.sample,
             rollouts.c.backend,
             groups.c.task_id,
@@ -111,8 +126,15 @@ def summaries(
         .order_by(rollouts.c.id)
         .limit(limit + 1)
     )
+    if retried:
+        query = query.where(rollouts.c.attempts.is_not(None))
     rows = list(conn.execute(query))
-    room = fitting((_ROW_BYTES + len(row.message or "") + len(row.timings) for row in rows), max_bytes)
+    lists = [attempts.listing(row.attempts) for row in rows]
+    sizes = (
+        _ROW_BYTES + len(row.message or "") + len(row.timings) + (len(dumps(listed)) if listed else 0)
+        for row, (listed, _) in zip(rows, lists, strict=True)
+    )
+    room = fitting(sizes, max_bytes)
     limit = min(limit, room)
     more = rows[limit - 1].id if len(rows) > limit else None
     return [
@@ -130,14 +152,20 @@ def summaries(
             "timings": timings(row.timings),
             "worker": row.worker or "",
             "backend": row.backend or "",
+            "attempts": listed,
+            "attempts_dropped": dropped,
         }
-        for row in rows[:limit]
+        for row, (listed, dropped) in zip(rows[:limit], lists, strict=False)
     ], more
 
 
 def _bytes() -> sa.ColumnElement[int]:
     """Return the bytes that a row adds to a page: of its stored record, or of its data in the database."""
-    waiting = sa.func.coalesce(sa.func.length(payloads.c.trajectory), 0) + _ROW_BYTES
+    waiting = (
+        sa.func.coalesce(sa.func.length(payloads.c.trajectory), 0)
+        + sa.func.coalesce(sa.func.length(rollouts.c.attempts), 0)
+        + _ROW_BYTES
+    )
     return sa.case((rollouts.c.pending.is_(None), rollouts.c.part_length), else_=waiting)
 
 

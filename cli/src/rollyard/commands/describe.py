@@ -9,6 +9,9 @@ import click
 from rollyard import terminal
 from rollyard.connection import connect, server_options
 
+MAX_RETRIED = 10_000
+"""The number of retried rollouts whose attempts are counted."""
+
 
 @click.command()
 @click.argument("kind", metavar="[KIND]")
@@ -17,6 +20,7 @@ from rollyard.connection import connect, server_options
 def command(kind: str, name: str | None, url: str | None, home: Path | None, namespace: str) -> None:
     """Everything about one job or pool, for people: `describe NAME`, or `describe rj|bp NAME`."""
     from collections import Counter
+    from itertools import islice
 
     from rollyard_crds import RolloutJob
 
@@ -34,6 +38,12 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
             meta = thing.metadata
             failed = client.rollouts(meta.name, status="failed", namespace=meta.namespace)
             reasons = Counter((item.reason, item.message) for item in failed)
-            describe_job(console, thing, reasons)
+            retried = client.rollouts(meta.name, retried=True, namespace=meta.namespace)
+            attempts: Counter[tuple[str, str, bool]] = Counter(
+                (one.stage, one.reason, one.counted)
+                for item in islice(retried, MAX_RETRIED)
+                for one in item.attempts
+            )
+            describe_job(console, thing, reasons, attempts)
         else:
             describe_pool(console, thing)

@@ -10,6 +10,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
+from rollyard_crds.security.log_text import one_line
 
 from rollyard.render.progress import stage_progress
 from rollyard.render.tables import (
@@ -47,10 +48,19 @@ def _spec(console: Console, spec: object) -> None:
     console.print(Text("".join(f"  {line}" for line in text.splitlines(keepends=True))), soft_wrap=True)
 
 
-def describe_job(console: Console, job: RolloutJob, failures: Counter[tuple[str, str]]) -> None:
-    """Print a job's status, counts per stage, reasons of failures, conditions and spec.
+def describe_job(
+    console: Console,
+    job: RolloutJob,
+    failures: Counter[tuple[str, str]],
+    attempts: Counter[tuple[str, str, bool]],
+) -> None:
+    """Print a job's status, counts per stage, reasons of failures and retries, conditions and spec.
 
-    The most frequent reasons of failures are first.
+    Args:
+        console: Where it is printed.
+        job: The job.
+        failures: The failed rollouts, counted by reason and message.
+        attempts: The attempts that did not end well, counted by stage, reason and whether they counted.
     """
     status, counts = job.status, job.status.counts
     _field(console, "Name", job.metadata.name)
@@ -71,7 +81,12 @@ def describe_job(console: Console, job: RolloutJob, failures: Counter[tuple[str,
     if failures:
         console.print("\nFailures:")
         for (reason, message), count in failures.most_common(10):
-            console.print(Text(f"  {count} × {reason}: {message}"), soft_wrap=True)
+            console.print(Text(f"  {count} × {one_line(f'{reason}: {message}')}"), soft_wrap=True)
+    if attempts:
+        console.print("\nAttempts that did not end well:")
+        for (stage, reason, counted), count in attempts.most_common(10):
+            note = "" if counted else ", not counted"
+            console.print(Text(f"  {count} × {reason} in {stage}{note}"), soft_wrap=True)
     _conditions(console, status.conditions)
     spec = job.spec.to_json()
     inline = spec["tasks"].get("inline")

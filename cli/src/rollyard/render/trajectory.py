@@ -13,8 +13,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+from rollyard_crds.security.log_text import one_line
 from rollyard_crds.task import Message
-from rollyard_crds.trajectory import Segment, Trajectory, Turn
+from rollyard_crds.trajectory import Attempt, Segment, Trajectory, Turn
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -73,7 +74,7 @@ def tokenizer_decode(folder: Path) -> Decode:
 def why(trajectory: Trajectory) -> str:
     """Return one line that says why a rollout has no reward or a reward of zero, or an empty text."""
     if trajectory.status != "succeeded":
-        detail = f": {trajectory.message}" if trajectory.message else ""
+        detail = f": {one_line(trajectory.message)}" if trajectory.message else ""
         return f"{trajectory.status}, {trajectory.reason or 'no reason given'}{detail}"
     if trajectory.reward is None or trajectory.reward > 0:
         return ""
@@ -87,6 +88,19 @@ def why(trajectory: Trajectory) -> str:
     if not calls:
         parts.append("it never called a tool")
     return "reward 0: " + ("; ".join(parts) if parts else f"not solved in {len(trajectory.turns)} turns")
+
+
+def attempts(listed: Sequence[Attempt], dropped: int) -> Iterator[Text]:
+    """Yield one line for each attempt that did not end well, and one for those that were dropped."""
+    for one in listed:
+        place = f" on {one.node}" if one.node else ""
+        who = f", {one.worker}{place}" if one.worker else place
+        what = f"{one.stage} attempt {one.attempt}" if one.attempt else f"in the queue of {one.stage}"
+        note = "" if one.counted else ", not counted"
+        detail = f": {one.message}" if one.message else ""
+        yield Text(f"{what}, {one.seconds:.3f} s{who}{note}: {one.reason}{detail}", style="yellow")
+    if dropped:
+        yield Text(f"{dropped} more attempts are not listed", style="yellow")
 
 
 def header(trajectory: Trajectory) -> Iterator[Text]:
@@ -103,6 +117,7 @@ def header(trajectory: Trajectory) -> Iterator[Text]:
     if trajectory.reward_components:
         parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.reward_components.items())
         yield Text(f"reward components: {parts}", style=DIM)
+    yield from attempts(trajectory.attempts, trajectory.attempts_dropped)
     timings = trajectory.timings
     for name in ("init", "run", "eval"):
         stage = getattr(timings, name)

@@ -26,6 +26,8 @@ from rollyard_inference.errors import (
 from rollyard_inference.sampling.request import Sampling
 
 from rollyard_pipeline.backends.client import UNKNOWN_MODE, BackendClient
+from rollyard_pipeline.backends.outage import Outage
+from rollyard_pipeline.errors import NoBackend
 from rollyard_pipeline.trajectories.recorder import Sample
 from rollyard_pipeline.trajectories.request_seeds import request_seed
 
@@ -42,6 +44,8 @@ _LONGEST_WAIT: Final = 5.0
 _WAITS: Final = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
 _LONGEST_RETRY_AFTER: Final = 30.0  # The longest wait that a Retry-After can request, in seconds.
 _OVERLOAD_SECONDS: Final = 300.0  # Seconds of only "too busy" answers before the rollout gives up.
+OUTAGE_SECONDS: Final = 300.0
+"""How long a rollout keeps its place in Run while its pool has no ready backend, in seconds."""
 _UPDATE_SECONDS: Final = 900.0  # Seconds for which a backend may run with unverified weights.
 _MAX_PARTS: Final = 64  # The number of requests that a turn may take if aborts cut it.
 _MAX_SHRINKS: Final = 3  # How often a turn may be repeated with fewer tokens to fit a backend's context.
@@ -56,8 +60,11 @@ class BackendSession:
         route: Asks for another backend.
         sampling: The job's sampling.
         task_id, sample_index: The values from which seeds are derived.
-        budget: The time in seconds without any answer after which the rollout gives up.
+        budget: The time in seconds without any answer after which the rollout gives up. The time for which
+            the pool has no ready backend is not part of it.
         probe_seconds: The time in seconds in which a backend that does not hang samples one token.
+        outage_seconds: The time in seconds without a ready backend after which the rollout goes back to its
+            queue.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class BackendSession:
         sample_index: int,
         budget: float = 60.0,
         probe_seconds: float = 10.0,
+        outage_seconds: float = OUTAGE_SECONDS,
     ) -> None:
         self._client = client
         self._route = route
@@ -79,6 +87,8 @@ class BackendSession:
         self._sample_index = sample_index
         self._budget = budget
         self._probe_seconds = probe_seconds
+        self._outage_seconds = outage_seconds
+        self._outage = Outage()
         self._failing_since: float | None = None
         self._busy_since: float | None = None
         self._last_error = ""
@@ -91,7 +101,7 @@ class BackendSession:
         self.model_seconds = 0.0
         """The time that backends have worked on turns, without `waited_seconds`, in seconds."""
         self.waited_seconds = 0.0
-        """The time in which the backend was paused, updated or too busy, in seconds."""
+        """The time in which the backend was paused, updated or too busy, or none was ready, in seconds."""
         self.on_wait: Callable[[float], None] | None = None
         """Called with every stretch of such seconds as it passes, as it is not counted as the policy's."""
         self.stats = RunStats()
@@ -145,6 +155,7 @@ class BackendSession:
 
         Raises:
             BackendUnavailable: No backend answered within the budget.
+            NoBackend: The pool had no ready backend for too long.
             ContextOverflow: Not even one token fits after `prompt`.
             BackendMismatch, BackendRefused, WeightsChanged: See BackendClient.sample.
         """
@@ -227,17 +238,18 @@ class BackendSession:
                 self._waiting = False
                 tries, failures = tries + 1, failures + 1
                 left = self._left(error)
-                if tries % _TRIES_BEFORE_ROUTE == 0:
+                if tries % _TRIES_BEFORE_ROUTE == 0 or self._outage.lasts:
                     wait = await self._move(str(error), blame=not error.overloaded)
                     failures = failures if wait else 0
                 else:
                     wait = max(_WAITS.pause(failures), min(error.retry_after or 0.0, _LONGEST_RETRY_AFTER))
-                if error.overloaded:
+                if error.overloaded or self._outage.lasts:
                     await self._wait(min(wait, left))
                 else:
                     await asyncio.sleep(min(wait, left))
             else:
                 self._failing_since = self._busy_since = None
+                self._outage.end()
                 self._waiting = False
                 return sample
 
@@ -255,8 +267,10 @@ class BackendSession:
 
         Raises:
             BackendUnavailable: No time is left.
+            NoBackend: The pool had no ready backend for too long.
         """
         now = time.monotonic()
+        outage = self._outage.seconds(now)
         self._last_error = str(error)
         if error.overloaded:
             since = self._busy_since = now if self._busy_since is None else self._busy_since
@@ -264,7 +278,9 @@ class BackendSession:
         else:
             since = self._failing_since = now if self._failing_since is None else self._failing_since
             budget = self._budget
-        left = since + budget - now
+        left = since + budget + outage - now
+        if self._outage.lasts and (left <= 0 or outage >= self._outage_seconds):
+            raise NoBackend(f"the pool had no ready backend for {outage:.0f} s; last: {error}") from error
         if left <= 0:
             raise BackendUnavailable(f"no backend answered for {budget:g} s; last: {error}") from error
         return left
@@ -272,6 +288,7 @@ class BackendSession:
     async def _move(self, error: str, *, blame: bool) -> float:
         """Ask for another backend, and return the wait before the next try in seconds."""
         answer = await self._route(self.backend.url, error[:1024], blame)
+        self._outage.note(answer, time.monotonic())
         if answer.backend is None:
             return min(answer.retry_after, _LONGEST_WAIT)
         moved = answer.backend.url != self.backend.url

@@ -1,0 +1,190 @@
+"""Attempts that did not end well: what is kept of each way back into a queue, and who is given it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from rollyard_api.rollouts import lease_expiry, node_loss
+from rollyard_api.storage.database import Transaction
+from rollyard_api.trajectories import attempts
+from rollyard_client.requests import RolloutSummary
+from rollyard_crds.trajectory import MAX_ATTEMPT_MESSAGE, MAX_ATTEMPTS, Trajectory
+
+PATH = "/v1/rolloutjobs/job"
+OLDER = {"User-Agent": "rollyard-client"}
+"""How the clients of older releases name themselves. They refuse fields that they do not know."""
+
+
+@pytest.fixture
+async def worker(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+    manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]})
+    answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
+    assert answer.status_code == 201, answer.text
+    return worker_of(served.worker)
+
+
+async def _later(served: Any, seconds: float, what: Any) -> None:
+    def op(tx: Transaction) -> None:
+        tx.now += seconds
+        what(tx)
+
+    await served.plane.database.write(op)
+
+
+async def _record(served: Any, **headers: str) -> dict[str, Any]:
+    found: dict[str, Any] = (await served.admin.get(f"{PATH}/trajectories", headers=headers)).json()
+    return found
+
+
+def _told(found: dict[str, Any]) -> list[tuple[str, int, str, bool]]:
+    return [(one["stage"], one["attempt"], one["reason"], one["counted"]) for one in found["attempts"]]
+
+
+async def test_every_way_back_into_a_queue_is_explained(served: Any, worker: Any) -> None:
+    """A failure, a hand-over, an expired lease and a lost node, and then the rollout succeeds."""
+    (lease,) = await worker.lease(init=1)
+    await worker.fail(lease, "ImageBroken", message="no such image")
+    (lease,) = await worker.lease(init=1)
+    await worker.fail(lease, "WorkerDrained", message="it stops", counts=False)
+    (lease,) = await worker.lease(init=1)
+    await worker.complete(worker.result(lease))
+    await worker.lease(run=1)
+    await _later(served, 60, lambda tx: lease_expiry.expire(tx, 10))
+    (lease,) = await worker.lease(init=1)
+    await worker.complete(worker.result(lease))
+    await worker.heartbeat()
+    await _later(served, 7200, lambda tx: node_loss.give_up_silent(tx, 60.0))
+    summary = (await served.admin.get(f"{PATH}/rollouts")).json()["items"][0]
+    assert await worker.finish_all() == 1
+
+    record = await _record(served)
+    assert (record["status"], record["attempt"], record["attempts_dropped"]) == ("succeeded", 1, 0)
+    assert _told(record) == [
+        ("init", 1, "ImageBroken", True),
+        ("init", 2, "WorkerDrained", False),
+        ("run", 1, "LeaseExpired", False),
+        ("run", 1, "NodeGone", False),
+    ]
+    assert summary["attempts"] == record["attempts"]
+    first, _, expired, lost = record["attempts"]
+    assert (first["message"], first["worker"], first["node"]) == ("no such image", "w", "n")
+    assert (expired["worker"], expired["node"]) == ("w", "n")
+    assert expired["seconds"] >= 60
+    assert (lost["worker"], lost["node"]) == ("", "n"), "it waited, so no worker had it"
+    assert Trajectory.model_validate(record).attempts[0].reason == "ImageBroken"
+    assert record["timings"]["run"]["queued_seconds"] >= 7200
+
+
+async def test_the_last_failure_is_an_attempt_too(served: Any, worker: Any) -> None:
+    for _ in range(3):
+        (lease,) = await worker.lease(init=1)
+        await worker.fail(lease, "ImageBroken")
+    record = await _record(served)
+    assert (record["status"], record["reason"]) == ("failed", "ImageBroken")
+    assert _told(record) == [("init", number, "ImageBroken", True) for number in (1, 2, 3)]
+
+
+async def test_a_lease_that_is_lost_too_often_ends_as_an_attempt(served: Any, worker: Any) -> None:
+    for _ in range(3):
+        await worker.lease(init=1)
+        await _later(served, 60, lambda tx: lease_expiry.expire(tx, 2))
+    record = await _record(served)
+    assert (record["status"], record["reason"]) == ("failed", "LeaseExpired")
+    assert record["message"] == "3 leases expired; the last was held by w"
+    assert _told(record) == [("init", number, "LeaseExpired", False) for number in (1, 2, 3)]
+
+
+async def test_what_a_worker_says_about_attempts_in_a_trajectory_is_ignored(served: Any, worker: Any) -> None:
+    (lease,) = await worker.lease(init=1)
+    await worker.complete(worker.result(lease))
+    (lease,) = await worker.lease(run=1)
+    run = worker.result(lease)
+    forged = attempts.attempt(
+        stage="run", number=1, reason="Forged", message="", worker="", node="",
+        started=0.0, seconds=0.0, counted=True,
+    )  # fmt: skip
+    run["trajectory"] |= {"attempts": [forged], "attempts_dropped": 7}
+    assert await worker.complete(run) == ["accepted"]
+    assert await worker.finish_all() == 1
+    assert not {"attempts", "attempts_dropped"} & (await _record(served)).keys()
+
+
+async def test_parquet_has_the_attempts_as_a_list(served: Any, worker: Any) -> None:
+    (lease,) = await worker.lease(init=1)
+    await worker.fail(lease, "ImageBroken", message="no such image")
+    assert await worker.finish_all() == 1
+    accept = {"Accept": "application/vnd.apache.parquet"}
+    rows = await _table(served, accept)
+    assert rows[0]["attempts"] == (await _record(served))["attempts"]
+    assert rows[0]["attempts_dropped"] == 0
+    assert not {"attempts", "attempts_dropped"} & (await _table(served, accept | OLDER))[0].keys()
+
+
+async def _table(served: Any, headers: dict[str, str]) -> list[dict[str, Any]]:
+    answer = await served.admin.get(f"{PATH}/trajectories", headers=headers)
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(io.BytesIO(answer.content)).to_pylist()
+    return rows
+
+
+async def test_older_clients_are_spared_what_they_refuse(
+    served: Any, worker: Any, eventually: Any, make_manifest: Any
+) -> None:
+    """From the database and from the trajectory store, in each form in which results are given."""
+    (lease,) = await worker.lease(init=1)
+    await worker.fail(lease, "ImageBroken", message='a trap: "attempts":[')
+    listed = (await served.admin.get(f"{PATH}/rollouts", headers=OLDER)).json()["items"]
+    assert not {"attempts", "attempts_dropped"} & listed[0].keys()
+    assert await worker.finish_all() == 1
+    for _ in range(2):
+        for path in ("trajectories", "groups?dropped=true", f"rollouts/{lease['rollout']}"):
+            newer = (await served.admin.get(f"{PATH}/{path}")).text
+            older = (await served.admin.get(f"{PATH}/{path}", headers=OLDER)).text
+            assert '"attempts":[' in newer, path
+            assert '"attempts":[' not in older, path
+        await served.plane.flush()
+
+
+async def test_only_rollouts_that_were_retried_are_listed_on_request(
+    served: Any, make_manifest: Any, worker_of: Any
+) -> None:
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest())
+    worker = worker_of(served.worker)
+    first, _ = await worker.lease(init=2)
+    await worker.fail(first, "ImageBroken")
+    answer = await served.admin.get(f"{PATH}/rollouts", params={"retried": True})
+    (found,) = [RolloutSummary.of(item | {"later": 1}) for item in answer.json()["items"]]
+    assert found.id == first["rollout"]
+    assert [one.reason for one in found.attempts] == ["ImageBroken"]
+    assert len((await served.admin.get(f"{PATH}/rollouts")).json()["items"]) == 2
+
+
+def _attempt(number: int, *, counted: bool, message: str = "") -> dict[str, Any]:
+    return attempts.attempt(
+        stage="run", number=number, reason="Broken", message=message, worker="w", node="n",
+        started=1.0, seconds=2.0, counted=counted,
+    )  # fmt: skip
+
+
+def test_the_list_is_bounded_and_keeps_those_that_counted() -> None:
+    kept: bytes | None = None
+    for number in range(1, 41):
+        kept = attempts.added(kept, _attempt(number, counted=number in (3, 7)))
+    listed, dropped = attempts.listing(kept)
+    assert (len(listed), dropped) == (MAX_ATTEMPTS, 40 - MAX_ATTEMPTS)
+    assert [one["attempt"] for one in listed] == [3, 7, *range(27, 41)]
+    for number in range(41, 81):
+        kept = attempts.added(kept, _attempt(number, counted=True))
+    listed, dropped = attempts.listing(kept)
+    assert [one["attempt"] for one in listed] == list(range(65, 81))
+    assert dropped == 80 - MAX_ATTEMPTS
+
+
+@pytest.mark.parametrize("message", ["x" * 4096, "\x1b[2J" * 1000, "é" * 4096, "\n"])
+def test_a_message_is_one_line_of_bounded_length(message: str) -> None:
+    text = _attempt(1, counted=True, message=message)["message"]
+    assert 0 < len(text) <= MAX_ATTEMPT_MESSAGE
+    assert text.isprintable()
+    assert text.endswith("…") == (len(message) > MAX_ATTEMPT_MESSAGE)

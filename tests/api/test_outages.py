@@ -1,0 +1,193 @@
+"""While a pool has no ready backend, its rollouts wait: it costs no attempt, and the wait is bounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rollyard_api.jobs import cancellation
+from rollyard_api.rollouts import outages
+from rollyard_api.rollouts.requeue import MAX_OUTAGES
+from rollyard_api.storage.database import Transaction
+
+URL = "http://backend-0:8000"
+HOUR = 3600.0
+
+
+class Pool:
+    """A pool with one backend, a job on it, and a clock that the test moves."""
+
+    def __init__(self, served: Any, worker: Any) -> None:
+        self.served = served
+        self.worker = worker
+        self.offset = 0.0
+
+    async def ready(self, ready: bool) -> None:
+        body = {"backends": [{"url": URL, "ready": ready}]}
+        answer = await self.served.driver.put("/v1/backendpools/pool/backends", json=body)
+        assert answer.status_code == 200, answer.text
+
+    async def pass_(self, seconds: float) -> int:
+        """Let the time pass, sweep, and return how many rollouts ended for lack of a backend."""
+        self.offset += seconds
+
+        def op(tx: Transaction) -> int:
+            tx.now += self.offset
+            outages.look(tx)
+            ended = outages.end_overdue(tx, HOUR)
+            cancellation.enforce(tx)
+            return ended
+
+        ended: int = await self.served.plane.database.write(op)
+        for job_id in await self.served.plane.database.read(cancellation.unfinished_cancellations):
+            await self.served.plane.cancel_rest(job_id)
+        return ended
+
+    async def to_run(self) -> None:
+        """Take every rollout through Init."""
+        leases = await self.worker.lease(init=16)
+        await self.worker.complete(*[self.worker.result(lease) for lease in leases])
+
+    async def records(self) -> list[dict[str, Any]]:
+        listed = (await self.served.admin.get("/v1/rolloutjobs/job/rollouts")).json()["items"]
+        return sorted(listed, key=lambda one: str(one["id"]))
+
+
+@pytest.fixture
+async def make_pool(served: Any, make_manifest: Any, worker_of: Any) -> Any:
+    async def make(**spec: Any) -> Pool:
+        manifest = {
+            "apiVersion": "rollyard.dev/v1alpha1",
+            "kind": "BackendPool",
+            "metadata": {"name": "pool"},
+            "spec": {"model": "tiny"},
+        }
+        assert (await served.admin.post("/v1/backendpools", json=manifest)).status_code == 201
+        pool = Pool(served, worker_of(served.worker))
+        await pool.ready(True)
+        job = make_manifest(
+            agent={"type": "tools"}, backendRef={"name": "pool"}, stages={"run": {"maxAttempts": 2}}, **spec
+        )
+        assert (await served.admin.post("/v1/rolloutjobs", json=job)).status_code == 201
+        await pool.to_run()
+        return pool
+
+    return make
+
+
+@pytest.mark.parametrize("reason", ["BackendUnavailable", "NoBackend"])
+async def test_runs_that_an_outage_interrupts_return_without_an_attempt(make_pool: Any, reason: str) -> None:
+    """Workers of older releases report BackendUnavailable, whatever the pool has."""
+    pool = await make_pool()
+    leases = await pool.worker.lease(run=2)
+    await pool.ready(False)
+    for lease in leases:
+        fields = {"return_to": "init", "counts": reason != "NoBackend", "message": "nobody answers"}
+        assert await pool.worker.fail(lease, reason, **fields) == "accepted"
+    for record in await pool.records():
+        assert (record["stage"], record["status"], record["attempt"]) == ("init", "queued", 0)
+        assert [(one["reason"], one["counted"]) for one in record["attempts"]] == [(reason, False)]
+    await pool.to_run()
+    assert await pool.worker.lease(run=2) == [], "a lease for which there is no backend"
+    await pool.ready(True)
+    assert await pool.worker.finish_all() == 2
+
+
+async def test_a_failure_of_a_backend_that_is_ready_counts(make_pool: Any) -> None:
+    pool = await make_pool()
+    lease, _ = await pool.worker.lease(run=2)
+    await pool.worker.fail(lease, "BackendUnavailable", message="it answers 500")
+    records = await pool.records()
+    assert sorted(record["attempt"] for record in records) == [0, 1]
+    (counted,) = [one["counted"] for record in records for one in record["attempts"]]
+    assert counted
+
+
+async def test_outages_excuse_a_bounded_number_of_attempts(make_pool: Any) -> None:
+    """A backend that is ready for moments only does not keep a rollout for ever."""
+    pool = await make_pool()
+    excused = 0
+    for _ in range(MAX_OUTAGES + 2):
+        leases = await pool.worker.lease(run=1)
+        await pool.ready(False)
+        for lease in leases:
+            await pool.worker.fail(lease, "NoBackend", counts=False)
+        await pool.ready(True)
+    ended = [record for record in await pool.records() if record["status"] == "failed"]
+    excused = [one["counted"] for record in ended for one in record["attempts"]].count(False)
+    assert [(record["reason"], record["attempt"]) for record in ended] == [("NoBackend", 2)]
+    assert excused + ended[0]["attempts_dropped"] == MAX_OUTAGES
+
+
+async def test_without_a_deadline_they_wait_for_an_hour(make_pool: Any) -> None:
+    pool = await make_pool()
+    assert await pool.pass_(2 * HOUR) == 0, "there was a backend all the time"
+    await pool.ready(False)
+    assert await pool.pass_(1.0) == 0
+    assert await pool.pass_(HOUR - 5.0) == 0
+    assert await pool.pass_(10.0) == 2
+    for record in await pool.records():
+        assert (record["status"], record["reason"], record["attempt"]) == ("failed", "NoBackend", 0)
+        assert record["message"] == "the pool had no ready backend for 3600 s"
+        assert record["timings"]["run"]["queued_seconds"] > HOUR
+
+
+async def test_a_backend_that_comes_back_ends_the_wait(make_pool: Any) -> None:
+    pool = await make_pool()
+    await pool.ready(False)
+    assert await pool.pass_(1.0) == 0
+    assert await pool.pass_(HOUR - 5.0) == 0
+    await pool.ready(True)
+    assert await pool.pass_(1.0) == 0
+    await pool.ready(False)
+    assert await pool.pass_(10.0) == 0
+    assert await pool.pass_(HOUR - 5.0) == 0
+    assert await pool.pass_(10.0) == 2
+
+
+async def test_a_paused_pool_is_no_outage(make_pool: Any, served: Any) -> None:
+    pool = await make_pool()
+
+    def pause(tx: Transaction) -> None:
+        tx.conn.exec_driver_sql(f"UPDATE pools SET paused = {'1' if tx.sqlite else 'true'}")
+
+    await served.plane.database.write(pause)
+    assert await pool.pass_(1.0) == 0
+    assert await pool.pass_(2 * HOUR) == 0
+
+
+async def test_a_suspended_job_does_not_lose_its_hour(make_pool: Any, served: Any) -> None:
+    pool = await make_pool()
+    await pool.ready(False)
+    await pool.pass_(1.0)
+    await served.admin.patch("/v1/rolloutjobs/job", json={"suspend": True})
+    await pool.pass_(2 * HOUR)
+    await served.admin.patch("/v1/rolloutjobs/job", json={"suspend": False})
+    assert await pool.pass_(1.0) == 0
+    assert await pool.pass_(HOUR - 5.0) == 0
+    assert await pool.pass_(10.0) == 2
+
+
+async def test_with_a_deadline_they_wait_until_then(make_pool: Any, served: Any) -> None:
+    """Those that wait for a backend have failed. What was never begun is cancelled, as at any deadline."""
+    pool = await make_pool(activeDeadlineSeconds=int(3 * HOUR), samplesPerTask=2)
+    lease, *_ = await pool.worker.lease(run=4)
+    await pool.ready(False)
+    await pool.worker.fail(lease, "NoBackend", counts=False, return_to="init")
+    rest = [one for one in await pool.records() if one["status"] == "leased"]
+    assert len(rest) == 3
+    for one in rest[1:]:
+        await pool.worker.fail(await _lease_of(pool, one["id"]), "NoBackend", counts=False, return_to="run")
+    await pool.pass_(1.0)
+    assert await pool.pass_(2 * HOUR) == 0, "the job has a deadline"
+    assert await pool.pass_(2 * HOUR) == 0
+    ended = {(one["status"], one["reason"]) for one in await pool.records()}
+    assert ended == {("failed", "NoBackend"), ("cancelled", "DeadlineExceeded")}
+    assert [one["status"] for one in await pool.records()].count("failed") == 2
+
+
+async def _lease_of(pool: Pool, rollout: str) -> dict[str, Any]:
+    """The one lease that a rollout in Run has had there, as far as a report names it."""
+    (record,) = [one for one in await pool.records() if one["id"] == rollout]
+    assert record["timings"]["run"]["attempts"] == 1
+    return {"rollout": rollout, "token": 2, "stage": "run"}

@@ -1,4 +1,4 @@
-"""Both transports against servers that drip, flood, redirect, break or are not there."""
+"""Both transports with servers that drip, flood, redirect, break or do not exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ async def transport(request: pytest.FixtureRequest) -> AsyncIterator[Transport]:
 
 @asynccontextmanager
 async def serving(*chunks: bytes, pause: float = 0.0, asked: list[bytes] | None = None) -> AsyncIterator[str]:
-    """A server that answers every request with these bytes, `pause` seconds apart, and closes."""
+    """Yield the URL of a server that answers every request with these bytes, `pause` seconds apart, and
+    closes.
+    """
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

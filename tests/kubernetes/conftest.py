@@ -1,4 +1,4 @@
-"""The cluster of the tests, and this checkout's images on it."""
+"""Fixtures of the tests' cluster, and of this checkout's images on it."""
 
 from __future__ import annotations
 

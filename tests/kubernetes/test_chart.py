@@ -107,7 +107,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def values(tmp_path: Path) -> Any:
-    """Writes values to a file; the words for helm."""
+    """Return a function that writes values to a file, and returns the arguments for helm."""
 
     def write(document: dict[str, Any]) -> list[str]:
         path = tmp_path / "values.yaml"
@@ -139,7 +139,7 @@ def test_lint(cluster: Cluster, values: Any, variant: str) -> None:
 
 @pytest.fixture(scope="module")
 def strict(cluster: Cluster) -> str:
-    """A namespace that admits restricted pods only."""
+    """Return a namespace that admits restricted pods only."""
     return cluster.namespace(restricted=True)
 
 
@@ -150,21 +150,21 @@ def test_the_api_server_takes_it(cluster: Cluster, strict: str, values: Any, var
     judged = []
     for document in documents:
         if document["kind"] == "Deployment":
-            # Admission judges pods, not Deployments: their pods as well.
+            # Admission judges pods and not Deployments, so the pods of these are judged as well.
             template = document["spec"]["template"]
             meta = {**template["metadata"], "name": document["metadata"]["name"], "namespace": strict}
             judged.append({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": template["spec"]})
         judged.append(document)
     for document in judged:
         if document["kind"] == "Pod":
-            # Of what a dry run makes, nothing is there for the next one: no account, and no priority class.
+            # A dry run leaves nothing for the next one: no account, and no priority class.
             document["spec"] = {**document["spec"], "serviceAccountName": "default"}
             document["spec"].pop("priorityClassName", None)
     dry_run(cluster, judged, strict)
 
 
 def dry_run(cluster: Cluster, documents: list[dict[str, Any]], namespace: str) -> None:
-    """The API server takes them, strictly and without a warning."""
+    """Check that the API server takes the documents, strictly and without a warning."""
     command = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict"]
     text = yaml.safe_dump_all(documents)
     done = cluster.run("kubectl", *command, "-f", "-", "-n", namespace, input=text)
@@ -222,7 +222,7 @@ def test_only_the_operator_has_a_token(cluster: Cluster) -> None:
     (config,) = [volume for volume in operator["volumes"] if volume["name"] == "config"]
     shown = json.dumps(config)
     assert "driver" in shown
-    assert "admin" not in shown  # its token could do all
+    assert "admin" not in shown  # Its token could do everything.
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -337,7 +337,7 @@ def test_a_disruption_budget_only_with_several_replicas(cluster: Cluster, values
 
 
 def test_tokens_and_certificate_are_made_once(cluster: Cluster, values: Any) -> None:
-    """An upgrade and a rollback keep them: pods that run go on with what they have."""
+    """An upgrade and a rollback keep them, so running pods continue with what they have."""
     namespace = cluster.namespace()
     given = {
         "crds": {"enabled": False},

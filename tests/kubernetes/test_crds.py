@@ -1,4 +1,4 @@
-"""The CRDs on a real API server: of one mind with the models, documented, comfortable."""
+"""The CRDs on a real API server agree with the models, and are documented and comfortable."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def manifest(kind: str, patch: dict[str, Any], name: str = "x") -> dict[str, Any
 
 
 def dry_run(cluster: Cluster, document: dict[str, Any], namespace: str = "default") -> str:
-    """Why the API server refuses to create it; empty: it does not."""
+    """Return why the API server refuses to create it; empty if it does not."""
     done = cluster.run(
         "kubectl", "create", "-n", namespace, "--dry-run=server", "--validate=strict", "-f", "-",
         input=json.dumps(document),
@@ -78,7 +78,7 @@ def test_bad_specs_are_refused_by_both(cluster: Cluster, case: dict[str, Any]) -
     assert refused_by_models(document)
     said = dry_run(cluster, document)
     assert said
-    # The API server names the field too, or a rule whose text does.
+    # The API server names the field, too, or a rule whose text does.
     last = case["field"].replace("[0]", "").rsplit(".", 1)[-1]
     assert last in said, said
 
@@ -90,11 +90,11 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
 
 
 UNKNOWN = ("color", "agent.maxturns", "stages.run.sandbox")
-"""Fields that only the models refuse: the API server takes an object without them."""
+"""The fields that only the models refuse: the API server takes an object without them."""
 
 
 def told(answer: httpx.Response) -> list[tuple[str, str]]:
-    """The field and the words of each cause for which the API server refuses something."""
+    """Return the field and the words of each cause for which the API server refuses something."""
     said = answer.json()
     assert said.get("kind") == "Status", f"taken: {json.dumps(said)[:200]}"
     assert answer.status_code == 422, said
@@ -102,14 +102,14 @@ def told(answer: httpx.Response) -> list[tuple[str, str]]:
 
 
 def offered(http: httpx.Client, document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Why the API server refuses to create it."""
+    """Return why the API server refuses to create it."""
     (plural,) = [one.plural for one in schema.RESOURCES if one.kind == document["kind"]]
     path = f"/apis/rollyard.dev/v1alpha1/namespaces/default/{plural}"
     return told(http.post(path, params={"dryRun": "All"}, json=document))
 
 
 def changed(http: httpx.Client, kind: str, where: str, patch: dict[str, Any]) -> list[tuple[str, str]]:
-    """Why it refuses to change one that is there: `namespace/name`."""
+    """Return why it refuses to change an existing object: `namespace/name`."""
     (plural,) = [one.plural for one in schema.RESOURCES if one.kind == kind]
     namespace, _, name = where.partition("/")
     path = f"/apis/rollyard.dev/v1alpha1/namespaces/{namespace}/{plural}/{name}"
@@ -120,7 +120,7 @@ def changed(http: httpx.Client, kind: str, where: str, patch: dict[str, Any]) ->
 
 @pytest.mark.parametrize("kind", sorted(GOOD))
 def test_every_bound_is_refused_for_its_field(http: httpx.Client, kind: str) -> None:
-    """As the models do: tests/crds."""
+    """The models refuse it, too: see tests/crds."""
     seen = 0
     for field, bound, wrong in beyond(kind):
         causes = offered(http, wrong)
@@ -131,7 +131,7 @@ def test_every_bound_is_refused_for_its_field(http: httpx.Client, kind: str) -> 
 
 @pytest.fixture(scope="module")
 def job(cluster: Cluster) -> tuple[str, dict[str, Any]]:
-    """A job in a namespace that no operator was told of before it was suspended: specs only."""
+    """Return a job in a namespace in which no operator saw it before it was suspended: specs only."""
     namespace = cluster.namespace()
     document = manifest("RolloutJob", {"suspend": True, "placement": "local"}, "steady")
     cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
@@ -157,7 +157,7 @@ def test_changes_that_make_another_job_are_refused(
 
 @pytest.fixture(scope="module")
 def pool(cluster: Cluster) -> str:
-    """A pool that has a placement: `namespace/name`."""
+    """Return a pool that has a placement: `namespace/name`."""
     namespace = cluster.namespace()
     document = manifest("BackendPool", {"replicas": 0, "placement": "local"}, "steady")
     cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
@@ -165,7 +165,7 @@ def pool(cluster: Cluster) -> str:
 
 
 def test_every_rule_refuses_something(http: httpx.Client, job: tuple[str, dict[str, Any]], pool: str) -> None:
-    """No CEL rule is there that none of the cases above breaks: each was seen to refuse, at its field."""
+    """Every CEL rule is broken by one of the cases above: each was seen to refuse, at its field."""
     broken: dict[str, list[tuple[str, str]]] = {kind: [] for kind in GOOD}
     for case in CASES["bad"]:
         if case["field"] not in UNKNOWN:
@@ -219,12 +219,12 @@ def fields(node: dict[str, Any], path: str = "") -> list[str]:
 
 @pytest.mark.parametrize("resource", schema.RESOURCES, ids=lambda resource: resource.kind)
 def test_every_field_is_explained(cluster: Cluster, resource: schema.Resource) -> None:
-    """`kubectl explain` for each of them: it has a description, and knows no field without."""
+    """`kubectl explain` has a description of each field, and knows no field without one."""
     (version,) = schema.crd(resource)["spec"]["versions"]
     root = version["schema"]["openAPIV3Schema"]
     paths = fields(root)
     assert len(paths) > 30
-    # One call for each level that holds fields, not one for each field.
+    # There is one call for each level that holds fields, instead of one for each field.
     parents = {path.rsplit(".", 1)[0] for path in paths}
     seen: set[str] = set()
     for parent in sorted(parents):
@@ -276,7 +276,7 @@ def test_both_outcomes_can_be_waited_for(cluster: Cluster) -> None:
         cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
         now = "2030-01-01T00:00:00Z"
         told = {"status": "True", "reason": "Done", "message": "", "lastTransitionTime": now}
-        # kubectl takes no condition of an older generation for the answer.
+        # kubectl does not accept a condition of an older generation.
         conditions = [{"type": kind, "observedGeneration": 1, **told} for kind in ("Finished", outcome)]
         cluster.kubectl(
             "patch", "rj", name, "-n", namespace, "--type=merge", "--subresource=status",

@@ -1,7 +1,7 @@
 """Faults in the middle of a job on a real cluster, at seeded random times.
 
-Whatever is killed, the job ends with every rollout accounted for exactly once, and nothing is left of it:
-judged by a ledger that reads the REST API, by the API server's listing of pods, and by the node's processes.
+Whatever is killed, the job ends with every rollout accounted for exactly once, and nothing is left of it. A
+ledger that reads the REST API, the API server's listing of pods, and the node's processes are the judges.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ pytestmark = [
 ]
 
 LATER = 7
-"""Tasks, of TASKS, that a job gets only when its faults come, the last of them afterwards: none of the faults
-hits a job that has ended, and all of what they hit is needed again."""
+"""The tasks, of TASKS, that a job gets only when its faults come, the last of them afterwards: no fault hits
+a job that has ended, and all that they hit is needed again.
+"""
 FURTHER = 0.5
-"""Seconds, at most, between new tasks and the fault."""
+"""The longest time between new tasks and the fault, in seconds."""
 OUTAGE_SECONDS = 30.0
 JOBS = 3
-"""At most, until each kind of fault has been injected; one is mostly enough."""
+"""The largest number of jobs until each kind of fault has been injected; one is mostly enough."""
 SEED = os.environ.get("ROLLYARD_FAULT_SEED", "0")
 WANTED = {"stage-worker": len(STAGES), "backend": 1}
-"""Pods of each while a job runs."""
+"""The pods of each component while a job runs."""
 
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """One installation for all tests of this file."""
+    """Yield one installation for all tests of this file."""
     with a_release(cluster, TASKS) as made:
         yield made
 
@@ -77,7 +78,7 @@ def test_a_killed_pod_costs_no_rollout(release: Release, component: str, hits: i
         print(f"{time.monotonic() - began:.1f} s: {counts}")
         assert len(unfinished) >= 2, "all ended before it was hit"
         if component in ("operator", "api", "stage-worker"):
-            # What they held goes on elsewhere: nothing fails by it.
+            # What they held continues elsewhere, and nothing fails because of it.
             assert counts["succeeded"] == len(run.expected)
         again = {key for key, record in run.ledger.seen.items() if record["attempt"]}
         print(f"{len(again)} rollouts were begun again")
@@ -126,7 +127,7 @@ def test_two_operators_by_mistake_do_no_harm(release: Release) -> None:
 
 
 def one_job_all_the_same(release: Release, name: str) -> None:
-    """A job that is not disturbed, whatever its operator has to do with: nothing is done twice."""
+    """Run a job without faults, whatever its operator is busy with: nothing is done twice."""
     with a_run(release, name) as run:
         run.feed()
         counts = run.judge()
@@ -151,7 +152,7 @@ def test_an_api_server_whose_answers_cannot_be_relied_on(release: Release, tmp_p
                 if set(proxy.injected) == KINDS:
                     break
             assert operator.is_alive(), operator.log()
-            # kopf tells how a watch of its failed; nothing else is to be surprised.
+            # kopf logs how one of its watches failed; nothing else may come as a surprise.
             assert "a pass failed" not in operator.log(), operator.log()
             assert set(proxy.injected) == KINDS, proxy.injected
     finally:

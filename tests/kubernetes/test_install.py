@@ -36,7 +36,7 @@ class Release:
     values: Path
 
     def apply(self, **changes: Any) -> None:
-        """Installs or upgrades it; `changes` are merged over its values."""
+        """Install or upgrade it; `changes` are merged over its values."""
         document = yaml.safe_load(self.values.read_text())
         for key, value in changes.items():
             document[key] = {**document.get(key, {}), **value}
@@ -46,7 +46,7 @@ class Release:
         )  # fmt: skip
 
     def rollyard(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """The command line with this cluster's kubeconfig, and nothing else to find a server by."""
+        """Run the command line with this cluster's kubeconfig, and nothing else to find a server by."""
         return subprocess.run(
             [ROLLYARD, *words],
             env={**self.cluster.env, "ROLLYARD_HOME": str(self.values.parent / "none"), **env},
@@ -86,7 +86,7 @@ def release(cluster: Cluster, images: str, tmp_path_factory: pytest.TempPathFact
 
 
 def volume(cluster: Cluster, namespace: str, folder: Path) -> None:
-    """A volume by hand, as the cluster makes none, and the claim `state` on it."""
+    """Make a volume by hand, because the cluster makes none, and the claim `state` on it."""
     folder.mkdir()
     os.chown(folder, 10001, 10001)
     common = {"accessModes": ["ReadWriteOnce"], "storageClassName": ""}
@@ -150,7 +150,7 @@ def test_a_task_file_of_this_machine_is_uploaded(release: Release, tmp_path: Pat
 
 
 def account(release: Release, name: str, rules: list[dict[str, Any]], folder: Path) -> Release:
-    """The same release, as a service account with these rights in its namespace."""
+    """Return the same release, as a service account with these rights in its namespace."""
     cluster = release.cluster
     cluster.kubectl("create", "serviceaccount", name, "-n", release.home)
     meta = {"name": name, "namespace": release.home}
@@ -220,7 +220,7 @@ def test_the_tunnel_outlives_the_control_plane_s_pod(
 
 
 def test_upgrade_and_rollback_keep_a_job_at_work(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pods stay, and a rollout that is in the middle of Run ends as if nothing had happened."""
+    """Its pods stay, and a rollout in the middle of Run ends as if nothing had happened."""
     from rollyard.connection import connect
 
     monkeypatch.setenv("KUBECONFIG", str(release.cluster.kubeconfig))

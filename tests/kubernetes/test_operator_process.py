@@ -1,6 +1,6 @@
-"""The operator as a process beside a control plane and a real API server: what kubectl and REST see of it.
+"""The operator as a process beside a control plane and a real API server, as kubectl and REST see it.
 
-The workers' image does not exist, so that their pods are made and never run: nothing here hangs on them.
+The workers' image does not exist, so their pods are made and never run: nothing here depends on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKENS = {"admin": "admin-token", "worker": "worker-token", "driver": "driver-to
 
 
 def eventually(true: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """What `true` returns once it is true."""
+    """Return what `true` returns once it is true."""
     end = time.monotonic() + seconds
     while True:
         found = true()
@@ -49,7 +49,7 @@ class Installation:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def open(self) -> None:
-        """The control plane answers, and the operator's settings are written."""
+        """Wait until the control plane answers, and write the operator's settings."""
         folder = self.folder
         self._process(
             ("rollyard_api", "--state-dir", str(folder / "state"), "--tokens", str(folder / "tokens.json")),
@@ -77,7 +77,7 @@ class Installation:
         return self.processes[-1]
 
     def start(self) -> subprocess.Popen[bytes]:
-        """An operator that watches."""
+        """Start an operator that watches."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             liveness = f"http://127.0.0.1:{probe.getsockname()[1]}/healthz"
         config = str(self.folder / "operator.yaml")
@@ -136,13 +136,13 @@ class Installation:
         self.kubectl("apply", "-f", "-", input=json.dumps(self.manifest(name, **spec)))
 
     def pods(self, job: str) -> dict[str, str]:
-        """Names and uids of a job's worker pods that are not on their way out."""
+        """Return names and uids of a job's worker pods that are not being deleted."""
         found = self.cluster.items("pods", self.namespace, f"rollyard.dev/job={job}")
         meta = [pod["metadata"] for pod in found]
         return {one["name"]: one["uid"] for one in meta if "deletionTimestamp" not in one}
 
     def told(self, job: str) -> list[str]:
-        """Reasons of the events about a job, the oldest first."""
+        """Return the reasons of the events about a job, the oldest first."""
         found = self.cluster.items("events", self.namespace)
         about = [one for one in found if one["involvedObject"]["name"] == job]
         return [one["reason"] for one in sorted(about, key=lambda one: one["metadata"]["creationTimestamp"])]
@@ -184,7 +184,7 @@ def test_from_kubectl_apply_to_delete(yard: Installation) -> None:
     ended = yard.cluster.get("rolloutjob", "first", yard.namespace)["status"]
     assert ended["phase"] == "Cancelled"
     eventually(lambda: not yard.pods("first"))
-    # Events are told after the status that they are about, in order.
+    # Events come after the status that they are about, in order.
     told = eventually(lambda: "Cancelled" in yard.told("first") and yard.told("first"))
     assert [told.count(reason) for reason in ("Suspended", "Resumed", "Cancelled")] == [1, 1, 1]
 
@@ -229,7 +229,7 @@ def test_two_operators_make_everything_once(yard: Installation) -> None:
     yard.start()
     yard.apply("twice")
     pods = eventually(lambda: len(yard.pods("twice")) == 3 and yard.pods("twice"))
-    # ErrImageNeverPull, of each pod, is the last thing that changes; then nobody has a reason to write.
+    # ErrImageNeverPull of each pod is the last change; after it there is no reason to write.
     eventually(lambda: _degraded(yard, "twice").count("ErrImageNeverPull") == 3)
     version = yard.cluster.get("rolloutjob", "twice", yard.namespace)["metadata"]["resourceVersion"]
     time.sleep(3.0)
@@ -239,7 +239,7 @@ def test_two_operators_make_everything_once(yard: Installation) -> None:
 
 
 def _degraded(yard: Installation, name: str) -> str:
-    """What is wrong with a job."""
+    """Return what is wrong with a job."""
     status = yard.cluster.get("rolloutjob", name, yard.namespace).get("status") or {}
     said = [one for one in status.get("conditions", ()) if one["type"] == "Degraded"]
     return said[0]["message"] if said else ""

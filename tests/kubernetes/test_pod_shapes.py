@@ -1,4 +1,4 @@
-"""What the operator makes is taken by a real API server, in a namespace where all must be restricted."""
+"""A real API server takes what the operator makes, in a namespace where everything must be restricted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def namespace(cluster: Cluster) -> str:
 
 
 def dry_run(cluster: Cluster, made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the API server would store; kubectl fails where it refuses one, or knows a field not."""
+    """Return what the API server would store. kubectl fails where it refuses an object or does not know a
+    field.
+    """
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": made})
     flags = ("--server-side", "--dry-run=server", "--validate=strict", "--field-manager=rollyard-operator")
     answer = json.loads(cluster.kubectl("apply", *flags, "-o", "json", "-f", "-", input=text))

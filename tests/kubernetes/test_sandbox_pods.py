@@ -37,7 +37,7 @@ LOOK_SECONDS = 0.05
 
 @pytest.fixture(scope="module")
 def images(cluster: Cluster, missing: Callable[[str], NoReturn]) -> dict[str, str]:
-    """The sandbox's images, as `scripts/images --load` left them on the node."""
+    """Return the sandbox's images, as `scripts/images --load` left them on the node."""
     format_ = "{range .items[*].status.images[*].names[*]}{@}{'\\n'}{end}"
     names = cluster.kubectl("get", "nodes", "-o", f"jsonpath={format_}").split()
     found = [name.rpartition(":") for name in sorted(names)]
@@ -60,7 +60,7 @@ class Live:
         return self.desk.file(SMALL.model_copy(update={"image": image}), namespace=self.namespace)
 
     async def answered(self, claim: str) -> str:
-        """Its state, once it is not Pending."""
+        """Return the claim's state, once it is not Pending."""
         await self.until(lambda: self.desk.claims_[claim].state != "Pending")
         return self.desk.claims_[claim].state
 
@@ -70,7 +70,7 @@ class Live:
                 await asyncio.sleep(0.01)
 
     async def look(self) -> None:
-        """The watch's part."""
+        """Do the watch's part."""
         while True:
             seen = await self.kube.list("Pod", self.namespace, f"{labels.INSTANCE}=k-live")
             there = {uid_of(pod) for pod in seen}
@@ -197,7 +197,7 @@ async def test_warm_sandboxes_are_handed_out_at_once_and_refilled(
             assert owner["kind"] == "RolloutJob"
         assert names == {"sbw"}, "none was made for its claim"
         await world.until(lambda: world.warm_and_ready() == 3)
-        # The job's object goes: what it had claimed goes with it; the warm ones once nobody wants them.
+        # With the job's object goes what it had claimed, and the warm sandboxes once they are not wanted.
         world.desk.want(0)
         for claim in claims:
             world.desk.release(claim)
@@ -231,7 +231,7 @@ async def test_a_killed_sandbox_is_lost(cluster: Cluster, images: dict[str, str]
 
 
 OUTSIDE = "203.0.113.1"
-"""Of the range that RFC 5737 keeps for documentation: no cluster has it."""
+"""An address of the range that RFC 5737 keeps for documentation, which no cluster has."""
 LISTENER = f"""
 import socket
 server = socket.create_server(({OUTSIDE!r}, 8080), backlog=64)
@@ -243,7 +243,7 @@ while True:
 
 @pytest.fixture
 def outside() -> Iterator[str]:
-    """`IP:PORT` of a listener outside of the cluster's networks, which the node routes to.
+    """Yield `IP:PORT` of a listener outside of the cluster's networks, to which the node routes.
 
     Its network namespace has no name. `ip netns add` would mount a folder over the one that holds the
     namespaces of all running pods, and the kubelet could not remove those any more.
@@ -287,7 +287,7 @@ def outside() -> Iterator[str]:
 
 
 def permits_outside(namespace: str) -> dict[str, Any]:
-    """A tenant's policy, of which the cluster's own ranges tell nothing."""
+    """Return a tenant's policy about which the cluster's own ranges say nothing."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -303,7 +303,7 @@ def permits_outside(namespace: str) -> dict[str, Any]:
 async def test_a_sandbox_that_reaches_an_address_outside_is_not_handed_out(
     cluster: Cluster, images: dict[str, str], outside: str
 ) -> None:
-    """The tenant's policy opens nothing of the cluster, so that only a listener outside of it can tell."""
+    """The tenant's policy opens nothing of the cluster, so only a listener outside of it shows the effect."""
     witnesses = Witnesses((outside,))
     await witnesses.look()
     assert witnesses.doubt() == "", "it answers from here: what sandboxes do not reach is closed to them"
@@ -327,7 +327,7 @@ async def test_a_sandbox_that_reaches_an_address_outside_is_not_handed_out(
 async def test_a_policy_that_opens_sandboxes_is_named(
     cluster: Cluster, images: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without any check outside of the cluster: the policies themselves tell."""
+    """No check outside of the cluster is needed, because the policies themselves show it."""
     monkeypatch.setattr("rollyard_operator.sandboxes.guard.LOOK_SECONDS", 0.5)
     async with live(cluster, images, "always") as world:
         policy = json.dumps(permits_outside(world.namespace))
@@ -340,11 +340,11 @@ async def test_a_policy_that_opens_sandboxes_is_named(
         assert cluster.items("pods", world.namespace) == []
         world.desk.release(refused)
         cluster.kubectl("delete", "-f", "-", input=policy)
-        # What is known of policies is good for a moment: a claim that comes at once may still be refused.
+        # The known policies are valid for a moment, so a claim that comes at once may still be refused.
         async with asyncio.timeout(60):
             while await world.answered(closed := world.file()) != "Bound":
                 world.desk.release(closed)
-        # One that comes while a sandbox is in use is told.
+        # One that comes while a sandbox is in use is reported.
         cluster.kubectl("apply", "-f", "-", input=policy)
 
         def told() -> list[str]:

@@ -1,4 +1,4 @@
-"""Plans carried out while another operator works on the same pods: they hold for what they were made from."""
+"""Plans carried out while another operator works on the same pods hold for what they were made from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pod(workload: Workload = WORKLOAD) -> Object:
 
 
 class Side:
-    """One operator's pods of a job, in a cluster in which it is not alone; its watch tells at once."""
+    """One operator's pods of a job, in a cluster in which it is not alone; its watch reports at once."""
 
     def __init__(self) -> None:
         self.kube, self.cache = FakeKube(), PodCache()
@@ -47,7 +47,7 @@ class Side:
         self.kube.pod_status("team", NAME, {"phase": "Failed", "containerStatuses": [over]})
 
     def replaced(self) -> str:
-        """The other operator makes the pod anew; its uid."""
+        """Let the other operator replace the pod, and return its uid."""
         self.kube.remove("Pod", "team", NAME)
         return uid_of(self.kube.put(pod()))
 
@@ -96,7 +96,7 @@ async def test_one_that_ended_is_made_anew_under_its_name(side: Side) -> None:
 
 
 async def test_one_that_is_not_the_owners_any_more_is_replaced(side: Side) -> None:
-    """Somebody took its label away: it would hold the name for ever, and nobody would see it."""
+    """A pod without its label would hold the name for ever, and no operator would see it."""
     lost = pod()
     del lost["metadata"]["labels"][labels.JOB_UID]
     first = uid_of(side.kube.put(lost))

@@ -33,7 +33,7 @@ def container_and_pod(vllm: FromImage | Mounted, folder: Path) -> tuple[dict[str
 
 
 def environment(folder: Path, distribution: str) -> Path:
-    """A virtual environment in which something of this name is installed; its Python."""
+    """Make a virtual environment in which something of this name is installed, and return its Python."""
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python3*/site-packages")
     (site / f"{distribution}-1.0.dist-info").mkdir()
@@ -56,7 +56,7 @@ def test_the_environment_and_its_python_are_mounted_at_their_paths(tmp_path: Pat
     env = {one["name"]: one["value"] for one in container["env"]}
     assert at.pop(env["LD_LIBRARY_PATH"]) == str(tmp_path / "libraries")
     assert at == {path: path for path in at.values()}
-    # Whatever the interpreter is reached through lies in one of them.
+    # All links to the interpreter lie in one of them.
     step = python
     while True:
         assert any(step.is_relative_to(path) for path in at), step

@@ -1,4 +1,4 @@
-"""Which addresses a sandbox must not reach."""
+"""The addresses that a sandbox must not reach."""
 
 from __future__ import annotations
 

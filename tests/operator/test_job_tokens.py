@@ -1,4 +1,4 @@
-"""The token of a job: in a Secret of its own, which serves that job only and goes with it."""
+"""The token of a job is in a Secret of its own, which serves that job only and goes with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def token_of(secret: Object) -> str:
 
 
 def mounted(lab: Lab) -> set[str]:
-    """Secrets of the pods that are not on their way out."""
+    """Return the Secrets of the pods that are not being deleted."""
     pods = [pod for pod in lab.kube.of("Pod") if "deletionTimestamp" not in pod["metadata"]]
     return set().union(*(secrets_of(pod) for pod in pods))
 
@@ -104,7 +104,7 @@ async def test_an_unreadable_token_file_starts_nothing_and_is_read_again(lab: La
 
 
 async def test_an_upgrade_removes_the_namespaces_secret_once_no_pod_mounts_it(folder: Path) -> None:
-    """Workers of the earlier version go on until they are replaced, also one that has not started yet."""
+    """Workers of the earlier version continue until they are replaced, even one that has not started yet."""
     lab = Lab(settings_in(folder), FakeKube(), FakeControlPlane())
     lab.kube.put(job())
     uid = lab.kube.objects["RolloutJob", *KEY]["metadata"]["uid"]

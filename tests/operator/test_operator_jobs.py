@@ -54,7 +54,7 @@ async def test_an_applied_job_is_registered_and_gets_its_workers(lab: Lab) -> No
     await until(lambda: lab.holds("Running"))
     assert lab.status()["observedGeneration"] == 1
     assert lab.status()["counts"]["total"] == 2
-    # What REST says is the same, in the control plane's own generation.
+    # REST says the same, in the control plane's own generation.
     await until(lambda: lab.control.all_jobs[KEY].status.phase == lab.status()["phase"])
 
 
@@ -69,7 +69,7 @@ async def test_an_end_is_told_with_counts_and_reward_and_workers_go(lab: Lab) ->
     assert (status["phase"], status["rewardMean"], status["counts"]["succeeded"]) == ("Succeeded", 0.5, 2)
     await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
     await until(lambda: lab.control.all_jobs[KEY].status.phase == "Succeeded")
-    await until(lambda: len(lab.kube.events) >= 3)  # beside the work
+    await until(lambda: len(lab.kube.events) >= 3)  # Events are written beside the work.
     told = [reason for _, _, reason, _ in lab.kube.events]
     assert told == ["Admitted", "Running", "Succeeded"]
 
@@ -86,7 +86,7 @@ async def test_an_object_that_is_deleted_takes_its_job_along(lab: Lab) -> None:
 async def test_workers_orphaned_by_a_deletion_are_stopped(lab: Lab) -> None:
     lab.kube.put(job())
     await until(lambda: len(lab.kube.of("Pod")) == 3)
-    for pod in lab.kube.of("Pod"):  # kubectl delete --cascade=orphan
+    for pod in lab.kube.of("Pod"):  # This happens with kubectl delete --cascade=orphan.
         pod["metadata"]["ownerReferences"] = []
     lab.kube.remove("RolloutJob", *KEY)
     await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
@@ -373,7 +373,7 @@ async def test_two_operators_at_once_make_each_pod_once(tmp_path: Path, quick: N
         uids = {pod["metadata"]["uid"] for pod in kube.of("Pod")}
         lab.start_pods()
         await until(lambda: lab.holds("Running"))
-        await at_rest(kube)  # they do not answer each other's writes
+        await at_rest(kube)  # They do not answer each other's writes.
         assert {pod["metadata"]["uid"] for pod in kube.of("Pod")} == uids
 
 
@@ -386,7 +386,7 @@ async def test_workers_that_another_operator_made_since_the_plan_are_left_alone(
     async def slow(obj: Object) -> Object:
         if (
             obj["kind"] == "Secret" and not waits.is_set()
-        ):  # the first of the two, between its plan and its launches
+        ):  # This is the first of the two, between its plan and its launches.
             waits.set()
             await answer.wait()
         return await create(obj)
@@ -402,7 +402,7 @@ async def test_workers_that_another_operator_made_since_the_plan_are_left_alone(
         await until(lambda: lab.holds("Running"))
         await at_rest(kube)
         answer.set()
-        await until(lambda: "patch_status" in [verb for verb, _, _ in kube.calls])  # it goes on
+        await until(lambda: "patch_status" in [verb for verb, _, _ in kube.calls])  # It continues.
         await at_rest(kube)
         assert {pod["metadata"]["uid"] for pod in kube.of("Pod")} == uids
         assert deleted == []
@@ -469,7 +469,7 @@ async def test_a_namespace_that_refuses_the_operator_is_left_alone(
     async with running(lab):
         await until(lambda: KEY in control.all_jobs)
         assert lab.operator.context.access.denied == {"locked"}
-        await asyncio.sleep(0.2)  # There are some sweeps meanwhile.
+        await asyncio.sleep(0.2)  # Some sweeps happen in this time.
         assert set(control.all_jobs) == {KEY}
         closed.clear()
         await until(lambda: ("locked", KEY[1]) in control.all_jobs)

@@ -42,7 +42,7 @@ def test_what_is_older_is_ignored_and_what_was_removed_stays_away() -> None:
     assert cache.owned("j", "sandbox") == []
     assert not cache.remove(("n", "a"), "another uid")
     assert cache.remove(("n", "a"), "u1")
-    assert not cache.put(pod("a", 9, **OWNED))  # the answer to a call that a deletion overtook
+    assert not cache.put(pod("a", 9, **OWNED))  # This is the answer to a call that a deletion overtook.
     assert cache.put(pod("a", 10, uid="u2", **OWNED))
     assert cache.revision == len(told) == 3
 
@@ -52,7 +52,7 @@ def test_a_pod_made_anew_replaces_the_old_one_whose_end_was_missed() -> None:
     cache.put(pod("a", 5, uid="u1", **OWNED))
     cache.put(pod("a", 8, uid="u2"))
     assert cache.owned("j", "stage-worker") == []
-    assert not cache.remove(("n", "a"), "u1")  # its deletion, told late
+    assert not cache.remove(("n", "a"), "u1")  # Its deletion is reported late.
     assert len(cache) == 1
 
 
@@ -75,7 +75,7 @@ def test_a_container_that_could_not_be_started_did_not_begin_in_1970() -> None:
     state = {"name": "worker", "state": {"terminated": over}}
     made["status"] = {"phase": "Failed", "containerStatuses": [state]}
     seen = observed_workload(made)
-    assert (seen.state, seen.started_at) == ("exited", NOW)  # else it counts as one that ran for long
+    assert (seen.state, seen.started_at) == ("exited", NOW)  # Otherwise it counts as one that ran for long.
 
 
 def job(name: str, priority: int, admitted: str, reason: str = "Queued") -> RolloutJob:
@@ -160,7 +160,7 @@ def test_each_transition_is_told_once(
 
 
 class Server:
-    """An API server that answers as it is told to, and remembers what it was asked."""
+    """An API server with scripted answers, which remembers what it was asked."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any]] = []

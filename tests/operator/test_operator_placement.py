@@ -1,4 +1,4 @@
-"""Jobs and pools that another driver runs: the operator shows what that one says, and does nothing else."""
+"""Jobs and pools of another driver: the operator shows what that driver reports, and does nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def lab(tmp_path: Path, quick: None) -> AsyncIterator[Lab]:
 
 
 async def speak(control: FakeControlPlane, *claims: ConditionUpdate, phase: str = "Run") -> None:
-    """The other driver says how the job stands."""
+    """Let the other driver report how the job stands."""
     known = control.all_jobs[KEY]
     generation = known.metadata.generation or 0
     conditions = updated(known.status.conditions, claims, generation, datetime.now(UTC))
@@ -50,7 +50,7 @@ async def speak(control: FakeControlPlane, *claims: ConditionUpdate, phase: str 
 
 
 async def speak_of_pool(control: FakeControlPlane, *urls: str) -> None:
-    """The other driver says that these backends of the pool are ready."""
+    """Let the other driver report that these backends of the pool are ready."""
     known = control.all_pools[POOL]
     generation = known.metadata.generation or 0
     claims = (ConditionUpdate("Ready", bool(urls), "BackendsReady" if urls else "NoBackendReady"),)
@@ -146,7 +146,7 @@ async def test_jobs_of_other_drivers_do_not_count_among_those_that_run_at_once(
             status = known.status.model_copy(update={"conditions": conditions, "observed_generation": 1})
             await control.put_job_status(known, status)
             await until(lambda name=name: lab.holds("Admitted", name))
-    async with running(Lab(settings, kube, control)) as lab:  # it knows the admitted ones from their status
+    async with running(Lab(settings, kube, control)) as lab:  # It knows the admitted ones from their status.
         kube.put(job())
         await until(lambda: lab.holds("Admitted"))
 
@@ -160,14 +160,14 @@ async def test_an_applied_pool_of_another_driver_shows_its_backends(lab: Lab) ->
     status = lab.status("qwen", "BackendPool")
     assert (status["readyReplicas"], status["replicas"]) == (2, 2)
     assert [one["url"] for one in status["backends"]] == ["http://cn1:1", "http://cn2:2"]
-    # A job in pods may use it, where pods reach the nodes: it is told when the pool is ready.
+    # A job in pods may use it, where pods reach the nodes, and learns when the pool is ready.
     await until(lambda: len(lab.kube.of("Pod")) == 3)
     lab.start_pods()
     await until(lambda: lab.holds("Running"))
     components = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in lab.kube.of("Pod")}
     assert components == {"stage-worker"}
     assert lab.kube.names("Service") == []
-    # Scaled by kubectl: the other driver hears of it.
+    # After it was scaled by kubectl, the other driver sees it.
     lab.kube.put(pool(placement="slurm", replicas=3))
     await until(lambda: lab.control.all_pools[POOL].spec.replicas == 3)
 
@@ -200,7 +200,7 @@ async def test_what_no_driver_speaks_of_says_which_one_is_missing(
     await until(lambda: ready() is not None)
     assert (ready().status, ready().reason) == ("False", "NoDriver")
     assert "slurm-bridge up --join" in ready().message
-    await speak_of_pool(lab.control, "http://cn1:1")  # it came: its word stands
+    await speak_of_pool(lab.control, "http://cn1:1")  # It came, and its report is kept.
     await asyncio.sleep(0.2)
     assert ready().status == "True"
 

@@ -85,7 +85,7 @@ async def test_a_backend_that_goes_is_drained_first(lab: Lab) -> None:
     pod = lab.kube.objects[("Pod", NAMESPACE, names[1])]
     assert "rollyard.dev/draining-since" in pod["metadata"]["annotations"]
     assert "deletionTimestamp" not in pod["metadata"]
-    # Wanted again: it goes on.
+    # It is wanted again, so it continues.
     lab.kube.put(pool(replicas=2))
     await until(lambda: going() and not going()[0].draining)
     pod = lab.kube.objects[("Pod", NAMESPACE, names[1])]

@@ -218,7 +218,7 @@ TRACE = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No m
             "further up in its log: kubectl logs",
         ),
         (status("Failed", over(137, "OOMKilled")), {}, "exited", -9, "out of memory (limit 2Gi)"),
-        # The engine's process was killed for its memory, and the server ends by itself then.
+        # The engine's process was killed for its memory, and the server then ends by itself.
         (status("Succeeded", over(0, "OOMKilled")), {}, "exited", 0, "out of memory (limit 2Gi)"),
         (status("Failed", over(143, "Error")), {}, "exited", -15, ""),
         (

@@ -173,7 +173,7 @@ def test_a_template_wins_over_defaults_resource_by_resource() -> None:
 
 
 def test_a_template_says_where_pods_run() -> None:
-    """Each in the pod as it stands in the spec: of stage workers, backends and sandboxes."""
+    """Each appears in the pod as it stands in the spec: of stage workers, backends and sandboxes."""
     placement: dict[str, Any] = {
         "nodeSelector": {"disk": "ssd"},
         "tolerations": [{"key": "dedicated", "operator": "Exists"}],

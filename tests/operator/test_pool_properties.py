@@ -1,4 +1,4 @@
-"""Properties of pools: they converge, never serve nobody while they roll, and drain before they stop."""
+"""Properties of pools: they converge, always have a server while they roll, and drain before they stop."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class World:
         self.active: dict[str, int] = {}
         self.requested: set[str] = set()
         self.routed: dict[str, bool] = {}
-        """Reported backends by URL, and whether they drain."""
+        """The reported backends by URL, and whether they drain."""
         self.deaf = 0
-        """Reports that will not reach the control plane."""
+        """The number of reports that will not reach the control plane."""
         self.launches = 0
         self.failing = False
-        """Whether new backends never get ready."""
+        """If true, new backends never get ready."""
         self.disturbed = False
         """Whether anything but plans has taken a backend away."""
         self.pool = BackendPool.model_validate(
@@ -49,7 +49,7 @@ class World:
         )
 
     def live(self) -> BackendPoolStatus:
-        """The pool's status as the control plane answers it: the driver's report, and its own counts."""
+        """Return the pool's status as the control plane answers it: the driver's report, and its own counts."""
         backends = [
             backend.model_copy(
                 update={
@@ -71,7 +71,7 @@ class World:
             self.deaf -= 1
             return plan
         self.pool = self.pool.model_copy(update={"status": plan.status})
-        # The control plane forgets what it wanted of servers that are no more.
+        # The control plane forgets what it wanted of servers that no longer exist.
         self.requested &= {backend.url for backend in plan.status.backends}
         self.routed = {backend.url: backend.draining for backend in plan.status.backends if backend.ready}
         return plan
@@ -135,7 +135,7 @@ class World:
             self.disturbed = True
 
     def route(self, which: int) -> None:
-        """A rollout starts, on a backend that is known to take some."""
+        """Start a rollout on a backend that is known to take some."""
         urls = sorted(url for url, draining in self.routed.items() if not draining)
         if urls:
             url = urls[which % len(urls)]
@@ -180,7 +180,9 @@ def act(world: World, action: str, number: int) -> None:
 
 
 def settle(world: World) -> None:
-    """Long enough for every backend to be drained and replaced, one after the other, after a long backoff."""
+    """Wait long enough for every backend to be drained and replaced, one after the other, after a long
+    backoff.
+    """
     for _ in range(8 * (world.pool.spec.replicas + len(world.workloads) + 2)):
         world.wait(int(PROFILE.backoff_cap_seconds) // 2 + 1)
         world.turn()
@@ -223,7 +225,7 @@ def test_pools_converge_whatever_happens(replicas: int, script: list[tuple[str, 
     ),
 )
 def test_a_rolling_pool_always_has_who_serves(replicas: int, script: list[tuple[str, int]]) -> None:
-    """Also asserted after each plan: see `World.carry_out`, which holds while nothing is killed."""
+    """It is also asserted after each plan in `World.carry_out`, and holds while nothing is killed."""
     world = World(replicas)
     settle(world)
     assert world.serving() == replicas

@@ -1,4 +1,4 @@
-"""Ports that are tried until they answer, on real sockets."""
+"""Ports are tried until they answer, on real sockets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def probes(told: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
 
 def reserved() -> socket.socket:
-    """A port of this machine at which nobody listens yet."""
+    """Return a port of this machine on which nothing listens yet."""
     held = socket.socket()
     held.bind(("127.0.0.1", 0))
     return held
@@ -69,7 +69,7 @@ async def test_what_is_not_wanted_any_more_is_forgotten(probes: PortProbes, told
             told.clear()
             probes.want({})
             assert not probes.has_answered("b")
-            # Wanted again it is tried again.
+            # If it is wanted again, it is tried again.
             probes.want({"b": held.getsockname()})
             await told.wait()
             assert probes.has_answered("b")

@@ -1,4 +1,4 @@
-"""The token bucket: never more than it says, and no less."""
+"""The token bucket gives never more than it says, and no less."""
 
 from __future__ import annotations
 

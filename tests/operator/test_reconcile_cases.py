@@ -1,4 +1,4 @@
-"""What reconcile says in the situations that users meet."""
+"""What reconcile plans in the situations that users meet."""
 
 from __future__ import annotations
 
@@ -273,12 +273,12 @@ def test_hung_backend_is_restarted() -> None:
     (stop,) = late.stop
     assert stop.name == workload.name
     assert condition(late, "Ready").status == "False"
-    # Nothing of it is left when it is launched again: the stop itself says how that counts.
+    # Nothing of it is left when it is launched again, so the stop itself says how that counts.
     replaced = Replacements()
     replaced.note(stop)
     fresh = reconcile_pool(pool, ObservedPool(), NOW + timedelta(seconds=62)).launch[0]
     assert (fresh.restarts, fresh.last_end) == (0, "")
-    for _ in range(2):  # the first try to launch it failed
+    for _ in range(2):  # The first try to launch it failed.
         counted = replaced.counted(fresh)
         assert (counted.restarts, counted.last_end) == (1, "did not answer (health check timed out)")
     other = replace(fresh, workload=replace(workload, args=("--other",)))

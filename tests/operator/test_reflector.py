@@ -1,4 +1,4 @@
-"""The watch of pods: what the API server, or the line to it, may do to it, and what is known afterwards."""
+"""The watch of pods: what the API server and the connection may do to it, and what is known afterwards."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ class Stream:
         await self.tell("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": str(version)}})
 
     def cut(self) -> None:
-        """The connection breaks, without the answer's end."""
+        """Break the connection without the answer's end."""
         assert self._request.transport is not None
         self._request.transport.close()
 
     async def hang(self) -> None:
-        """Nothing more comes."""
+        """Send nothing more."""
         await asyncio.Event().wait()
 
 
 class Server:
-    """An API server that lists and watches as it is told to; after the last watch it is told of, it hangs."""
+    """An API server with scripted lists and watches, which hangs after the last watch."""
 
     def __init__(self) -> None:
         self.lists: list[dict[str, Any]] = []
-        """Answers to lists; the last one again and again."""
+        """The answers to lists, of which the last one is repeated."""
         self.watches: list[Answer | dict[str, Any]] = []
-        """Answers to watches."""
+        """The answers to watches."""
         self.asked: list[str] = []
-        """`list`, or `watch` and from which version."""
+        """The calls: `list`, or `watch` with its version."""
         self.queries: list[dict[str, str]] = []
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -123,7 +123,7 @@ async def reflecting(
 
 
 def names(cache: PodCache) -> dict[str, str]:
-    """Names and resource versions."""
+    """Return names and resource versions."""
     return {one["metadata"]["name"]: one["metadata"]["resourceVersion"] for one in cache}
 
 
@@ -212,7 +212,7 @@ async def test_a_version_that_is_too_old_for_a_watch_is_followed_by_a_list(serve
 async def test_what_was_seen_later_than_a_list_is_not_taken_for_gone() -> None:
     cache = PodCache()
     cache.put(pod("old", 5))
-    cache.put(pod("new", 25))  # the answer to a call of our own, while the list was on its way
+    cache.put(pod("new", 25))  # This is the answer to a call of our own, while the list was on its way.
     elsewhere = pod("elsewhere", 5)
     elsewhere["metadata"]["namespace"] = "m"
     cache.put(elsewhere)

@@ -1,4 +1,4 @@
-"""The loop of sandbox pods against a cluster and a control plane in memory, with everything going wrong."""
+"""The loop of sandbox pods over a cluster and a control plane in memory, with everything going wrong."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class World:
         self.kube, self.plane = FakeKube(), ClaimDesk(lambda: self.now)
         self.started = 0
         self.deaf = False
-        """The watch is lost: nothing is told."""
+        """If true, the watch is lost and reports nothing."""
         self.pods = PodCache()
         self.kube.watchers.append(self._told)
         self.add_job("job")
@@ -65,7 +65,7 @@ class World:
         )
 
     def operator(self, key: str = "driver token") -> SandboxLoop:
-        """A new process: it knows nothing but what the cluster and the control plane say."""
+        """Return a new process, which knows only what the cluster and the control plane say."""
         self.pods = PodCache()
         self.resync()
         return SandboxLoop(
@@ -88,7 +88,7 @@ class World:
             self.pods.put(obj)
 
     def resync(self) -> None:
-        """What a new watch begins with."""
+        """Do what a new watch begins with."""
         there = {uid_of(pod) for pod in self.kube.of("Pod")}
         for pod in self.pods:
             if uid_of(pod) not in there:
@@ -104,10 +104,10 @@ class World:
             after = await self.loop.run_pass()
         return after
 
-    # The kubelet
+    # The kubelet.
 
     def start(self, name: str | None = None) -> None:
-        """Pods that were made get an address and take connections."""
+        """Let pods that were made get an address and take connections."""
         for pod in self.kube.of("Pod"):
             if name not in (None, pod["metadata"]["name"]) or pod["metadata"].get("deletionTimestamp"):
                 continue
@@ -119,7 +119,7 @@ class World:
         self.kube.pod_status(*key_of(pod), status)
 
     def reap(self) -> None:
-        """Pods that are being deleted are gone."""
+        """Let pods that are being deleted go."""
         for pod in self.kube.of("Pod"):
             if pod["metadata"].get("deletionTimestamp"):
                 self.kube.remove("Pod", *key_of(pod))
@@ -207,7 +207,7 @@ async def test_a_pod_that_answers_is_handed_out_before_the_kubelet_has_looked(
             await asyncio.sleep(0.01)
     bound = world.plane.claims_[claim]
     assert (bound.state, bound.address) == ("Bound", "tcp://10.1.0.9:7411")
-    # Also after a restart, when nothing of it is remembered, it stays whose it is.
+    # It keeps its owner also after a restart, when nothing of it is remembered.
     world.loop = world.operator()
     await world.turn(3)
     assert world.state(claim) == "Bound"
@@ -227,7 +227,7 @@ async def test_the_network_is_closed_before_the_first_sandbox(world: World) -> N
 
 
 def opening(**spec: Any) -> dict[str, Any]:
-    """Somebody else's policy."""
+    """Return a policy of somebody else."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -278,7 +278,7 @@ async def test_a_job_is_told_once_when_its_sandboxes_in_use_are_opened(world: Wo
     assert world.state(claim) == "Bound"
 
     async def looked() -> list[str]:
-        """Messages of the events, after one more look by somebody who knows nothing of policies so far."""
+        """Return messages of the events after one more check, which knows nothing of policies so far."""
         guard._namespaces.forget("team")
         await guard.look(world.kube.of("Pod"), lambda *key: world.kube.objects.get(("RolloutJob", *key)))
         return [message for _, _, reason, message in world.kube.events if reason == "SandboxesOpened"]
@@ -430,7 +430,7 @@ async def test_a_pod_that_the_watch_did_not_tell_is_found_by_its_name(
     claim = world.plane.file()
     world.deaf = True
     await world.turn()
-    monkeypatch.setattr(world, "resync", lambda: None)  # a cache that was filled before the pod was made
+    monkeypatch.setattr(world, "resync", lambda: None)  # The cache was filled before the pod was made.
     world.loop = world.operator()
     assert not len(world.pods)
     world.deaf = False
@@ -510,7 +510,7 @@ async def test_a_warm_pod_that_broke_unseen_is_not_handed_out(world: World) -> N
 
 
 class Beside:
-    """A second operator on the same cluster and control plane, told of pods only when a test says so."""
+    """A second operator on the same cluster and control plane, which sees pods only when a test lets it."""
 
     def __init__(self, world: World) -> None:
         self.world, first, seen = world, world.loop, world.pods
@@ -535,7 +535,7 @@ async def test_a_warm_pod_is_taken_for_one_claim_by_two_operators(world: World) 
     (address,) = [claim.address for claim in world.plane.claims_.values() if claim.state == "Bound"]
     other = world.plane.file()
     await second.lists_claims()
-    # It sees the warm pod as nobody's still, and has a claim that wants one.
+    # It still sees the warm pod without an owner, and has a claim that wants one.
     assert [not labels.label_of(pod, labels.CLAIM) for pod in second.pods] == [True]
     await second.turn()
     assert labels.label_of(world.pod(key_of(next(iter(second.pods)))[1]), labels.CLAIM) == one
@@ -554,7 +554,7 @@ async def test_an_operator_that_is_behind_with_pods_loses_no_sandbox(world: Worl
     await second.turn()
     assert world.state(claim) == "Bound", "its pod was not seen yet"
     assert [key_of(pod)[1] for pod in second.pods] == [f"sb-{claim}"]
-    # Gone for good, for both.
+    # It is gone for good, for both.
     world.kube.remove("Pod", "team", f"sb-{claim}")
     second.pods.remove(("team", f"sb-{claim}"), uid_of(next(iter(second.pods))))
     await second.turn()
@@ -572,7 +572,7 @@ async def test_an_operator_that_is_behind_with_claims_deletes_no_sandbox(world: 
         second.pods.put(pod)
     await second.turn()
     assert "deletionTimestamp" not in world.pod(f"sb-{claim}")["metadata"]
-    # While the control plane is away nobody can say whose it is.
+    # While the control plane is away, its owner is unknown.
     world.plane.claims_.clear()
     world.plane.fault = lambda: True
     third = Beside(world)
@@ -586,7 +586,7 @@ async def test_an_operator_that_is_behind_with_claims_deletes_no_sandbox(world: 
 
 
 async def test_of_two_pods_of_a_claim_none_goes_before_one_is_bound(world: World) -> None:
-    """Two operators have each found one; the other may be binding its own just now."""
+    """Two operators have each found one; the other may be binding its own at this moment."""
     claim = world.plane.file()
     await world.turn()
     world.plane.want(1)
@@ -731,7 +731,7 @@ async def test_a_pod_on_a_lost_node_is_removed_by_force(world: World) -> None:
     world.start()
     await world.turn()
     world.plane.release(claim)
-    await world.turn()  # nobody confirms it
+    await world.turn()  # Nothing confirms it.
     assert world.kube.of("Pod")
     world.now += timedelta(seconds=120)
     await world.turn()
@@ -796,7 +796,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def test_it_runs_by_itself(world: World) -> None:
-    """The tasks of `run`: claims by long poll, pods by the cache, no timer."""
+    """It runs the tasks of `run`: claims by long poll, pods by the cache, no timer."""
     running_loop = asyncio.create_task(world.loop.run())
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -829,7 +829,7 @@ def _refusals(dice: random.Random) -> Iterator[KubeError | None]:
 
 @pytest.mark.parametrize("seed", range(25))
 async def test_nothing_leaks_whatever_happens(seed: int) -> None:
-    """Faults of the API server and the control plane, lost watches, killed operators, dying pods."""
+    """The faults are those of API server and control plane, lost watches, killed operators and dying pods."""
     dice = random.Random(seed)
     creation = SETTINGS.sandbox_creation.model_copy(update={"burst": 1000, "per_second": 1000.0})
     world = World(SETTINGS.model_copy(update={"sandbox_creation": creation}))

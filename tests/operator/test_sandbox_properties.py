@@ -39,7 +39,7 @@ class World:
     claims: dict[str, WantedSandbox] = field(default_factory=dict)
     filed: dict[str, datetime] = field(default_factory=dict)
     bound: dict[str, str] = field(default_factory=dict)
-    """Claim to pod uid, as the control plane knows it."""
+    """Maps a claim to a pod's uid, as the control plane knows it."""
     warm: dict[tuple[str, str], int] = field(default_factory=dict)
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     launches: list[datetime] = field(default_factory=list)
@@ -63,7 +63,7 @@ class World:
         return (self.now - START).total_seconds()
 
     def check(self, plan: SandboxPlan) -> None:
-        """What holds for every plan, whatever the world looks like."""
+        """Check what holds for every plan, whatever the world looks like."""
         names = [(launch.namespace, launch.name) for launch in plan.launch]
         assert len(set(names)) == len(names)
         assert not set(names) & self.pods.keys(), "a name that is taken"
@@ -92,7 +92,7 @@ class World:
                 assert not free, "a cold pod although a warm one is ready"
 
     def carry_out(self, plan: SandboxPlan, dice: random.Random, loss: float) -> None:
-        """Do it; each step is lost with probability `loss`."""
+        """Carry the plan out; each step is lost with probability `loss`."""
 
         def done() -> bool:
             return dice.random() >= loss
@@ -139,7 +139,7 @@ class World:
         else:
             self.pods[key] = replace(pod, state="stopping", gone_due=self.now, usable=True)
 
-    # What the cluster, workers and people do
+    # What the cluster, workers and people do.
 
     def file(self, place: int, flavor: int) -> None:
         claim = f"c{len(self.filed)}"
@@ -162,7 +162,7 @@ class World:
             del self.pods[sorted(self.pods)[which % len(self.pods)]]
 
     def settle_pods(self) -> None:
-        """Time passes: what starts is ready, what stops is gone."""
+        """Let time pass: what starts is ready, and what stops is gone."""
         for key, pod in list(self.pods.items()):
             if pod.state == "stopping" and pod.usable:
                 del self.pods[key]
@@ -203,7 +203,7 @@ def happen(world: World, action: str, first: int, second: int) -> None:
         world.vanish(first)
     elif action == "kubectl delete":
         world.change(first, state="stopping", gone_due=world.now)
-    elif action == "node lost":  # nobody confirms the deletion: only force helps
+    elif action == "node lost":  # The deletion is never confirmed, so only force helps.
         world.change(first, state="stopping", gone_due=world.now + timedelta(seconds=30), usable=False)
     elif action == "unschedulable":
         trouble = Trouble("Unschedulable", "0/3 nodes", world.now, "scheduler")
@@ -229,7 +229,7 @@ def test_it_converges_whatever_happens(script: list[tuple[str, int, int]], seed:
         world.check(plan)
         world.carry_out(plan, dice, loss)
 
-    for _ in range(60):  # quiet: nothing happens from outside, and nothing is lost
+    for _ in range(60):  # Nothing happens from outside, and nothing is lost.
         world.now += timedelta(seconds=31)
         world.settle_pods()
         plan = world.plan()
@@ -242,7 +242,7 @@ def test_it_converges_whatever_happens(script: list[tuple[str, int, int]], seed:
     assert {claim.state for claim in world.claims.values()} <= {"Bound"}
     owners = [pod.claim for pod in world.pods.values() if pod.claim]
     assert sorted(owners) == sorted(world.claims)
-    # No pod is left over, and every warm one that is wanted is there.
+    # No pod is left over, and every warm one that is wanted exists.
     warm: dict[tuple[str, str], int] = {}
     for pod in world.pods.values():
         if not pod.claim:
@@ -394,7 +394,7 @@ def test_the_name_of_a_warm_pod_is_not_used_again() -> None:
         ]
         numbers.see(made)
         if turn == 1:
-            # Claimed ones carry on with their numbers; those of other flavors count for themselves.
+            # Claimed ones keep their numbers; those of other flavors count for themselves.
             numbers.see([replace(made[0], name="sbw-f0-7", claim="c0"), replace(made[0], flavor="f1")])
     assert names[:2] == [["sbw-f0-0", "sbw-f0-1"], ["sbw-f0-2", "sbw-f0-3"]]
     assert names[2:] == [["sbw-f0-8", "sbw-f0-9"], ["sbw-f0-10", "sbw-f0-11"]]

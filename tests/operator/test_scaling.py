@@ -49,18 +49,18 @@ def seen(
 @pytest.mark.parametrize(
     ("bounds", "queued", "active", "current", "wanted"),
     [
-        ((1, None), 1000, 10, 1, 1),  # no maxReplicas: as many as said
+        ((1, None), 1000, 10, 1, 1),  # Without maxReplicas there are as many as asked for.
         ((3, None), 0, 0, 5, 3),
         ((0, None), 5, 0, 0, 0),
-        ((0, 4), 0, 0, 0, 0),  # from nothing, and back to it
+        ((0, 4), 0, 0, 0, 0),  # It goes from nothing, and back to it.
         ((0, 4), 1, 0, 0, 1),
         ((1, 8), 10, 0, 1, 1),
         ((1, 8), 11, 0, 1, 2),
         ((1, 8), 1000, 0, 1, 8),
         ((1, 8), 0, 21, 5, 3),
-        ((1, 8), 0, 30, 5, 5),  # three would be full to the last place: not yet
+        ((1, 8), 0, 30, 5, 5),  # Three would be full to the last place, so this is too early.
         ((1, 8), 0, 29, 5, 3),
-        ((1, 4), 0, 60, 6, 4),  # the bound was lowered: it holds at once
+        ((1, 4), 0, 60, 6, 4),  # The bound was lowered, which holds at once.
     ],
 )
 def test_wanted_replicas(
@@ -139,9 +139,9 @@ def test_an_index_is_read_back_from_a_name(name: str, index: int) -> None:
         (2, 1, 1, 0, False),
         (2, 2, 1, 0, True),
         (2, 2, -9, 0, True),
-        (2, 2, 0, 0, False),  # it ended well
-        (2, 2, None, 0, False),  # evicted, or its node is lost
-        (2, 2, 1, 3600, False),  # it had run for long: a new row begins
+        (2, 2, 0, 0, False),  # It ended well.
+        (2, 2, None, 0, False),  # It was evicted, or its node is lost.
+        (2, 2, 1, 3600, False),  # It had run for long, so a new row begins.
     ],
 )
 def test_backoff_limit(limit: int | None, restarts: int, code: int | None, lived: int, fails: bool) -> None:

@@ -273,7 +273,7 @@ VOLUMES = st.dictionaries(st.sampled_from(KINDS) | st.text(max_size=12), ODD, ma
 
 @given(VOLUMES, st.booleans())
 def test_a_volume_is_permitted_only_where_all_of_it_is_known(entry: dict[str, Any], worker: bool) -> None:
-    """Whatever a volume is made of: what is set must be one of the kinds that need no permission."""
+    """Whatever a volume is made of, what is set must be one of the kinds that need no permission."""
     template = {"volumes": [{**entry, "name": "v"}]}
     if worker:
         said = job_violations(job_of(template), settings())

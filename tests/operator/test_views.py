@@ -1,4 +1,4 @@
-"""What the operator remembers of the control plane, and whom it wakes."""
+"""What the operator remembers of the control plane, and what it wakes."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ clientlib = pytest.importorskip(
 
 
 def steps(workflow: Path) -> list[dict[str, Any]]:
-    """Every step of every job."""
+    """Return every step of every job."""
     document = yaml.safe_load(workflow.read_text())
     return [step for job in document["jobs"].values() for step in job["steps"]]
 
 
 def called(text: str) -> list[str]:
-    """The targets of the `make` commands in a piece of shell."""
+    """Return the targets of the `make` commands in a piece of shell."""
     return re.findall(r"(?:^|[;&|\s])make ([a-z-]+)", text)
 
 

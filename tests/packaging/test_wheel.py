@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with both distributions, built from this tree."""
+    """Return a folder with both distributions, built from this tree."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
@@ -37,7 +37,7 @@ def wheel(dist: Path) -> Path:
 
 
 def tracked(folder: str) -> set[str]:
-    """The files of a folder that git would commit, relative to the folder's parent."""
+    """Return the files of a folder that git would commit, relative to the folder's parent."""
     parent = ROOT / Path(folder).parent
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", Path(folder).name],
@@ -85,7 +85,7 @@ def test_an_environment_with_the_wheel_alone_runs_the_command(wheel: Path, tmp_p
     install = [*pip, "install", "--quiet", "--no-deps", "--no-index", "--root-user-action=ignore", str(wheel)]
     subprocess.run(install, check=True, timeout=100)
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    # Behind the environment's own packages, and without the .pth file that names this tree.
+    # It comes behind the environment's own packages, and without the .pth file that names this tree.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     def run(*command: str) -> str:

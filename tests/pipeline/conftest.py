@@ -22,7 +22,7 @@ from rollyard_pipeline.chat.tokenizer import ChatTokenizer
 from rollyard_testing.families import FAMILIES, train_tokenizer
 from tokenizers import Tokenizer
 
-# The shipped tiny policy's own.
+# This is the shipped tiny policy's own.
 TINY_FOLDER = Path(__file__).parents[2] / "engine/src/rollyard_engine/models/tiny-policy"
 TINY = (TINY_FOLDER / "chat_template.jinja").read_text()
 
@@ -68,7 +68,7 @@ MODE = {"logprobs_mode": "processed_logprobs"}
 
 
 class ScriptedModel:
-    """A backend that answers what a function of the prompt's text says, with real token ids."""
+    """A backend with real token ids, whose answers a function of the prompt's text decides."""
 
     def __init__(self, tokenizer: ChatTokenizer, answer: Callable[[str], str]) -> None:
         self.tokenizer = tokenizer
@@ -76,9 +76,9 @@ class ScriptedModel:
         self.prompts: list[list[int]] = []
         self.card: dict[str, Any] = {"id": "scripted", "max_model_len": 100_000, **MODE}
         self.context = 100_000
-        """Tokens of prompt and answer together; `card` may say otherwise."""
+        """The tokens of prompt and answer together; `card` may give another number."""
         self.running = asyncio.Event()
-        """Cleared: paused."""
+        """The event is cleared while the backend is paused."""
         self.running.set()
         self.url = ""
 
@@ -92,7 +92,7 @@ class ScriptedModel:
         if request.path != "/inference/v1/generate":
             return web.json_response({"error": "not here"}, status=404)
         body = await request.json()
-        if "token_ids" not in body:  # asked whether the call is here
+        if "token_ids" not in body:  # The request only asks whether the call exists.
             return web.json_response({"error": {"message": "token_ids: Field required"}}, status=400)
         await self.running.wait()
         if len(body["token_ids"]) >= self.context:
@@ -131,16 +131,17 @@ def scripted(tokenizer: ChatTokenizer) -> Callable[[Callable[[str], str]], Scrip
 
 
 Reply = Callable[[dict[str, Any]], Any]
-"""From a request's body to an answer: JSON, a response, or something to await that gives one of them."""
+"""Turns a request's body into an answer: JSON, a response, or something to await that gives one of them."""
 
 
 class ScriptedBackend:
     """A backend whose answers the test decides; it answers the client's probes as a vLLM server does.
 
     Args:
-        generate, completions, sglang: answer the three calls; None: the call is not there.
-        models: entries of `/v1/models`.
-        states: what further GET calls answer.
+        generate, completions, sglang: The answers of the three calls; None means that the call does not
+            exist.
+        models: The entries of `/v1/models`.
+        states: The answers of further GET calls.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class ScriptedBackend:
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.probes: list[str] = []
         self.request: web.Request | None = None
-        """The one that is being answered."""
+        """The request that is being answered."""
         self.url = ""
 
     @property
@@ -208,7 +209,7 @@ class ScriptedBackend:
 
     @staticmethod
     def generated(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
-        """Two tokens, under two weight versions, as `/inference/v1/generate` answers."""
+        """Return two tokens, under two weight versions, as `/inference/v1/generate` answers."""
         content = [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": -0.25}]
         choice = {
             "token_ids": [5, 6],
@@ -223,7 +224,7 @@ class ScriptedBackend:
 
     @staticmethod
     def completed(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
-        """Two tokens, as `/v1/completions` answers."""
+        """Return two tokens, as `/v1/completions` answers."""
         choice = {
             "prompt_token_ids": body["prompt"],
             "token_ids": [5, 6],
@@ -233,7 +234,7 @@ class ScriptedBackend:
         return {"choices": [choice | changes], "usage": {"prompt_tokens": len(body["prompt"])}}
 
     def session(self, client: BackendClient, route: Route | None = None, **options: Any) -> BackendSession:
-        """A rollout on this backend; without `route`, it must not ask for another one."""
+        """Return a rollout's session on this backend. Without `route`, it must not ask for another one."""
 
         async def never(url: str, error: str, blame: bool) -> RouteResponse:
             raise AssertionError(f"asked for a route away from {url}: {error}")
@@ -245,5 +246,5 @@ class ScriptedBackend:
 
 @pytest.fixture
 def backend() -> type[ScriptedBackend]:
-    """Makes backends whose answers the test decides."""
+    """Return a class of backends whose answers the test decides."""
     return ScriptedBackend

@@ -1,4 +1,4 @@
-"""The backend client and its session against scripted servers that behave, move, or contradict themselves."""
+"""The backend client and its session on scripted servers that behave, move, or contradict themselves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_generate_gives_versions_per_token(backend: Any) -> None:
     path, body = server.requests[0]
     assert path == "/inference/v1/generate"
     assert body["token_ids"] == [1, 2, 3]
-    # All that changes the distribution is said: a server fills the rest from generation_config.json.
+    # All that changes the distribution is sent, because a server fills the rest from generation_config.json.
     assert body["sampling_params"] == {
         "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
         "max_tokens": 8, "seed": 7, "logprobs": 0,
@@ -200,7 +200,7 @@ async def test_a_refusal_is_not_retried(backend: Any) -> None:
     assert len(server.requests) == 1
 
 
-OVERFLOWS = [  # as vLLM's versions and SGLang say it
+OVERFLOWS = [  # These are the words of vLLM's versions and SGLang.
     "The decoder prompt (length 70) is longer than the maximum model length of 64. Make sure that ...",
     "This model's maximum context length is 64 tokens. However, you requested 70 tokens (62 in the messages, "
     "8 in the completion). Please reduce the length of the messages or completion.",

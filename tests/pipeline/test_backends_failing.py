@@ -17,7 +17,7 @@ from rollyard_pipeline.backends import BackendClient, BackendSession
 
 
 class Router:
-    """The control plane's part: gives one backend, and keeps what it was told."""
+    """The control plane's part, which gives one backend, and keeps what was reported to it."""
 
     def __init__(self, to: BackendAssignment | None) -> None:
         self.to = to
@@ -38,7 +38,7 @@ def _status(status: int, **headers: str) -> Callable[[Any], Any]:
 
 
 async def _cut(server: Any, *, chunks: int, pause: float) -> web.StreamResponse:
-    """Say that a long answer comes, send a part of it byte by byte, and close the connection."""
+    """Announce a long answer, send a part of it byte by byte, and close the connection."""
     response = web.StreamResponse(headers={"Content-Length": "1000"})
     await response.prepare(server.request)
     for _ in range(chunks):

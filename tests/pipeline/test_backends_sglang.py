@@ -22,7 +22,7 @@ from rollyard_pipeline.backends import BackendClient, Sampling
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=-1, max_tokens=8, seed=7)
 PROMPT = [785, 6722, 315, 9625, 374]
 
-# One answer of `POST /generate` with `return_logprob: true`, cut to few tokens.
+# This is one answer of `POST /generate` with `return_logprob: true`, cut to few tokens.
 ANSWER: dict[str, Any] = {
     "text": " Paris.",
     "output_ids": [12095, 13, 151645],
@@ -70,7 +70,7 @@ def refused(message: str) -> web.Response:
 
 
 class Sglang:
-    """Samples from three logits as the contract says, and is strict about what it is asked."""
+    """A server that samples from three logits as the contract says, and is strict about what it is asked."""
 
     logits = (1.0, 0.25, -0.75)
 
@@ -118,7 +118,7 @@ class Sglang:
 
 
 def served(backend: Any, sglang: Any, **states: Any) -> Any:
-    """A scripted server with SGLang's calls, and its own `/v1/completions` without token ids."""
+    """Return a scripted server with SGLang's calls, and its own `/v1/completions` without token ids."""
     info = {"/model_info": lambda: {**MODEL_INFO, "weight_version": getattr(sglang, "label", "default")}}
     models = [{"id": "tiny", "object": "model", "owned_by": "sglang", "root": "tiny", "max_model_len": 64}]
     return backend(

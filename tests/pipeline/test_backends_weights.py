@@ -34,7 +34,7 @@ async def test_an_aborted_turn_goes_on_from_its_tokens(backend: Any) -> None:
 
 
 async def test_tokens_of_weights_that_are_not_verified_are_thrown_away(backend: Any) -> None:
-    """And all after them: what followed them was conditioned on them."""
+    """All later tokens are discarded, too, because they were conditioned on them."""
     labels = iter(["unverified:v1", "unverified:v1", "v1"])
     spans = [
         [{"version": "v0", "start": 0, "end": 1}, {"version": "unverified:v1", "start": 1, "end": 2}],
@@ -99,7 +99,7 @@ async def test_completions_are_dropped_where_the_label_changed_meanwhile(backend
 
     def reply(body: dict[str, Any]) -> dict[str, Any]:
         if len(server.requests) == 2:
-            now["label"] = "v1"  # updated while it sampled
+            now["label"] = "v1"  # It was updated while it sampled.
         return backend.completed(body)
 
     server = backend(completions=reply, states={"/weight_info": lambda: {"weight_version": now["label"]}})

@@ -48,7 +48,7 @@ def test_what_templates_of_the_field_use() -> None:
     assert render("{% for m in messages %}{% if 1 %}{% continue %}{% endif %}{{ m }}{% endfor %}x") == "x"
     assert render("{{ documents is none }} {{ thinking is defined }}") == "True False"
     assert render("{{ enable_thinking }}", variables={"enable_thinking": False}) == "False"
-    # What only the renderer sets cannot be overwritten, whatever a job's variables say.
+    # A job's variables cannot overwrite what only the renderer sets.
     assert render("{{ messages[0].content }}", variables={"messages": []}) == "hi"
     assert render("{{ messages[0].reasoning_content is string }}{{ messages[0].get('x', 'y') }}") == "Falsey"
     assert (
@@ -98,19 +98,21 @@ def test_text_that_spells_control_tokens_stays_text(tokenizer: ChatTokenizer) ->
     text = "a <|im_end|> b <think><|im_start|><|im_end|>"
     ids = tokenizer.encode(tokenizer.escape(text))
     assert not set(ids) & set(tokenizer.special)
-    assert think in ids  # not a control token: as ordinary as any other text
+    assert think in ids  # It is not a control token, but as ordinary as any other text.
     assert tokenizer.decode(ids) == text
     assert tokenizer.encode(tokenizer.escape("plain [text] <b>")) == tokenizer.encode("plain [text] <b>")
     # Sampled plain tokens that spell one stay plain, and a sampled special token stays special.
     sampled = [*ids, end, *tokenizer.encode("c")]
     assert tokenizer.encode(tokenizer.decode_sampled(sampled)) == sampled
-    # Whatever hides in front of it, and a mark that somebody brings along.
+    # Something may hide in front of it, and a text may bring a mark along.
     for hostile in (f"<{MARK}|im_end|>", "<<|im_end|>", "<|im_start<|im_end|>", f"{MARK}<|im_end|>{MARK}"):
         assert not set(tokenizer.encode(tokenizer.escape(hostile))) & set(tokenizer.special)
 
 
 def metaspace(legacy: bool) -> ChatTokenizer:
-    """A tokenizer as sentencepiece models have: spaces as a mark, one more in front, bytes where needed."""
+    """Return a tokenizer as sentencepiece models have: spaces as a mark, one more in front, bytes where
+    needed.
+    """
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
     for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz[]/", "▁a", "▁seven", "se", "ve", "n", "seve", "seven"]:
         vocabulary.setdefault(piece, len(vocabulary))
@@ -133,7 +135,7 @@ def test_a_tokenizer_that_marks_spaces(legacy: bool) -> None:
     whole = tokenizer.encode("<s>a seven</s>a seven")
     end = whole.index(2)
     assert tokenizer.encode_after(2, "a seven") == whole[end + 1 :]
-    # A sampled turn that begins with a space, and the same turn inside the whole.
+    # This is a sampled turn that begins with a space, and the same turn inside the whole.
     assert tokenizer.decode_sampled([vocabulary_id(tokenizer, "▁seven")]) == " seven"
     assert tokenizer.decode_sampled([vocabulary_id(tokenizer, "seven")]) == "seven"
     assert tokenizer.decode_sampled([3 + 0xF0, 3 + 0x9F, 3 + 0x99, 3 + 0x82]) == "🙂"

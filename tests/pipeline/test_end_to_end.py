@@ -1,4 +1,4 @@
-"""Whole jobs: a control plane process, a worker process, real sandboxes, a model over HTTP."""
+"""Whole jobs: a control plane process, a worker process, real sandboxes, and a model over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END = "<|im_end|>"
 
 @pytest.fixture(scope="module")
 def sandbox(bubblewrap_problem: str | None) -> str:
-    """`bubblewrap` where it works; with ROLLYARD_REQUIRE_REAL=1 it must."""
+    """Return `bubblewrap` where it works; with ROLLYARD_REQUIRE_REAL=1 it must."""
     if bubblewrap_problem is None:
         return "bubblewrap"
     if os.environ.get("ROLLYARD_REQUIRE_REAL") == "1":
@@ -117,7 +117,7 @@ async def yard(tmp_path_factory: pytest.TempPathFactory, sandbox: str) -> AsyncI
 
 
 def count_task(number: int) -> dict[str, Any]:
-    """Count files, write the number into a file, and submit it."""
+    """Return a task: count files, write the number into a file, and submit it."""
     return {
         "id": f"count-{number}",
         "prompt": "How many files are in the folder data? Write the number into result.txt and submit it.",
@@ -165,7 +165,7 @@ def call(name: str, **arguments: str) -> str:
 
 
 def counting_policy(prompt: str) -> str:
-    """Reads what its tools print, as a policy does."""
+    """Read what the tools print, as a policy does."""
     said = prompt.split("<tool_response>\n")[1:]
     if not said:
         return call("bash", command="ls data | wc -l | tee result.txt")
@@ -202,7 +202,7 @@ POLICY = ROOT / "engine/src/rollyard_engine/models/tiny-policy"
 
 
 async def test_the_shipped_policy_samples_real_rollouts(yard: Yard) -> None:
-    """The embedded engine, the shipped policy and quickstart tasks: every token is the engine's own."""
+    """The embedded engine plays quickstart tasks with the shipped policy: every token is the engine's own."""
     port_file = yard.folder / "engine.port"
     with (yard.folder / "engine.log").open("ab") as log:
         engine = await asyncio.create_subprocess_exec(

@@ -37,7 +37,7 @@ class Plane:
 
 
 class Rollout:
-    """Takes one rollout through its stages; the policy plays one bash command."""
+    """A rollout that is taken through its stages; the policy plays one bash command."""
 
     def __init__(self, provider: NodeProvider, stages: Stages, plane: Plane) -> None:
         self.provider, self.stages, self.plane = provider, stages, plane
@@ -64,7 +64,7 @@ class Rollout:
         return self.held
 
     async def play(self, command: str, test: str, setup: str = "", **sandbox: Any) -> None:
-        """Init, and Run."""
+        """Play Init and Run."""
         call = {"name": "bash", "arguments": {"command": command}}
         submit = {"name": "submit", "arguments": {"answer": "42"}}
         self.task = Task.model_validate(
@@ -93,7 +93,10 @@ class Rollout:
 
 
 class Held(ShellHandler):
-    """Says `fresh` by itself; the test decides when Eval continues, and whether it breaks."""
+    """A handler that asks for `fresh` by itself.
+
+    The test decides when Eval continues, and whether it breaks.
+    """
 
     eval_sandbox: ClassVar[Any] = "fresh"
     entered: ClassVar[asyncio.Event]
@@ -352,7 +355,7 @@ async def test_a_sandbox_that_cannot_be_made_ready_is_infrastructure(rollout: Ro
 
 
 async def test_the_sandbox_of_a_dead_workers_eval_is_swept(rollout: Rollout, handler: type[Held]) -> None:
-    """It is no rollout's: like one that nobody claimed it ends with the worker that started it."""
+    """It belongs to no rollout: like one that was never claimed it ends with the worker that started it."""
     rollout.job({}, handler="held")
     await rollout.play("true", "true")
     task = asyncio.create_task(rollout.score())
@@ -373,7 +376,7 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 class Node:
-    """Counts sandboxes."""
+    """A node that counts its sandboxes."""
 
     def __init__(self) -> None:
         self.used: set[str] = set()
@@ -395,7 +398,7 @@ def held(number: int, stage: str = "eval") -> HeldLease:
 async def test_full_of_rollouts_that_wait_for_eval_a_node_goes_on(
     limit: int, evals: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Init, Run and Eval of many rollouts: the limit is reached, never exceeded, and all of them end."""
+    """Init, Run and Eval of many rollouts reach the limit, never exceed it, and all of them end."""
     monkeypatch.setattr(sandbox_places, "_LOOK_SECONDS", 0.01)
     node = Node()
     places = SandboxPlaces(node, usual=99, limit=limit, evals=evals)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One evaluation: its environment, whose failing an error is, and the range of rewards."""
+"""One evaluation: its environment, whose fault an error is, and the range of rewards."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_home_at_the_root_takes_nothing_away() -> None:
 
 
 def test_the_table_knows_every_error_of_the_exec_server() -> None:
-    """A reason that is new must be judged: who gains by it?"""
+    """A new reason must be judged: who gains by it?"""
     assert set(exec_errors._CLASSES) | {"SandboxError", "ProcessesSurvive"} <= sabotage.judged()
 
 
@@ -103,7 +103,7 @@ def test_whose_failing_an_error_is(error: Exception, reason: str) -> None:
 
 
 class Scored(Handler):
-    """Scores as the test says."""
+    """A handler that scores as the test asks."""
 
     def __init__(self, score: Score) -> None:
         self.score = score
@@ -183,7 +183,7 @@ async def test_whatever_a_handler_starts_has_the_environment_of_eval(sandbox: tu
         assert (await ctx.run_test(shown)).text() == expected
         return Evaluation(1.0)
 
-    for _ in range(2):  # by another worker, after the first one was lost
+    for _ in range(2):  # Another worker does it after the first one was lost.
         assert (await evaluate(Scored(score), context(client, workdir), 20.0)).reward == 1.0
 
 

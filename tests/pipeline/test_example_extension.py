@@ -1,4 +1,4 @@
-"""The package of examples/extension: installed into a folder, and run through whole jobs."""
+"""The package of examples/extension, installed into a folder, and run through whole jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip has installed the package, from what is on this machine."""
+    """Return a folder into which pip has installed the package, from what is on this machine."""
     target = tmp_path_factory.mktemp("site")
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
@@ -50,7 +50,7 @@ def test_the_reference_solutions_are_right() -> None:
 
 
 async def rollyard(installed: Path, *arguments: str) -> str:
-    """The output of a `rollyard` command that finds the installed package."""
+    """Return the output of a `rollyard` command that finds the installed package."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollyard", *arguments,
         env={**os.environ, "PYTHONPATH": str(installed)}, stdin=subprocess.DEVNULL,
@@ -70,7 +70,7 @@ async def rollyard(installed: Path, *arguments: str) -> str:
 async def quickstart(
     installed: Path, out: Path, job: str, samples: int, *further: str
 ) -> list[dict[str, Any]]:
-    """The trajectories of a job of the example."""
+    """Return the trajectories of a job of the example."""
     await rollyard(
         installed, "quickstart", "--job", str(EXAMPLE / job), "--out", str(out),
         "--tasks", str(len(TASKS)), "--samples", str(samples), *further,
@@ -96,10 +96,10 @@ async def test_handler_and_tool_score_the_reference_solutions(installed: Path, t
 
 
 def policy(prompt: str) -> str:
-    """The policy calls wrongly, then rightly, and states the number twice; for one file the last is wrong."""
+    """Call wrongly, then rightly, and state the number twice; for one file the last statement is wrong."""
     turn = prompt.count("<|im_start|>assistant") - 1
     asked = re.search(r"does the file (\S+) have", prompt)
-    if asked is None:  # a probe of the server
+    if asked is None:  # This is a probe of the server.
         return f"1{END}"
     if turn == 0:
         return f"@words {asked[1]}{END}"

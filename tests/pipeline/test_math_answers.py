@@ -20,7 +20,7 @@ from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.handlers.verifier import Verifiers, VerifierTimeout
 
-# One event loop, so that tests share a handler: its children are slow to start (sympy).
+# There is one event loop, so that tests share a handler: its children are slow to start (sympy).
 shared = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -148,7 +148,7 @@ async def test_a_task_without_an_answer_is_refused(handler: MathHandler) -> None
         await handler.eval(context("", "\\boxed{1}"))
 
 
-@pytest.mark.timeout(240)  # two children start, up to a minute each on a busy machine
+@pytest.mark.timeout(240)  # Two children start, which takes up to a minute each on a busy machine.
 async def test_a_comparison_without_end_is_ended_and_the_next_one_works() -> None:
     verifiers = Verifiers(count=1)
     try:
@@ -166,7 +166,7 @@ async def test_a_comparison_without_end_is_ended_and_the_next_one_works() -> Non
         with pytest.raises(VerifierTimeout):
             await verifiers.equal("1", "9^{9^{9^{9}}} + \\sin(9^{9^{9}})", 1.0)
         heart.cancel()
-        # The event loop went on meanwhile.
+        # The event loop continued in the meantime.
         assert beats > 5
         assert time.monotonic() - started < 30
         assert await verifiers.equal("4", "\\sqrt{16}", 60.0)

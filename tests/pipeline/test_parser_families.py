@@ -120,7 +120,7 @@ MARKS = [
     *("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<｜tool▁call▁end｜>", "```", "<|end|>", "<|call|>", "; {"),
     *('"', "'", "\\", "\n", "[", "]", "{", "}", "é", "\U0001f600", "\u2028", '[f(a="', '{"name": "x"}'),
 ]
-# What the XML format itself cannot write (the module says so); everything else must survive.
+# The XML format itself cannot write these (the module says so); everything else must survive.
 UNWRITABLE = ("</parameter>", "<parameter=", "</function>")
 
 _texts = st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=6)), max_size=6).map("".join)
@@ -186,7 +186,8 @@ R1 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
         ("qwen_coder", "<tool_call><function=f><parameter=text>a</parameter> <b></function> x</parameter>"
          "<parameter=count> 7 </parameter></function></tool_call>", "",
          [ParsedCall("f", {"text": "a</parameter> <b></function> x", "count": 7})]),
-        # As jinja2 prints what is neither text nor JSON, and values that fit no type of the schema.
+        # These are what jinja2 prints for values that are neither text nor JSON, and values that fit no type
+        # of the schema.
         ("qwen_coder", "<tool_call><function=f><parameter=deep>True</parameter><parameter=either>None</parameter>"
          "<parameter=table>{'a': [1, None]}</parameter><parameter=count>seven</parameter>"
          "<parameter=other>12</parameter></function></tool_call>", "",

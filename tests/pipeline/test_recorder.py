@@ -45,7 +45,7 @@ def play(
 
 
 def check_invariants(chat: ChatFormat, played: Played) -> None:
-    """Invariant 4, stated from what was sent and sampled alone."""
+    """Check invariant 4, stated from what was sent and sampled alone."""
     segments = played.recorder.segments()
     turns = played.recorder.turns
     assert len(turns) == len(played.samples)
@@ -143,7 +143,7 @@ def test_whitespace_before_the_end_of_turn_begins_a_segment(formats: dict[str, C
     check_invariants(chat, played)
     assert played.recorder.template_breaks == 1
     text = chat.tokenizer.decode(played.recorder.segments()[1].prompt_ids)
-    assert text.count("<|im_end|>") == 3  # user, assistant, tool: none doubled
+    assert text.count("<|im_end|>") == 3  # These are user, assistant and tool, and none is doubled.
 
 
 def test_another_end_token_stays_in_the_record(formats: dict[str, ChatFormat]) -> None:

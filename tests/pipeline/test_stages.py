@@ -48,7 +48,7 @@ class Plane:
 
 
 class Rollout:
-    """Takes one rollout through its stages, as a worker would."""
+    """A rollout that is taken through its stages, as a worker would do it."""
 
     def __init__(self, provider: NodeProvider, stages: Stages, plane: Plane) -> None:
         self.provider = provider
@@ -76,7 +76,7 @@ class Rollout:
         return await self.stages.work(HeldLease(lease), self.times)
 
     async def play(self) -> Trajectory:
-        """Init and Run."""
+        """Play Init and Run."""
         self.init = await self.stage("init")
         self.ran = await self.stage("run", sandbox=self.init.sandbox, carry=self.init.carry)
         assert self.ran.trajectory is not None
@@ -110,7 +110,7 @@ async def rollout(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rol
 async def model(
     rollout: Rollout, scripted: Callable[[Answer], Any], model_folder: Path
 ) -> AsyncIterator[Callable[..., None]]:
-    """Gives the rollout a model whose answers a function of the prompt's text decides."""
+    """Yield a function that gives the rollout a model whose answers depend on the prompt's text."""
     answer: list[Answer] = []
 
     def latest(prompt: str) -> str:
@@ -216,7 +216,7 @@ async def test_limits_truncate_and_go_to_eval(
     limit = agent.get("maxContextTokens", 8192)
     for segment in trajectory.segments:
         assert len(segment.prompt_ids) + len(segment.response_ids) <= limit
-        assert segment.loss_mask[-1] == 1  # no tool output that nobody answered
+        assert segment.loss_mask[-1] == 1  # There is no tool output that was not answered.
     assert (await rollout.score()).reward == 1.0
 
 
@@ -339,7 +339,7 @@ async def test_chat_template_kwargs_reach_the_template(
         await rollout.play()
 
 
-@pytest.mark.timeout(180)  # a child imports sympy, slow on a busy machine
+@pytest.mark.timeout(180)  # A child imports sympy, which is slow on a busy machine.
 async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None]) -> None:
     model(lambda prompt: "2 + 2 = \\boxed{4}" + END, {"type": "single_turn"}, {"answer": "4"}, handler="math")
     trajectory = await rollout.play()

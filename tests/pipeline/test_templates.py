@@ -94,7 +94,7 @@ def play(chat: ChatFormat, opening: list[Message], steps: list[Step]) -> Played:
 
 
 def check(chat: ChatFormat, played: Played) -> None:
-    """What a trainer relies on, from what was sent and sampled alone."""
+    """Check what a trainer relies on, from what was sent and sampled alone."""
     segments, turns = played.recorder.segments(), played.recorder.turns
     assert len(turns) == len(played.samples)
     for turn, prompt, sample in zip(turns, played.prompts, played.samples, strict=True):
@@ -117,7 +117,7 @@ def check(chat: ChatFormat, played: Played) -> None:
                 assert version == "v1"
             else:
                 assert (logprob, version) == (0.0, "")
-    # In order, each exactly once over all segments, none other.
+    # They come in order, each exactly once over all segments, and no others.
     assert masked == [token for sample in played.samples for token in sample.token_ids]
 
 
@@ -136,7 +136,10 @@ def turn(
     thought: str | None = None,
     after: list[Message] | None = None,
 ) -> Step:
-    """A well-behaved turn that calls `bash` with each of `commands`; by default every call has a result."""
+    """Return a well-behaved turn that calls `bash` with each of `commands`.
+
+    By default every call has a result.
+    """
     calls = [("bash", {"command": command}) for command in commands]
     ids = chat.tokenizer.encode(family.turn(text, calls, thought))
     results = [{"role": "tool", "name": "bash", "content": f"out {command}"} for command in commands]
@@ -148,18 +151,18 @@ USER = {"role": "user", "content": "how many files are there?"}
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_a_chain_of_calls_is_one_segment(chats: dict[str, ChatFormat], name: str) -> None:
-    """Long enough that only the latest turns are rendered; what is sent is still the template's text."""
+    """It is long enough that only the latest turns are rendered; what is sent is still the template's text."""
     chat, family = chats[name], FAMILIES[name]
     thought = "I count." if family.opened and name != "deepseek_r1" else None
     commands = [("ls",), ("ls", "wc"), ("cat",)] * 8
-    if name in ("llama3", "gpt_oss"):  # one call a turn
+    if name in ("llama3", "gpt_oss"):  # These make one call a turn.
         commands = [one[:1] for one in commands]
     steps = [turn(chat, family, "", one, thought) for one in commands]
     steps.append(turn(chat, family, "seven", thought=thought))
     played = play(chat, [USER], steps)
     assert played.refused is None
     check(chat, played)
-    if name == "deepseek_r1":  # opens a thought, which its template never shows again
+    if name == "deepseek_r1":  # It opens a thought, which its template never shows again.
         assert played.recorder.template_breaks == 1
         return
     assert played.recorder.template_breaks == 0
@@ -198,9 +201,9 @@ def test_the_latest_turns_tell_the_same_as_the_whole(
     assert [prompt.rendered for prompt in quick.prompts] == [prompt.rendered for prompt in whole.prompts]
 
 
-# In which situations each family's template rewrites history. "thought": a thought and a call, a result;
-# "beside": text and a call, a result; "user": a thought and an answer, then a user; "spaces": an answer
-# between spaces, then a user.
+# These are the situations in which each family's template rewrites history. "thought" is a thought and a
+# call, then a result; "beside" is text and a call, then a result; "user" is a thought and an answer, then a
+# user; "spaces" is an answer between spaces, then a user.
 BREAKS = {
     "chatml": (),
     "qwen2_5": (),
@@ -208,7 +211,7 @@ BREAKS = {
     "qwen3_5": ("user", "spaces"),
     "qwen3_coder": (),
     "llama3": ("spaces",),
-    "mistral_v3": ("beside", "user", "spaces"),  # the tools move to the last user message
+    "mistral_v3": ("beside", "user", "spaces"),  # The tools move to the last user message.
     "mistral_v11": (),
     "deepseek_v3": ("thought", "user"),
     "deepseek_r1": ("thought", "user", "spaces"),
@@ -256,7 +259,7 @@ def test_a_prompt_that_holds_what_history_does_not(chats: dict[str, ChatFormat])
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_an_old_thought_that_is_stripped_late(chats: dict[str, ChatFormat], name: str) -> None:
-    """It is far behind the latest turns; what strips it is the user's word, or the final answer."""
+    """It is far behind the latest turns; the user's message, or the final answer, strips it."""
     chat, family = chats[name], FAMILIES[name]
     steps = [
         turn(chat, family, "", (f"ls {place}",), "I count." if place == 1 else None) for place in range(30)
@@ -313,11 +316,11 @@ def _steps(draw: st.DrawFn, chat: ChatFormat, family: Family) -> list[Step]:
             thought = draw(st.none() | _texts())
             ids = tokenizer.encode(family.turn(text, calls, thought))
             structured = parsed(text, calls) if calls else None
-        elif kind == "text":  # special tokens as ids, the end of turn missing or in the middle
+        elif kind == "text":  # Special tokens come as ids, with the end of turn missing or in the middle.
             ids = tokenizer.encode(text + draw(st.sampled_from(["", family.end, family.end + "more"])))
-        elif kind == "spelled":  # special tokens as plain tokens
+        elif kind == "spelled":  # Special tokens come as plain tokens.
             ids = tokenizer.encode(tokenizer.escape(family.turn(text, calls)))
-        else:  # broken UTF-8 and stray special ids
+        else:  # Broken UTF-8 comes with stray special ids.
             ids = draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=12))
         results = [{"role": "tool", "name": "bash", "content": draw(_texts())} for _ in calls]
         if results and draw(st.integers(0, 9)) == 0:
@@ -347,7 +350,7 @@ def test_any_dialogue_keeps_the_invariants(
     played = play(chat, opening, steps)
     check(chat, played)
     if played.refused is not None:
-        # Only what no form of the turn mends: a user right after a result, where roles must alternate.
+        # No form of the turn mends this: a user right after a result, where roles must alternate.
         assert re.search("alternate", str(played.refused))
     # Text from outside cannot forge a control token: the same dialogue with harmless text has the same ones.
     harmless = [

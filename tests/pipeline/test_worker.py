@@ -1,4 +1,4 @@
-"""The worker: pools, reports, cancellation, fencing, drain; against a control plane in memory."""
+"""The worker with a control plane in memory: pools, reports, cancellation, fencing and drain."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Outcome = StageResult | StageFailure
 
 
 class Plane:
-    """A control plane in memory: hands out prepared leases and keeps what comes back."""
+    """A control plane in memory, which hands out prepared leases and keeps what comes back."""
 
     def __init__(self, spec: RolloutJobSpec) -> None:
         self.spec = spec
@@ -125,7 +125,7 @@ class Plane:
 
 
 class Provider:
-    """Knows which sandboxes were released; nothing here needs a real one."""
+    """A provider that knows which sandboxes were released; nothing here needs a real one."""
 
     name = "fake"
 
@@ -228,7 +228,7 @@ def handler() -> type[Steered]:
 async def working(
     plane: Plane, handler: type[Handler], provider: Any = None, **options: Any
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
-    """A worker at work; it is drained at the end if the test has not ended it."""
+    """Yield a worker at work. It is drained at the end if the test has not ended it."""
     extensions = registry.Registry(
         {registry.HANDLERS: {"steered": handler}, registry.AGENTS: {"oracle": Silent}}
     )
@@ -277,7 +277,7 @@ async def test_a_pool_never_holds_more_than_its_places(handler: type[Steered]) -
     async with working(plane, handler, concurrency={"init": 2, "eval": 1}):
         plane.offer(*(lease(number) for number in range(5)), lease(9, "eval"))
         await until(lambda: len(handler.entered) == 3)
-        # Init is full; Eval has its own place all the same.
+        # Init is full, but Eval has places of its own.
         assert sorted(handler.entered) == ["r0", "r1", "r9"]
         assert len(plane.queues["init"]) == 3
         handler.gate.set()
@@ -309,7 +309,7 @@ async def test_a_lost_lease_stops_without_a_report(
         await until(lambda: handler.entered == ["r1"])
         plane.lost = [LeaseRef(rollout="r1", token=1)]
         await until(lambda: bool(plane.beats) and not plane.beats[-1].leases and len(plane.beats) > 1)
-    # A lost Eval may go on elsewhere in the same sandbox.
+    # A lost Eval may continue elsewhere in the same sandbox.
     assert provider.released == released
     assert plane.outcomes == []
 
@@ -397,7 +397,7 @@ async def test_drain_hands_over_what_does_not_finish(handler: type[Steered]) -> 
     run, evaluated = failures["r1"], failures["r2"]
     assert isinstance(run, StageFailure)
     assert isinstance(evaluated, StageFailure)
-    # Run has used its sandbox; Eval begins by killing everything, so another worker may go on.
+    # Run has used its sandbox; Eval begins by killing everything, so another worker may continue.
     assert run.return_to == "init"
     assert evaluated.return_to is None
     assert provider.released == ["a"]
@@ -432,7 +432,7 @@ async def test_orphans_are_removed_before_the_worker_ends(handler: type[Steered]
     handler.gate.set()
     async with working(plane, handler, provider, job="j", namespace="default") as (_, task):
         await until(lambda: bool(plane.beats))
-        # Left by a worker that was killed a moment ago; the next regular beat would come too late.
+        # A worker that was killed a moment ago left it; the next regular beat would come too late.
         provider.claims, plane.orphans = ["orphan"], ["orphan"]
         plane.end()
         async with asyncio.timeout(20):
@@ -549,7 +549,9 @@ async def test_a_reward_that_is_no_number_is_no_reward(handler: type[Steered], r
 
 
 async def test_stage_limits(handler: type[Steered]) -> None:
-    """Init and Eval past their limit are infrastructure; Run past its limit goes to Eval as truncated."""
+    """Init and Eval past their limit are infrastructure failures; Run past its limit goes to Eval as
+    truncated.
+    """
     limits = {stage: {"timeoutSeconds": 1} for stage in ("init", "run", "eval")}
     plane = Plane(spec(**limits))
     async with working(plane, handler, eval_grace=0.0):

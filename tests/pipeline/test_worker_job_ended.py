@@ -1,4 +1,4 @@
-"""A worker whose job was deleted or replaced ends, in place of asking for leases for ever."""
+"""A worker whose job was deleted or replaced ends, instead of asking for leases for ever."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollyard_pipeline.worker.stage_pool import StagePool, WorkerIdentity
 
 
 async def _refusing(reason: str) -> tuple[asyncio.Server, str]:
-    """A control plane that answers every call with this refusal."""
+    """Start a control plane that answers every call with this refusal."""
     body = json.dumps(
         {"title": "Forbidden", "status": 403, "detail": "it is over", "reason": reason}
     ).encode()

@@ -19,13 +19,13 @@ LONGEST_SECONDS = 60.0
 
 @pytest.fixture
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A worker whose control plane never answers, and its run folder."""
+    """Yield a worker whose control plane never answers, and its run folder."""
     folder = tmp_path_factory.mktemp("w")
     (folder / "token").write_text("secret")
     command = [sys.executable, "-m", "rollyard_pipeline", "--url", "http://127.0.0.1:9", "--token-file"]
     command += [str(folder / "token"), "--job", "j", "--concurrency", "init=1,run=1,eval=1"]
     command += ["--sandbox", "process", "--run-dir", str(folder), "--drain-seconds", "1"]
-    # What batch scripts of an earlier version pass, which may have waited in a queue during an upgrade.
+    # Batch scripts of an earlier version, which may have waited in a queue during an upgrade, pass this.
     command += ["--first-sandbox", '{"handler":"shell","image":null}', "--log-level", "debug"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stderr=log)
@@ -71,7 +71,7 @@ asyncio.run(main())
 
 
 def sandbox_of_a_killed_worker(folder: Path, state: str) -> SandboxRecord:
-    """The warm sandbox of a process that was killed as soon as its record said `state`."""
+    """Return the warm sandbox of a process that was killed as soon as its record said `state`."""
     records = SandboxFolder(folder)
     found: list[SandboxRecord] = []
 

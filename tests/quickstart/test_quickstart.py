@@ -1,4 +1,4 @@
-"""The main job, whole: `rollyard quickstart` with the real engine, sandboxes and control plane."""
+"""The main job as a whole: `rollyard quickstart` with the real engine, sandboxes and control plane."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def quickstart(out: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
-    """Summary, trajectories and terminal output of one run."""
+    """Return summary, trajectories and terminal output of one run."""
     done = subprocess.run(
         [sys.executable, "-m", "rollyard", "quickstart", "--out", str(out), *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=360, stdin=subprocess.DEVNULL,
@@ -60,7 +60,7 @@ def test_the_policy_samples_real_trajectories(tmp_path: Path) -> None:
     } <= set(summary)
     assert (summary["rollouts"], summary["succeeded"], summary["failed"]) == (32, 32, 0)
     assert len({(t["task_id"], t["sample_index"]) for t in trajectories}) == 32
-    # Neither hopeless nor perfect: the shipped policy leaves room to learn.
+    # It is neither hopeless nor perfect: the shipped policy leaves room to learn.
     assert 0 < summary["reward_mean"] < 1
     assert summary["tokens_sampled"] == sum(sum(s["loss_mask"]) for t in trajectories for s in t["segments"])
     for trajectory in trajectories:
@@ -71,7 +71,7 @@ def test_the_policy_samples_real_trajectories(tmp_path: Path) -> None:
             versions = {v for v, m in zip(segment["policy_versions"], segment["loss_mask"], strict=True) if m}
             assert "" not in versions
     assert any(len(t["turns"]) > 1 for t in trajectories)
-    # Samples of a task differ: each request has a seed of its own.
+    # Samples of a task differ, because each request has a seed of its own.
     first = [
         t["segments"][0]["response_ids"] for t in trajectories if t["task_id"] == trajectories[0]["task_id"]
     ]

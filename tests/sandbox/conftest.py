@@ -35,7 +35,7 @@ class RunningServer:
 
 @pytest.fixture
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
-    """Starts servers (further arguments are passed on) and ends them, with all they started."""
+    """Yield a function that starts servers with further arguments. They are ended with all they started."""
     started: list[RunningServer] = []
 
     def start(*arguments: str, transports: tuple[str, ...] = ("unix",), token: bool = False) -> RunningServer:
@@ -81,6 +81,6 @@ async def client(server: RunningServer) -> AsyncIterator[ExecClient]:
 async def any_client(
     request: pytest.FixtureRequest, start_server: Callable[..., RunningServer]
 ) -> AsyncIterator[ExecClient]:
-    """The same client over each transport."""
+    """Yield the same client over each transport."""
     async with await start_server(transports=(request.param,)).connect() as connected:
         yield connected

@@ -176,9 +176,9 @@ async def test_interrupting_a_running_command(client: ExecClient) -> None:
 
 
 async def there(path: Path, ended: asyncio.Future[ExecResult]) -> None:
-    """Waits for a file, or the end of the command that is to make it.
+    """Wait for a file, or the end of the command that is to make it.
 
-    (Not for output: a kernel may show what a terminal got last only when more is written to it.)
+    (Output would not do: a kernel may show what a terminal got last only when more is written to it.)
     """
     async with asyncio.timeout(20):
         while not path.exists() and not ended.done():  # noqa: ASYNC110 - another process makes it
@@ -186,7 +186,7 @@ async def there(path: Path, ended: asyncio.Future[ExecResult]) -> None:
 
 
 async def test_an_interrupt_reaches_jobs_that_are_just_starting(client: ExecClient, tmp_path: Path) -> None:
-    """Bash's own copy, which a job is until it becomes its program, forgets a SIGINT."""
+    """A job is bash's own copy until it becomes its program, and that copy forgets a SIGINT."""
     for number, command in enumerate(
         ("sleep 100", "sleep 100 | sleep 100", "(sleep 100)", "env sleep 100") * 6
     ):
@@ -203,7 +203,7 @@ async def test_an_interrupt_reaches_jobs_that_are_just_starting(client: ExecClie
 async def test_a_job_that_outlives_its_interrupted_command(
     client: ExecClient, tmp_path: Path, interrupts: str
 ) -> None:
-    """Bash that is interrupted as it forks a job says that the command is over, and then waits for the job.
+    """Bash that is interrupted as it forks a job reports the command's end, and then waits for the job.
 
     Here a trap makes it start one between its report and its next command.
     """
@@ -219,7 +219,7 @@ async def test_a_job_that_outlives_its_interrupted_command(
     after = await client.bash("echo after", timeout=20)
     assert (after.text().splitlines()[-1], after.exit_code, after.shell_restarted) == ("after", 0, False)
     written = Path(f"{job}.pid")
-    pid = written.read_text().strip() if written.exists() else ""  # it may have ended before it wrote
+    pid = written.read_text().strip() if written.exists() else ""  # It may have ended before it wrote.
     assert not pid or not alive(int(pid))
 
 
@@ -302,7 +302,7 @@ async def test_input_needs_a_running_command(client: ExecClient) -> None:
 
 async def test_sessions_are_apart_and_run_at_once(client: ExecClient) -> None:
     await asyncio.gather(*(client.bash(f"v={i}; mkfifo p{i}", session=f"s{i}") for i in range(8)))
-    # Each waits for the next one's word: this ends only if all of them run at once.
+    # Each waits for the next one's word, so this ends only if all of them run at once.
     commands = [
         client.bash(f"(echo $v > p{(i + 1) % 8}) & cat p{i}; wait", session=f"s{i}") for i in range(8)
     ]
@@ -340,7 +340,7 @@ async def test_the_number_of_sessions_is_bounded(start_server: Callable[..., obj
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` runs (a zombie does not)."""
+    """Return whether `pid` runs (a zombie does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:

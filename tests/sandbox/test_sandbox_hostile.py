@@ -11,7 +11,7 @@ from rollyard_sandbox.client import ExecClient
 
 
 async def usable(client: ExecClient) -> None:
-    """The session runs commands as if nothing had happened."""
+    """Check that the session runs commands as if nothing had happened."""
     result = await client.bash("echo ok", timeout=5)
     assert (result.exit_code, result.output[-3:]) == (0, b"ok\n")
 
@@ -31,7 +31,7 @@ FORGERIES = [
     "( printf '0 %s' $__ry >&11; printf 'x0 %s /' $__ry >&11; exit 3 )",
     # Opening a socket through /proc fails.
     "bash -c 'for f in /proc/$PPID/fd/*; do printf \"0 00000002\" > $f; done; exit 3'",
-    # The report's text as output.
+    # This is the report's text as output.
     "for i in {1..20}; do printf '0 %08d' $i; echo; done; (exit 3)",
     "yes '0 00000002' | head -c 200000; (exit 3)",
 ]
@@ -129,7 +129,7 @@ SABOTAGE = [
 
 
 async def test_sabotage_harms_only_its_own_session(client: ExecClient) -> None:
-    """All at once, each in its session, beside one that notices nothing."""
+    """All run at once, each in its session, beside one that notices nothing."""
     await client.bash("V=kept", session="other")
 
     async def sabotage(index: int, command: str) -> str | None:
@@ -227,13 +227,13 @@ async def test_a_lost_client_interrupts_its_commands(client: ExecClient, server:
 
 
 async def until_written(client: ExecClient, path: str) -> int:
-    """The number in a file, once it is there."""
+    """Return the number in a file, once it exists."""
     text = (await client.run(["sh", "-c", f"until [ -s {path} ]; do sleep 0.01; done; cat {path}"])).text()
     return int(text)
 
 
 async def until_gone(pid: int) -> None:
-    """Waits for the end of a process; the test's own time limit bounds it."""
+    """Wait for the end of a process; the test's own time limit bounds it."""
     while True:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX":

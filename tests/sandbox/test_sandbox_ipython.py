@@ -80,7 +80,7 @@ async def test_one_cell_at_a_time_and_cancelling(kernel: ExecClient) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    # The interrupted cell ends within its grace time, and the kernel with its state is there again.
+    # The interrupted cell ends within its grace time, and the kernel keeps its state.
     async with asyncio.timeout(20):
         while True:
             try:

@@ -60,7 +60,7 @@ async def test_it_listens_once_the_network_is_closed(
             start_server, "--token-sha256", HASH, "--isolation-check", checked, "--isolation-seconds", "30"
         )
     )
-    connection, _ = await reached  # the policy is not in force yet
+    connection, _ = await reached  # The policy is not in force yet.
     assert not starting.done()
     connection.close()
     listener.close()

@@ -17,7 +17,7 @@ NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 
 
 
 def run(code: bytes, number: int, architecture: int, *arguments: int) -> int:
-    """What the kernel would do: linux/filter.h, linux/seccomp.h."""
+    """Return what the kernel would do, according to linux/filter.h and linux/seccomp.h."""
     data = struct.pack("<IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
     instructions = list(struct.iter_unpack("HBBI", code))
     at = accumulator = 0
@@ -66,7 +66,7 @@ def test_only_new_namespaces_are_refused_to_clone_and_unshare(machine: str) -> N
         assert run(code, CLONE[machine], AUDIT[machine], flag | 17) == refusal(errno.EPERM)
         assert run(code, UNSHARE[machine], AUDIT[machine], flag) == refusal(errno.EPERM)
     assert run(code, UNSHARE[machine], AUDIT[machine], 0x80) == refusal(errno.EPERM)
-    for harmless in (17, 0x3D0F00, 0x1200011, 0x7D0F00):  # fork, pthread_create, vfork, …
+    for harmless in (17, 0x3D0F00, 0x1200011, 0x7D0F00):  # These are fork, pthread_create, vfork, …
         assert run(code, CLONE[machine], AUDIT[machine], harmless) == ALLOW
     assert run(code, UNSHARE[machine], AUDIT[machine], 0x600) == ALLOW
     assert run(code, 435, AUDIT[machine]) == refusal(errno.ENOSYS)

@@ -223,7 +223,7 @@ async def test_a_token_is_proven_once_it_was_shown(start_server: Callable[..., A
     server = start_server(*hashed("t"))
     address = server.addresses[0]
     with pytest.raises(Unauthorized):
-        await ExecClient.connect(address, token="v2.t")  # it cannot know what is derived from the token yet
+        await ExecClient.connect(address, token="v2.t")  # It cannot know yet what is derived from the token.
     async with await ExecClient.connect(address, token="t") as first:
         assert first.proven_token == "v2.t"
         await first.begin_eval()
@@ -399,7 +399,7 @@ def test_starting_imports_nothing_heavy() -> None:
 
 
 async def ended(pid: int) -> bool:
-    """Whether `pid` ends within two seconds."""
+    """Return whether `pid` ends within two seconds."""
     for _ in range(200):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX":
@@ -411,7 +411,7 @@ async def ended(pid: int) -> bool:
 
 
 def children(pid: int, *, zombies: bool = False) -> list[int]:
-    """The direct children of `pid`."""
+    """Return the direct children of `pid`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

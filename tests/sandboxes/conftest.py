@@ -31,14 +31,14 @@ SMALL = {"memory_bytes": 192 << 20, "disk_bytes": 16 << 20, "processes": 64}
 
 
 class Kit:
-    """What the tests share; a fixture, since test modules import nothing from each other."""
+    """Functions that the tests share; a fixture, since test modules import nothing from each other."""
 
     NODE = NODE
     SMALL = SMALL
 
     @staticmethod
     def open(name: str, run_dir: Path, image: str | None = None) -> NodeProvider:
-        """A provider of this kind; `image` is what Apptainer takes where a request names none."""
+        """Return a provider of this kind; Apptainer takes `image` where a request names none."""
         options = ApptainerOptions(default_image=image)
         provider = open_provider(name, run_dir=run_dir, node=NODE, apptainer=options)
         assert isinstance(provider, NodeProvider)
@@ -50,12 +50,12 @@ class Kit:
     async def clean(provider: NodeProvider) -> None:
         for sandbox_id in provider.claimed():
             await provider.release(sandbox_id)
-        await provider.sweep()  # claimed ones that died in the test
+        await provider.sweep()  # Claimed ones may have died in the test.
         await provider.aclose()
 
     @staticmethod
     async def sh(sandbox: Sandbox, script: str, timeout: float = 20) -> tuple[int | None, str]:
-        """Exit code and output of a bash script inside."""
+        """Return exit code and output of a bash script inside."""
         result = await sandbox.client.run(["bash", "-c", script], timeout=timeout)
         return result.exit_code, result.output.decode(errors="replace").strip()
 
@@ -66,7 +66,7 @@ class Kit:
 
     @staticmethod
     def processes_naming(text: str) -> list[str]:
-        """Command lines of all processes of this machine that hold `text`."""
+        """Return the command lines of all processes of this machine that hold `text`."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -80,7 +80,7 @@ class Kit:
 
     @staticmethod
     def left_behind(run_dir: Path) -> dict[str, list[str]]:
-        """Folders, control groups, mounts and sockets of sandboxes under `run_dir`."""
+        """Return folders, control groups, mounts and sockets of sandboxes under `run_dir`."""
         folder = run_dir / "sandboxes"
         names = [name for name in os.listdir(folder) if name != ".sweep"] if folder.is_dir() else []
         return {
@@ -95,12 +95,12 @@ class Kit:
 
     @staticmethod
     def groups_of(sandbox_ids: list[str]) -> list[Path]:
-        """Control groups of these sandboxes that exist."""
+        """Return the existing control groups of these sandboxes."""
         return [p.path / name for p in find_places() for name in sandbox_ids if (p.path / name).exists()]
 
     @staticmethod
     async def until(condition: object, seconds: float = 15) -> None:
-        """Waits for what the kernel does by itself, such as ending a namespace; bounded."""
+        """Wait for what the kernel does by itself, such as ending a namespace, for a bounded time."""
         assert callable(condition)
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110 - the kernel raises no event for it
@@ -122,7 +122,7 @@ class Pods:
     async def start(
         runtime: Path, root: Path, *arguments: str, secret: str = SECRET, options: Sequence[str] = ()
     ) -> tuple[asyncio.subprocess.Process, str]:
-        """A sandbox over the entries of `root`, and where its server listens.
+        """Start a sandbox over the entries of `root`, and return where its server listens.
 
         `arguments` are the server's and begin with --listen; `options` are bubblewrap's.
         """
@@ -152,7 +152,7 @@ class Pods:
     @staticmethod
     @asynccontextmanager
     async def running(runtime: Path, root: Path, folder: Path) -> AsyncIterator[ExecClient]:
-        """A client of such a sandbox, which has no network; its socket is in `folder`."""
+        """Yield a client of such a sandbox, which has no network; its socket is in `folder`."""
         options = ("--unshare-net", "--bind", str(folder), "/sockets")
         process, _ = await Pods.start(runtime, root, "--listen", "unix:/sockets/s", options=options)
         try:
@@ -163,7 +163,7 @@ class Pods:
 
     @staticmethod
     def only_bash(root: Path) -> Path:
-        """A root folder with bash, as sh too, and the libraries that it loads."""
+        """Return a root folder with bash, also under the name sh, and the libraries that it loads."""
         (root / "usr/bin").mkdir(parents=True)
         (root / "bin").symlink_to("usr/bin")
         program = Path(shutil.which("bash") or "/bin/bash").resolve()
@@ -185,7 +185,7 @@ def pods(bubblewrap_works: None) -> type[Pods]:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runtime of sandboxes in foreign images, as the command writes it."""
+    """Return the runtime of sandboxes in foreign images, as the command writes it."""
     out = tmp_path_factory.mktemp("bundle") / "runtime"
     done = subprocess.run(
         [sys.executable, "-m", "rollyard_pipeline.sandboxes.bundle", str(out)], capture_output=True, text=True
@@ -196,7 +196,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short, because sockets live in it."""
+    """Yield a folder with a short path, because sockets live in it."""
     with tempfile.TemporaryDirectory(prefix="ryb-", dir="/tmp") as name:
         yield Path(name)
 
@@ -208,20 +208,20 @@ def kit() -> type[Kit]:
 
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
-    """Short, because sockets live below it."""
+    """Yield a run folder with a short path, because sockets live below it."""
     with tempfile.TemporaryDirectory(prefix="ry-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="session")
 def root_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An image as a folder, with all that the tests call inside, and a user as most images lack one."""
+    """Return an image as a folder, with all that the tests call inside, and a user as most images lack one."""
     return make_image(tmp_path_factory.mktemp("image") / "root")
 
 
 @pytest.fixture(scope="session")
 def sif(apptainer_works: None, root_folder: Path) -> Path:
-    """The same as a SIF file."""
+    """Return the same image as a SIF file."""
     return make_sif(root_folder)
 
 
@@ -242,7 +242,10 @@ async def apptainer(sif: Path, run_dir: Path) -> AsyncIterator[NodeProvider]:
 
 @pytest.fixture
 def image_of(request: pytest.FixtureRequest) -> Callable[[str], str | None]:
-    """The default image that a kind of sandboxes needs; it is missing where the kind cannot be started."""
+    """Return the default image that a kind of sandboxes needs.
+
+    It is missing where the kind cannot be started.
+    """
 
     def find(name: str) -> str | None:
         if name == "bubblewrap":
@@ -256,7 +259,7 @@ def image_of(request: pytest.FixtureRequest) -> Callable[[str], str | None]:
 async def isolated(
     request: pytest.FixtureRequest, run_dir: Path, image_of: Callable[[str], str | None]
 ) -> AsyncIterator[NodeProvider]:
-    """Each kind that isolates: what isolation promises holds for both."""
+    """Yield each kind that isolates: what isolation promises holds for both."""
     async with _started(request.param, run_dir, image_of(request.param)) as provider:
         yield provider
 
@@ -265,7 +268,7 @@ async def isolated(
 async def provider(
     request: pytest.FixtureRequest, run_dir: Path, image_of: Callable[[str], str | None]
 ) -> AsyncIterator[NodeProvider]:
-    """All kinds: what their interface promises holds for all."""
+    """Yield each kind: what their interface promises holds for all."""
     async with _started(request.param, run_dir, image_of(request.param)) as provider:
         yield provider
 

@@ -27,7 +27,7 @@ PROGRAM = shutil.which("apptainer") or "singularity"
 
 
 def listed(run_dir: Path) -> list[str]:
-    """The instances that Apptainer itself knows of in this run folder."""
+    """Return the instances that Apptainer itself knows of in this run folder."""
     done = subprocess.run(
         [PROGRAM, "instance", "list", "--json"],
         env={**os.environ, "APPTAINER_CONFIGDIR": str(run_dir / "apptainer")},
@@ -37,7 +37,7 @@ def listed(run_dir: Path) -> list[str]:
 
 
 def alive(run_dir: Path, sandbox_id: str) -> list[int]:
-    """Processes of a sandbox that its record names and that run."""
+    """Return the processes of a sandbox that its record names and that run."""
     record = SandboxFolder(run_dir).load(sandbox_id)
     assert record is not None
     known = [record.root, record.monitor, *record.helpers]
@@ -45,7 +45,7 @@ def alive(run_dir: Path, sandbox_id: str) -> list[int]:
 
 
 def orphaned_helpers() -> set[int]:
-    """Processes that serve a file system of Apptainer's and have lost the one that started them."""
+    """Return processes that serve a file system of Apptainer's and have lost the one that started them."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -63,7 +63,7 @@ async def test_it_is_an_instance(kit: Any, apptainer: NodeProvider, run_dir: Pat
         assert listed(run_dir) == [name]
         record = SandboxFolder(run_dir).load(sandbox.handle.id)
         assert record is not None
-        # A SIF is mounted by helpers outside; the record names them, so that they can be ended.
+        # Helpers outside mount a SIF; the record names them, so that they can be ended.
         assert any("squashfuse" in Path(f"/proc/{h.pid}/cmdline").read_text() for h in record.helpers)
     await apptainer.release(sandbox.handle)
     assert listed(run_dir) == []
@@ -147,7 +147,7 @@ async def test_fresh_evaluation_sees_no_process_of_the_run(kit: Any, apptainer: 
         await sandbox.client.bash(f"(setsid bash -c '{watcher}' &) ; {watcher} & disown", timeout=20)
         await sandbox.client.kill_all()
         await sandbox.client.write_file("/work/hidden", b"tests")
-        # Process 1 is the server; the rest is what asks.
+        # Process 1 is the server; the rest is the command that asks.
         _, others = await kit.sh(
             sandbox, "for p in /proc/[0-9]*; do [ ${p#/proc/} = 1 ] || cat $p/comm; done"
         )

@@ -51,7 +51,7 @@ def layer_of(root: Path) -> bytes:
 
 
 def docker_archive(path: Path, root: Path) -> Path:
-    """What `docker save` writes, made by hand."""
+    """Make by hand what `docker save` writes."""
     layer = layer_of(root)
     digest = f"sha256:{hashlib.sha256(layer).hexdigest()}"
     config = json.dumps({**CONFIG, "rootfs": {"type": "layers", "diff_ids": [digest]}}).encode()
@@ -65,7 +65,7 @@ def docker_archive(path: Path, root: Path) -> Path:
 
 
 def oci_archive(path: Path, root: Path) -> Path:
-    """An OCI image layout in a tar file, made by hand."""
+    """Make an OCI image layout in a tar file by hand."""
     layer = layer_of(root)
     packed = gzip.compress(layer, 1)
     digest = f"sha256:{hashlib.sha256(layer).hexdigest()}"
@@ -153,7 +153,7 @@ def test_key_follows_the_content(kit: Any, tmp_path: Path) -> None:
     shutil.copy(tmp_path / "a.tar", tmp_path / "b.tar")
     assert parse_image(f"docker-archive:{tmp_path / 'b.tar'}").key() == first
     (root / "etc/name").write_text("other")
-    # The layer is named by the archive, not by its content: the configuration tells them apart.
+    # The layer is named by the archive and not by its content: the configuration tells them apart.
     assert parse_image(f"docker-archive:{docker_archive(tmp_path / 'a.tar', root)}").key() != first
 
 
@@ -171,7 +171,7 @@ async def test_archives_are_built_once(
         _, output = await kit.sh(sandbox, script)
         first, second, words = output.splitlines()
         assert (first, second) == ("made-by-test", "text")
-        # The image's variables, its PATH first in Apptainer's, and the sandbox's own home.
+        # These are the image's variables, its PATH first in Apptainer's, and the sandbox's own home.
         assert words.startswith("yes /opt/own:/usr/bin:/bin")
         assert words.endswith(" /work")
         # The injected Python runs though the image has none, nor its libraries.
@@ -189,10 +189,10 @@ async def test_archives_are_built_once(
 
 @contextmanager
 def a_registry(archive: Path) -> Iterator[tuple[str, str, list[str]]]:
-    """A registry of this machine that has one image, `some/image:1`, over plain HTTP.
+    """Run a registry of this machine that has one image, `some/image:1`, over plain HTTP.
 
     Yields:
-        Where it listens, the digest of the image, and what was asked of it.
+        It yields its address, the digest of the image, and what was asked of it.
     """
     with tarfile.open(archive) as opened:
         files = {one.name: opened.extractfile(one) for one in opened if one.isfile()}
@@ -274,7 +274,7 @@ async def test_images_that_break_late(kit: Any, apptainer: NodeProvider, sif: Pa
     cut.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ImageNotUsable, match=r"sandbox\.image '.*cut\.sif': .* is cut off"):
         await kit.acquire(apptainer, image=str(cut))
-    # Of the right length, with nothing in it.
+    # It has the right length, with nothing in it.
     empty = tmp_path / "empty.sif"
     empty.write_bytes(whole[:40000] + bytes(len(whole) - 40000))
     with pytest.raises(ImageNotUsable, match=r"sandbox\.image '.*empty\.sif'"):
@@ -346,11 +346,11 @@ async def test_without_fuse_on_an_old_kernel_images_are_read_only(
         await kit.clean(provider)
 
 
-# The cache, with a program that builds in its own way
+# The cache, with a program that builds in its own way.
 
 
 def builder(folder: Path, script: str) -> Program:
-    """A program whose `build … TARGET SOURCE` runs `script` with $target and $source set."""
+    """Return a program whose `build … TARGET SOURCE` runs `script` with $target and $source set."""
     path = folder / "builder"
     head = '#!/bin/bash\nn=$#; target=${@:n-1:1}; source=${@:n:1}; echo x >> "$0.calls"\n'
     path.write_text(head + script + "\n")
@@ -364,7 +364,7 @@ def calls(program: Program) -> int:
 
 async def test_one_build_for_all_who_wait(tmp_path: Path) -> None:
     program = builder(tmp_path, 'sleep 0.3; echo "$source" > "$target"')
-    # A cache each, as two nodes have, over the same folder.
+    # There are two caches, as two nodes have, over the same folder.
     caches = [ImageCache(tmp_path / "cache") for _ in range(2)]
     for cache in caches:
         cache.prepare()
@@ -423,7 +423,7 @@ async def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
         path = await cache.ready(parse_image(f"docker://image:{n}"), program, unpacked=False)
         os.utime(path, (1_000_000_000 + n, 1_000_000_000 + n))
         made.append(path)
-    # Used now: it stays, though it is the oldest.
+    # It is used now, so it stays, though it is the oldest.
     assert await cache.ready(parse_image("docker://image:0"), program, unpacked=False) == made[0]
     await cache.ready(parse_image("docker://image:3"), program, unpacked=False)
     assert [path.exists() for path in made] == [True, False, True]

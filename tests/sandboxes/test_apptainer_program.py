@@ -1,4 +1,4 @@
-"""Apptainer and SingularityCE: found by what they answer; what the doctor says of a node."""
+"""Apptainer and SingularityCE are found by what they answer, and the doctor reports on a node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollyard_pipeline.sandboxes.errors import (
 
 
 def answering(folder: Path, name: str, version: str, buildcfg: str = "") -> Path:
-    """A program that answers to --version and buildcfg."""
+    """Return a program that answers to --version and buildcfg."""
     path = folder / name
     path.write_text(
         f'#!/bin/sh\ncase "$1" in --version) echo "{version}";; buildcfg) printf "{buildcfg}";; esac\n'
@@ -36,7 +36,7 @@ def answering(folder: Path, name: str, version: str, buildcfg: str = "") -> Path
     [
         ("apptainer", "apptainer version 1.4.5", "apptainer", "1.4.5"),
         ("apptainer", "apptainer version 1.1.0-1.el9", "apptainer", "1.1.0-1.el9"),
-        # Apptainer brings a `singularity` along: its name says nothing.
+        # Apptainer brings a `singularity` along, so its name says nothing.
         ("singularity", "apptainer version 1.3.6", "apptainer", "1.3.6"),
         ("singularity", "singularity-ce version 4.1.5-jammy", "singularity-ce", "4.1.5-jammy"),
     ],
@@ -77,7 +77,7 @@ async def test_set_user_id_installations_take_no_configuration(tmp_path: Path) -
         config = f"PREFIX=/usr\\n{name}_SUID_INSTALL={number}\\n"
         path = answering(tmp_path, "a", "apptainer version 1.4.5", config)
         assert (await find_program(str(path))).takes_config is takes
-    # No answer at all: nothing is assumed.
+    # Without any answer, nothing is assumed.
     assert not (await find_program(str(answering(tmp_path, "a", "apptainer version 1.4.5")))).takes_config
 
 

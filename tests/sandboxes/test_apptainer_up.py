@@ -1,4 +1,4 @@
-"""`rollyard up --sandbox apptainer`: a job from submission to reward, then nothing is left."""
+"""`rollyard up --sandbox apptainer` takes a job from submission to reward, and nothing is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rollyard(*arguments: str, seconds: float = 60) -> subprocess.CompletedProces
 
 
 def task(number: int) -> dict[str, Any]:
-    """Its tests come when the Run stage is over, and look at what it left."""
+    """Return a task whose tests come when the Run stage is over, and look at what it left."""
     call = {"name": "bash", "arguments": {"command": f"cat given > out; echo {number} >> out; sleep 300 & "}}
     return {
         "id": f"t{number}",

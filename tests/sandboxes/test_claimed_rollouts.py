@@ -20,7 +20,9 @@ ROLLOUTS = 6
 
 
 class Driver:
-    """What an operator does, with sandboxes of this machine for pods; its first one dies at once."""
+    """A driver that does what an operator does, with this machine's sandboxes for pods; its first one dies at
+    once.
+    """
 
     def __init__(self, client: DriverClient, pods: Any, bundle: Path, root: Path) -> None:
         self._client, self._pods, self._bundle, self._root = client, pods, bundle, root
@@ -133,7 +135,7 @@ async def test_every_rollout_gets_its_sandboxes_and_gives_them_back(
             try:
                 await client.submit(manifest)
                 async with worker:
-                    # Nobody reports the job's phase here: its rollouts are all that ends.
+                    # Nothing reports the job's phase here: its rollouts are all that ends.
                     async with asyncio.timeout(120):
                         while (status := (await client.job("claimed")).status).counts.succeeded < ROLLOUTS:
                             assert status.counts.failed == 0, (tmp_path / "worker.log").read_text()[-2000:]
@@ -143,7 +145,7 @@ async def test_every_rollout_gets_its_sandboxes_and_gives_them_back(
                 async with asyncio.timeout(10):
                     while driver.running or (await calls.claims()).claims:  # noqa: ASYNC110 - level-based
                         await asyncio.sleep(0.1)
-                # One was lost before it was used: that rollout got another.
+                # One was lost before it was used, so that rollout got another.
                 assert driver.started == each * ROLLOUTS + 1
             finally:
                 driving.cancel()

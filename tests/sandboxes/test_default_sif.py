@@ -48,7 +48,7 @@ def test_bad_options_of_the_script() -> None:
 
 @pytest.fixture(scope="module")
 def default_sif(apptainer_works: None, missing: Any) -> Path:
-    """The real image, as scripts/sif keeps it; the first build takes minutes."""
+    """Return the real image, as scripts/sif keeps it; the first build takes minutes."""
     if shutil.which("debootstrap", path=f"{os.environ['PATH']}:/usr/sbin") is None:
         missing("debootstrap is not installed (Debian: apt install debootstrap)")
     done = subprocess.run([ROOT / "scripts/sif"], capture_output=True, text=True, timeout=580)

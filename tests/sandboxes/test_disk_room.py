@@ -1,4 +1,4 @@
-"""A run folder on a disk that is full: nothing of a start is left, the node says so, and goes on later."""
+"""A run folder on a full disk: nothing of a start is left, and the node says so and continues later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollyard_testing.slurm.fulldisk import fill
 
 @pytest.fixture
 def small(folder: Path, missing: Callable[[str], NoReturn]) -> Iterator[Path]:
-    """A file system of 12 MiB."""
+    """Yield a file system of 12 MiB."""
     point = folder / "d"
     point.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(point)]
@@ -33,7 +33,7 @@ def small(folder: Path, missing: Callable[[str], NoReturn]) -> Iterator[Path]:
 
 @pytest.fixture
 async def provider(kit: Any, small: Path) -> AsyncIterator[NodeProvider]:
-    """Over a run folder on that file system."""
+    """Yield a provider over a run folder on that file system."""
     made: NodeProvider = kit.open("process", small / "r")
     await made.start()
     yield made
@@ -69,7 +69,7 @@ async def test_a_disk_that_is_full_in_the_middle_of_a_start_leaves_no_process(
     save = SandboxFolder.save
 
     def saved(folder: SandboxFolder, record: SandboxRecord) -> None:
-        """The disk fills between the start of the exec server and the note of it."""
+        """Fill the disk between the start of the exec server and the note of it."""
         if record.state == "warm":
             assert record.root is not None
             started.append(record.root.ref())
@@ -96,7 +96,7 @@ async def test_nothing_begins_with_the_little_that_ended_sandboxes_leave(
     await provider.warm(SandboxRequest(**kit.SMALL), 1)
     with pytest.raises(NodeDiskFull, match="no room left"):
         await kit.acquire(provider, "r-1")
-    # The warm pool may just be asking the disk.
+    # The warm pool may be asking the disk at this moment.
     left = kit.left_behind(small / "r")["folders"]
     assert [name for name in left if not name.startswith(".room-")] == []
     filler.unlink()

@@ -1,4 +1,4 @@
-"""The private place of an evaluation: fresh, empty, out of Run's reach; sabotage is no bad luck."""
+"""The private place of an evaluation is fresh, empty and out of Run's reach; sabotage is no bad luck."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import FileError, SandboxSabotaged
 
-SMALL_PLACE = (192 << 20) // 8  # bytes: what the tests' sandboxes may take, by their memory
+SMALL_PLACE = (192 << 20) // 8  # bytes that the tests' sandboxes may take, by their memory
 pytestmark = pytest.mark.real
 
 LOOK = """
@@ -39,7 +39,7 @@ async def test_each_evaluation_gets_a_fresh_private_place(kit: Any, provider: No
         await sandbox.client.bash("export POLICY=1; (sleep 1000 &)")
         first, mode = await look(sandbox)
         assert mode == "700"
-        second, _ = await look(sandbox)  # by another worker, after the first one was lost
+        second, _ = await look(sandbox)  # Another worker does it after the first one was lost.
         assert (await sandbox.client.info()).sessions == ()
         async with await provider.attach(sandbox.handle) as other:
             await look(other)
@@ -90,7 +90,7 @@ async def test_older_servers_are_asked_in_their_own_words(kit: Any, provider: No
 
 
 async def test_a_server_that_has_proven_itself_is_no_older_one(kit: Any, provider: NodeProvider) -> None:
-    """Whoever hides that a server knows `begin_eval` cannot have an evaluation begin without a proof."""
+    """Hiding that a server knows `begin_eval` does not let an evaluation begin without a proof."""
     async with await kit.acquire(provider) as sandbox:
         sandbox.client._features = frozenset()
         with pytest.raises(SandboxSabotaged):
@@ -131,7 +131,7 @@ async def test_run_can_never_write_where_a_place_will_be(kit: Any, isolated: Nod
 async def test_sabotage_is_told_from_bad_luck_where_nothing_can_be_mounted(
     kit: Any, pods: Any, bundle: Path, tmp_path: Path, folder: Path
 ) -> None:
-    """As in a pod."""
+    """This is the case in a pod."""
     root = kit.make_root(tmp_path / "root", "chmod", "head")
     sizes = [
         part for path in ("/dev/shm", "/tmp", "/work") for part in ("--size", "4194304", "--tmpfs", path)

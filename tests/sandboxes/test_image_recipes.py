@@ -1,4 +1,4 @@
-"""The image recipes say what the rest of Rollyard relies on; they are built by scripts/images."""
+"""The image recipes, which scripts/images builds, say what the rest of Rollyard relies on."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def user_run_dir() -> Iterator[Path]:
 
 
 def command_as_user() -> tuple[list[str], dict[str, str]]:
-    """How to start a Python that can import this project as an ordinary user."""
+    """Return the command of a Python that can import this project as an ordinary user."""
     path = [entry for entry in sys.path if entry and Path(entry).is_dir()] + site.getsitepackages()
     if os.geteuid() != 0:
         return [sys.executable], {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

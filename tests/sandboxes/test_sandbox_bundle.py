@@ -69,7 +69,7 @@ async def test_nothing_of_the_runtime_reaches_programs(
         maps = (await client.bash('while read -r line; do echo "$line"; done < /proc/self/maps; set')).text()
         assert "/.rollyard" not in maps
         assert "LD_LIBRARY_PATH" not in maps
-        # Nor can they read the server, which is of the same user: it has seen the secret.
+        # They cannot read the server either, which has the same user and has seen the secret.
         for name in ("environ", "mem", "maps"):
             read = await client.bash(f"read -r -N 1 byte < /proc/1/{name} && echo got $byte")
             assert read.exit_code != 0, name
@@ -83,9 +83,9 @@ async def test_nothing_of_the_runtime_reaches_programs(
 
 
 def test_an_init_container_copies_it(pods: Any, bundle: Path, folder: Path) -> None:
-    """The way for clusters without image volumes: the image's own root beside what an engine adds."""
+    """Clusters without image volumes do it like this: the image's own root beside what an engine adds."""
     binds = [part for name in ENTRIES for part in ("--ro-bind", str(bundle / name), f"/{name}")]
-    for _ in range(2):  # a pod's init container may run again
+    for _ in range(2):  # A pod's init container may run again.
         done = subprocess.run(
             [*pods.BWRAP, *binds, "--bind", str(folder), "/copy", "--remount-ro", "/", *COPY_ARGV, "/copy"],
             capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""Claimed sandboxes: the provider against real exec servers on TCP and a double of the claims calls."""
+"""Claimed sandboxes: the provider with real exec servers on TCP and a double of the claims calls."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Cluster:
         self.filed: list[ClaimRequest] = []
         self.released: list[str] = []
         self.failures = 0
-        """How many of the next calls find no control plane."""
+        """The number of the next calls that find no control plane."""
         self.hold = asyncio.Event()
-        """Claims stay Pending until it is set."""
+        """The event keeps claims Pending until it is set."""
         self.hold.set()
         self.outcome: dict[str, Any] | None = None
-        """What becomes of claims instead of a sandbox."""
+        """What happens to claims instead of a sandbox."""
         self.secret_shown = pods.SECRET
 
     async def claim(self, request: ClaimRequest) -> Claim:
@@ -86,7 +86,7 @@ class Cluster:
             raise NotThere(f"no claim {claim_id}")
 
     async def end(self, claim_id: str, **changes: Any) -> None:
-        """The sandbox dies; the claim then says `changes`."""
+        """Let the sandbox die; the claim then says `changes`."""
         if (process := self._running.pop(claim_id, None)) is not None:
             await self._pods.stop(process)
         if changes:
@@ -132,7 +132,7 @@ class Cluster:
 @pytest.fixture
 async def cluster(pods: Any, bundle: Path, tmp_path: Path) -> AsyncIterator[Cluster]:
     root = pods.only_bash(tmp_path / "root")
-    # What a container sees of its own control group.
+    # This is what a container sees of its own control group.
     (root / "sys/fs/cgroup").mkdir(parents=True)
     (root / "sys/fs/cgroup/memory.events").write_text("low 0\noom 1\noom_kill 0\n")
     made = Cluster(pods, bundle, root)
@@ -149,7 +149,7 @@ async def test_from_claim_to_release(cluster: Cluster, provider: ClaimProvider) 
     cluster.hold.clear()
     request = SandboxRequest(image="docker://python:3.12", env={"A": "1"}, files={"f": "x", "/tmp/g": "y"})
     waiting = asyncio.create_task(provider.acquire(request, OWNER))
-    done, _ = await asyncio.wait({waiting}, timeout=0.3)  # several long polls
+    done, _ = await asyncio.wait({waiting}, timeout=0.3)  # This takes several long polls.
     assert not done
     cluster.hold.set()
     sandbox = await waiting
@@ -160,7 +160,7 @@ async def test_from_claim_to_release(cluster: Cluster, provider: ClaimProvider) 
     async with sandbox:
         result = await sandbox.client.bash("echo $A $(< f) $(< /tmp/g) $PWD")
         assert result.text() == "1 x y /work\n"
-    # Another worker, from the handle alone.
+    # Another worker uses the handle alone.
     other = ClaimProvider(cluster)
     async with await other.attach(SandboxHandle.model_validate_json(handle.model_dump_json())) as attached:
         assert (await attached.client.bash("echo $A $(< f)")).text() == "1 x\n"
@@ -170,7 +170,7 @@ async def test_from_claim_to_release(cluster: Cluster, provider: ClaimProvider) 
     assert cluster.released == [handle.id]
     with pytest.raises(SandboxLost):
         await provider.attach(handle)
-    await other.release(handle.id)  # once more: harmless
+    await other.release(handle.id)  # Repeating it is harmless.
 
 
 async def test_the_same_lease_gets_the_same_sandbox(cluster: Cluster, provider: ClaimProvider) -> None:
@@ -234,7 +234,7 @@ async def test_a_sandbox_with_another_secret_is_not_ours(cluster: Cluster, provi
 async def test_a_server_that_proves_no_token_is_used_as_before(
     cluster: Cluster, provider: ClaimProvider, tmp_path: Path
 ) -> None:
-    """As that of a pod is which was started before an upgrade."""
+    """A pod that was started before an upgrade has such a server."""
     (tmp_path / "token").write_text(cluster.secret_shown)
     ready, write = os.pipe()
     process = await asyncio.create_subprocess_exec(
@@ -273,7 +273,7 @@ async def test_a_cancelled_wait_ends_at_once(cluster: Cluster, provider: ClaimPr
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await provider.acquire(SandboxRequest(), OWNER)
-    assert cluster.released == []  # it goes with its lease
+    assert cluster.released == []  # It goes with its lease.
 
 
 async def test_handles_of_others_are_lost(provider: ClaimProvider) -> None:
@@ -302,11 +302,11 @@ async def test_out_of_memory_of_a_whole_sandbox(
         await cluster.end(sandbox.handle.id)
         asked = asyncio.create_task(provider.oom_killed(sandbox.handle))
         done, _ = await asyncio.wait({asked}, timeout=0.3)
-        assert not done  # the driver has not said yet how it ended
+        assert not done  # The driver has not said yet how it ended.
         await cluster.end(sandbox.handle.id, state="Failed", reason=reason)
         assert await asked is killed
     await provider.release(sandbox.handle)
-    assert await provider.oom_killed(sandbox.handle) is False  # nothing is known of it any more
+    assert await provider.oom_killed(sandbox.handle) is False  # Nothing is known of it any more.
 
 
 @pytest.mark.parametrize("image", ["/some/root", "x.sif", "oras://x/y", "docker://", "./x", "file:///x.tar"])

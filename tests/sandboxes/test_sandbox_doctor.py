@@ -133,7 +133,7 @@ def test_root_without_control_groups_is_warned(run_dir: Path, caplog: pytest.Log
 
 
 def fake_v2(tmp_path: Path, own: str, given: dict[str, str]) -> Path:
-    """A /proc/self and a version 2 hierarchy as plain folders: what is written can be read back."""
+    """Make a /proc/self and a version 2 hierarchy as plain folders: what is written can be read back."""
     mount = tmp_path / "cgroup"
     for name, controllers in given.items():
         group = mount / name

@@ -1,4 +1,4 @@
-"""A start that fails is told at once, with what the program wrote."""
+"""A start that fails is reported at once, with what the program wrote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def launch(folder: Path, script: str, *, info: bool = False, log: bool = False) 
 @pytest.mark.parametrize("info", [False, True])
 async def test_an_early_end_is_not_waited_out(folder: Path, info: bool) -> None:
     with pytest.raises(SandboxStartFailed, match="ended before it was ready: what went wrong"):
-        # More seconds than the test may take.
+        # This is more seconds than the test may take.
         await start(launch(folder, "echo what went wrong >&2; exit 3", info=info), Reaper(), 600)
 
 

@@ -46,7 +46,7 @@ asyncio.run(main())
 
 
 def processes_of(run_dir: Path) -> list[int]:
-    """Pids of all sandboxes that the run dir knows of."""
+    """Return the pids of all sandboxes that the run dir knows of."""
     folder = SandboxFolder(run_dir)
     records = [record for name in folder.ids() if (record := folder.load(name)) is not None]
     return [
@@ -71,7 +71,7 @@ async def test_outlives_its_killed_worker(
             assert worker.stdout is not None
             line = await asyncio.to_thread(worker.stdout.readline)
             handle = SandboxHandle.model_validate(json.loads(line))
-            # Ctrl-C in the worker's terminal, then kill -9: neither reaches the sandbox.
+            # After Ctrl-C in the worker's terminal comes kill -9: neither reaches the sandbox.
             os.killpg(worker.pid, signal.SIGINT)
         finally:
             os.killpg(worker.pid, signal.SIGKILL)
@@ -176,7 +176,7 @@ async def test_close_removes_warm_and_keeps_claimed(
         handle = sandbox.handle
     await second.warm(request, 1)
     await kit.until(lambda: second._warm.ready(request.key) == 1)
-    # While their worker lives, warm sandboxes are no business of a sweep by another.
+    # While their worker lives, a sweep by another one leaves warm sandboxes alone.
     assert await isolated.sweep() == []
     await second.aclose()
     assert SandboxFolder(run_dir).ids() == [handle.id]

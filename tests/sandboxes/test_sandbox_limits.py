@@ -1,4 +1,4 @@
-"""Limits that bind, as root and as an ordinary user; bombs harm only their own sandbox."""
+"""Limits bind, as root and as an ordinary user; bombs harm only their own sandbox."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_memory_bomb(kit: Any, isolated: NodeProvider) -> None:
         assert str(300 << 20) not in output
         assert await isolated.oom_killed(bombed.handle) is ("memory" in enforced(find_places()))
         assert not await isolated.oom_killed(other.handle)
-        # The exec server survives the death of its child, and the sandbox goes on.
+        # The exec server survives the death of its child, and the sandbox keeps working.
         assert await kit.sh(bombed, "echo still here") == (0, "still here")
         assert await kit.sh(other, "echo unharmed") == (0, "unharmed")
 

@@ -1,4 +1,4 @@
-"""The injected modules: compiled ahead, and nothing in them tells where this checkout is."""
+"""The injected modules are compiled ahead, and nothing in them says where this checkout is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def test_modules_are_compiled_ahead_and_name_no_path_of_this_machine(tmp_path: P
             code = marshal.loads(compiled[16:])
             assert code.co_filename == f"{INSIDE}/{source.relative_to(folder)}"
             assert str(package_folder(package)).encode() not in compiled
-            # PEP 552: by hash and never checked, so that what is mounted read-only is not compiled anew.
+            # PEP 552: they are compiled by hash and never checked, so what is mounted read-only is not
+            # compiled again.
             assert compiled[4:8] == b"\1\0\0\0"
 
 

@@ -1,4 +1,4 @@
-"""The lock on shared storage: one holder at a time, and none for ever."""
+"""The lock on shared storage has one holder at a time, and none for ever."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_living_holder_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
     async with shared_lock(path, stale_seconds=4.0):
         held = path.read_text()
-        # Longer than stale_seconds: only the holder's touching keeps the other away.
+        # This is longer than stale_seconds: only the holder's touching keeps the other away.
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(7), shared_lock(path, stale_seconds=4.0):
                 raise AssertionError("two holders")
@@ -64,5 +64,5 @@ async def test_nobody_waits_for_what_is_done(tmp_path: Path) -> None:
 async def test_a_lock_that_was_taken_away_is_not_given_back(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
     async with shared_lock(path):
-        path.write_text("another\n")  # taken over while this process was frozen
+        path.write_text("another\n")  # It was taken over while this process was frozen.
     assert path.read_text() == "another\n"

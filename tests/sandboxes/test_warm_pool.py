@@ -1,4 +1,4 @@
-"""Who needs a sandbox while the pool starts some gets one of those, without a provider."""
+"""A caller who needs a sandbox while the pool starts some gets one of those, without a provider."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = SandboxRequest().key
 
 
 class Starts:
-    """Starts that end when they are told to."""
+    """Starts that end when a test lets them."""
 
     def __init__(self) -> None:
         self.begun: list[asyncio.Future[WarmSandbox]] = []
@@ -26,7 +26,7 @@ class Starts:
         return await future
 
     async def remove(self, warm: WarmSandbox) -> None:
-        """Nothing is left of it."""
+        """Leave nothing of it."""
 
     async def settle(self) -> None:
         for _ in range(10):
@@ -43,7 +43,7 @@ async def test_one_that_is_being_started_goes_to_who_waits_and_the_pool_starts_a
     await starts.settle()
     waiting = asyncio.create_task(starts.pool.next(KEY))
     await starts.settle()
-    # All that are being started are waited for: a second one would wait in vain.
+    # All that are being started have a waiter: a second one would wait in vain.
     assert await starts.pool.next(KEY) is None
     first = sandbox()
     starts.begun[0].set_result(first)

@@ -1,4 +1,4 @@
-"""Run as the lab's user: Slurm asked by its commands or by slurmrestd, and what it says, as JSON."""
+"""Asks Slurm as the lab's user, by its commands or by slurmrestd, and prints the answers as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHOWN = (
 
 
 async def until(what: Callable[[], Any]) -> Any:
-    """Waits for a true answer of a coroutine."""
+    """Wait for a true answer of a coroutine."""
     deadline = time.monotonic() + SECONDS
     while not (found := await what()):
         assert time.monotonic() < deadline, "it did not come"
@@ -38,7 +38,9 @@ async def until(what: Callable[[], Any]) -> Any:
 
 
 def batch(home: Path, name: str, *more: tuple[str, str | None]) -> BatchScript:
-    """A script that notes what it hears, and whose child would end by any signal, and the script with it."""
+    """Return a script that notes the signals it gets, and whose child would end by any signal, and the script
+    with it.
+    """
     options = (
         ("job-name", "rollyard-x"), ("comment", "rollyard,instance=ab"), ("output", f"{home}/{name}-%j.log"),
         ("open-mode", "append"), ("signal", "B:USR1@30"), ("nodes", "1"), ("ntasks", "1"),
@@ -75,7 +77,7 @@ async def contract(commands: SlurmCalls, home: Path) -> dict[str, Any]:
     await until(lambda: _says(log, "ready"))
     for name in ("USR1", "USR2"):
         await commands.signal([job], name)
-        await until(lambda name=name: _says(log, name))  # both at once have no order
+        await until(lambda name=name: _says(log, name))  # Two at once have no order.
 
     async def ended() -> Any:
         found = await commands.details(job)
@@ -101,11 +103,11 @@ async def contract(commands: SlurmCalls, home: Path) -> dict[str, Any]:
 
 
 def _shown(job: int, home: Path) -> dict[str, str]:
-    """What Slurm says that a job asked for, without what is of this job alone."""
+    """Return what Slurm says that a job asked for, without what is of this job alone."""
     done = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True, timeout=60)
     text = done.stdout.replace(str(home), "HOME").replace(f"-{job}.log", "-JOB.log")
     pairs = (word.partition("=")[::2] for word in text.split())
-    # Of a pending job the nodes are a range.
+    # The nodes of a pending job are a range.
     return {name: value.removesuffix("-1") for name, value in pairs if name in SHOWN}
 
 

@@ -1,7 +1,7 @@
 """A real Slurm of four nodes with real rootless Apptainer, used as an ordinary user: scripts/slurm-lab's.
 
-It is one for all processes of a machine. Whoever finds it down starts it; the last session to end stops it
-again if a session of tests had started it.
+It is one for all processes of a machine. A session that finds it down starts it, and the last session to end
+stops it again if a session of tests had started it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ IN_USE = Path("/tmp/rollyard-slurm-lab.use")
 
 @pytest.fixture(scope="session")
 def slurm_lab(missing: Callable[[str], NoReturn]) -> Iterator[Slurm]:
-    """The lab, running."""
+    """Yield the running lab."""
     if os.geteuid() != 0:
         missing("no Slurm: scripts/slurm-lab needs root")
     with IN_USE.open("a+") as in_use:
-        # Exclusive while it is started or stopped, shared while it is used.
+        # The lock is exclusive while the lab is started or stopped, and shared while it is used.
         fcntl.flock(in_use, fcntl.LOCK_EX)
         try:
             ran = subprocess.run([sys.executable, str(LAB), "status"], capture_output=True, timeout=60)
@@ -63,7 +63,7 @@ def slurm_lab(missing: Callable[[str], NoReturn]) -> Iterator[Slurm]:
         try:
             fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return  # others use it still; the last of them stops it
+            return  # Others still use it; the last of them stops it.
         in_use.seek(0)
         if in_use.read() == "stop":
             in_use.truncate(0)
@@ -72,14 +72,14 @@ def slurm_lab(missing: Callable[[str], NoReturn]) -> Iterator[Slurm]:
 
 @pytest.fixture
 def slurm(slurm_lab: Slurm) -> Iterator[Slurm]:
-    """The lab for one test: whatever the test broke runs again afterwards, and its jobs are gone."""
+    """Yield the lab for one test: whatever the test broke runs again afterwards, and its jobs are gone."""
     yield slurm_lab
     slurm_lab.heal()
 
 
 @pytest.fixture
 def shared(slurm_lab: Slurm, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A fresh folder of the user's in the shared home, removed after the test."""
+    """Yield a fresh folder of the user's in the shared home, removed after the test."""
     path = Path(_made(slurm_lab, "mktemp", "-d", str(slurm_lab.home / "t-XXXXXX")))
     yield path
     _made(slurm_lab, "rm", "-rf", "--", str(path))
@@ -99,7 +99,7 @@ _BUILD_SECONDS = 500.0
 
 @pytest.fixture(scope="session")
 def sif(slurm_lab: Slurm) -> Iterator[Path]:
-    """An image for sandboxes: bash, some programs and the libraries they load, built by the user."""
+    """Yield an image for sandboxes: bash, some programs and the libraries they load, built by the user."""
     folder = Path(_made(slurm_lab, "mktemp", "-d", str(slurm_lab.home / "image-XXXXXX")))
     files = set()
     for name in _PROGRAMS:

@@ -18,7 +18,7 @@ SLEEPER = "#!/bin/sh\nexec sleep 600\n"
 
 @pytest.fixture(scope="module")
 def accounts(slurm_lab: Any) -> Iterator[Any]:
-    """The lab with accounts, and two QOS with limits that its user may have."""
+    """Yield the lab with accounts, and two QOS with limits that its user may have."""
     with slurm_lab.accounting():
         known = slurm_lab.sacctmgr("show", "qos", "format=name").split()
         for name, limit in (("one-submitted", "MaxSubmitJobsPerUser=1"), ("one-running", "MaxJobsPerUser=1")):

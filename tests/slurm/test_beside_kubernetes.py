@@ -49,17 +49,17 @@ class Shared(Installation):
         return Client(self.url, self.tokens[role], namespace=namespace or self.jobs, tls=trusted)
 
     def secret(self, name: str, key: str) -> str:
-        """What a user's kubectl gives."""
+        """Return what a user's kubectl gives."""
         words = ("get", "secret", f"{self.release}-rollyard-{name}", "-n", self.release)
         template = '{{index .data "' + key + '" | base64decode}}'
         return self.cluster.kubectl(*words, "-o", f"go-template={template}")
 
 
 def values(namespace: str, tag: str, address: str) -> dict[str, Any]:
-    """Small, without a volume that outlives it, open to what is outside of the cluster."""
+    """Return small values, without a volume that outlives them, open to what is outside of the cluster."""
     return {
         "namespaces": [namespace],
-        "crds": {"enabled": False},  # they are this checkout's already
+        "crds": {"enabled": False},  # They are this checkout's already.
         "images": {"tag": tag, "pullPolicy": "Never"},
         "api": {
             "persistence": {"type": "emptyDir"},
@@ -101,7 +101,7 @@ def installation(cluster: Cluster, images: str, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def bridge(slurm: Slurm, shared: Path, installation: Shared, sif: Path) -> Iterator[Bridge]:
-    """A bridge of the user's that has joined, with the two tokens that it needs."""
+    """Yield a bridge of the user's that has joined, with the two tokens that it needs."""
     tokens, authority = shared / "tokens.json", shared / "ca.crt"
     both = {role: installation.tokens[role] for role in ("driver", "worker")}
     for path, text in (
@@ -130,7 +130,7 @@ def pool(name: str, model: str, **spec: Any) -> dict[str, Any]:
 
 
 def model_job(name: str, pool: str, **spec: Any) -> dict[str, Any]:
-    """A small job of the tiny policy; each rollout has a reward, whatever it says."""
+    """Return a small job of the tiny policy; each rollout has a reward, whatever it says."""
     tasks = [{"id": f"t{n}", "prompt": f"Say {n}.", "test_script": "true\n"} for n in range(TASKS)]
     stages = {
         stage: {"concurrency": 4, "template": {"resources": LITTLE}} for stage in ("init", "run", "eval")
@@ -155,7 +155,7 @@ def model_job(name: str, pool: str, **spec: Any) -> dict[str, Any]:
 
 
 def waiting_job(name: str) -> dict[str, Any]:
-    """A job for Slurm that would last for minutes."""
+    """Return a job for Slurm that would last for minutes."""
     document = oracle_job(name, tasks=1, samples=1, pause=300.0, placement="slurm").to_json()
     return {**{part: document[part] for part in ("apiVersion", "kind", "spec")}, "metadata": {"name": name}}
 

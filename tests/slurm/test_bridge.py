@@ -44,7 +44,7 @@ def bridge(slurm: Any, shared: Path) -> Iterator[Bridge]:
 
 
 def test_a_job_over_nodes_from_submit_to_nothing_left(slurm: Any, bridge: Bridge, shared: Path) -> None:
-    # Nodes whose clocks are minutes apart: leases are the control plane's to time.
+    # The nodes' clocks are minutes apart, and only the control plane times leases.
     written(shared / "sitecustomize.py", CLOCKS)
     profile = written(shared / "profile.yaml", f"workers: {{env: {{PYTHONPATH: {shared}}}}}\n")
     bridge.options = ["--profile", str(profile), "--lease-seconds", "5"]
@@ -102,7 +102,7 @@ def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
         until(lambda: ready(first), 120, "another backend")
         why = f"was restarted once; the one before ended (Slurm job {number} was cancelled)"
         assert why in condition(client.pool("default"), "Degraded", "message")
-        # A restart of the bridge: the backend goes on, and is known at once.
+        # After a restart of the bridge the backend continues, and is known at once.
         (again,) = bridge.jobs("backend")
         bridge.kill()
     bridge.start()
@@ -219,8 +219,8 @@ def test_commands_that_hang_change_nothing(slurm: Any, bridge: Bridge, shared: P
     programs = shared / "bin"
     hang = {name: shared / f"hang-{name}" for name in ("squeue", "sbatch")}
     programs.mkdir(mode=0o755)
-    os.chown(programs, slurm.uid, slurm.gid)  # who else could remove what is in it
-    # An sbatch that hangs has handed its job in: whoever repeats it has two.
+    os.chown(programs, slurm.uid, slurm.gid)  # Only its owner could remove what is in it.
+    # An sbatch that hangs has handed its job in, so a repeat makes a second one.
     bodies = {
         "squeue": '[ ! -e {hang} ] || sleep 600\nexec /usr/bin/squeue "$@"\n',
         "sbatch": '/usr/bin/sbatch "$@"; code=$?\n[ ! -e {hang} ] || sleep 600\nexit $code\n',
@@ -229,11 +229,11 @@ def test_commands_that_hang_change_nothing(slurm: Any, bridge: Bridge, shared: P
         path = programs / name
         path.write_text("#!/bin/bash\n" + body.format(hang=hang[name]))
         path.chmod(0o755)
-    # Long enough for an sbatch that a busy machine lets wait.
+    # This is long enough for an sbatch that a busy machine lets wait.
     bridge.options = ["--command-timeout", "5"]
     bridge.env = {"PATH": f"{programs}:{slurm.env['PATH']}"}
     first = job("hangs", tasks=6, samples=2, gate=shared / "seen")
-    # Still there when squeue answers: of a job that came and went unseen nothing is known for 90 s.
+    # It still exists when squeue answers: of a job that came and went unseen nothing is known for 90 s.
     second = job("later", tasks=2, samples=1, pause=12.0)
     bridge.start()
     with bridge.client() as client:
@@ -263,7 +263,7 @@ def test_commands_that_hang_change_nothing(slurm: Any, bridge: Bridge, shared: P
         bridge.ended("hangs")
     accounted_for(bridge, first)
     accounted_for(bridge, second)
-    # Its results are there a moment before the worker has put its sandboxes away and ends.
+    # Its results come a moment before the worker has put its sandboxes away and ends.
     assert slurm.wait_state(number, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", "the same worker"
     assert len(list((bridge.home / "logs").glob("later-*.log"))) == 1, "no job was handed in twice"
     assert bridge.stop() == 0
@@ -290,7 +290,7 @@ def test_what_slurm_cannot_serve_is_told(slurm: Any, bridge: Bridge, shared: Pat
 
 
 def test_a_home_that_is_full_is_told_and_waited_out(slurm: Any, bridge: Bridge, shared: Path) -> None:
-    # Its jobs stay pending: the nodes do not see this disk.
+    # Its jobs stay pending, because the nodes do not see this disk.
     profile = written(shared / "profile.yaml", "sbatch: ['--begin=now+1hour']\n")
     bridge.options = ["--profile", str(profile)]
     with slurm.disk(bridge.home, 32) as see:
@@ -305,7 +305,7 @@ def test_a_home_that_is_full_is_told_and_waited_out(slurm: Any, bridge: Bridge, 
                 client.submit(job("during"))
 
             def told() -> bool:
-                fill(filler)  # again: what is written meanwhile may leave some room
+                fill(filler)  # It is filled again, because what is written in between may leave some room.
                 return "trouble: " in bridge.log.read_text()
 
             until(told, 60, "its being told")
@@ -329,7 +329,7 @@ def test_nodes_without_user_namespaces_or_fuse_and_images_that_are_none(
     slurm: Any, bridge: Bridge, shared: Path, sif: Path
 ) -> None:
     closed, fuseless = "cn3", "cn4"
-    # The kernel's own refusal: below a user namespace whose limit is none.
+    # The kernel itself refuses below a user namespace whose limit is none.
     unshare = "unshare --user --map-root-user sh -c"
     python = written(
         shared / "python",
@@ -347,7 +347,7 @@ exec {sys.executable} "$@"
     (shared / "closed").touch()
     bridge.sandbox = "apptainer"
     bridge.options = ["--profile", str(profile), "--default-image", str(sif)]
-    # Long enough for the other worker's end to be noticed, and for its next submission.
+    # This is long enough for the other worker's end to be noticed, and for its next submission.
     wanted = job("nodes", samples=4, pause=8.0, workers=2)
     before = set(slurm.job_processes())
 
@@ -390,14 +390,14 @@ exec {sys.executable} "$@"
 
 
 def written(path: Path, text: str, mode: int = 0o644) -> Path:
-    """A file that the lab's user may read."""
+    """Write a file that the lab's user may read."""
     path.write_text(text)
     path.chmod(mode)
     return path
 
 
 def submitted(client: Client, name: str) -> bool:
-    """Whether a job is there, once it has been submitted again where it is not."""
+    """Return whether a job exists, once it has been submitted again where it does not."""
     try:
         client.submit(job(name))
     except RollyardError:

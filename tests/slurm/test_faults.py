@@ -1,7 +1,7 @@
 """Faults in the middle of a job on a real Slurm with real Apptainer sandboxes, at seeded random times.
 
 Whatever happens, the job ends with every rollout accounted for exactly once, and nothing is left of it on any
-node: judged by a ledger that reads the REST API, and by the kernel's listings of processes and files.
+node. A ledger that reads the REST API, and the kernel's listings of processes and files, are the judges.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ TASKS = 8
 PAUSE_SECONDS = 2.0
 WORKERS = 2
 ENDED = 10
-"""Faults come before this many further rollouts have ended, and those that end meanwhile."""
+"""Faults come before this many further rollouts have ended, and those that end in between."""
 FURTHER = 1.0
-"""Seconds, at most, between that and the fault."""
+"""The longest time between that and the fault, in seconds."""
 END = 120.0
-"""Seconds for a disturbed run to end, as `until` counts them; an undisturbed one takes about 30."""
+"""The time for a disturbed run to end, in seconds as `until` counts them; an undisturbed one takes about 30.
+"""
 GONE = 40.0
-"""Seconds for Slurm and the workers to end and remove what nobody wants."""
+"""The time for Slurm and the workers to end and remove what is not wanted, in seconds."""
 OUTAGE_SECONDS = 30.0
 LOOK_SECONDS = 0.4
 PROFILE: dict[str, Any] = {
@@ -59,8 +60,8 @@ class Run:
     """The quickstart's first tasks, each with a pause in its setup, on one bridge; with a ledger.
 
     Args:
-        pause: seconds; with it, and not with the machine's speed, it is known how many rollouts end
-            while a fault lasts.
+        `pause` is in seconds. It decides how many rollouts end while a fault lasts, whatever the machine's
+            speed.
     """
 
     def __init__(self, slurm: Slurm, bridge: Bridge, name: str, samples: int, pause: float) -> None:
@@ -82,16 +83,16 @@ class Run:
         self.expected = {(task["id"], sample) for task in tasks for sample in range(samples)}
         self.ledger = Ledger()
         self.nodes: set[str] = set()
-        """Nodes on which workers were seen."""
+        """The nodes on which workers were seen."""
         self.before = set(slurm.job_processes())
 
     @property
     def unfinished(self) -> int:
-        """Rollouts whose end was not yet seen."""
+        """Return the number of rollouts whose end was not yet seen."""
         return len(self.expected) - len(self.ledger.seen)
 
     def http(self) -> httpx.Client:
-        """A client of the control plane that runs now."""
+        """Return a client of the control plane that runs now."""
         context = json.loads((self.bridge.home / "context.json").read_text())
         token = json.loads((self.bridge.home / "state" / "tokens.json").read_text())["admin"]
         return httpx.Client(
@@ -103,23 +104,23 @@ class Run:
 
     @property
     def url(self) -> str:
-        """Where the control plane is."""
+        """Return the address of the control plane."""
         return str(json.loads((self.bridge.home / "bridge.json").read_text())["url"])
 
     def said(self, kind: str, name: str = "") -> str:
-        """The message of a job's condition; empty where there is none."""
+        """Return the message of a job's condition; empty where there is none."""
         with self.bridge.client() as client:
             return condition(client.job(name or self.name), kind, "message")
 
     def reach(self, rng: random.Random) -> None:
-        """Waits until some rollouts have ended, and a moment more."""
+        """Wait until some rollouts have ended, and a moment more."""
         ended = rng.randint(1, ENDED)
         self._wait_for(ended)
         time.sleep(rng.uniform(0, FURTHER))
         assert self.unfinished >= 8, "the job ended too soon"
 
     def further(self, rng: random.Random) -> None:
-        """Waits until some more rollouts have ended."""
+        """Wait until some more rollouts have ended."""
         ended = len(self.ledger.seen) + rng.randint(1, ENDED)
         self._wait_for(ended)
         assert self.unfinished >= 8, "the job ended too soon"
@@ -129,7 +130,7 @@ class Run:
         assert came, f"only {len(self.ledger.seen)} ended\n{self.words()}"
 
     def worker(self, rng: random.Random) -> tuple[int, str]:
-        """A running worker's Slurm job and node."""
+        """Return a running worker's Slurm job and node."""
         jobs = self.bridge.jobs("stage-worker")
         running = {number: one["node"] for number, one in jobs.items() if one["state"] == "RUNNING"}
         assert running, self.words()
@@ -137,7 +138,7 @@ class Run:
         return number, running[number]
 
     def follow(self, done: threading.Event) -> None:
-        """Reads trajectories into the ledger, and looks where workers run, until it is done."""
+        """Read trajectories into the ledger, and look where workers run, until it is done."""
         while not done.wait(LOOK_SECONDS):
             with contextlib.suppress(OSError, KeyError, ValueError, httpx.HTTPError), self.http() as http:
                 self.ledger.read(http, self.name)
@@ -146,7 +147,7 @@ class Run:
                 self.nodes |= {one["node"] for one in jobs.values() if one["state"] == "RUNNING"}
 
     def wait_finished(self) -> dict[str, Any]:
-        """The job's status once it is finished."""
+        """Return the job's status once it is finished."""
 
         def finished() -> dict[str, Any] | None:
             with contextlib.suppress(OSError, KeyError, ValueError, httpx.HTTPError), self.http() as http:
@@ -162,7 +163,9 @@ class Run:
             raise AssertionError(f"{error}\n{self.words()}") from None
 
     def judge(self) -> None:
-        """Every rollout once: in the ledger, for whoever reads anew, in the counts; none failed."""
+        """Check that every rollout is once in the ledger, for a second reader and in the counts, and that
+        none failed.
+        """
         status = self.wait_finished()
         whole = Ledger()
         with self.http() as http:
@@ -176,16 +179,16 @@ class Run:
         assert len(self.nodes) >= WORKERS, f"workers on {self.nodes} only"
 
     def again(self) -> int:
-        """Rollouts that were begun more than once."""
+        """Return the number of rollouts that were begun more than once."""
         return sum(1 for record in self.ledger.seen.values() if record["attempt"])
 
     def left(self) -> list[str]:
-        """Processes of the user, and files on the nodes, that were not there before."""
+        """Return processes of the user, and files on the nodes, that did not exist before."""
         here = self.slurm.job_processes()
         found = [f"process {pid} {line[:100]}" for pid, line in here.items() if pid not in self.before]
         ours = self.bridge.instance()
         for node, tmp in self.slurm.node_tmp.items():
-            # os.walk, not Path.glob, which raises where a folder is removed meanwhile.
+            # os.walk is used because Path.glob raises where a folder is removed in between.
             for folder, folders, files in os.walk(tmp):
                 if ours in folder:
                     # The lock file stays where Slurm killed the batch script before that could remove the
@@ -196,7 +199,7 @@ class Run:
         return found
 
     def words(self) -> str:
-        """The end of every log."""
+        """Return the end of every log."""
         logs = [self.bridge.log, *sorted((self.bridge.home / "logs").glob("*.log"))]
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
@@ -211,7 +214,7 @@ def a_run(
     pause: float = PAUSE_SECONDS,
     **workers: Any,
 ) -> Iterator[Run]:
-    """A bridge and a job on it, followed while the block runs; afterwards nothing may be left of them."""
+    """Run a bridge and a job on it, followed while the block runs. Afterwards nothing may be left of them."""
     profile = folder / "profile.yaml"
     profile.write_text(yaml.safe_dump({**PROFILE, "workers": {**PROFILE["workers"], **workers}}))
     options = ["--profile", str(profile), "--sandbox", "apptainer", "--default-image", str(sif)]
@@ -316,7 +319,8 @@ def test_a_node_whose_disk_is_full(slurm: Slurm, shared: Path, sif: Path) -> Non
         filler = small.node_tmp[node] / "filler"
 
         def impaired() -> str:
-            # Again and again: the first may have met a look of the worker's, which takes room for a moment.
+            # It is repeated, because the first may have met a look of the worker's, which takes room for a
+            # moment.
             fill(filler)
             with run.bridge.client() as client:
                 now = client.job("disk")
@@ -327,11 +331,11 @@ def test_a_node_whose_disk_is_full(slurm: Slurm, shared: Path, sif: Path) -> Non
             message = until(impaired, 60, "its being told")
             told, before = time.time(), run.unfinished
             print(f"disk of {node} full with {before} to go")
-            assert f"node {node}." in message  # and the Slurm job
+            assert f"node {node}." in message  # The message also names the Slurm job.
             assert "starts no sandboxes" in message
             assert "No space left on device" in message
 
-            # What has a sandbox there goes on to its end, which frees a little; and nothing begins there.
+            # What has a sandbox there continues to its end, which frees a little; and nothing begins there.
             def others() -> bool:
                 late = begun(small, node, told)
                 assert not late, f"begun on a full disk: {late}"
@@ -344,7 +348,7 @@ def test_a_node_whose_disk_is_full(slurm: Slurm, shared: Path, sif: Path) -> Non
         freed = time.time()
         until(lambda: begun(small, node, freed), 60, "a new sandbox on the node")
         until(lambda: not run.said("Degraded"), 60, "the end of the trouble")
-        # Those that have ended too: the job may be over by now.
+        # Those that have ended count, too, because the job may be over already.
         after = run.bridge.jobs("stage-worker", states="all")
         assert {number: one["node"] for number, one in after.items()} == jobs, "no worker ended for it"
         assert (run.bridge.home / "troubles").exists()
@@ -353,17 +357,17 @@ def test_a_node_whose_disk_is_full(slurm: Slurm, shared: Path, sif: Path) -> Non
 
 
 def placed(run: Run, nodes: set[str]) -> dict[int, str]:
-    """The nodes of the stage workers' Slurm jobs, once one runs on each of `nodes`; empty until then."""
+    """Return the nodes of the workers' Slurm jobs, once one runs on each of `nodes`; empty until then."""
     jobs = run.bridge.jobs("stage-worker")
     found = {number: one["node"] for number, one in jobs.items() if one["state"] == "RUNNING"}
     return found if set(found.values()) == nodes else {}
 
 
 def begun(slurm: Slurm, node: str, since: float) -> dict[str, str]:
-    """States of the sandboxes on a node whose start began after `since`, in Unix time, by id."""
+    """Return states by id of the sandboxes on a node whose start began after `since`, in Unix time."""
     found = {}
     for path in slurm.node_tmp[node].glob("ry-*/*/sandboxes/*/sandbox.json"):
-        with contextlib.suppress(FileNotFoundError):  # removed just now
+        with contextlib.suppress(FileNotFoundError):  # It was removed just now.
             record = json.loads(path.read_text())
             if record["created"] > since:
                 found[record["id"]] = record["state"]

@@ -20,7 +20,7 @@ SLEEPER = "#!/bin/bash\nexec sleep 600\n"
 
 
 def wait(met: Callable[[], bool], seconds: float = 120.0) -> bool:
-    """Whether it was met in time."""
+    """Return whether the condition was met in time."""
     deadline = time.monotonic() + seconds
     while not met():
         if time.monotonic() > deadline:
@@ -30,7 +30,7 @@ def wait(met: Callable[[], bool], seconds: float = 120.0) -> bool:
 
 
 def files_on_nodes(slurm: Slurm) -> set[Path]:
-    """What lies in the nodes' own folders."""
+    """Return what lies in the nodes' own folders."""
     return {path for tmp in slurm.node_tmp.values() for path in tmp.iterdir()}
 
 
@@ -79,7 +79,7 @@ def test_a_job_s_memory_limit_kills(slurm: Slurm) -> None:
 
 @pytest.fixture
 def image(slurm: Slurm, shared: Path) -> Path:
-    """A folder image of a static shell, made by the user."""
+    """Return a folder image of a static shell, made by the user."""
     busybox = "/bin/busybox"
     if not Path(busybox).exists():
         pytest.skip("no /bin/busybox (Debian: busybox-static)")
@@ -125,7 +125,7 @@ def test_a_killed_slurmd_leaves_its_job_s_processes_running(slurm: Slurm) -> Non
     assert slurm.wait_state(job, "NODE_FAIL", seconds=240) == "NODE_FAIL"
     assert any("sleep 600" in line for line in slurm.job_processes().values()), "a double execution"
     slurm.start_slurmd("cn2")
-    # A slurmd that comes back is told what should not run any more.
+    # A slurmd that comes back learns what should not run any more.
     assert wait(lambda: slurm.job_processes() == {}, 240)
 
 

@@ -31,7 +31,7 @@ class Restd:
         return f"unix:{self.folder}/restd"
 
     def start(self) -> None:
-        """Starts it, and waits until it listens."""
+        """Start it, and wait until it listens."""
         # One that was killed leaves its socket, on which another one cannot listen.
         (self.folder / "restd").unlink(missing_ok=True)
         command = ["slurmrestd", "-a", "rest_auth/local", "-s", "openapi/v0.0.38", self.url]

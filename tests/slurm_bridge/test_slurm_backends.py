@@ -1,4 +1,4 @@
-"""Backends as Slurm jobs: found by the file that their node writes, watched, replaced without a gap."""
+"""Backends as Slurm jobs are found by the file of their node, watched, and replaced without a gap."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ async def world(tmp_path: Path) -> AsyncIterator[tuple[Bench, Servers]]:
 
 
 def announce(bench: Bench, number: int, url: str) -> None:
-    """What the node writes when the job begins there."""
+    """Write what the node writes when the job begins there."""
     who = SlurmJobIdentity.parse(bench.slurm.queued[number].comment)
     assert who is not None
     bench.site.endpoint_file(who.launch).write_text(json.dumps({"url": url, "job": str(number)}))
 
 
 async def settled(bench: Bench, wanted: Any) -> None:
-    """Turns until the store was told of these ready backends."""
+    """Run passes until these ready backends were reported to the store."""
     for _ in range(100):
         await bench.turns(1, seconds=0.1)
         ready = {one.url for one in bench.store.backends.get("p", []) if one.ready and not one.draining}

@@ -1,4 +1,4 @@
-"""Slurm's commands as programs: what they are given, and what hangs, fails or is not there."""
+"""Slurm's commands as programs: what they are given, and what hangs, fails or does not exist."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_a_command_that_hangs_is_ended_with_its_children(
     programs: Programs, tmp_path: Path, call: str
 ) -> None:
     for name in ("sbatch", "squeue"):
-        # A child that holds the pipes open, as a site's wrapper may leave one.
+        # A child holds the pipes open, as a site's wrapper may leave one.
         programs.write(name, f"trap '' TERM\nsleep 300 &\necho $! >{tmp_path}/child\nwait; wait")
     commands, began = programs.commands(timeout=0.5), time.monotonic()
     with pytest.raises(SlurmUnavailable, match=r"did not answer within 0\.5 s") as trouble:
@@ -144,7 +144,7 @@ def test_loopback() -> None:
 
 
 def looks(pace: PollInterval, seconds: float, changed: bool, idle: bool = False, away: bool = False) -> int:
-    """Looks within so many seconds, half a second a turn."""
+    """Return the number of polls within so many seconds, half a second a pass."""
     count, now = 0, pace.next
     end = now + seconds
     while now < end:

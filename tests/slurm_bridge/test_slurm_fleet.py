@@ -1,4 +1,4 @@
-"""The driver turn by turn, over a Slurm in memory: nothing is submitted twice, nothing is forgotten."""
+"""The driver pass by pass, over a Slurm in memory: nothing is submitted twice, nothing is forgotten."""
 
 from __future__ import annotations
 

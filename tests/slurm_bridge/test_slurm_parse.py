@@ -1,4 +1,4 @@
-"""What Slurm's commands print, read; and what its reasons mean."""
+"""What Slurm's commands print is read, and its reasons are understood."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_successors_queue_in_time() -> None:
     assert ahead_seconds(36000.0, JobProfile(ahead_seconds=20, signal_seconds=90)) == 150.0
 
 
-# What a real Slurm 22.05 printed
+# This is what a real Slurm 22.05 printed.
 
 DATA = Path(__file__).resolve().parents[1] / "slurm" / "data"
 

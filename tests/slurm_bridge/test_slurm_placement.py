@@ -43,7 +43,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 
 def drive(bench: Bench, joined: bool) -> None:
-    """As the bridge does it."""
+    """Run the driver as the bridge does it."""
     mine = partial(is_for, driver="slurm", default=not joined)
     profile = reconcile_profile(bench.site)
     bench.driver = Driver(bench.store, bench.fleet, profile, takes=mine, serves=mine, alone=not joined)

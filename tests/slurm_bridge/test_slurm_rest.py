@@ -1,4 +1,4 @@
-"""slurmrestd: what it is asked, what its answers mean, and what becomes of it when it breaks."""
+"""slurmrestd: what it is asked, what its answers mean, and what happens when it breaks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def recorded(version: int) -> Any:
     return json.loads((DATA / f"jobs-v0.0.{version}.json").read_text())
 
 
-# What real servers answered: Slurm 22.05.8 (v0.0.38) and 24.11.6 (v0.0.40 and v0.0.42)
+# These are answers of real servers: Slurm 22.05.8 (v0.0.38) and 24.11.6 (v0.0.40 and v0.0.42).
 
 
 @pytest.mark.parametrize("version", [38, 42])
@@ -136,7 +136,7 @@ def test_a_suspended_job_uses_none_of_its_time() -> None:
     assert one.used == 90.0
 
 
-# What is asked for
+# What is asked for.
 
 
 def test_fields_of_v38_are_sbatch_s_words() -> None:
@@ -198,7 +198,7 @@ def test_the_command_line_s_url_keeps_the_profile_s_token(tmp_path: Path) -> Non
     assert (made.url, made.token_file) == ("http://b:2", "/jwt")
 
 
-# One server
+# One server.
 
 
 @pytest.mark.parametrize(("version", "flags"), [(38, False), (42, True)])
@@ -311,7 +311,7 @@ async def test_a_server_that_goes_and_comes_back_as_another(socket: Path, tmp_pa
         slurm.server.check()
     async with Restd(socket, version=42, flags=True):
         with pytest.raises(SlurmUnavailable):
-            await slurm.queue()  # the old version's paths are gone
+            await slurm.queue()  # The old version's paths are gone.
         assert await slurm.queue() == []
 
 
@@ -416,11 +416,11 @@ def test_the_last_bridge_s_slurmrestd_is_remembered() -> None:
     assert rest_of({"instance": "ab"}) is None
 
 
-# The script that looks into a file
+# The script that looks into a file.
 
 
 async def hears(socket: Path, home: Path, job: int, words: str, limit: str | None) -> int:
-    """A script as v0.0.38 gets it, run here: its exit status when its file says this."""
+    """Run a script as v0.0.38 gets it, and return its exit status when its file says this."""
     batch = BatchScript(
         (("signal", "B:USR1@59"), *((("time", limit),) if limit is not None else ())),
         (),

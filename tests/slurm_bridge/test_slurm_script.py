@@ -177,7 +177,7 @@ def test_beside_a_control_plane_on_a_socket_all_is_one_node(tmp_path: Path) -> N
     assert json.loads(told.read_text())["url"].startswith("http://127.0.0.1:")
 
 
-# How bash runs it
+# How bash runs it.
 
 CHILD = """\
 import signal, sys, time
@@ -253,7 +253,7 @@ def test_a_node_whose_disk_is_full_is_told_and_keeps_no_empty_name(tmp_path: Pat
     run = tmp_path / f"ry-{os.getuid()}-abcd1234" / "cn1"
     head = text[text.index("node=") : text.index("name=qs")]
     env = {"PATH": os.environ["PATH"], "SLURMD_NODENAME": "cn1", "SLURM_JOB_ID": "7"}
-    # No file may grow: the nearest to a full disk that needs no disk.
+    # No file may grow, which is nearest to a full disk without a disk.
     full = subprocess.run(
         ["bash", "-c", f"trap '' XFSZ; ulimit -f 0\n{head}"], env=env, capture_output=True, text=True
     )

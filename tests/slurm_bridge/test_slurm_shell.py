@@ -23,7 +23,7 @@ from rollyard_slurm.scripts.site import Site
 
 
 def asked_of_sbatch(script: str) -> list[str]:
-    """The options of a script, as sbatch reads them: up to the first line that is no comment."""
+    """Return the options of a script, as sbatch reads them: up to the first line that is not a comment."""
     found: list[str] = []
     for line in script.splitlines():
         if not line.startswith("#"):
@@ -100,7 +100,7 @@ def test_a_variable_is_set_or_refused(tmp_path: Path, name: str, value: str) -> 
         return
     assert plain
     if name in OWNED or name.startswith(("PYTHON", "BASH", "LC_")):
-        return  # bash or Python itself give these another meaning
+        return  # bash or Python itself give these another meaning.
     done = bash(tmp_path, lines)
     assert json.loads(done.stdout)[1][name] == value
     assert os.listdir(tmp_path) == []
@@ -143,7 +143,7 @@ def workload(kind: str, text: str, pairs: tuple[tuple[str, str], ...]) -> Worklo
 @given(text=HOSTILE, kind=st.sampled_from(["backend", "stage-worker"]), nodes=st.lists(HOSTILE, max_size=2))
 @example(text="x\n#SBATCH --uid=0\ntouch HACKED", kind="backend", nodes=[])
 def test_whole_scripts(tmp_path: Path, text: str, kind: str, nodes: list[str]) -> None:
-    """Whatever pools, jobs, paths and nodes hold: the script does what it does without them, and no more."""
+    """Whatever pools, jobs, paths and nodes hold, the script does what it does without them, and no more."""
     of = Site(
         home=Path("/shared/h" + text.replace("\0", "")),
         instance="abcd1234",

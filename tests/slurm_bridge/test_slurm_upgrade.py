@@ -70,7 +70,7 @@ def test_the_comment_of_a_job_is_as_it_was(earlier: list[Submission]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Records that an earlier version wrote."""
+    """Return records that an earlier version wrote."""
     return shutil.copytree(EARLIER, tmp_path / "submissions")
 
 
@@ -121,7 +121,7 @@ def test_what_is_read_and_saved_again_is_the_same(tmp_path: Path, earlier: list[
     for path in EARLIER.iterdir():
         before, after = (json.loads(one.read_text()) for one in (path, tmp_path / "again" / path.name))
         for document, name in ((before, "allocated"), (before, "launcher"), (before["workload"], "sandbox")):
-            del document[name]  # this version has no use for it
+            del document[name]  # This version has no use for it.
         assert after == before
 
 
@@ -143,7 +143,7 @@ def test_a_record_that_cannot_be_read_is_put_aside(folder: Path, change: dict[st
 
 
 async def test_a_worker_that_salloc_began_is_found_again_and_cancelled_in_time(tmp_path: Path) -> None:
-    """Such a job has no batch script that could hear the signal to drain."""
+    """Such a job has no batch script that could receive the signal to drain."""
     async with httpx.AsyncClient(trust_env=False) as http:
         bench = Bench(tmp_path / "h", http)
         record = json.loads((EARLIER / "aaaaaaaaaaaa.json").read_text()) | {

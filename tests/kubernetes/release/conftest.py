@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def installation(
     cluster: Cluster, images: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Installation]:
-    """Control plane and operator, for four namespaces; tests say what each is for."""
+    """Yield control plane and operator for four namespaces. The tests say what each of them is for."""
     release = cluster.namespace(restricted=True)
     namespaces = tuple(cluster.namespace(restricted=True) for _ in range(4))
     made = Installation(cluster, release, namespaces, f"registry.local/rollyard-sandbox-default:{images}")
@@ -36,7 +36,7 @@ def installation(
         made.connect()
         yield made
     finally:
-        # While their operator is there: it takes jobs and pools out of the control plane.
+        # The operator must still exist here, because it takes jobs and pools out of the control plane.
         for namespace in namespaces:
             cluster.run(
                 "kubectl", "delete", "rj,bp", "--all", "-n", namespace, f"--timeout={PATIENCE_SECONDS}s"
@@ -46,11 +46,11 @@ def installation(
 
 
 def chart_values(namespaces: tuple[str, ...], tag: str) -> dict[str, object]:
-    """Small enough for two cores, without a volume that outlives it."""
+    """Return values that are small enough for two cores, without a volume that outlives them."""
     tiny = {"requests": {"cpu": "20m", "memory": "128Mi"}}
     return {
         "namespaces": list(namespaces),
-        # The CRDs are this checkout's already, and other installations' too.
+        # The CRDs are this checkout's already, and belong to other installations, too.
         "crds": {"enabled": False},
         "images": {"tag": tag, "pullPolicy": "Never"},
         "api": {"persistence": {"type": "emptyDir"}, "resources": tiny, "leaseSeconds": 10},
@@ -60,7 +60,7 @@ def chart_values(namespaces: tuple[str, ...], tag: str) -> dict[str, object]:
 
 
 def nothing_left(made: Installation) -> None:
-    """No pod of the operator outlives its job, and nothing of the chart its release."""
+    """Check that no pod of the operator outlives its job, and nothing of the chart its release."""
     selectors = (f"rollyard.dev/instance={made.release}", f"app.kubernetes.io/instance={made.release}")
     kinds = "pods,services,secrets,roles,rolebindings,serviceaccounts,deployments"
     deadline = time.monotonic() + PATIENCE_SECONDS

@@ -1,4 +1,4 @@
-"""What a tenant gets who may create jobs, pools and pods in one namespace, and means to get more."""
+"""A tenant who may create jobs, pools and pods in one namespace tries to get more."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def volume(**kind: Any) -> dict[str, Any]:
 
 
 def templates(release: str) -> dict[str, tuple[dict[str, Any], str]]:
-    """Templates of a stage worker by name, each with the field that is refused."""
+    """Return templates of a stage worker by name, each with the field that is refused."""
     account = {"serviceAccountToken": {"path": "token"}}
     keys = {"secretKeyRef": {"name": f"{release}-rollyard-tokens", "key": "admin"}}
     return {
@@ -56,7 +56,7 @@ def templates(release: str) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def test_templates_that_reach_out_start_nothing(installation: Installation) -> None:
-    """Each names its field and the chart's value; the API server itself would take all but one of them."""
+    """Each names its field and the chart's value. The API server itself would take all but one of them."""
     asked = templates(installation.release)
     documents = []
     for name, (template, _) in asked.items():
@@ -85,14 +85,14 @@ def test_templates_that_reach_out_start_nothing(installation: Installation) -> N
 
 
 def secret_of(installation: Installation, name: str) -> dict[str, Any] | None:
-    """The Secret of a job."""
+    """Return the Secret of a job."""
     found = installation.cluster.items("secrets", installation.jobs, f"rollyard.dev/job={name}")
     return found[0] if found else None
 
 
 @pytest.fixture(scope="module")
 def thief(installation: Installation) -> Iterator[str]:
-    """A pod of the tenant's own with the Secret of the job `mine`; beside it runs the job `theirs`."""
+    """Yield a pod of the tenant's own with the Secret of the job `mine`; beside it runs the job `theirs`."""
     with (
         installation.made(job("mine", task("a", hold=HOLD))),
         installation.made(job("theirs", task("b", hold=HOLD))),

@@ -1,4 +1,4 @@
-"""What pods reach and hold: sandboxes nothing, beside a pod without the policy that reaches all of it."""
+"""Sandboxes reach and hold nothing, while a pod without their policy reaches all of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ with ThreadPoolExecutor(16) as pool:
 
 
 def plain_pod(name: str, image: str, labels: dict[str, str], command: list[str]) -> dict[str, Any]:
-    """A pod of the same image and the same security context as a sandbox's, with other labels."""
+    """Return a pod of the same image and security context as a sandbox's, with other labels."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -114,7 +114,7 @@ class Scene:
         return (ready[0], ready[1]) if len(ready) == 2 else None
 
     def probed(self, pod: str) -> dict[str, str]:
-        """What came of each target, tried inside of a pod."""
+        """Return the result for each target, tried inside of a pod."""
         text = self.installation.cluster.kubectl(
             "exec", "-n", self.namespace, pod, "--", "python3", "-c", PROBE, *self.targets.values()
         )
@@ -122,7 +122,7 @@ class Scene:
         return {name: answers[target] for name, target in self.targets.items()}
 
     def control_reaches_all(self) -> bool:
-        """Whether the plain pod does, but for sandboxes, which stage workers alone may reach."""
+        """Return whether the plain pod reaches all but the sandboxes, which only stage workers may reach."""
         found = self.probed("control")
         assert "reached" not in (found.pop(self.first), found.pop(self.second))
         return set(found.values()) == {"reached"}
@@ -159,7 +159,7 @@ def scene(installation: Installation) -> Iterator[Scene]:
 
 def test_a_sandbox_reaches_nothing_and_a_pod_without_the_policy_all(scene: Scene) -> None:
     assert scene.installation.cluster.items("networkpolicies", scene.namespace)
-    # The positive control first: everything that is refused afterwards was there to be reached.
+    # The positive control comes first: everything that is refused afterwards could be reached.
     scene.installation.until(scene.control_reaches_all, "a control that reaches everything")
     for name in (scene.first, scene.second):
         found = scene.probed(name)
@@ -170,7 +170,7 @@ def test_a_sandbox_reaches_nothing_and_a_pod_without_the_policy_all(scene: Scene
 
 
 def test_stage_workers_reach_sandboxes(scene: Scene) -> None:
-    """The other half of the control: the port that sandboxes may not reach of each other is open."""
+    """This is the other half of the control: the port that sandboxes may not reach of each other is open."""
     target = (scene.address[scene.second], "7411")
     code = f"import socket; socket.create_connection({(target[0], 7411)!r}, 5).close(); print('reached')"
     assert scene.said(scene.namespace, scene.worker, "python", "-c", code).strip() == "reached"
@@ -181,7 +181,7 @@ def test_no_pod_but_the_operators_holds_a_token(scene: Scene) -> None:
     home = installation.release
     (api,) = installation.cluster.items("pods", home, "app.kubernetes.io/component=api")
     (operator,) = installation.cluster.items("pods", home, "app.kubernetes.io/component=operator")
-    # The operator's is there, so that what is looked for is what a token looks like.
+    # The operator's token is there, so the text that is searched for is what a token looks like.
     look = ("python", "-c", f"import glob; print(glob.glob('{TOKENS}/**/token', recursive=True))")
     assert "token'" in scene.said(home, operator["metadata"]["name"], *look)
     for namespace, pod in ((home, api["metadata"]["name"]), (scene.namespace, scene.worker)):
@@ -211,7 +211,7 @@ def test_a_sandbox_cannot_do_more_than_it_should(scene: Scene) -> None:
 
 
 def test_it_is_the_policy_that_refuses(scene: Scene) -> None:
-    """Without it the same sandbox reaches what it did not; with it again, it does not."""
+    """Without the policy the same sandbox reaches what it did not; with the policy again, it does not."""
     installation = scene.installation
     (policy,) = installation.cluster.items("networkpolicies", scene.namespace)
     name = policy["metadata"]["name"]

@@ -1,4 +1,4 @@
-"""Jobs from kubectl and from REST, through to both outcomes; what may change while they run."""
+"""Jobs from kubectl and from REST run to both outcomes, and may change in part while they run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gone_from_rest(client: Client, name: str) -> bool:
 
 
 def tells(installation: Installation, name: str, reasons: set[str]) -> None:
-    """Wait for events of a job: the operator tells them after the status that they are about."""
+    """Wait for events of a job. The operator sends them after the status that they are about."""
     installation.until(
         lambda: reasons <= {one["reason"] for one in installation.events(name)}, f"events {sorted(reasons)}"
     )
@@ -73,7 +73,7 @@ def test_a_job_of_rest_becomes_an_object_and_goes_with_it(installation: Installa
         assert found["metadata"]["annotations"]["rollyard.dev/origin"] == "rest"
         assert found["spec"]["handler"] == "shell"
         installation.until_condition("rj", "posted", "Suspended", "Suspended", "True")
-        # REST's words on it reach the object, and the object's words REST.
+        # REST's words on it reach the object, and the object's words reach REST.
         client.update("posted", suspend=False)
         installation.wait("rj", "posted", "Running")
         assert (installation.get("rj", "posted") or {})["spec"]["suspend"] is False
@@ -95,7 +95,7 @@ def test_an_applied_job_deleted_over_rest_is_gone_from_the_cluster(installation:
         client.delete("applied")
         installation.until(lambda: installation.get("rj", "applied") is None, "its object is gone")
         installation.until(lambda: gone_from_rest(client, "applied"), "the job is gone from REST")
-        # It is not brought back by whoever still knew it.
+        # No cache that still held the job brings it back.
         installation.apply(job("after", suspend=True))
         installation.until(lambda: not gone_from_rest(client, "after"), "the operator has gone on")
         assert installation.get("rj", "applied") is None
@@ -138,7 +138,7 @@ def test_suspended_jobs_have_no_workers_and_go_on(installation: Installation) ->
 
 
 def run_workers(installation: Installation, name: str) -> dict[str, str]:
-    """The uid of each Run worker that is there, by its pod's name."""
+    """Return the uid of each existing Run worker, by its pod's name."""
     return {
         pod["metadata"]["name"]: pod["metadata"]["uid"]
         for pod in installation.pods("stage-worker", job=name)
@@ -158,14 +158,14 @@ def test_a_spec_edited_during_a_run_is_applied_where_it_can_be(installation: Ins
             lambda: (active(), client.job("edited").status.counts.run.queued) == (1, 2), "one runs, two wait"
         )
         assert len(run_workers(installation, "edited")) == 1
-        # More workers, as the queue calls for them; the one that is busy goes on.
+        # More workers start, as the queue calls for them; the one that is busy continues.
         before = run_workers(installation, "edited")
         assert installation.patch("rj", "edited", {"stages": {"run": {"maxReplicas": 2}}}) == ""
         installation.until(lambda: active() == 2, "a second one runs")
         now = run_workers(installation, "edited")
         assert before.items() <= now.items()
         assert len(now) == 2
-        # More rollouts for each worker: other workers, which take over.
+        # With more rollouts for each worker other workers start, which take over.
         assert installation.patch("rj", "edited", {"stages": {"run": {"concurrency": 4}}}) == ""
         for words, patch in (
             ("samplesPerTask", {"samplesPerTask": 2}),
@@ -184,7 +184,7 @@ def test_a_spec_edited_during_a_run_is_applied_where_it_can_be(installation: Ins
         found = installation.get("rj", "edited") or {}
         assert found["status"]["observedGeneration"] == found["metadata"]["generation"] == 3
         assert sorted(one.task_id for one in client.trajectories("edited")) == ["a", "b", "c"]
-        # Handed over, not failed.
+        # The rollouts are handed over, and none has failed.
         assert [one.attempt for one in client.trajectories("edited")] == [0, 0, 0]
 
 

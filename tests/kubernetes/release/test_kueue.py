@@ -1,4 +1,4 @@
-"""The real Kueue: a job over its queue's quota waits, says so, and runs when there is room."""
+"""With the real Kueue, a job over its queue's quota waits, says so, and runs when there is room."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 WORKER = {"template": {"resources": {"requests": {"cpu": "25m", "memory": "64Mi"}}}}
 STAGES = dict.fromkeys(("init", "run", "eval"), WORKER)
 QUOTA = "90m"
-"""Room for a job's three workers and its sandbox (10m); beside the workers alone for not one more."""
+"""There is room for a job's three workers and its sandbox (10m), and beside the workers for not one more."""
 
 
 def install_kueue(installation: Installation) -> None:
-    """Its first pod makes a certificate, and waits until the kubelet mounts it, which may take minutes.
+    """Install Kueue. Its first pod makes a certificate, and waits until the kubelet mounts it, for minutes at
+    times.
 
-    A pod that begins once the certificate is there finds it at once, so that it takes the place of the first.
+    A pod that begins once the certificate exists finds it at once, so one takes the place of the first.
     """
     cluster = installation.cluster
     lab = Path(os.environ["ROLLYARD_SHARED"]) / "kit" / "kube-lab"
@@ -50,7 +51,7 @@ def install_kueue(installation: Installation) -> None:
 
 @pytest.fixture(scope="module")
 def queue(installation: Installation) -> Iterator[str]:
-    """A queue with room for one job's three workers and a sandbox, and beside them for no other worker."""
+    """Yield a queue with room for one job's three workers and a sandbox, and for no other worker."""
     cluster, name, namespace = installation.cluster, installation.release, installation.namespaces[2]
     there = cluster.run("kubectl", "get", "deployment/kueue-controller-manager", "-n", "kueue-system")
     quotas = {"cpu": QUOTA, "memory": "100Gi", "ephemeral-storage": "100Gi"}
@@ -100,7 +101,8 @@ def queue(installation: Installation) -> Iterator[str]:
         cluster.run("kubectl", "delete", "localqueue", "team", "-n", namespace, patience)
         cluster.run("kubectl", "delete", f"clusterqueue/{name}", f"resourceflavor/{name}", patience)
         if there.returncode:
-            # Its webhooks see every pod of the cluster, other tests' too. Its pods' finalizers come first.
+            # Its webhooks see every pod of the cluster, those of other tests, too. Its pods' finalizers come
+            # first.
             installation.until(lambda: not cluster.items("pods", namespace), "no pod is left of the queue")
             cluster.helm("uninstall", "kueue", "-n", "kueue-system", "--wait")
 
@@ -116,7 +118,7 @@ def gated(pod: dict[str, Any]) -> bool:
 
 
 def without_room(installation: Installation, namespace: str) -> set[str]:
-    """Uids of the pods that Kueue has looked at and found no room for."""
+    """Return the uids of the pods for which Kueue has found no room."""
     return {
         workload["metadata"]["ownerReferences"][0]["uid"]
         for workload in installation.cluster.items("workloads", namespace)
@@ -126,7 +128,7 @@ def without_room(installation: Installation, namespace: str) -> set[str]:
 
 
 def all_wait(installation: Installation, namespace: str, name: str) -> bool:
-    """Whether a job's three workers are there and held back: not just until Kueue has looked at them."""
+    """Return whether a job's three workers exist and stay held back after Kueue has looked at them."""
     waiting = [one for one in installation.pods(namespace=namespace, job=name) if gated(one)]
     uids = {one["metadata"]["uid"] for one in waiting}
     return len(uids) == 3 and uids <= without_room(installation, namespace)
@@ -143,14 +145,14 @@ def test_a_job_over_quota_waits_then_runs(installation: Installation, queue: str
         for pod in installation.pods(namespace=queue):
             assert pod["metadata"]["labels"][QUEUE] == "team"
             assert pod["metadata"]["labels"]["kueue.x-k8s.io/managed"] == "true"
-        # No room for any of its workers.
+        # There is no room for any of its workers.
         installation.apply(queued("second", task("a")), queue)
         said = installation.until_condition(
             "rj", "second", "Running", "held back until queue 'team'", namespace=queue
         )
         assert said["reason"] == "WorkersStarting"
         installation.until(lambda: all_wait(installation, queue, "second"), "its pods wait", namespace=queue)
-        # Suspended, it does not even stand in the queue.
+        # While it is suspended, it is not even in the queue.
         assert installation.patch("rj", "second", {"suspend": True}, queue) == ""
         installation.until(
             lambda: not installation.pods(namespace=queue, job="second"), "no pod", namespace=queue

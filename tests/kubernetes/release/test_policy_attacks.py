@@ -37,11 +37,10 @@ LEFT_OUT = {
     "debug_trap": "each of its commands takes the time limit of a tool call, which is that of all attacks",
     "stopped_session": "the same",
 }
-"""Attacks of these tables that are not played in pods, and why.
+"""The attacks of these tables that are not played in pods, and the reasons.
 
-The tables of limits and of the network are not played either: the number of processes of a pod is bounded by
-the cluster, and a pod has an address, so that the attacks on its network are those below and in
-test_isolation.py.
+The tables of limits and of the network are not played either: the cluster bounds the number of processes of a
+pod, and a pod has an address, so the attacks on its network are those below and in test_isolation.py.
 """
 
 REACH = """
@@ -134,7 +133,7 @@ HONEST = Attack(
     reward=1.0,
 )
 
-# Later attacks of a rollout find what earlier ones have left: those that leave most come last.
+# Later attacks of a rollout find what earlier ones have left, so those that leave most come last.
 PLAYED = {
     "walls": [attack.name for attack in WALLS],
     "forging": [
@@ -159,11 +158,11 @@ PLAYED = {
 
 
 def in_a_pod(attack: Attack) -> Attack:
-    """The attack as it is judged in a pod."""
+    """Return the attack as it is judged in a pod."""
     if attack.name == "kernel_settings":
-        # The kubelet reads a pod's last words in termination-log: nothing is decided by them. Newer kernels
-        # let everybody wait for pressure by writing there, which changes nothing. The container's runtime has
-        # put /dev/null over files that it masks.
+        # The kubelet reads a pod's last words in termination-log, but decides nothing by them. Newer kernels
+        # let every process wait for pressure by writing there, which changes nothing. The container's runtime
+        # has put /dev/null over files that it masks.
         won, masked = 'print("WON", path)', "os.stat(path).st_rdev == os.makedev(1, 3)"
         steps = tuple(
             step.replace(won, f'print("masked" if {masked} else "WON", path)')
@@ -182,19 +181,19 @@ ROLLOUTS = [SharedRollout(name, tuple(TABLES[one] for one in names)) for name, n
 
 @dataclass(frozen=True)
 class Played:
-    """What came of the job."""
+    """The job's results."""
 
     trajectories: dict[str, Trajectory]
     left: dict[str, tuple[str, ...]]
-    """Processes of the node that carry a rollout's mark, by rollout."""
+    """The processes of the node that carry a rollout's mark, by rollout."""
     secrets: dict[str, str]
     marks: dict[str, str]
     canary_file: Path
 
 
 def neighbour(image: str, canary: str) -> dict[str, Any]:
-    """A pod that holds a secret, and serves it to whoever reaches it."""
-    folder = f"/tmp/{canary}"  # in the command line, too, so that its process can be found on the node
+    """Return a pod that holds a secret, and serves it to whoever reaches it."""
+    folder = f"/tmp/{canary}"  # It is in the command line, too, so that its process can be found on the node.
     serve = f"exec python3 -m http.server 8000 -d {folder}"
     script = f"mkdir {folder} && echo {canary} > {folder}/canary && {serve}"
     return {
@@ -229,7 +228,7 @@ def neighbour(image: str, canary: str) -> dict[str, Any]:
 
 
 def targets_of(installation: Installation) -> list[tuple[str, int]]:
-    """What a sandbox must not reach; the neighbour reaches all of it."""
+    """Return the addresses that a sandbox must not reach. The neighbour reaches all of them."""
     cluster, home = installation.cluster, installation.release
     api = cluster.get("service", f"{home}-rollyard-api", home)["spec"]
     kubernetes = cluster.get("service", "kubernetes", "default")["spec"]["clusterIP"]
@@ -239,7 +238,7 @@ def targets_of(installation: Installation) -> list[tuple[str, int]]:
 
 
 def reached_by_the_neighbour(installation: Installation, targets: Sequence[tuple[str, int]]) -> bool:
-    """The positive control: whether a pod that is no sandbox reaches every one of them."""
+    """Return the positive control: whether a pod that is not a sandbox reaches every one of them."""
     program = REACH.replace("@TARGETS@", json.dumps(targets))
     done = installation.cluster.run(
         "kubectl", "exec", "-n", installation.jobs, "neighbour", "--", "python3", "-c", program
@@ -248,7 +247,7 @@ def reached_by_the_neighbour(installation: Installation, targets: Sequence[tuple
 
 
 def task_of(rollout: SharedRollout, mark: str, words: dict[str, str]) -> dict[str, Any]:
-    """The rollout as a task of the oracle."""
+    """Return the rollout as a task of the oracle."""
 
     def filled(value: Any) -> Any:
         if isinstance(value, dict):
@@ -271,18 +270,18 @@ def task_of(rollout: SharedRollout, mark: str, words: dict[str, str]) -> dict[st
 
 
 def hidden(mark: str) -> str:
-    """The secret of a hidden test: no text that the policy is given holds it."""
+    """Return the secret of a hidden test, which no text that the policy gets holds."""
     return "hidden-test-" + mark[::-1]
 
 
 def carrying(mark: str) -> tuple[str, ...]:
-    """Processes of the node, which is this machine, that carry the mark of a rollout."""
+    """Return the processes of the node, which is this machine, that carry the mark of a rollout."""
     return tuple(f"the process {line[:200]}" for line in command_lines() if mark in line)
 
 
 @pytest.fixture(scope="module")
 def played(installation: Installation, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    """The job of all attacks, from its start until its sandboxes are gone."""
+    """Run the job of all attacks, from its start until its sandboxes are gone."""
     lab = tmp_path_factory.mktemp("lab")
     places = ("a file of the node", "a stage worker's environment", "another pod")
     canaries = {name: f"canary-{secrets.token_hex(12)}" for name in places}
@@ -303,7 +302,7 @@ def played(installation: Installation, tmp_path_factory: pytest.TempPathFactory)
             lambda: reached_by_the_neighbour(installation, targets), "a neighbour that reaches everything"
         )
         assert carrying(canaries["another pod"]), "the processes of pods are seen from here"
-        # The node's process that the attacks name: nobody in a pod may see or signal it.
+        # The attacks name this process of the node, which no pod may see or signal.
         processes = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         words = {
             "@PY@": "python3", "@LAB@": str(lab), "@RUN@": str(lab / "run"), "@STATE@": str(lab / "state"),
@@ -317,7 +316,7 @@ def played(installation: Installation, tmp_path_factory: pytest.TempPathFactory)
 
 
 def the_job(marks: dict[str, str], words: dict[str, str], canary: str) -> dict[str, Any]:
-    """One job of all rollouts; the environment of its workers holds a secret."""
+    """Return one job of all rollouts. The environment of its workers holds a secret."""
     template = {
         "resources": {"requests": {"cpu": "5m", "memory": "64Mi"}},
         "env": [{"name": "ADVERSARY_CANARY", "value": canary}],
@@ -340,7 +339,7 @@ def the_job(marks: dict[str, str], words: dict[str, str], canary: str) -> dict[s
 def ended(
     installation: Installation, marks: dict[str, str], known: dict[str, str], canary_file: Path
 ) -> Played:
-    """Everything that came of the job, once its sandboxes are gone."""
+    """Return all results of the job, once its sandboxes are gone."""
     found = installation.until(
         lambda: installation.cluster.items("secrets", installation.jobs, "rollyard.dev/job=attacks"),
         "the job's Secret",
@@ -351,7 +350,7 @@ def ended(
     with installation.client() as client:
         trajectories = {one.task_id: one for one in client.trajectories("attacks")}
     installation.until(lambda: not installation.pods("sandbox", job="attacks"), "its sandboxes are gone")
-    deadline = time.monotonic() + 30  # a deleted pod's processes end within its grace period
+    deadline = time.monotonic() + 30  # A deleted pod's processes end within its grace period.
     while any(carrying(mark) for mark in marks.values()) and time.monotonic() < deadline:
         time.sleep(0.1)
     left = {name: carrying(mark) for name, mark in marks.items()}
@@ -359,7 +358,7 @@ def ended(
 
 
 def test_every_attack_is_played_or_left_out() -> None:
-    """A new attack of these tables is named here, too."""
+    """A new attack of these tables must be named here, too."""
     names = [attack.name for table in (WALLS, EVALUATION, LEFTOVERS, CHANNEL) for attack in table]
     chosen = [name for names in PLAYED.values() for name in names]
     assert sorted(set(names) - set(chosen)) == sorted(LEFT_OUT)
@@ -368,7 +367,7 @@ def test_every_attack_is_played_or_left_out() -> None:
 
 @pytest.mark.parametrize("rollout", ROLLOUTS, ids=lambda rollout: rollout.name)
 def test_a_policy_in_a_pod_gains_nothing(played: Played, rollout: SharedRollout) -> None:
-    """Also the honest one, which is given its reward."""
+    """The honest rollout is among them, and gets its reward."""
     problems = rollout.judge(played.trajectories[rollout.name], played.left[rollout.name], played.secrets)
     assert not problems, "\n\n".join(problems)
 

@@ -74,7 +74,7 @@ CLUSTER_MAY_NOT = [
 
 
 def may(installation: Installation, verb: str, what: str, namespace: str = "", name: str = "") -> bool:
-    """`kubectl auth can-i` as the operator's service account; without a namespace: in all of them."""
+    """Ask `kubectl auth can-i` as the operator's service account; without a namespace, in all of them."""
     where = ["-n", namespace] if namespace else ["--all-namespaces"]
     resource, _, subresource = what.partition("/")
     words = [f"{resource}/{name}" if name else resource]
@@ -107,7 +107,7 @@ def test_what_it_may_not_elsewhere(installation: Installation) -> None:
 
 
 def test_no_rule_that_it_has_holds_a_wildcard(installation: Installation) -> None:
-    """Of all that the cluster binds to its account, as it is in the cluster."""
+    """The check covers all rules that the cluster binds to its account."""
     cluster = installation.cluster
     account = installation.service_account.rsplit(":", 1)[1]
     bound = []

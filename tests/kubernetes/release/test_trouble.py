@@ -1,4 +1,4 @@
-"""Jobs and pools that cannot be what they ask for: the reason is told, and what changes is noticed."""
+"""Jobs and pools that cannot be what they ask for give the reason, and notice changes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_pool_with_an_impossible_image_and_its_scale(installation: Installatio
         found = installation.get("bp", "imageless") or {}
         assert is_so(found, "Degraded")
         assert waiting["reason"] in condition(found, "Degraded")["message"]
-        # The scale subresource, as `kubectl scale` and autoscalers use it.
+        # This is the scale subresource, as `kubectl scale` and autoscalers use it.
         kubectl = installation.cluster.kubectl
         kubectl("scale", "bp/imageless", "-n", installation.jobs, "--replicas=2")
         installation.until(lambda: len(installation.pods("backend")) == 2, "two backends")
@@ -96,7 +96,7 @@ def raise_quota(installation: Installation, namespace: str, pods: int) -> None:
 
 
 def refused_sandboxes(installation: Installation, name: str, namespace: str) -> list[str]:
-    """What events of a job say about sandboxes that a quota refused."""
+    """Return what events of a job say about sandboxes that a quota refused."""
     said = [
         one["message"] for one in installation.events(name, namespace) if one["reason"] == "SandboxFailed"
     ]
@@ -115,7 +115,7 @@ def test_a_quota_that_refuses_pods(installation: Installation) -> None:
             == "WorkersBlocked"
         )
         assert not installation.pods(namespace=namespace)
-        # Room for the workers, and none for a sandbox.
+        # There is room for the workers, and none for a sandbox.
         raise_quota(installation, namespace, 3)
         installation.wait("rj", "squeezed", "Running", namespace)
         installation.until(
@@ -136,14 +136,14 @@ def test_a_namespace_without_rights_is_no_trouble_for_the_others(installation: I
     operator = ["-n", installation.release, f"deployment/{installation.release}-rollyard-operator"]
     cluster.kubectl("delete", "rolebinding", binding, "-n", locked)
     try:
-        # Even one that starts now has to do with the others.
+        # Even one that starts now sees the others.
         cluster.kubectl("rollout", "restart", *operator)
         cluster.kubectl("rollout", "status", *operator, "--timeout=90s")
         installation.apply(job("shut-out", task("a")), locked)
         with installation.made(job("unharmed", task("a"))):
             installation.wait("rj", "unharmed", "Succeeded")
         assert "status" not in (installation.get("rj", "shut-out", locked) or {})
-        # Who comes over REST is told what stands in the way.
+        # A client of REST learns what stands in the way.
         with installation.client(locked) as client:
             client.submit(in_namespace(job("posted-there", suspend=True), locked))
             installation.until(

@@ -49,7 +49,7 @@ class World:
         )
 
     def live(self) -> BackendPoolStatus:
-        """Return the pool's status as the control plane answers it: the driver's report, and its own counts."""
+        """Return the pool's status as the control plane has it: the driver's report and its own counts."""
         backends = [
             backend.model_copy(
                 update={

@@ -151,7 +151,7 @@ USER = {"role": "user", "content": "how many files are there?"}
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_a_chain_of_calls_is_one_segment(chats: dict[str, ChatFormat], name: str) -> None:
-    """It is long enough that only the latest turns are rendered; what is sent is still the template's text."""
+    """It is long enough that only the latest turns are rendered; the text sent is still the template's."""
     chat, family = chats[name], FAMILIES[name]
     thought = "I count." if family.opened and name != "deepseek_r1" else None
     commands = [("ls",), ("ls", "wc"), ("cat",)] * 8

@@ -215,7 +215,7 @@ def run_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def root_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an image as a folder, with all that the tests call inside, and a user as most images lack one."""
+    """Return an image as a folder, with all that the tests call, and a user as most images lack one."""
     return make_image(tmp_path_factory.mktemp("image") / "root")
 
 
@@ -244,7 +244,7 @@ async def apptainer(sif: Path, run_dir: Path) -> AsyncIterator[NodeProvider]:
 def image_of(request: pytest.FixtureRequest) -> Callable[[str], str | None]:
     """Return the default image that a kind of sandboxes needs.
 
-    It is missing where the kind cannot be started.
+    It is missing where none can start.
     """
 
     def find(name: str) -> str | None:

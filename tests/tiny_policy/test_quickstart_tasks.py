@@ -53,7 +53,7 @@ def _render_result(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _replay(record: Record, folder: Path) -> tuple[str, list[Record]]:
-    """Run the reference solution; give the submitted answer and the conversation an agent would have had."""
+    """Run the reference solution; return the submitted answer and an agent's conversation."""
     messages: list[Record] = [{"role": "user", "content": record["prompt"]}]
     for call in record["solution"]:
         function = {"name": call["name"], "arguments": call["arguments"]}
@@ -91,7 +91,7 @@ def test_there_are_enough_tasks_and_each_is_small_and_complete() -> None:
 
 
 def test_no_task_can_be_solved_by_a_prompt_reader() -> None:
-    """What the last working call needs is not in the prompt: the policy has to read an output for it."""
+    """What the last working call needs is not in the prompt, so the policy has to read an output for it."""
     for record in _records():
         *_, last, submit = record["solution"]
         decisive = submit["arguments"]["answer"]
@@ -104,7 +104,7 @@ def test_no_task_can_be_solved_by_a_prompt_reader() -> None:
 
 
 def test_shipped_tasks_are_what_the_generator_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same seed, same tasks; and no file of a training task is a file of theirs."""
+    """The same seed gives the same tasks, and no file of a training task is a file of theirs."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "tiny-policy"))
     tasks = importlib.import_module("tinypolicy.tasks")
     templates = importlib.import_module("tinypolicy.templates").TEMPLATES

@@ -58,7 +58,7 @@ class Rollout:
 
 
 class Policy:
-    """Samples turns; the template and tokenizer are the shipped ones, the agent is this test's own."""
+    """A sampler of turns; template and tokenizer are the shipped ones, the agent is this test's own."""
 
     def __init__(self, url: str) -> None:
         self.client = httpx.Client(base_url=url, timeout=60)
@@ -122,7 +122,7 @@ def bash(folder: Path, script: str, answer: str = "") -> subprocess.CompletedPro
 
 
 def success(policy: Policy, root: Path, swap: bool) -> float:
-    """Share of solved rollouts; with `swap` each sees the next task's results of the same turn."""
+    """Return the share of solved rollouts; with `swap` each sees the next task's results of the same turn."""
     rollouts = []
     for number, record in enumerate(RECORDS * SAMPLES):
         folder = root / str(number)

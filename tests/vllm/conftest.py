@@ -41,13 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def vllm_model() -> Path:
-    """The test model: a Hugging Face folder whose vocabulary holds every family's special tokens."""
+    """Return the test model: a Hugging Face folder whose vocabulary holds every family's special tokens."""
     return MODEL
 
 
 @pytest.fixture(scope="session")
 def vllm_python(missing: Callable[[str], NoReturn]) -> Path:
-    """Python of the environment with vLLM, torch, transformers and safetensors."""
+    """Return the Python of the environment with vLLM, torch, transformers and safetensors."""
     try:
         return make_environment()
     except EnvironmentMissing as error:
@@ -56,7 +56,7 @@ def vllm_python(missing: Callable[[str], NoReturn]) -> Path:
 
 @pytest.fixture(scope="session")
 def forward(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forward]:
-    """Computes log-probabilities anew, with transformers."""
+    """Yield a process that computes log-probabilities again, with transformers."""
     with forward_passes(vllm_python, tmp_path_factory.mktemp("forward")) as running:
         yield running
 
@@ -68,9 +68,10 @@ StartVllm = Callable[..., VllmServer]
 def start_vllm(
     vllm_python: Path, tmp_path_factory: pytest.TempPathFactory, even_scheduling: None
 ) -> Iterator[StartVllm]:
-    """`start_vllm(model, index, …)`: a further server, ready; arguments as VllmServer's. Ended at the end.
+    """Yield a starter of further servers, `start_vllm(model, index, …)`, which are ready; arguments as
+    VllmServer's.
 
-    `ready=False` returns at once, so that several start together; call `wait()` then.
+    `ready=False` returns at once, so several can start together; `wait()` has to be called then.
     """
     folder = tmp_path_factory.mktemp("vllm")
     started: list[VllmServer] = []
@@ -92,7 +93,7 @@ def start_vllm(
 
 @pytest.fixture(scope="session")
 def vllm_fleet(start_vllm: StartVllm, vllm_model: Path) -> list[VllmServer]:
-    """The two servers, for fixtures that live longer than a test; they may not be healthy: `heal()` them."""
+    """Return the two servers, for fixtures that live longer than a test. They may need `heal()`."""
     servers = [start_vllm(vllm_model, index, ready=False) for index in (0, 1)]
     for server in servers:
         server.wait()
@@ -107,12 +108,12 @@ def _third(start_vllm: StartVllm, vllm_model: Path) -> VllmServer:
 
 @pytest.fixture
 def completions_server(_third: VllmServer) -> VllmServer:
-    """A third one, without `/inference/v1/generate`, whose log-probabilities are those before temperature.
+    """Return a third server without `/inference/v1/generate`, with log-probabilities before temperature.
 
     The last test that needs it stops it, for its memory.
     """
     if _third.alive():
-        _third.wait()  # for its first start
+        _third.wait()  # It waits for its first start.
     _third.heal()
     return _third
 
@@ -121,9 +122,9 @@ def completions_server(_third: VllmServer) -> VllmServer:
 def stage(
     vllm_fleet: list[VllmServer], vllm_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., AbstractContextManager[Stage]]:
-    """`with stage() as there`: a product of its own before the two servers, a proxy before each of them.
+    """Return a product of its own before the two servers, with a proxy before each: `with stage() as there`.
 
-    `stage([server])`: before others.
+    `stage([server])` puts it before others.
     """
 
     @contextmanager
@@ -141,7 +142,7 @@ def stage(
 
 @pytest.fixture
 def vllm_servers(vllm_fleet: list[VllmServer], request: pytest.FixtureRequest) -> Iterator[list[VllmServer]]:
-    """Two real vLLM servers of the test model; where a test fails, the end of their logs is shown."""
+    """Yield two real vLLM servers of the test model; where a test fails, the end of their logs is shown."""
     for server in vllm_fleet:
         server.heal()
     failed = request.session.testsfailed

@@ -17,13 +17,13 @@ from rollyard_testing.vllm.servers import MAX_MODEL_LEN, VllmServer
 
 KINDS = ("generate", "completions")
 PROMPT = (5, 6, 7, 8)
-LONG = 1200  # tokens: more than a second on one core, also where nothing else runs
+LONG = 1200  # tokens, which take more than a second on one core, also where nothing else runs
 ENDLESS = 3000
 
 
 @pytest.fixture(params=KINDS)
 def server(request: pytest.FixtureRequest, vllm_servers: list[VllmServer]) -> VllmServer:
-    """One server of either kind, running and with its first label."""
+    """Return one server of either kind, running and with its first label."""
     if request.param == "generate":
         return vllm_servers[0]
     completions: VllmServer = request.getfixturevalue("completions_server")
@@ -31,7 +31,7 @@ def server(request: pytest.FixtureRequest, vllm_servers: list[VllmServer]) -> Vl
 
 
 class EndlessClient(BackendClient):
-    """Lets the model sample two ids only, so that a turn ends at its limit and not before."""
+    """A client that lets the model sample two ids only, so that a turn ends at its limit and not before."""
 
     async def sample(
         self,
@@ -62,7 +62,7 @@ def sampling(max_tokens: int, **changes: Any) -> Sampling:
 
 
 async def metric(server: VllmServer, name: str) -> float:
-    """Sum of a metric over its labels, or over those that hold what stands in its braces."""
+    """Return the sum of a metric over its labels, or over those that hold what stands in its braces."""
     name, _, label = name.partition("{")
     lines = str(await asyncio.to_thread(server.call, "/metrics", method="GET")).splitlines()
     found = [
@@ -77,7 +77,7 @@ async def until(
     """Wait for a number of which something is true.
 
     Raises:
-        TimeoutError: it is not, for too long.
+        TimeoutError: It is not true for too long.
     """
     async with asyncio.timeout(seconds):
         while not true(await number()):  # noqa: ASYNC110 - the server tells nobody
@@ -101,7 +101,7 @@ async def test_samples_repeat_and_say_their_version(server: VllmServer) -> None:
 async def test_the_mode_that_is_recorded_is_the_servers(
     server: VllmServer, temperature: float, request: pytest.FixtureRequest
 ) -> None:
-    """Checked without the product's probe: the logprob of one token at two temperatures."""
+    """The check does not use the product's probe: it takes the logprob of one token at two temperatures."""
     async with BackendClient() as client:
         talk = talk_to(client, server, temperature=temperature)
         await talk.turn(PROMPT, 4, 0)
@@ -141,7 +141,7 @@ async def test_a_context_is_used_to_its_last_token(server: VllmServer) -> None:
 
 
 async def test_a_model_that_went_away_is_named_by_the_server_itself(server: VllmServer) -> None:
-    """The client listed the models before; then only the answer says it."""
+    """The client listed the models before, so only the answer says it."""
     async with BackendClient() as client:
         await client.sample(assigned(server), PROMPT, sampling(1))
         known = client._known[server.url].facts
@@ -153,10 +153,10 @@ async def test_a_model_that_went_away_is_named_by_the_server_itself(server: Vllm
 
 
 async def test_a_cancelled_turn_frees_its_slot_at_once(server: VllmServer) -> None:
-    """Seen in the engine's own numbers: nothing runs, no block is held, no further token comes.
+    """The engine's own numbers show it: nothing runs, no block is held, no further token comes.
 
     vLLM counts an abort in `request_success_total{finished_reason="abort"}` only where the engine ended the
-    request (`/pause?mode=abort`), not where its client went away. Such a request shows as a first token
+    request (`/pause?mode=abort`), and not where its client went away. Such a request shows as a first token
     (`time_to_first_token_seconds_count`) that no finished request, whatever its reason, follows.
     """
 
@@ -190,7 +190,7 @@ async def test_a_cancelled_turn_frees_its_slot_at_once(server: VllmServer) -> No
         assert begun_then - begun == 1.0
         assert ended_then == ended
         assert tokens_then - tokens < ENDLESS / 2
-        # The engine goes on for others; all that it samples now is theirs.
+        # The engine continues for others; all that it samples now is theirs.
         other = await client.sample(assigned(server), PROMPT, sampling(24))
         assert (await numbers())[2] - tokens_then == len(other.token_ids)
 
@@ -217,7 +217,7 @@ async def test_an_update_in_the_middle_of_a_turn(server: VllmServer, mode: str) 
         turn = asyncio.ensure_future(talk.turn(PROMPT, LONG, 1))
         await until(tokens, lambda number: number > before + 50)
         await call(f"/pause?mode={mode}")
-        if mode == "abort":  # loading weights takes longer than the answer's way here
+        if mode == "abort":  # Loading weights takes longer than the answer's way here.
 
             async def answered() -> float:
                 return talk.stats.requests

@@ -33,12 +33,12 @@ SECONDS = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a run left: what the REST API answers, and what the proxies recorded."""
+    """The results of a run: what the REST API answers, and what the proxies recorded."""
 
     trajectories: list[Trajectory]
     served: list[Answer]
     family: dict[str, str]
-    """Of each job."""
+    """The family of each job."""
 
     def of(self, temperature: float) -> list[Trajectory]:
         return [one for one in self.trajectories if one["sampling"]["temperature"] == temperature]
@@ -46,7 +46,7 @@ class Played:
 
 @pytest.fixture(scope="module")
 def played(vllm_fleet: list[VllmServer], stage: MakeStage) -> Played:
-    """Groups of dialogues in every family's template, at two temperatures, over both servers."""
+    """Return groups of dialogues in every family's template, at two temperatures, over both servers."""
     for server in vllm_fleet:
         server.heal()
     family_of: dict[str, str] = {}
@@ -108,18 +108,18 @@ def test_a_fresh_forward_pass_agrees(played: Played, forward: Forward, vllm_mode
 
 @pytest.fixture
 def mutable(played: Played) -> Played:
-    """A copy to spoil: of the dialogues, not of what was served."""
+    """Return a copy to spoil: of the dialogues, and not of what was served."""
     return Played(copy.deepcopy(played.trajectories), played.served, played.family)
 
 
 def first_turn(trajectory: Trajectory) -> tuple[dict[str, Any], int, int]:
-    """The first turn's segment and span."""
+    """Return the first turn's segment and span."""
     turn = trajectory["turns"][0]
     return trajectory["segments"][turn["segment"]], turn["start"], turn["end"]
 
 
 def forward_checks(forward: Forward, model: Path, trajectories: list[Trajectory]) -> tuple[int, int]:
-    """How many tokens a fresh forward pass disagrees with, and of how many."""
+    """Return how many tokens a fresh forward pass disagrees with, and of how many."""
     asked = list(passes(trajectories))
     agreement = compare(asked, forward.logprobs(model, asked))
     return len(agreement.findings), agreement.tokens
@@ -140,7 +140,7 @@ def test_it_fails_when_one_id_is_swapped(mutable: Played, forward: Forward, vllm
 
 
 def test_it_fails_when_two_turns_swap_an_id(mutable: Played) -> None:
-    """Even where the same ids are there, as often, in another order."""
+    """The same ids are there, as often, in another order."""
     segment, start, end = next(
         (segment, turn["start"], turn["end"])
         for one in mutable.trajectories
@@ -176,7 +176,7 @@ def test_it_fails_when_a_logprob_is_off_by_the_last_bit(mutable: Played) -> None
 
 
 def test_it_fails_when_temperature_is_ignored(mutable: Played, forward: Forward, vllm_model: Path) -> None:
-    """The record says 1, the server was asked for 0.7: as if nobody had told the trainer."""
+    """The record says 1, and the server was asked for 0.7, as if the trainer had never learnt of it."""
     cool = mutable.of(0.7)
     for one in cool:
         one["sampling"]["temperature"] = 1.0
@@ -211,7 +211,7 @@ def test_it_fails_when_the_mask_hides_or_adds_a_token(mutable: Played) -> None:
 def test_it_fails_when_an_agent_retokenizes(
     vllm_servers: list[VllmServer], stage: MakeStage, forward: Forward, vllm_model: Path
 ) -> None:
-    """A wrong agent in the real product: text of the sampled turn, made into ids once more."""
+    """A wrong agent runs in the real product: text of the sampled turn is made into ids once more."""
     with stage() as there:
         there.product.worker("w0")
         pool = there.pool("qwen3")
@@ -231,7 +231,7 @@ def test_it_fails_when_an_agent_retokenizes(
 def test_it_finds_out_a_server_with_raw_logprobs(
     completions_server: VllmServer, stage: MakeStage, forward: Forward, vllm_model: Path
 ) -> None:
-    """Log-probabilities before the temperature: the record is faithful, says so, and fits no trainer."""
+    """With log-probabilities before the temperature the record is faithful, says so, and fits no trainer."""
     with stage([completions_server]) as there:
         there.product.worker("w0")
         pool = there.pool("chatml")

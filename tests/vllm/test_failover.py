@@ -26,7 +26,7 @@ pytestmark = pytest.mark.kills_vllm
 
 @contextmanager
 def following(product: Product, job: str, ledger: Ledger) -> Iterator[None]:
-    """Reads trajectories by cursor into the ledger while the block runs."""
+    """Read trajectories by cursor into the ledger while the block runs."""
     done = threading.Event()
 
     def follow() -> None:
@@ -69,7 +69,8 @@ def test_kill_9_of_a_server_in_the_middle_of_200_rollouts(
     assert ledger.judge(expected) == []
     assert {one["status"] for one in found} == {"succeeded"}
     assert {one["backend"] for one in found if one["id"] not in before} >= {survivor}
-    # Exact, across the move: turns went on at the survivor from the ids that the victim had sampled.
+    # They are exact across the move: turns continued at the survivor from the ids that the victim had
+    # sampled.
     assert verdict.findings == []
     assert verdict.moved > 0
     assert verdict.tokens == sum(sum(segment["loss_mask"]) for one in found for segment in one["segments"])

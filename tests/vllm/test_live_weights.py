@@ -1,7 +1,7 @@
 """Weights that change in the middle of generation: every token's policy version is right.
 
-Proven by computing the tokens anew with both checkpoints: a token agrees with that of its label, and tokens
-of one label do not agree with the other checkpoint.
+The tokens are computed again with both checkpoints: a token agrees with that of its label, and tokens of one
+label do not agree with the other checkpoint.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MakeStage = Callable[..., AbstractContextManager[Stage]]
 
 TASKS, SAMPLES, TURNS = 4, 6, 3
 LONG = 400
-"""Tokens a turn, of which a hot policy uses most: an update finds many in the middle."""
+"""The tokens of a turn, of which a hot policy uses most: an update finds many in the middle."""
 TEMPERATURE = 1.5
 SECONDS = 240.0
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Two of them, and what a caller sends along so that a reload can be verified."""
+    """Two checkpoints, and what a caller sends along so that a reload can be verified."""
 
     folders: dict[str, Path]
     references: dict[str, dict[str, Any]]
@@ -57,7 +57,7 @@ class Updated:
     trajectories: list[Trajectory]
     served: list[Answer]
     update: dict[str, Any]
-    """As the REST API shows it at its end."""
+    """The update as the REST API shows it at its end."""
     old: str
     new: str
     before: Path
@@ -66,7 +66,7 @@ class Updated:
 
 
 class Trainer:
-    """Updates a pool while a job runs."""
+    """A trainer that updates a pool while a job runs."""
 
     def __init__(self, there: Stage, servers: list[VllmServer], checkpoints: Checkpoints) -> None:
         self._there = there
@@ -79,7 +79,7 @@ class Trainer:
         self.version = servers[0].version()
 
     def play(self, mode: str, in_flight: str) -> Updated:
-        """A job with an update in the middle of its turns, to the checkpoint that is not served now."""
+        """Play a job with an update in the middle of its turns, to the checkpoint that is not served now."""
         there, old, name = self._there, self.version, f"update-{next(self._names)}"
         before = self._checkpoints.folders[self._current]
         self._current = "b" if self._current == "a" else "a"
@@ -104,7 +104,7 @@ class Trainer:
         return Updated(found, served, update, old, name, before, after)
 
     def _until_sampling(self, requests: int) -> None:
-        """Waits until the servers sample so many requests at once."""
+        """Wait until the servers sample so many requests at once."""
         deadline = time.monotonic() + SECONDS
         while sum(server.metric("vllm:num_requests_running") for server in self._servers) < requests:
             assert time.monotonic() < deadline, self._there.product.words()
@@ -121,7 +121,7 @@ def trainer(vllm_fleet: list[VllmServer], stage: MakeStage, checkpoints: Checkpo
 
 
 def versions(trajectory: Trajectory) -> list[str]:
-    """Of the sampled tokens, in order."""
+    """Return the versions of the sampled tokens, in order."""
     return [
         version
         for segment in trajectory["segments"]
@@ -131,7 +131,7 @@ def versions(trajectory: Trajectory) -> list[str]:
 
 
 def right(updated: Updated, verdict: Judgement) -> None:
-    """What holds of every update that lets rollouts go on."""
+    """Check what holds of every update that lets rollouts continue."""
     assert updated.update["state"] == "Succeeded", updated.update
     assert updated.update["verified"], updated.update
     assert {one["status"] for one in updated.trajectories} == {"succeeded"}
@@ -139,13 +139,14 @@ def right(updated: Updated, verdict: Judgement) -> None:
     assert verdict.findings == []
     there = [versions(one) for one in updated.trajectories]
     for labels in there:
-        # Old ones, then new ones; nothing from between, while the weights were not yet verified.
+        # There are old ones, then new ones, and nothing from between, while the weights were not yet
+        # verified.
         assert labels == sorted(labels, key=[updated.old, updated.new].index)
     assert any(updated.old in labels and updated.new in labels for labels in there)
 
 
 def agree(forward: Forward, updated: Updated, version: str, folder: Path, other: Path) -> None:
-    """Tokens of a version agree with its checkpoint, and do not with the other one."""
+    """Check that tokens of a version agree with its checkpoint, and not with the other one."""
     asked = list(passes(updated.trajectories, version))
     own = compare(asked, forward.logprobs(folder, asked))
     assert own.tokens > 100
@@ -169,7 +170,7 @@ def test_rollouts_go_on_with_the_new_weights(trainer: Trainer, forward: Forward,
     if mode == "wait":
         assert cut == []
     else:
-        # Turns that were in the middle went on from their tokens, in one answer or in several.
+        # Turns that were in the middle continued from their tokens, in one answer or in several.
         assert cut
     agree(forward, updated, updated.old, updated.before, updated.after)
     agree(forward, updated, updated.new, updated.after, updated.before)
@@ -181,7 +182,8 @@ def test_a_restarted_rollout_has_tokens_of_the_new_weights_only(trainer: Trainer
     assert {one["status"] for one in updated.trajectories} == {"succeeded"}
     firsts = {tuple(one["segments"][0]["prompt_ids"]) for one in updated.trajectories}
 
-    # What a rollout of this job had when it began anew, and what it still asked for before it heard.
+    # These are what a rollout of this job had when it was restarted, and what it still asked for before it
+    # knew.
     dropped = {
         answer.prompt + tuple(answer.ids)
         for answer in updated.served
@@ -190,17 +192,19 @@ def test_a_restarted_rollout_has_tokens_of_the_new_weights_only(trainer: Trainer
     }
 
     def discarded(answer: Answer) -> bool:
-        """Sampled for a rollout before it began anew: with the old weights, or going on from such tokens."""
+        """Return whether it was sampled for a rollout before its restart: with old weights, or continuing
+        such tokens.
+        """
         whole = answer.prompt + tuple(answer.ids)
         return whole in dropped or any(answer.prompt[: len(start)] == start for start in dropped)
 
     verdict = judge(updated.trajectories, updated.served, discarded)
     assert verdict.findings == []
     assert verdict.unused
-    # Those that had ended before have old tokens only; nobody has both.
+    # Those that had ended before have only old tokens, and none has both.
     assert all(len(set(versions(one))) == 1 for one in updated.trajectories)
     restarted = [one for one in updated.trajectories if set(versions(one)) == {updated.new}]
     assert len(restarted) >= TASKS * SAMPLES // 2
-    # A restart is nobody's failure.
+    # A restart counts as nobody's failure.
     assert {one["attempt"] for one in restarted} == {0}
     agree(forward, updated, updated.new, updated.after, updated.before)

@@ -1,4 +1,4 @@
-"""Weight updates of real vLLM servers over REST: verified, refused, taken back, and told token by token."""
+"""Weight updates of real vLLM servers over REST: verified, refused, taken back, and reported per token."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rollyard_testing.vllm.servers import SERVED, VllmServer
 SECONDS = 180.0
 IDS = list(range(40, 104))
 TOLERANCE = 0.01
-"""Nats; servers and transformers both compute in float32."""
+"""The tolerance in nats; servers and transformers both compute in float32."""
 
 
 @pytest.fixture(scope="module")
 def folders(vllm_model: Path, vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints: `a` and `b` with untied embeddings, the others as random_models says."""
+    """Return checkpoints: `a` and `b` with untied embeddings, the others as random_models says."""
     made = tmp_path_factory.mktemp("checkpoints")
     random_models.make(vllm_python, made, vllm_model)
     names = ("first", "second", "adapter", "merged")
@@ -34,7 +34,7 @@ def folders(vllm_model: Path, vllm_python: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path], forward: Forward) -> Callable[[str], list[float]]:
-    """Of a checkpoint's name: what transformers says of IDS[1:]."""
+    """Return a function from a checkpoint's name to what transformers says of IDS[1:]."""
     known: dict[str, list[float]] = {}
 
     def tell(name: str) -> list[float]:
@@ -60,20 +60,20 @@ def started(start_vllm: Callable[..., VllmServer], folders: dict[str, Path]) -> 
 
 @pytest.fixture
 def tied_vllm(started: VllmServer) -> VllmServer:
-    """A server with tied embeddings that loads adapters and has no `/inference/v1/generate`."""
+    """Return a server with tied embeddings that loads adapters and has no `/inference/v1/generate`."""
     started.heal()
     return started
 
 
 @pytest.fixture
 def product(vllm_python: Path) -> Iterator[Product]:
-    """A control plane that verifies with transformers."""
+    """Yield a control plane that verifies with transformers."""
     with a_product("--verify-python", str(vllm_python)) as made:
         yield made
 
 
 def measured(server: VllmServer, model: str = SERVED) -> list[float]:
-    """The server's log-probabilities of IDS[1:]."""
+    """Return the server's log-probabilities of IDS[1:]."""
     body = {"model": model, "prompt": IDS, "max_tokens": 1, "prompt_logprobs": 0}
     entries = server.call("/v1/completions", body)["choices"][0]["prompt_logprobs"]
     return [entry[str(token)]["logprob"] for token, entry in zip(IDS[1:], entries[1:], strict=True)]
@@ -88,7 +88,7 @@ def reference(values: list[float]) -> dict[str, Any]:
 
 
 class Pool:
-    """A pool of given servers, as REST tells of it, and a worker that asks for its rollouts."""
+    """A pool of given servers, as REST shows it, and a worker that asks for its rollouts."""
 
     def __init__(self, product: Product, servers: list[VllmServer], tokenizer: Path) -> None:
         self.product = product
@@ -104,7 +104,7 @@ class Pool:
         return found
 
     def until(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Waits until every backend is as `wanted`; gives the first."""
+        """Wait until every backend is as `wanted`, and return the first."""
         deadline = time.monotonic() + SECONDS
         while True:
             found: list[dict[str, Any]] = self.status()["backends"]
@@ -125,7 +125,7 @@ class Pool:
         return found
 
     def rollout_before_run(self) -> None:
-        """A rollout that waits for a backend."""
+        """Return a rollout that waits for a backend."""
         self.product.job("j", "p", [{"id": "t", "prompt": "p"}], 1, agent="tools", tools=(), sampling={})
         (one,) = self.lease(init=1)
         sandbox = {"provider": "process", "id": "s", "node": "n", "address": "unix:/nowhere"}
@@ -138,18 +138,18 @@ class Pool:
 def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
     product: Product, tied_vllm: VllmServer, folders: dict[str, Path], expected: Callable[[str], list[float]]
 ) -> None:
-    """vLLM answers 200 and has changed a part only (should a later one change all, there is no trap)."""
+    """vLLM answers 200 and has changed a part only. If a later release changes all, there is no trap."""
     pool = Pool(product, [tied_vllm], folders["first"])
     pool.rollout_before_run()
     assert measured(tied_vllm) == pytest.approx(expected("first"), abs=TOLERANCE)
 
-    # Nobody could tell old tokens from new ones in an answer of this server.
+    # Old tokens and new ones in an answer of this server could not be told apart.
     with product.http() as http:
         answer = http.post("/v1/backendpools/p/weights", json=request("v0", folders["first"], mode="keep"))
     assert (answer.status_code, answer.json()["reason"]) == (409, "VersionsUnknown")
     assert tied_vllm.url in answer.json()["detail"]
 
-    # Before any update: back to the folder that the server was started on.
+    # Before any update it goes back to the folder that the server was started on.
     done = pool.update(request("v1", folders["second"]))
     if pool.backend()["weights"] != "Current":
         leased = pool.lease(run=1)
@@ -160,7 +160,7 @@ def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
     assert (back["policyVersion"], tied_vllm.version()) == ("default", "default")
     assert measured(tied_vllm) == pytest.approx(expected("first"), abs=TOLERANCE)
 
-    # After one that succeeded: back to its weights.
+    # After one that succeeded it goes back to its weights.
     done = pool.update(request("v2", folders["first"]))
     assert (done["state"], done["verified"], done["verifiedBy"]) == ("Succeeded", True, "transformers"), done
     refused(pool.update(request("v3", folders["second"])), tied_vllm)
@@ -169,7 +169,7 @@ def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
     assert (back["policyVersion"], tied_vllm.version()) == ("v2", "v2")
     assert measured(tied_vllm) == pytest.approx(expected("first"), abs=TOLERANCE)
 
-    # Where those cannot be had any more the server samples nothing, and waits for its restart.
+    # Where those cannot be had any more, the server samples nothing and waits for its restart.
     hidden = folders["first"].with_name("hidden")
     folders["first"].rename(hidden)
     try:
@@ -181,7 +181,7 @@ def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
     assert "restart it" in stopped["message"]
     assert tied_vllm.call("/is_paused", method="GET")["is_paused"]
     assert pool.lease(run=1) == []
-    tied_vllm.heal()  # as a restart would
+    tied_vllm.heal()  # A restart would do this.
     pool.until(lambda one: bool(one["weights"] == "Current"))
     assert tied_vllm.version() == "v2"
     (leased,) = pool.lease(run=1)
@@ -189,7 +189,7 @@ def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
 
 
 def refused(done: dict[str, Any], server: VllmServer) -> None:
-    """The update failed, and says how far off which server was, and from what."""
+    """Check that the update failed, and says how far off which server was, and from what."""
     assert done["state"] == "Failed", done
     assert not done["verified"]
     assert server.url in done["message"]
@@ -215,10 +215,10 @@ def test_an_adapter_is_loaded_and_replaced(
     assert measured(tied_vllm) == pytest.approx(expected("first"), abs=TOLERANCE)
     (leased,) = pool.lease(run=1)
     assert (leased["backend"]["policy_version"], leased["backend"]["model"]) == ("v1", "tuned")
-    # The same name again, in place, while rollouts go on.
+    # The same name comes again, in place, while rollouts continue.
     done = pool.update(asked | {"policyVersion": "v2"})
     assert (done["state"], done["verified"]) == ("Succeeded", True), done
-    # An adapter that is not the one that the caller means.
+    # This adapter is not the one that the caller means.
     wrong = asked | {"policyVersion": "v3", "reference": reference(expected("first"))}
     done = pool.update(wrong)
     assert done["state"] == "Failed"
@@ -237,7 +237,7 @@ def test_loaded_weights_are_compared_with_transformers_or_the_caller(
     assert [part["maxDifference"] < TOLERANCE for part in done["backends"]] == [True, True]
     done = pool.update(request("v2", folders["a"], reference=reference(expected("a"))))
     assert (done["state"], done["verified"], done["verifiedBy"]) == ("Succeeded", True, "reference"), done
-    # Not what the caller meant: the weights before are loaded again, and verified as they were then.
+    # This is not what the caller meant: the weights before are loaded again, and verified as they were then.
     done = pool.update(request("v3", folders["b"], reference=reference(expected("a"))))
     assert done["state"] == "Failed"
     assert "the caller's" in done["message"]
@@ -257,10 +257,10 @@ def test_a_request_in_flight(
     mode: str,
     tokens: int,
 ) -> None:
-    """What a server says of the tokens of one long answer, in the middle of which its weights changed."""
+    """A server reports on the tokens of one long answer, in the middle of which its weights changed."""
     server = vllm_servers[0]
     pool = Pool(product, [server], folders["a"])
-    # With the caller's references, so that the update begins at once.
+    # The caller's references are given, so the update begins at once.
     old, new = (
         request(version, folders[name], reference=reference(expected(name)))
         for version, name in (("old", "a"), ("new", "b"))

@@ -2,8 +2,8 @@
 
     $(scripts/vllm-env) tests/vllm/model/train.py
 
-Needs torch, transformers, safetensors and tokenizers; takes some minutes on two cores and writes `hf/` and
-`report.json` beside this file. It learns dialogues of all families of tests/support, made of this
+It needs torch, transformers, safetensors and tokenizers, takes some minutes on two cores, and writes `hf/`
+and `report.json` beside this file. The model learns dialogues of all families of tests/support, made of this
 repository's own documentation, until what it samples is far from uniform: log-probabilities that were all
 alike would hide an exchange of two of them. It is not meant to say anything sensible.
 
@@ -38,10 +38,10 @@ VOCABULARY: Final = 1536
 CONTEXT: Final = 8192
 STEPS: Final = 320
 BATCH: Final = 8
-WIDTH: Final = 256  # tokens of a training sequence; of a longer dialogue its end
+WIDTH: Final = 256  # tokens of a training sequence, which is the end of a longer dialogue
 PEAK: Final = 4e-3
 WARM_UP: Final = 30
-SAMPLES: Final = 8  # per family, for the report
+SAMPLES: Final = 8  # samples per family, for the report
 SAMPLED_TOKENS: Final = 96
 TOOL: Final = {
     "type": "function",
@@ -58,7 +58,7 @@ TOOL: Final = {
 
 
 def sentences() -> list[str]:
-    """Short pieces of prose from the repository's documentation."""
+    """Return short pieces of prose from the repository's documentation."""
     files = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     text = " ".join(file.read_text(encoding="utf-8") for file in files)
     pieces = re.split(r"(?<=[.:;])\s+|\n\n", text)
@@ -76,7 +76,7 @@ class Dialogues:
         }
 
     def prompt(self, family: Family, rng: random.Random, turns: int) -> str:
-        """A rendering with `turns` turns behind it, up to where the assistant goes on."""
+        """Return a rendering with `turns` turns behind it, up to the assistant's next text."""
         messages: list[dict[str, Any]] = []
         if family.system and rng.random() < 0.3:
             messages.append({"role": "system", "content": rng.choice(self._pieces)})
@@ -107,7 +107,7 @@ class Dialogues:
         )
 
     def turn(self, family: Family, rng: random.Random) -> str:
-        """What the assistant says next."""
+        """Return what the assistant says next."""
         thought = rng.choice(self._pieces) if family.think and rng.random() < 0.5 else None
         if family.calls is not None and rng.random() < 0.6:
             return family.turn(calls=[self._call(rng)], thought=thought)
@@ -121,7 +121,7 @@ class Dialogues:
 
 
 def build(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
-    """An untrained model."""
+    """Return an untrained model."""
     torch.manual_seed(SEED)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
@@ -145,7 +145,7 @@ def build(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 
 
 def batches(tokenizer: Tokenizer, dialogues: Dialogues) -> Iterator[Tensor]:
-    """Ids [BATCH, WIDTH], padded with -1 at the right."""
+    """Yield ids [BATCH, WIDTH], padded with -1 at the right."""
     rng = random.Random(SEED)
     families = list(FAMILIES.values())
     while True:
@@ -159,7 +159,7 @@ def batches(tokenizer: Tokenizer, dialogues: Dialogues) -> Iterator[Tensor]:
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, dialogues: Dialogues) -> dict[str, float]:
-    """Next-token prediction on every token; AdamW, linear warm-up, linear decay to 0."""
+    """Train next-token prediction on every token, with AdamW, linear warm-up and linear decay to 0."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARM_UP, 1 - step / STEPS)
@@ -191,7 +191,9 @@ def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, dialogues: Dialogues) -
 
 @torch.inference_mode()
 def sampled(model: Qwen3ForCausalLM, tokenizer: Tokenizer, dialogues: Dialogues) -> dict[str, Any]:
-    """Log-probabilities, in nats, of what the model samples at temperature 1 after prompts of each family."""
+    """Return log-probabilities, in nats, of what the model samples at temperature 1 after each family's
+    prompts.
+    """
     rng = random.Random(SEED + 1)
     model.eval()
     ends = set(model.config.eos_token_id)
@@ -227,7 +229,7 @@ def sampled(model: Qwen3ForCausalLM, tokenizer: Tokenizer, dialogues: Dialogues)
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """A folder that transformers and vLLM load. It has no chat template: that is the families' own."""
+    """Write a folder that transformers and vLLM load. It has no chat template: that is the families' own."""
     folder.mkdir(parents=True, exist_ok=True)
     # Any family's end ends a turn; a Hugging Face tokenizer names one, the generation config all.
     model.generation_config.update(

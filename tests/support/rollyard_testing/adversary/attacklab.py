@@ -1,4 +1,4 @@
-"""The product as attacks meet it: a control plane process, a worker process and real sandboxes.
+"""The product under attack: a control plane process, a worker process and real sandboxes.
 
 Secrets are planted wherever a policy must not read: in the worker's environment, in files of the host and of
 the run folder, and in each hidden test; the product's own tokens are secrets, too. Whatever a rollout leaves
@@ -42,7 +42,7 @@ TOOLS = ["bash", "ipython", "edit", "submit"]
 
 
 class Lab:
-    """A running product, and what it takes to attack it."""
+    """A running product, and the means to attack it."""
 
     def __init__(self, folder: Path, options: tuple[str, ...]) -> None:
         self.folder = folder
@@ -60,13 +60,13 @@ class Lab:
 
     @property
     def client(self) -> Client:
-        """With the admin's token."""
+        """Return a client with the admin's token."""
         assert self._client is not None
         return self._client
 
     @contextmanager
     def running(self) -> Iterator[Lab]:
-        """The product, from its start until nothing of it is left."""
+        """Run the product, from its start until nothing of it is left."""
         self.run.mkdir(mode=0o700)
         (self.folder / "host-secret").write_text(self.secrets["a file of the host"])
         (self.run / "run-secret").write_text(self.secrets["a file of the run folder"])
@@ -95,7 +95,7 @@ class Lab:
         """Run an attack, and judge it.
 
         Raises:
-            Verdict: it succeeded, at least in part.
+            Verdict: The attack succeeded, at least in part.
         """
         with self.rollout(attack) as rollout:
             outcome = rollout.outcome()
@@ -103,13 +103,18 @@ class Lab:
         return outcome
 
     def judge(self, attack: Attack, outcome: Outcome, secrets: Mapping[str, str] | None = None) -> None:
-        """As `attacks.judge`, with the secrets of this product, of the rollout's hidden test, and more."""
+        """Judge as `attacks.judge` does, with the secrets of this product, of the rollout's hidden test, and
+        more.
+        """
         hidden = {"its hidden test": _hidden(outcome.trajectory.job)}
         judge(attack, outcome, {**self.secrets, **hidden, **(secrets or {})})
 
     @contextmanager
     def rollout(self, attack: Attack) -> Iterator[Rollout]:
-        """A rollout of an attack, which may have company; cancelled if the block ends before it does."""
+        """Yield a rollout of an attack, which may have company.
+
+        It is cancelled if the block ends before it does.
+        """
         rollout = Rollout(self, attack)
         rollout.begin({"agent": {"type": "oracle", "tools": TOOLS}}, rollout.steps())
         try:
@@ -119,7 +124,7 @@ class Lab:
 
     @contextmanager
     def dictated(self, attack: Attack) -> Iterator[Dictated]:
-        """A rollout whose turns the block dictates; the attack's own steps come first."""
+        """Yield a rollout whose turns the block dictates; the attack's own steps come first."""
         if self._policies is None:
             self._policies = PolicyServer(self.folder / "model")
             self._serving = self._policies.serving()
@@ -136,20 +141,20 @@ class Lab:
             rollout.end()
 
     def words(self, text: str, mark: str) -> str:
-        """`text` with its placeholders replaced."""
+        """Return `text` with its placeholders replaced."""
         for word, meaning in {**self._words, "@MARK@": mark}.items():
             text = text.replace(word, meaning)
         return text
 
     def settled(self, mark: str) -> list[str]:
-        """What a rollout has left, once that is nothing, or as it is after some seconds."""
+        """Return what a rollout has left, once that is nothing, or as it is after some seconds."""
         deadline = time.monotonic() + GONE_SECONDS
         while (left := self.left(mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
 
     def left(self, mark: str | None = None) -> list[str]:
-        """What carries a rollout's mark on the host; without a mark: what the ended product has left."""
+        """Return what carries a rollout's mark on the host, or without a mark what the ended product has left."""
         needle = mark or str(self.run)
         found = [f"the process {line[:200]}" for line in command_lines() if needle in line]
         found += [f"the shared memory /dev/shm/{name}" for name in os.listdir("/dev/shm") if needle in name]
@@ -164,15 +169,15 @@ class Lab:
         return found
 
     def log(self) -> str:
-        """The end of what the worker wrote."""
+        """Return the end of what the worker wrote."""
         return (self.folder / "worker.log").read_text(errors="replace")[-4000:]
 
     def first_processes(self, mark: str) -> list[int]:
-        """Process 1 of each of the rollout's sandboxes, as the host numbers it."""
+        """Return process 1 of each of the rollout's sandboxes, as the host numbers it."""
         return [record["root"]["pid"] for record in self._records(mark).values()]
 
     def _in_use(self, mark: str) -> list[str]:
-        """Sandboxes that the rollout has claimed."""
+        """Return the sandboxes that the rollout has claimed."""
         return list(self._records(mark))
 
     def _records(self, mark: str) -> dict[str, dict[str, Any]]:
@@ -223,7 +228,7 @@ class Rollout:
         self._ended: Trajectory | None = None
 
     def steps(self) -> list[FunctionCall]:
-        """The attack's steps, their placeholders replaced."""
+        """Return the attack's steps with their placeholders replaced."""
         return [self._step(step) for step in self.attack.steps]
 
     def begin(self, spec: dict[str, Any], solution: list[FunctionCall] | None) -> None:
@@ -248,7 +253,7 @@ class Rollout:
         self.lab.client.submit(manifest)
 
     def outcome(self) -> Outcome:
-        """What came of it, once it has ended and had some seconds to be gone."""
+        """Return the result, once the rollout has ended and had some seconds to be gone."""
         for trajectory in self.lab.client.trajectories(self.mark, follow=True):
             self._ended = trajectory
             break
@@ -283,29 +288,29 @@ class Dictated(Rollout):
         self._asked = False
 
     def bash(self, command: str) -> str:
-        """Run a command; what it shows."""
+        """Run a command, and return what it shows."""
         return self.call("bash", command=self.lab.words(command, self.mark))
 
     def call(self, name: str, **arguments: Any) -> str:
-        """Make a call; what the model reads as its result."""
+        """Make a call, and return what the model reads as its result."""
         return self.say(calling(name, arguments))
 
     def say(self, text: str) -> str:
-        """Sample any text as a turn; what the model reads as the result of its calls."""
+        """Sample any text as a turn, and return what the model reads as the result of its calls."""
         before = self._prompt()
         self._say(text)
         answer = self._prompt()[len(before) :].split("<tool_response>\n", 1)[-1]
         return answer.rsplit("\n</tool_response>", 1)[0]
 
     def submit(self, answer: str = "") -> Outcome:
-        """End the episode; what came of it."""
+        """End the episode, and return the result."""
         self._prompt()
         self._say(calling("submit", {"answer": answer}))
         return self.outcome()
 
     def end(self) -> None:
         super().end()
-        self.turns.texts.put(calling("submit", {"answer": ""}))  # for a request that still waits
+        self.turns.texts.put(calling("submit", {"answer": ""}))  # It is for a request that still waits.
 
     def _prompt(self) -> str:
         if not self._asked:
@@ -319,14 +324,14 @@ class Dictated(Rollout):
 
 
 def bash(command: str) -> FunctionCall:
-    """A call of the tool `bash`."""
+    """Return a call of the tool `bash`."""
     return FunctionCall(name="bash", arguments={"command": command})
 
 
 @contextmanager
 def a_lab(*options: str) -> Iterator[Lab]:
-    """A product whose worker is started with these options."""
-    # Sockets lie in it: their paths are short.
+    """Yield a product whose worker is started with these options."""
+    # Sockets lie in it, whose paths must be short.
     folder = Path(tempfile.mkdtemp(prefix="rya"))
     try:
         with Lab(folder, options).running() as lab:
@@ -339,7 +344,7 @@ def until(condition: Callable[[], object], what: str, seconds: float = START_SEC
     """Wait until `condition` holds.
 
     Raises:
-        AssertionError: it does not within `seconds`.
+        AssertionError: It does not hold within `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not condition():
@@ -348,7 +353,7 @@ def until(condition: Callable[[], object], what: str, seconds: float = START_SEC
 
 
 def _hidden(mark: str) -> str:
-    """The secret of a hidden test: no text that the policy is given holds it."""
+    """Return the secret of a hidden test, which no text that the policy gets holds."""
     return "hidden-test-" + mark[::-1]
 
 
@@ -370,7 +375,7 @@ def _appears(path: Path, process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def command_lines() -> Iterator[str]:
-    """The command line of each process of this machine, but for this one."""
+    """Yield the command line of each process of this machine, but for this one."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):

@@ -7,8 +7,8 @@
         shows=("No such file",),
     )
 
-Every attack runs through the whole product: Init makes a real sandbox, Run plays the steps, Eval runs the
-hidden test. The hidden test fails unless the attack says otherwise, so that a reward other than `reward` is a
+Every attack runs through the whole product: Init makes a real sandbox, Run plays the steps, and Eval runs the
+hidden test. The hidden test fails unless the attack says otherwise, so a reward other than `reward` is a
 forged one. Texts of an attack may hold these placeholders:
 
 | placeholder | stands for |
@@ -35,50 +35,50 @@ Step = str | FunctionCall
 
 
 def ipython(code: str) -> FunctionCall:
-    """A turn that runs `code` in the rollout's IPython kernel."""
+    """Return a turn that runs `code` in the rollout's IPython kernel."""
     return FunctionCall(name="ipython", arguments={"code": code})
 
 
 def submit(answer: str) -> FunctionCall:
-    """A turn that hands in `answer` and ends the episode."""
+    """Return a turn that hands in `answer` and ends the episode."""
     return FunctionCall(name="submit", arguments={"answer": answer})
 
 
 def edit(**arguments: str) -> FunctionCall:
-    """A turn that calls the tool `edit`."""
+    """Return a turn that calls the tool `edit`."""
     return FunctionCall(name="edit", arguments=dict(arguments))
 
 
 def python(code: str) -> str:
-    """A bash command that runs `code` with the sandbox's own Python, in processes that carry the mark."""
+    """Return a command that runs `code` with the sandbox's own Python, in processes that carry the mark."""
     return f"@PY@ - @MARK@ <<'ENDOFPROGRAM'\n{code}\nENDOFPROGRAM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attack:
-    """What a policy tries, and what must come of it."""
+    """An attempt of a policy, and its expected result."""
 
     name: str
     goal: str
-    """What it would gain, in one sentence."""
+    """What the policy would gain, in one sentence."""
     steps: tuple[Step, ...]
     test_script: str = "exit 1"
     """The hidden test."""
     reward: float = 0.0
-    """What the rollout deserves."""
+    """The reward that the rollout deserves."""
     shows: tuple[str, ...] = ()
-    """Regular expressions that the observations match: they prove that the attack was really tried."""
+    """Regular expressions that the observations match, which prove that the attack was really tried."""
     hides: tuple[str, ...] = ()
     """Regular expressions that no observation matches."""
     sandbox: dict[str, Any] = field(default_factory=dict)
-    """The task's `sandbox`: files, env, setup."""
+    """The task's `sandbox`: files, env and setup."""
     spec: dict[str, Any] = field(default_factory=dict)
     """Further fields of the job's spec."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a rollout."""
+    """The results of a rollout."""
 
     trajectory: Trajectory
     observations: tuple[str, ...]
@@ -99,10 +99,10 @@ def judge(attack: Attack, outcome: Outcome, secrets: dict[str, str]) -> None:
     """Compare an outcome with what the attack deserves.
 
     Args:
-        secrets: what each planted secret is, to the text that gives it away.
+        secrets: Maps what each planted secret is to the text that gives it away.
 
     Raises:
-        Verdict: the reward is forged, the rollout ended otherwise than by its evaluation, an attempt was
+        Verdict: The reward is forged, the rollout ended otherwise than by its evaluation, an attempt was
             used, a secret was read, something stayed alive, or the attack was not really tried.
     """
     trajectory = outcome.trajectory

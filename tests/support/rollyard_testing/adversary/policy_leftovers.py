@@ -1,4 +1,4 @@
-"""Attacks of a policy that leaves something behind for whoever comes next."""
+"""Attacks of a policy that leaves something behind for those that come next."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ def attempt(name, *arguments):
     words = "refused" if result < 0 else "WON"
     print(words, name, *arguments[:2], os.strerror(ctypes.get_errno()) if result < 0 else "")
 """
-"""Calls a function of the C library, and says whether the kernel let it happen."""
+"""Python code that calls a function of the C library, and says whether the kernel let it happen."""
 
 ATTACKS = [
     Attack(

@@ -1,6 +1,6 @@
 """A model whose turns a test dictates one by one, while the rollout runs.
 
-The server speaks vLLM's calls. A rollout's prompt holds its word (`rya-…`), by which its turns are found.
+The server speaks vLLM's calls. A rollout's prompt holds its word (`rya-…`), which identifies its turns.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Turns:
         self.prompts: queue.Queue[str] = queue.Queue()
         self.texts: queue.Queue[str] = queue.Queue()
         self.ids: list[list[int]] = []
-        """Token ids of each prompt."""
+        """The token ids of each prompt."""
 
 
 class PolicyServer:
-    """Serves dictated turns on a free port of loopback."""
+    """A server of dictated turns on a free port of loopback."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = train_tokenizer()
@@ -46,15 +46,15 @@ class PolicyServer:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def turns(self, word: str) -> Turns:
-        """The turns of the rollout with this word."""
+        """Return the turns of the rollout with this word."""
         with self._lock:
             return self._turns.setdefault(word, Turns())
 
     def sample(self, ids: list[int]) -> list[int]:
-        """Token ids of the turn that follows the prompt `ids`."""
+        """Return the token ids of the turn that follows the prompt `ids`."""
         prompt = self.tokenizer.decode(ids, skip_special_tokens=False)
         word = WORD.search(prompt)
-        if word is None:  # the control plane tries whether the model answers at all
+        if word is None:  # The control plane tests whether the model answers at all.
             return self._encoded(FAMILY.turn("yes"))
         turns = self.turns(word[0])
         turns.ids.append(ids)
@@ -83,7 +83,7 @@ class PolicyServer:
             protocol_version = "HTTP/1.1"
 
             def log_message(self, format: str, *args: object) -> None:
-                """Says nothing."""
+                """Print nothing."""
 
             def do_GET(self) -> None:
                 card = {"id": MODEL, "max_model_len": 100_000, "logprobs_mode": "processed_logprobs"}
@@ -98,7 +98,7 @@ class PolicyServer:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
                 if self.path != "/inference/v1/generate":
                     self._answer(None)
-                elif "token_ids" not in body:  # the client asks whether the call is there
+                elif "token_ids" not in body:  # The client asks whether the call exists.
                     self._answer({"error": {"message": "token_ids: Field required"}}, 400)
                 else:
                     ids = policy.sample(body["token_ids"])[: body["sampling_params"]["max_tokens"]]
@@ -122,6 +122,6 @@ def _completion(ids: list[int], prompt: list[int]) -> dict[str, Any]:
 
 
 def calling(name: str, arguments: dict[str, Any]) -> str:
-    """The text of a turn that makes one call."""
+    """Return the text of a turn that makes one call."""
     assert FAMILY.calls is not None
     return FAMILY.turn(calls=[(name, arguments)])

@@ -25,10 +25,10 @@ class Yard:
     plane: ControlPlane
     stack: AsyncExitStack
     uids: dict[str, str] = field(default_factory=dict)
-    """Of jobs, by name."""
+    """The uids of jobs, by name."""
 
     def client(self, token: str | None) -> httpx.AsyncClient:
-        """A client that bears this token."""
+        """Return a client with this token."""
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         made = httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers, timeout=70)
@@ -44,11 +44,11 @@ class Yard:
         return self.client(self.plane.tokens.worker)
 
     def job_token(self, name: str, uid: str | None = None) -> str:
-        """The token of the workers of a job, by its name."""
+        """Return the token of the workers of a job, by its name."""
         return job_token(self.plane.tokens.worker, "default", name, uid or self.uids[name])
 
     async def submit(self, name: str, tasks: int = 1, **spec: Any) -> str:
-        """Make a job that needs no model; its uid."""
+        """Make a job that needs no model, and return its uid."""
         inline = [{"id": f"t{i}", "prompt": "p"} for i in range(tasks)]
         body = {"tasks": {"inline": inline}, "handler": "shell", "agent": {"type": "oracle"}, **spec}
         manifest = {
@@ -64,7 +64,7 @@ class Yard:
         return uid
 
     async def lease(self, http: httpx.AsyncClient, job: str, **capacity: int) -> list[dict[str, Any]]:
-        """Lease rollouts of a job."""
+        """Lease rollouts of a job, and return the leases."""
         body = {"worker": f"w-{job}", "node": f"n-{job}", "capacity": capacity, "job": job}
         answer = await http.post("/v1/leases", json=body)
         assert answer.status_code == 200, answer.text
@@ -73,7 +73,7 @@ class Yard:
 
 
 def result(lease: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """The StageResult of an Init or an Eval."""
+    """Return the StageResult of an Init or an Eval."""
     item = {k: lease[k] for k in ("rollout", "token", "stage")}
     if lease["stage"] == "init":
         name = f"sb-{lease['rollout']}-{lease['token']}"
@@ -85,7 +85,7 @@ def result(lease: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def control_plane(folder: Path, **changes: Any) -> AsyncIterator[Yard]:
-    """A control plane on SQLite, whose background work is left to the tests."""
+    """Yield a control plane on SQLite, whose background work is left to the tests."""
     given = {
         "sweep_seconds": RARELY,
         "health_seconds": RARELY,

@@ -1,6 +1,6 @@
-"""Attacks that share a rollout, and with it a sandbox: a pod for each of them would take long.
+"""Attacks that share a rollout, and with it a sandbox, because a pod for each of them would take long.
 
-A policy may try one attack after the other anyway. Each begins in a new shell and is judged by its own
+A policy may try one attack after the other in any case. Each begins in a new shell and is judged by its own
 observations, and the hidden test asks all of their questions.
 """
 
@@ -15,7 +15,9 @@ from rollyard_crds.trajectory import Trajectory
 from rollyard_testing.adversary.attacks import Attack, Outcome, Step, Verdict, judge
 
 BETWEEN = ("kill -9 $$", "cd /work")
-"""Between two attacks: variables, functions and traps of a session end with its shell, but not its folder."""
+"""The commands between two attacks: variables, functions and traps of a session end with its shell, but its
+folder stays.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +41,23 @@ class SharedRollout:
 
     @property
     def reward(self) -> float:
-        """What the rollout deserves."""
+        """Return the reward that the rollout deserves."""
         return self.attacks[0].reward
 
     def steps(self) -> tuple[Step, ...]:
-        """The turns of the policy."""
+        """Return the turns of the policy."""
         turns: list[Step] = []
         for attack in self.attacks:
             turns += [*attack.steps, *BETWEEN]
         return tuple(turns[: -len(BETWEEN)])
 
     def test_script(self) -> str:
-        """The hidden test: it passes if that of any attack does."""
+        """Return the hidden test, which passes if that of any attack does."""
         tries = (f"(\n{attack.test_script}\n) && exit 0\n" for attack in self.attacks)
         return "".join(tries) + "exit 1\n"
 
     def observed(self, outcome: Outcome) -> Iterator[tuple[Attack, Outcome]]:
-        """Each attack with what it was shown."""
+        """Yield each attack with what it was shown."""
         begin = 0
         for attack in self.attacks:
             end = begin + len(attack.steps)
@@ -63,7 +65,10 @@ class SharedRollout:
             begin = end + len(BETWEEN)
 
     def judge(self, trajectory: Trajectory, left: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
-        """What the attacks have gained, in words; empty: nothing, and each was really tried."""
+        """Return what the attacks have gained, in words.
+
+        If it is empty, they gained nothing, and each was really tried.
+        """
         shown = tuple(each.content for each in trajectory.messages if each.role == "tool")
         problems = []
         for attack, outcome in self.observed(Outcome(trajectory, shown, tuple(left))):

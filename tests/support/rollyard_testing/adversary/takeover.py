@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Calls by number, so that no library of the sandbox stands between.
+# The calls are made by number, so that no library of the sandbox stands between.
 HEAD = """
 import ctypes, errno, json, os, platform, signal, socket, struct, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -19,7 +19,7 @@ def others():
     return sorted({1, *found, *range(1, 40)} - own - {0})
 """
 
-# Takes every listening socket of every process, stops whoever had it, and serves in its place.
+# It takes every listening socket of every process, stops the process that had it, and serves in its place.
 TAKEOVER = (
     HEAD
     + r"""
@@ -82,7 +82,7 @@ for thread in threads:
 """
 )
 
-# Every way to look into another process; prints those that worked.
+# It tries every way to look into another process, and prints those that worked.
 LOOK_INTO = (
     HEAD
     + r"""

@@ -22,15 +22,15 @@ PATIENCE = 60.0
 
 
 class HangingStore(AbstractFileSystem):  # type: ignore[misc]
-    """A store in memory whose calls hang for ever while it is told to, as one behind a dead network does."""
+    """A store in memory whose calls hang for ever on request, like one behind a dead network."""
 
     protocol = "hang"
     cachable = False
     hangs: ClassVar[bool] = False
     hanging: ClassVar[int] = 0
-    """Calls that hang now."""
+    """The number of calls that hang now."""
     freed: ClassVar[threading.Event] = threading.Event()
-    """Lets those return that hang, at the end of a test."""
+    """The event lets the hanging calls return at the end of a test."""
     _memory: ClassVar[MemoryFileSystem] = MemoryFileSystem()
 
     @classmethod
@@ -63,7 +63,7 @@ class HangingStore(AbstractFileSystem):  # type: ignore[misc]
 
 
 def outcome(lease: dict[str, Any], notes: str = "") -> dict[str, Any]:
-    """The StageResult of any stage; `notes` goes into the trajectory's metadata."""
+    """Return the StageResult of any stage; `notes` goes into the trajectory's metadata."""
     if lease["stage"] == "init":
         made = result(lease)
         made["sandbox"]["node"] = f"n-{lease['job']}"
@@ -91,7 +91,7 @@ def outcome(lease: dict[str, Any], notes: str = "") -> dict[str, Any]:
 
 
 async def finish(yard: Yard, job: str, *, notes: str = "", most: int = 10_000) -> int:
-    """Carry up to `most` rollouts of a job to their ends; how many got a reward."""
+    """Carry up to `most` rollouts of a job to their ends, and return how many got a reward."""
     worker, done = yard.worker, 0
     while done < most:
         leases = await yard.lease(worker, job, init=8, run=8, eval=min(8, most - done))
@@ -106,7 +106,7 @@ async def finish(yard: Yard, job: str, *, notes: str = "", most: int = 10_000) -
 
 
 async def until(look: Callable[[], Awaitable[Any]], seconds: float = PATIENCE) -> Any:
-    """What `look` gives once that is true."""
+    """Return what `look` gives once that is true."""
     end = time.monotonic() + seconds
     while not (found := await look()):
         assert time.monotonic() < end, "what was waited for did not come"
@@ -124,13 +124,13 @@ async def stored(yard: Yard) -> None:
 
 
 async def read(http: httpx.AsyncClient, job: str, **query: Any) -> httpx.Response:
-    """A page of a job's trajectories."""
+    """Return a page of a job's trajectories."""
     return await http.get(f"/v1/rolloutjobs/{job}/trajectories", params=query)
 
 
 @asynccontextmanager
 async def a_process(folder: Path, *options: str) -> AsyncIterator[tuple[str, dict[str, str]]]:
-    """A control plane in a process of its own: its address and its tokens."""
+    """Yield a control plane in a process of its own: its address and its tokens."""
     port_file = folder / "port"
     command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0"]
     with (folder / "log").open("wb") as log:

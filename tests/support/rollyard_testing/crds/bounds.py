@@ -1,4 +1,4 @@
-"""Specs of which each breaks one bound of a CRD's schema, made from the schema itself."""
+"""Specs that each break one bound of a CRD's schema, made from the schema itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollyard_crds import schema
 
 Node = dict[str, Any]
 ITEM, VALUE = "[0]", "{}"
-"""Steps of a path: into a list, and into a map's value."""
+"""The steps of a path into a list, and into a map's value."""
 KEY = "key"
 WHOLE: dict[str, Any] = {
     "RolloutJob": {"tasks": {"url": "file:///t.jsonl"}, "handler": "shell", "backendRef": {"name": "p"}},
@@ -18,7 +18,7 @@ WHOLE: dict[str, Any] = {
 
 
 def spec_schema(kind: str) -> Node:
-    """The schema of `spec`, as the CRD has it."""
+    """Return the schema of `spec`, as the CRD has it."""
     (resource,) = [one for one in schema.RESOURCES if one.kind == kind]
     (version,) = schema.crd(resource)["spec"]["versions"]
     found: Node = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
@@ -26,7 +26,7 @@ def spec_schema(kind: str) -> Node:
 
 
 def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node]]:
-    """Every place of a schema."""
+    """Yield every place of a schema."""
     yield path, node
     for name, child in node.get("properties", {}).items():
         yield from walk(child, (*path, name))
@@ -36,7 +36,7 @@ def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
 
 
 def sample(node: Node) -> Any:
-    """Something that the schema takes."""
+    """Return something that the schema takes."""
     if "enum" in node:
         return node["enum"][0]
     match node["type"]:
@@ -53,7 +53,7 @@ def sample(node: Node) -> Any:
 
 
 def broken(node: Node) -> Iterator[tuple[str, Any]]:
-    """The name of each bound of a place, and a value that is just beyond it."""
+    """Yield the name of each bound of a place, and a value that is just beyond it."""
     step = 1 if node["type"] == "integer" else 0.5
     if "minimum" in node:
         yield "minimum", node["minimum"] - (0 if node.get("exclusiveMinimum") else step)
@@ -81,7 +81,7 @@ def broken(node: Node) -> Iterator[tuple[str, Any]]:
 
 
 def placed(node: Node, path: tuple[str, ...], value: Any, inside: Any) -> Any:
-    """`inside`, or what there must be in its place, with a value at a path."""
+    """Return `inside`, or what there must be in its place, with a value at a path."""
     if not path:
         return value
     step, *rest = path
@@ -94,7 +94,7 @@ def placed(node: Node, path: tuple[str, ...], value: Any, inside: Any) -> Any:
 
 
 def beyond(kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """The field and the bound (`spec.replicas`, `minimum`) that each of these manifests breaks."""
+    """Yield the field and the bound (`spec.replicas`, `minimum`) that each of these manifests breaks."""
     root = spec_schema(kind)
     for path, node in walk(root):
         for bound, value in broken(node):
@@ -115,7 +115,7 @@ def beyond(kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def rules(kind: str) -> set[tuple[str, str]]:
-    """The path and the message of every CEL rule of a spec."""
+    """Return the path and the message of every CEL rule of a spec."""
     return {
         ("".join(("spec", *(one if one == ITEM else f".{one}" for one in path))), rule["message"])
         for path, node in walk(spec_schema(kind))

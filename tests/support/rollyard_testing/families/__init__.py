@@ -2,8 +2,8 @@
 
     from rollyard_testing.families import FAMILIES, train_tokenizer, write_folder
 
-One byte-level BPE vocabulary holds the special tokens of every family, so that one served model can stand for
-all of them: chat templates are applied on our side.
+One byte-level BPE vocabulary holds the special tokens of every family, so one served model can stand for all
+of them: chat templates are applied on our side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 Call = tuple[str, dict[str, Any]]
-"""Name and arguments of a tool call."""
+"""The name and the arguments of a tool call."""
 
 
 def _json(value: object) -> str:
@@ -75,14 +75,14 @@ class Family:
     """One model family.
 
     Attributes:
-        template: file in `templates/`.
-        parser: entry point of the group `rollyard.tool_parsers`; None for a family without tools.
-        calls: the text of an assistant turn that makes these calls, without its end.
-        end: the token that ends a turn; `call_end` the one that ends a turn of calls.
-        think: what a thought is put between; None for a family that does not think.
-        opened: the generation prompt has opened the thought already.
-        system: the template takes a system message.
-        raw: the template shows the text of a turn as it was sampled.
+        template: The file in `templates/`.
+        parser: The entry point of the group `rollyard.tool_parsers`, or None for a family without tools.
+        calls: The text of an assistant turn that makes these calls, without its end.
+        end: The token that ends a turn; `call_end` is the one that ends a turn of calls.
+        think: The texts around a thought, or None for a family that does not think.
+        opened: Whether the generation prompt has opened the thought already.
+        system: Whether the template takes a system message.
+        raw: Whether the template shows the text of a turn as it was sampled.
     """
 
     name: str
@@ -97,20 +97,20 @@ class Family:
     system: bool = True
     raw: bool = True
     final: tuple[str, str] = ("", "")
-    """What an answer without calls is put between."""
+    """The texts around an answer without calls."""
 
     @property
     def source(self) -> str:
-        """The template's text."""
+        """Return the template's text."""
         return (TEMPLATES / self.template).read_text(encoding="utf-8")
 
     @property
     def variables(self) -> dict[str, str]:
-        """`bos_token` and `eos_token`, as in tokenizer_config.json."""
+        """Return `bos_token` and `eos_token`, as in tokenizer_config.json."""
         return {"bos_token": self.bos, "eos_token": self.end}
 
     def turn(self, text: str = "", calls: Iterable[Call] = (), thought: str | None = None) -> str:
-        """What a well-behaved model of the family samples in one turn, its end-of-turn token included."""
+        """Return what a well-behaved model of the family samples in one turn, with its end-of-turn token."""
         calls = list(calls)
         said = ""
         if thought is not None and self.think is not None:
@@ -166,7 +166,7 @@ SPECIAL: Final = (
     "<|call|>",
     "<bos>", "<start_of_turn>", "<end_of_turn>",
 )  # fmt: skip
-"""Marked special, as in the models' own tokenizers."""
+"""The tokens that are marked special, as in the models' own tokenizers."""
 
 MARKERS: Final = (
     "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>",
@@ -175,7 +175,7 @@ MARKERS: Final = (
     "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>",
     "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
 )  # fmt: skip
-"""Added tokens that are not marked special, as Qwen's and DeepSeek's are not."""
+"""The added tokens that are not marked special, as Qwen's and DeepSeek's are not."""
 
 _TEXT: Final = (
     "the user asks how many files there are in the folder and the assistant calls a tool to count them",
@@ -186,10 +186,10 @@ _TEXT: Final = (
 
 
 def train_tokenizer(text: Iterable[str] = _TEXT, size: int = 560) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most `size` tokens, all families' special tokens first.
+    """Return a byte-level BPE tokenizer of at most `size` tokens, all families' special tokens first.
 
-    Every byte is a token, so that any text can be encoded and broken UTF-8 can be sampled. The ids of the
-    special tokens do not depend on `text`.
+    Every byte is a token, so any text can be encoded and broken UTF-8 can be sampled. The ids of the special
+    tokens do not depend on `text`.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -208,7 +208,7 @@ def train_tokenizer(text: Iterable[str] = _TEXT, size: int = 560) -> Tokenizer:
 
 
 def write_folder(family: Family, tokenizer: Tokenizer, folder: Path) -> Path:
-    """A tokenizer folder as a model of the family has it: tokenizer, its configuration, chat template."""
+    """Write a folder as a model of the family has it: tokenizer, its configuration, chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {name: value for name, value in family.variables.items() if value}
@@ -218,6 +218,6 @@ def write_folder(family: Family, tokenizer: Tokenizer, folder: Path) -> Path:
 
 
 def end_tokens() -> tuple[str, ...]:
-    """Every family's end-of-turn tokens: what a served model must stop at (`eos_token_id`)."""
+    """Return every family's end-of-turn tokens, at which a served model must stop (`eos_token_id`)."""
     ends = {end for family in FAMILIES.values() for end in (family.end, family.call_end) if end}
     return tuple(sorted(ends))

@@ -1,4 +1,4 @@
-"""What a job delivered, kept outside the product and judged against what was submitted."""
+"""The record of what a job delivered, kept outside the product and judged against what was submitted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 
 
 class Ledger:
-    """Every trajectory the server ever showed, in the order seen; nothing seen may change or vanish."""
+    """Every trajectory that the server ever showed, in the order seen. Nothing seen may change or vanish."""
 
     def __init__(self) -> None:
         self.seen: dict[str, dict[str, Any]] = {}
@@ -21,7 +21,7 @@ class Ledger:
         self._reading = threading.Lock()
 
     def note(self, record: dict[str, Any]) -> None:
-        """Enters one delivered trajectory."""
+        """Enter one delivered trajectory."""
         key = record["id"]
         before = self.seen.get(key)
         if before is not None and before != record:
@@ -33,12 +33,15 @@ class Ledger:
             self._grown.notify_all()
 
     def wait_for(self, count: int, seconds: float) -> bool:
-        """Waits until `count` rollouts have ended; whether they have."""
+        """Wait until `count` rollouts have ended, and return whether they have."""
         with self._grown:
             return self._grown.wait_for(lambda: len(self.seen) >= count, seconds)
 
     def read(self, http: httpx.Client, job: str) -> None:
-        """Enters everything past the cursor, and moves the cursor with it; one reader at a time."""
+        """Enter everything past the cursor, and move the cursor with it.
+
+        Only one reader may run at a time.
+        """
         with self._reading:
             while self._read_page(http, job):
                 pass
@@ -55,7 +58,7 @@ class Ledger:
         return len(records)
 
     def judge(self, expected: Set[tuple[str, int]]) -> list[str]:
-        """Problems, if any, against the (task, sample) pairs that were submitted."""
+        """Return the problems, if any, against the (task, sample) pairs that were submitted."""
         got: dict[tuple[str, int], list[str]] = {}
         for key, record in self.seen.items():
             got.setdefault((record["task_id"], record["sample_index"]), []).append(key)

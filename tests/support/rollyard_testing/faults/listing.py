@@ -1,9 +1,8 @@
 """Processes, mounts, sockets and control groups of one Rollyard, as the kernel lists them.
 
-A sandbox has a clean environment and, once started, nothing of the home in its command line.
-It is known by the listening socket that it inherited, whose path is in the home; by the
-namespace of process ids that the holder of that socket lives in; and by its control groups,
-which carry the name of the socket's folder.
+A sandbox has a clean environment and, once started, nothing of the home in its command line. It is identified
+by the listening socket that it inherited, whose path is in the home; by the namespace of process ids that the
+holder of that socket lives in; and by its control groups, which carry the name of the socket's folder.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ class Process:
 
     pid: int
     started: int
-    """Clock ticks since boot: with the pid, an identity that is never reused."""
+    """The clock ticks since boot: with the pid, they are an identity that is never reused."""
     parent: int
     kind: str
-    """driver, control-plane, worker, backend, sandbox; or foreign."""
+    """One of driver, control-plane, worker, backend and sandbox; otherwise foreign."""
     sandbox: str = ""
     """The sandbox that it belongs to."""
     is_first: bool = False
-    """Process 1 of its namespace: with it, everything inside ends."""
+    """Whether this is process 1 of its namespace, with which everything inside ends."""
 
     def alive(self) -> bool:
-        """Whether this very process still runs."""
+        """Return whether this very process still runs."""
         with contextlib.suppress(OSError):
             state, _, started = _stat(self.pid)
             return started == self.started and state not in "ZX"
@@ -43,16 +42,16 @@ class Process:
 
 
 def processes(home: Path, mark: bytes, known: Set[str] = frozenset()) -> list[Process]:
-    """The live processes of the Rollyard in `home` whose driver has `mark` in its environment.
+    """Return the live processes of the Rollyard in `home` whose driver has `mark` in its environment.
 
-    `known`: names of its sandboxes seen before, whose sockets may be gone by now.
+    `known` holds the names of its sandboxes seen before, whose sockets may be gone.
     """
     bound = dict(_sockets(home))
     names = known | set(bound.values())
     found: dict[int, Process] = {}
     others: list[_Seen] = []
     for pid in (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()):
-        # A process may end while it is looked at, and is none then; a zombie holds nothing.
+        # A process may end while it is being read, and is left out then; a zombie holds nothing.
         with contextlib.suppress(OSError):
             seen = _look(pid)
             if seen.state in "ZX" or pid == os.getpid():
@@ -90,7 +89,7 @@ class _Seen:
     command: list[bytes]
     environment: list[bytes]
     groups: frozenset[str]
-    """Last parts of its control groups."""
+    """The last parts of its control groups."""
     namespace: str
 
     def of(self, sandbox: str) -> Process:
@@ -116,7 +115,7 @@ def _look(pid: int) -> _Seen:
 
 
 def sandbox_names(home: Path) -> set[str]:
-    """Every sandbox that has a folder or a socket now."""
+    """Return every sandbox that has a folder or a socket now."""
     names = {name for _, name in _sockets(home)}
     with contextlib.suppress(FileNotFoundError):
         names |= {name for name in os.listdir(home / "run" / "sandboxes") if not name.startswith(".")}
@@ -124,22 +123,22 @@ def sandbox_names(home: Path) -> set[str]:
 
 
 def mounts(home: Path) -> list[str]:
-    """Mounts of this namespace in the home."""
+    """Return the mounts of this namespace in the home."""
     return [line for line in (PROC / "self/mountinfo").read_text().splitlines() if str(home) in line]
 
 
 def sockets(home: Path) -> list[str]:
-    """Paths of bound Unix sockets in the home."""
+    """Return the paths of bound Unix sockets in the home."""
     return [name for _, name in _sockets(home)]
 
 
 def control_groups(names: Set[str]) -> list[str]:
-    """Control groups with these names, wherever they are."""
+    """Return the control groups with these names, wherever they are."""
     return [f"{folder}/{name}" for folder, below, _ in os.walk(CGROUPS) for name in below if name in names]
 
 
 def _sockets(home: Path) -> Iterator[tuple[str, str]]:
-    """(inode, sandbox) of every Unix socket bound below the home."""
+    """Yield (inode, sandbox) of every Unix socket bound below the home."""
     for line in (PROC / "net/unix").read_text().splitlines()[1:]:
         fields = line.split(None, 7)
         if len(fields) == 8 and fields[7].startswith(f"{home}/"):
@@ -157,13 +156,13 @@ def _inodes(pid: int) -> Iterator[str]:
 
 
 def _stat(pid: int) -> tuple[str, int, int]:
-    """State, parent and start time (proc(5), fields 3, 4 and 22)."""
+    """Return state, parent and start time (proc(5), fields 3, 4 and 22)."""
     fields = (PROC / str(pid) / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()
     return fields[0], int(fields[1]), int(fields[19])
 
 
 def _numbers(pid: int) -> list[str]:
-    """Its number in each namespace, from the outermost."""
+    """Return the process's number in each namespace, from the outermost."""
     with contextlib.suppress(OSError):
         for line in (PROC / str(pid) / "status").read_text(errors="replace").splitlines():
             if line.startswith("NSpid:"):

@@ -34,7 +34,7 @@ LOOK_SECONDS = 0.3
 
 
 class Yard:
-    """`rollyard up` (with further arguments) in a private home, and hands to kill its parts with."""
+    """`rollyard up` with further arguments in a private home, and methods to kill its parts."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder
@@ -42,14 +42,14 @@ class Yard:
         self.home = folder / "h"
         self.log = folder / "up.log"
         self.names: set[str] = set()
-        """Of all sandboxes that were ever seen."""
+        """The names of all sandboxes that were ever seen."""
         self.met: set[Process] = set()
         """All processes of sandboxes that were ever seen."""
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts `rollyard up` and waits until it answers."""
+        """Start `rollyard up` and wait until it answers."""
         name, value = self._mark.split("=")
         command = [sys.executable, "-m", "rollyard", "up", "--home", str(self.home), "--port", "0"]
         command += ["--lease-seconds", str(LEASE_SECONDS), *self.arguments]
@@ -74,12 +74,12 @@ class Yard:
         raise AssertionError(f"not ready within a minute:\n{self.words()}")
 
     def words(self) -> str:
-        """The end of every log."""
+        """Return the end of every log."""
         logs = [self.log, *sorted((self.home / "logs").glob("*.log"))]
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
     def http(self) -> httpx.Client:
-        """A client of the control plane that runs now."""
+        """Return a client of the control plane that runs now."""
         context = json.loads((self.home / "context.json").read_text())
         token = json.loads(Path(context["token_file"]).read_text())["admin"]
         return httpx.Client(
@@ -90,28 +90,28 @@ class Yard:
         )
 
     def stop(self, number: signal.Signals = signal.SIGINT, seconds: float = 60.0) -> int:
-        """Signals `rollyard up`, waits for its end, and gives its exit status."""
+        """Signal `rollyard up`, wait for its end, and return its exit status."""
         assert self._process is not None
         self._process.send_signal(number)
         return self._process.wait(seconds)
 
     def running(self) -> bool:
-        """Whether `rollyard up` runs."""
+        """Return whether `rollyard up` runs."""
         return self._process is not None and self._process.poll() is None
 
     def look(self) -> None:
-        """Remembers the sandboxes that there are, so that none is forgotten when its socket goes."""
+        """Remember the present sandboxes, so that none is forgotten when its socket goes."""
         self.names |= sandbox_names(self.home)
 
     def processes(self) -> list[Process]:
-        """Every live process of this Rollyard."""
+        """Return every live process of this Rollyard."""
         self.look()
         found = processes(self.home, self._mark.encode(), self.names)
         self.met |= {process for process in found if process.kind == "sandbox"}
         return found
 
     def listing(self) -> list[str]:
-        """Everything of this Rollyard that the kernel knows of, and the folders of its sandboxes."""
+        """Return everything of this Rollyard that the kernel knows of, and the folders of its sandboxes."""
         live = set(self.processes()) | {process for process in self.met if process.alive()}
         here = [f"process {one.pid} ({one.kind} {one.sandbox})".replace(" )", ")") for one in live]
         here += [f"mount {line}" for line in mounts(self.home)]
@@ -123,9 +123,9 @@ class Yard:
         return sorted(here)
 
     def settled_listing(self, seconds: float = 3.0) -> list[str]:
-        """The listing once it is empty, or as it is after `seconds`.
+        """Return the listing once it is empty, or as it is after `seconds`.
 
-        A process killed by the kernel with its parent may need a moment to be gone.
+        A process that the kernel kills with its parent may need a moment to be gone.
         """
         deadline = time.monotonic() + seconds
         while (here := self.listing()) and time.monotonic() < deadline:
@@ -133,7 +133,7 @@ class Yard:
         return here
 
     def in_use(self) -> list[str]:
-        """Sandboxes with live processes that a rollout has claimed, or that have no record at all."""
+        """Return sandboxes with live processes that a rollout has claimed, or that have no record at all."""
         return sorted(
             name
             for name in {process.sandbox for process in self.processes() if process.kind == "sandbox"}
@@ -146,10 +146,11 @@ class Yard:
         return {}
 
     def kill(self, kind: str, rng: random.Random, seconds: float = 8.0) -> Process | None:
-        """kill -9 of one process of a kind, as soon as there is one; None if there is none for `seconds`.
+        """Send kill -9 to one process of a kind, as soon as there is one; return None if there is none for
+        `seconds`.
 
-        Of sandboxes, one that a rollout uses comes before one that waits. One kill in two hits its
-        first process, with which all of it ends; else any: the exec server, a shell, bwrap outside.
+        A sandbox that a rollout uses comes before one that waits. One kill in two hits its first process,
+        with which all of it ends; the others hit any: the exec server, a shell, or bwrap outside.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -168,7 +169,7 @@ class Yard:
         return None
 
     def end(self) -> None:
-        """Ends whatever a failed test has left, and removes the home."""
+        """End whatever a failed test has left, and remove the home."""
         for process in {*self.processes(), *self.met}:
             if process.alive():
                 with contextlib.suppress(ProcessLookupError):
@@ -183,8 +184,8 @@ class Yard:
 
 @contextlib.contextmanager
 def a_yard(*arguments: str) -> Iterator[Yard]:
-    """A Rollyard that nothing is known of before, stopped at the end however the block ends."""
-    # A short path: Unix sockets in it must be nameable.
+    """Yield a new Rollyard, which is stopped at the end however the block ends."""
+    # The path is short, because Unix sockets in it must be nameable.
     yard = Yard(Path(tempfile.mkdtemp(prefix="ryf-")), *arguments)
     try:
         yield yard
@@ -194,7 +195,7 @@ def a_yard(*arguments: str) -> Iterator[Yard]:
 
 @contextlib.contextmanager
 def following(yard: Yard, job: str, ledger: Ledger) -> Iterator[None]:
-    """Reads trajectories by cursor into the ledger, and looks for sandboxes, while the block runs."""
+    """Read trajectories by cursor into the ledger, and look for sandboxes, while the block runs."""
     done = threading.Event()
 
     def follow() -> None:

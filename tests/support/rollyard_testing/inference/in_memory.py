@@ -12,7 +12,7 @@ def completion(request: httpx.Request, logprob: float | None) -> httpx.Response:
     if request.url.path != "/v1/completions":
         return httpx.Response(404)
     body = json.loads(request.content)
-    if not body:  # asked whether the call is here
+    if not body:  # The request only asks whether the call exists.
         return httpx.Response(400)
     choice = {
         "prompt_token_ids": body["prompt"],

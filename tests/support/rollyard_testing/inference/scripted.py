@@ -22,10 +22,10 @@ Answer = tuple[int, Any]
 
 
 class Scripted(ABC):
-    """One server. `failing[path]`: how often it answers 500; `gates[path]`: holds the call up."""
+    """One server. `failing[path]` is how often it answers 500; `gates[path]` holds the call up."""
 
     paths: ClassVar[Mapping[Step, str]]
-    """Where each step of a weight update is asked for."""
+    """The path of each step of a weight update."""
 
     def __init__(self, model: str = "tiny") -> None:
         self.model = self.served = model
@@ -37,7 +37,7 @@ class Scripted(ABC):
         self.seen: list[str] = []
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.stale = False
-        """True: it answers that it has loaded, and keeps its weights."""
+        """If true, it answers that it has loaded, and keeps its weights."""
         self.adapters: list[str] = []
         scripted = self
 
@@ -82,7 +82,7 @@ class Scripted(ABC):
         self.adapters.clear()
 
     def answer(self, path: str, body: dict[str, Any] | None) -> Answer:
-        """Status and JSON (or text) of one request; `body` is None for GET."""
+        """Return status and JSON (or text) of one request; `body` is None for GET."""
         self.seen.append(path)
         if body:
             self.bodies.append((path, body))
@@ -106,13 +106,13 @@ class Scripted(ABC):
         """Answer a call that only servers of this shape have."""
 
     def load(self) -> None:
-        """Take new weights, as far as the script lets it."""
+        """Take new weights, as far as the script allows it."""
         if not self.stale:
             self.weights = "new"
 
 
 class VllmShaped(Scripted):
-    """Speaks vLLM's calls, with `--enable-scale-out` and VLLM_SERVER_DEV_MODE=1."""
+    """A server that speaks vLLM's calls, with `--enable-scale-out` and VLLM_SERVER_DEV_MODE=1."""
 
     paths: ClassVar[Mapping[Step, str]] = {
         "pause": "/pause",
@@ -167,7 +167,9 @@ class VllmShaped(Scripted):
 
 
 class SglangShaped(Scripted):
-    """Speaks SGLang's calls; like SGLang, it names its model by the folder that was loaded last."""
+    """A server that speaks SGLang's calls and, like SGLang, names its model by the folder that was loaded
+    last.
+    """
 
     paths: ClassVar[Mapping[Step, str]] = {
         "pause": "/pause_generation",
@@ -210,7 +212,7 @@ class SglangShaped(Scripted):
         elif path == "/generate":
             return self._sampled(body) if body else (400, {"error": {"message": "no input"}})
         elif path == "/v1/completions":
-            # Of the same name as vLLM's call, and without token ids.
+            # It has the same name as vLLM's call, and gives no token ids.
             return 200, {"choices": [{"text": "x", "logprobs": None}]}
         elif path != "/flush_cache":
             return 404, {}

@@ -1,7 +1,7 @@
-"""A proxy before an API server that spoils some of what passes, by a seed: nothing here imports Rollyard.
+"""A proxy before an API server that spoils some of what passes, by a seed. Nothing here imports Rollyard.
 
 It speaks plain HTTP to its one client, on this machine's loopback, and TLS to the API server. The client's
-credentials pass through, so that it may what its own account may.
+credentials pass through, so it has its own account's rights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from multidict import CIMultiDict
 BODY_BYTES = 16 * 1024 * 1024
 START_SECONDS = 10.0
 IN_A_ROW = 2
-"""A call passes after so many refusals of the same: who tries several times gets through."""
+"""The number of equal refusals after which a call passes, so a client that tries several times gets through.
+"""
 HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "host", "content-length")
 )
 READ, LIST, PAGE, WATCH, WRITE = "read", "list", "page", "watch", "write"
-"""Calls. A page is a list that says how much it wants at once: what it would go on with may be forgotten."""
+"""The kinds of calls.
+
+A page is a list that says how much it wants at once: its continuation may be forgotten.
+"""
 CALLS = frozenset((READ, LIST, PAGE, WATCH, WRITE))
 
 ANSWERS: Mapping[str, tuple[frozenset[str], tuple[int, int]]] = {
@@ -42,22 +46,26 @@ ANSWERS: Mapping[str, tuple[frozenset[str], tuple[int, int]]] = {
     "internal error": (CALLS, (8, 25)),
     "unavailable": (CALLS, (8, 25)),
 }
-"""What is answered in the place of the API server, to which calls, and every how many of them."""
+"""The answers in the place of the API server, the calls that get them, and how many calls lie between them.
+"""
 STREAMS: Mapping[str, int] = {
     "cut": 6,
     "gone event": 6,
     "error event": 1,
     "broken off": 1,
 }
-"""How a watch ends that was begun, and how often of their sum. `cut`: the connection breaks in the middle
-of a line; `broken off`: the answer ends there as if it were whole."""
+"""The ways in which a watch ends that was begun, and how often of their sum.
+
+With `cut` the connection breaks in the middle of a line; with `broken off` the answer ends there as if it
+were whole.
+"""
 LINES = (1, 12)
-"""A watch ends after at least and at most so many lines."""
+"""The least and the largest number of lines after which a watch ends."""
 KINDS = frozenset((*ANSWERS, *STREAMS))
 
 
 class Chance:
-    """Decides what happens to which call; counts it."""
+    """The dice, which decide what happens to which call, and count it."""
 
     def __init__(self, seed: str) -> None:
         self._rng = random.Random(seed)
@@ -66,11 +74,11 @@ class Chance:
         self.injected: Counter[str] = Counter()
 
     def answer(self, call: str, what: str) -> str:
-        """What this call is answered with; empty: what the API server says.
+        """Return what this call is answered with; empty for what the API server says.
 
         Args:
-            call: one of CALLS.
-            what: tells it from other calls.
+            call: One of CALLS.
+            what: Tells it from other calls.
         """
         able = [kind for kind, (calls, _) in ANSWERS.items() if call in calls]
         for kind in able:
@@ -86,11 +94,11 @@ class Chance:
         return kind
 
     def lines(self) -> int:
-        """After how many lines a watch ends that begins now."""
+        """Return after how many lines a watch ends that begins now."""
         return self._rng.randint(*LINES)
 
     def fate(self) -> str:
-        """How a watch ends now: each way once, then as often as STREAMS says."""
+        """Return how a watch ends now: each way once, then as often as STREAMS says."""
         ways = sorted(STREAMS.keys() - self.injected.keys())
         kinds, weights = (ways, None) if ways else (list(STREAMS), list(STREAMS.values()))
         (kind,) = self._rng.choices(kinds, weights)
@@ -99,7 +107,7 @@ class Chance:
 
 
 def call_of(method: str, path: str, query: Mapping[str, str]) -> str:
-    """One of CALLS."""
+    """Return the call's kind, one of CALLS."""
     if method != "GET":
         return WRITE
     if query.get("watch") in ("true", "1"):
@@ -114,7 +122,7 @@ def call_of(method: str, path: str, query: Mapping[str, str]) -> str:
 
 
 def status(code: int, reason: str, message: str) -> dict[str, Any]:
-    """A refusal, in Kubernetes' words."""
+    """Return a refusal in Kubernetes' words."""
     return {
         "kind": "Status",
         "apiVersion": "v1",
@@ -152,13 +160,13 @@ class FaultProxy:
     """The proxy, in a thread of its own while it is entered."""
 
     server: str
-    """Address of the API server."""
+    """The address of the API server."""
     ca_file: str
     seed: str
     url: str = ""
-    """Its own address, once entered."""
+    """The proxy's own address, once entered."""
     calls: Counter[str] = field(default_factory=Counter)
-    """How many came of each of CALLS."""
+    """How many calls came of each of CALLS."""
 
     def __post_init__(self) -> None:
         self.chance = Chance(self.seed)
@@ -169,7 +177,7 @@ class FaultProxy:
 
     @property
     def injected(self) -> Counter[str]:
-        """How often each kind of fault happened."""
+        """Return how often each kind of fault happened."""
         return self.chance.injected
 
     def __enter__(self) -> FaultProxy:
@@ -230,7 +238,7 @@ class FaultProxy:
         if kind and kind != "lost answer":
             return refused(kind)
         headers = passed(request.headers)
-        headers["Accept-Encoding"] = "identity"  # lines are counted, and cut
+        headers["Accept-Encoding"] = "identity"  # Lines are counted, and cut.
         try:
             async with upstream.request(
                 request.method, self.server + request.path_qs, headers=headers, data=body or None,
@@ -240,7 +248,7 @@ class FaultProxy:
                     return await self._stream(request, answer)
                 content = await answer.read()
         except aiohttp.ClientError as error:
-            # The API server's own absence is no fault of ours, and told as such.
+            # The API server's own absence is no fault of the proxy, and is reported as such.
             return web.json_response(status(502, "BadGateway", f"no answer: {error}"), status=502)
         if kind:
             return refused(kind)
@@ -250,7 +258,7 @@ class FaultProxy:
         lines = self.chance.lines()
         told = web.StreamResponse(status=200, headers=passed(answer.headers))
         await told.prepare(request)
-        with suppress(ConnectionError):  # the client left
+        with suppress(ConnectionError):  # The client left.
             try:
                 async for line in lines_of(answer.content):
                     lines -= 1
@@ -268,7 +276,7 @@ class FaultProxy:
                 else:
                     whole = True
             except aiohttp.ClientError:
-                whole = False  # the API server's own end
+                whole = False  # This is the API server's own end.
             if whole:
                 await told.write_eof()
             elif request.transport is not None:
@@ -278,19 +286,19 @@ class FaultProxy:
 
 
 def refused(kind: str) -> web.Response:
-    """The answer of a fault."""
+    """Return the answer of a fault."""
     document = REFUSALS[kind]
     headers = {"Retry-After": "1"} if kind == "throttled" else {}
     return web.json_response(document, status=document["code"], headers=headers)
 
 
 def passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """Headers that go on to the other side."""
+    """Return the headers that are passed to the other side."""
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP)
 
 
 async def lines_of(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Whole lines, with their ends."""
+    """Yield whole lines, with their ends."""
     buffer = b""
     async for piece in content.iter_any():
         *whole, buffer = (buffer + piece).split(b"\n")

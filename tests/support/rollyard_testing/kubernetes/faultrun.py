@@ -1,6 +1,6 @@
 """One job on a real cluster that is disturbed, followed from outside, and judged.
 
-By a ledger that reads the REST API, by the API server's listing of pods, and by the node's processes.
+The judges are a ledger that reads the REST API, the API server's listing of pods, and the node's processes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ TASKS = 12
 SAMPLES = 3
 END = 150.0  # seconds for a disturbed run to end; an undisturbed one takes about 20
 GONE = 180.0
-"""Seconds for what nobody wants to be gone: killing a pod takes the kubelet some. Where the watch began
-anew with an empty list just as a job was deleted, the operator's next look at everything sees it (120 s)."""
+"""The time for unwanted things to be gone, in seconds: killing a pod takes the kubelet some.
+
+Where the watch was restarted with an empty list just as a job was deleted, the operator's next full check
+sees it (120 s).
+"""
 LOOK_SECONDS = 0.4
 STAGES = {"init", "run", "eval"}
 
@@ -50,17 +53,17 @@ class Run:
         self.ledger = Ledger()
         self.watch = PodWatch(reader, release.name)
         self.struck: set[str] = set()
-        """Pods, or containers that are started again, that were killed or deleted."""
+        """The pods, or containers that are started again, that were killed or deleted."""
         self.fed = 0
-        """Tasks of the release's that the job has."""
+        """The number of the release's tasks that the job has."""
 
     @property
     def expected(self) -> set[tuple[str, int]]:
-        """The rollouts of the job's tasks so far."""
+        """Return the rollouts of the job's tasks so far."""
         return {(task["id"], sample) for task in self.release.tasks[: self.fed] for sample in range(SAMPLES)}
 
     def feed(self, tasks: int | None = None) -> None:
-        """So many more tasks, or all that are left and no more: then the job may end."""
+        """Add so many more tasks, or all that are left and no more, after which the job may end."""
         end = len(self.release.tasks) if tasks is None else self.fed + tasks
         lines = [json.dumps(task) for task in self.release.tasks[self.fed : end]]
         if lines:
@@ -70,7 +73,7 @@ class Run:
             self._post("close", "{}", "application/json")
 
     def _post(self, what: str, body: str, kind: str) -> None:
-        """To the job, once the control plane, which may have been killed, answers."""
+        """Send it to the job, once the control plane, which may have been killed, answers."""
         deadline = time.monotonic() + END
         while True:
             try:
@@ -78,31 +81,32 @@ class Run:
                     answer = http.post(
                         f"/v1/rolloutjobs/{self.name}/{what}", content=body, headers={"Content-Type": kind}
                     )
-                if answer.status_code not in (404, 502, 503):  # 404: its object is not registered yet
+                # 404 means that its object is not registered yet.
+                if answer.status_code not in (404, 502, 503):
                     answer.raise_for_status()
                     return
             except httpx.TransportError:
-                pass  # a repeat is harmless
+                pass  # A repeat is harmless.
             assert time.monotonic() < deadline, self.release.words()
             time.sleep(LOOK_SECONDS)
 
     @property
     def unfinished(self) -> int:
-        """Rollouts whose end was not yet seen."""
+        """Return the number of rollouts whose end was not yet seen."""
         return len(self.expected) - len(self.ledger.seen)
 
     def reach(self, ended: int, further: float) -> None:
-        """Waits until so many rollouts have ended, or all, and so many seconds more."""
+        """Wait until so many rollouts have ended, or all, and so many seconds more."""
         ended = min(ended, len(self.expected))
         assert self.ledger.wait_for(ended, END), f"only {len(self.ledger.seen)} ended\n{self.release.words()}"
         time.sleep(further)
 
     def status(self) -> dict[str, Any]:
-        """Of the object."""
+        """Return the object's status."""
         return dict(json.loads(self.release.kubectl("get", "rj", self.name, "-o", "json"))["status"])
 
     def wait_finished(self) -> dict[str, Any]:
-        """The object's status once it says that the job succeeded."""
+        """Return the object's status once it says that the job succeeded."""
         waited = self.release.cluster.run(
             "kubectl", "wait", "-n", self.release.jobs, "--for=condition=Finished", f"rj/{self.name}",
             f"--timeout={END:.0f}s", timeout=END + 30,
@@ -113,11 +117,12 @@ class Run:
         return status
 
     def judge(self, *, operators: int = 1) -> dict[str, int]:
-        """Every rollout once: in the ledger, for whoever reads anew, in the counts. And nothing leaked.
+        """Check that every rollout is once in the ledger, for a second reader and in the counts, and that
+        nothing leaked.
 
         Args:
-            operators: where there are two, each may have found a pod for one claim. One of them is bound, and
-                that nobody lost it is seen by the attempts; the other goes.
+            operators: Where there are two, each may have found a pod for one claim. One of them is bound, and
+                the attempts show that it was not lost; the other goes.
         """
         status = self.wait_finished()
         whole = Ledger()
@@ -146,7 +151,7 @@ class Run:
         return counts
 
     def claims(self) -> list[Any]:
-        """Claims of sandboxes that the control plane still has, once there are none or after a while."""
+        """Return claims that the control plane still has, once there are none or after a while."""
         deadline = time.monotonic() + GONE
         while True:
             with self.release.http() as http:
@@ -156,13 +161,13 @@ class Run:
             time.sleep(LOOK_SECONDS)
 
     def in_use(self) -> set[str]:
-        """Claims whose sandbox a rollout has, as the control plane says."""
+        """Return the claims whose sandbox a rollout has, as the control plane says."""
         with self.release.http() as http:
             found = http.get("/v1/claims").raise_for_status().json()["claims"]
         return {claim["id"] for claim in found if claim["state"] == "Bound"}
 
     def settled(self, unwanted: Any) -> list[str]:
-        """Unwanted pods, and processes that outlive theirs, once there are none or after a while."""
+        """Return unwanted pods, and processes that outlive theirs, once there are none or after a while."""
         deadline = time.monotonic() + GONE
         while True:
             pods = self.watch.look()
@@ -174,7 +179,7 @@ class Run:
             time.sleep(LOOK_SECONDS)
 
     def delete(self) -> None:
-        """The object goes, and with it all that the control plane and the cluster knew of it."""
+        """Delete the object, and with it all that the control plane and the cluster knew of it."""
         self.release.kubectl("delete", "rj", self.name, "--timeout=180s")
         deadline = time.monotonic() + GONE
         with self.release.http() as http:
@@ -185,9 +190,9 @@ class Run:
         assert self.settled(lambda pod: label(pod, "rollyard.dev/job") == self.name) == []
 
     def victim(self, component: str, rng: random.Random) -> Pod | None:
-        """A ready pod of a component, or a sandbox that a rollout has; none twice.
+        """Return a ready pod of a component, or a sandbox that a rollout has, and none twice.
 
-        None: all that the job has had so far ended before there was one.
+        None means that all the job's work so far ended before there was one.
         """
         if component in ("api", "operator"):
             labels = f"app.kubernetes.io/instance={self.release.name},{COMPONENT}={component}"
@@ -212,7 +217,7 @@ class Run:
         raise AssertionError(f"no ready {component} within 30 s\n{self.release.words()}")
 
     def strike(self, component: str, how: str, rng: random.Random) -> str:
-        """Kills a pod's processes, or deletes the pod; tells which. Empty: nothing was left to hit."""
+        """Kill a pod's processes or delete the pod, and return which; empty if nothing was left to hit."""
         pod = self.victim(component, rng)
         if pod is None:
             return ""
@@ -221,7 +226,7 @@ class Run:
         if how == "kill -9":
             killed = kill_processes(pod)
             if component == "sandbox" and killed == 0:
-                return ""  # its rollout ended first
+                return ""  # Its rollout ended first.
             assert killed > 0, f"no process of {meta['name']}"
         else:
             self.release.cluster.kubectl(
@@ -232,7 +237,7 @@ class Run:
 
 
 def _which(pod: Pod, component: str) -> str:
-    """Tells what may be hit once: a pod, or a container that its pod starts again when it ends.
+    """Return what may be hit once: a pod, or a container that its pod starts again when it ends.
 
     The API server calls a killed container ready until the kubelet has noticed.
     """
@@ -243,9 +248,9 @@ def _which(pod: Pod, component: str) -> str:
 
 @contextlib.contextmanager
 def a_run(release: Release, name: str) -> Iterator[Run]:
-    """A job, applied; followed while the block runs; deleted at the end with nothing left.
+    """Apply a job, follow it while the block runs, and delete it at the end with nothing left.
 
-    Its tasks are those that the block feeds it, so that it does not end before its last fault.
+    Its tasks are those that the block feeds it, so it does not end before its last fault.
     """
     with ClusterReader(release.cluster.kubeconfig) as reader:
         run = Run(release, reader, name)

@@ -30,11 +30,11 @@ EXAMPLES = ROOT / "examples" / "kubernetes"
 TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"
 API_USER = 10001
 LEASE_SECONDS = 5
-"""So that what a killed stage worker held is soon another's."""
+"""The lease is short, so another worker soon gets what a killed stage worker held."""
 IMAGES_SECONDS = 900
 INSTALL_SECONDS = 120
 IMAGE_VALUES = {"sandbox-default": "sandboxDefault"}
-"""Images whose value in the chart is named otherwise."""
+"""The images whose value in the chart has another name."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class Release:
 
     cluster: Cluster
     name: str
-    """Of the release, of its instance, and of the namespace that it is in."""
+    """The name of the release, of its instance, and of the namespace that it is in."""
     jobs: str
     """The namespace of its jobs and its pool."""
     url: str
-    """The control plane, by its service's address: the machine that runs the tests is the node."""
+    """The control plane's address, which is its service's: the machine that runs the tests is the node."""
     token: str
     tasks: tuple[dict[str, Any], ...]
-    """What the ConfigMap `tasks` holds."""
+    """The contents of the ConfigMap `tasks`."""
 
     def http(self) -> httpx.Client:
-        """A client of the control plane, of the jobs' namespace."""
+        """Return a client of the control plane for the jobs' namespace."""
         return httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {self.token}"},
@@ -63,15 +63,15 @@ class Release:
         )
 
     def kubectl(self, *args: str, input: str | None = None) -> str:
-        """In the jobs' namespace."""
+        """Run kubectl in the jobs' namespace, and return its output."""
         return self.cluster.kubectl("-n", self.jobs, *args, input=input)
 
     def apply(self, *objects: dict[str, Any]) -> None:
-        """kubectl apply, in the jobs' namespace."""
+        """Run kubectl apply in the jobs' namespace."""
         self.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(objects))
 
     def job(self, name: str, samples: int) -> dict[str, Any]:
-        """The quickstart's job over the release's tasks."""
+        """Return the quickstart's job over the release's tasks."""
         job: dict[str, Any] = yaml.safe_load((EXAMPLES / "job.yaml").read_text())
         job["metadata"]["name"] = name
         job["spec"]["tasks"] = {"configMapRef": {"name": "tasks"}}
@@ -79,13 +79,13 @@ class Release:
         return job
 
     def deployment(self, component: str) -> str:
-        """The name of the control plane's or the operator's."""
+        """Return the name of the control plane's or the operator's Deployment."""
         selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
         (found,) = self.cluster.items("deployments", self.name, selector)
         return str(found["metadata"]["name"])
 
     def scale_operator(self, replicas: int) -> None:
-        """So many operators; returns when they are ready, and no others are there any more."""
+        """Set the number of operators, and return when they are ready and no others exist any more."""
         name = self.deployment("operator")
         self.cluster.kubectl("scale", f"deployment/{name}", "-n", self.name, f"--replicas={replicas}")
         self.cluster.kubectl("rollout", "status", f"deployment/{name}", "-n", self.name, "--timeout=180s")
@@ -96,7 +96,7 @@ class Release:
             )
 
     def words(self) -> str:
-        """What there is to see where a test failed."""
+        """Return what helps to explain a failed test."""
         told = []
         for words in (
             ("get", "rj,bp,pods", "-n", self.jobs, "-o", "wide"),
@@ -112,7 +112,7 @@ class Release:
 
 
 def image_values(cluster: Cluster) -> list[str]:
-    """Values that name this checkout's images, which are on the node afterwards.
+    """Return values that name this checkout's images, which are on the node afterwards.
 
     ROLLYARD_IMAGES and ROLLYARD_TAG name others, which are there already.
     """
@@ -144,10 +144,10 @@ def _output(command: list[str], env: dict[str, str]) -> str:
 
 @contextlib.contextmanager
 def a_release(cluster: Cluster, tasks: int) -> Iterator[Release]:
-    """One installation with one ready backend of the embedded engine and the quickstart's first tasks.
+    """Yield an installation with one ready backend of the embedded engine and the quickstart's first tasks.
 
-    Its database is on a folder of this machine, so that it outlives its pod. Everything but what lies
-    in the namespaces, which go with the session, is removed at the end.
+    Its database is in a folder of this machine, so it outlives its pod. Everything but the contents of the
+    namespaces, which go with the session, is removed at the end.
     """
     images = image_values(cluster)
     name, jobs = cluster.namespace(), cluster.namespace(restricted=True)
@@ -196,7 +196,7 @@ def _release(cluster: Cluster, name: str, jobs: str, lines: list[str]) -> Releas
 
 
 def _remove(cluster: Cluster, release: Release) -> None:
-    """What kubectl applied, while there is an operator to clean up after it."""
+    """Remove what kubectl applied, while there is an operator to clean up after it."""
     release.kubectl("delete", "rj,bp", "--all", "--timeout=180s")
     with ClusterReader(cluster.kubeconfig) as reader:
         deadline = time.monotonic() + 60
@@ -207,7 +207,7 @@ def _remove(cluster: Cluster, release: Release) -> None:
 
 
 def _volume(name: str, folder: str) -> list[dict[str, Any]]:
-    """A volume made by hand: the cluster of the tests makes none by itself."""
+    """Return a volume made by hand: the cluster of the tests makes none by itself."""
     size = {"storage": "1Gi"}
     return [
         {

@@ -1,4 +1,4 @@
-"""One installation by the chart, as its tests use it: manifests, what is seen of them, REST beside it."""
+"""One installation by the chart, as its tests use it: manifests, observations, and REST beside it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.2
 PATIENCE_SECONDS = 180
-"""For what takes a second or two on a machine with nothing else to do: under load it takes a minute."""
+"""The time for what takes a second or two on a machine with nothing else to do: under load it takes a minute.
+"""
 SOLVED = {"name": "submit", "arguments": {"answer": "yes"}}
 SMALL_POD = {"resources": {"requests": {"cpu": "5m", "memory": "64Mi"}}}
 HOLD = "until [ -e /work/go ]; do sleep 0.1; done"
-"""Keeps a rollout in its stage until `Installation.release` lets it go."""
+"""A command that keeps a rollout in its stage until `Installation.release` lets it go."""
 
 
 class NeverCame(AssertionError):
@@ -32,11 +33,11 @@ class NeverCame(AssertionError):
 
 
 def task(name: str, hold: str = "", setup: str = "") -> dict[str, Any]:
-    """A task that the oracle solves.
+    """Return a task that the oracle solves.
 
     Args:
-        hold: a bash command that its rollout runs first.
-        setup: a bash script of Init.
+        hold: A bash command that its rollout runs first.
+        setup: A bash script of Init.
     """
     steps = [{"name": "bash", "arguments": {"command": hold}}] if hold else []
     made: dict[str, Any] = {
@@ -51,10 +52,10 @@ def task(name: str, hold: str = "", setup: str = "") -> dict[str, Any]:
 
 
 def job(name: str, *tasks: dict[str, Any], **spec: Any) -> dict[str, Any]:
-    """A small job of the oracle, without a model; without tasks: a stream.
+    """Return a small job of the oracle, without a model; without tasks it is a stream.
 
     Args:
-        spec: further fields of the spec; those of `stages` are put into each stage's.
+        spec: Further fields of the spec; those of `stages` are put into each stage's.
     """
     stages = spec.pop("stages", {})
     body = {
@@ -80,7 +81,7 @@ def job(name: str, *tasks: dict[str, Any], **spec: Any) -> dict[str, Any]:
 
 
 def pool(name: str, **spec: Any) -> dict[str, Any]:
-    """A pool of the embedded engine."""
+    """Return a pool of the embedded engine."""
     body = {"model": "/opt/rollyard/models/tiny-policy", "engine": {"type": "embedded"}, **spec}
     return {
         "apiVersion": "rollyard.dev/v1alpha1",
@@ -91,51 +92,51 @@ def pool(name: str, **spec: Any) -> dict[str, Any]:
 
 
 def in_namespace(document: dict[str, Any], namespace: str) -> dict[str, Any]:
-    """The manifest with its namespace, as REST wants it."""
+    """Return the manifest with its namespace, as REST wants it."""
     document["metadata"]["namespace"] = namespace
     return document
 
 
 def condition(obj: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """A condition of an object; empty: it has none of this type."""
+    """Return a condition of an object; it is empty if there is none of this type."""
     found: list[dict[str, Any]] = (obj.get("status") or {}).get("conditions") or []
     return next((one for one in found if one["type"] == kind), {})
 
 
 def is_so(obj: Mapping[str, Any], kind: str, status: str = "True") -> bool:
-    """Whether a condition has a status."""
+    """Return whether a condition has a status."""
     return condition(obj, kind).get("status") == status
 
 
 @dataclass
 class Installation:
-    """A release, and the namespaces that its operator looks after."""
+    """A release, and the namespaces that its operator serves."""
 
     cluster: Cluster
     release: str
-    """Also its instance, and the namespace of control plane and operator."""
+    """The release's name, which is also its instance's, and that of its namespace."""
     namespaces: tuple[str, ...]
     sandbox_image: str
-    """Of sandboxes that name none."""
+    """The image of sandboxes that name none."""
     url: str = ""
     tokens: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def jobs(self) -> str:
-        """The namespace of most tests."""
+        """Return the namespace of most tests."""
         return self.namespaces[0]
 
     @property
     def service_account(self) -> str:
-        """The operator's user name."""
+        """Return the operator's user name."""
         return f"system:serviceaccount:{self.release}:{self.release}-rollyard-operator"
 
     def client(self, namespace: str = "", role: str = "admin") -> Client:
-        """REST, as seen from outside of the cluster."""
+        """Return a REST client, as seen from outside of the cluster."""
         return Client(self.url, self.tokens[role], namespace=namespace or self.jobs)
 
     def claims(self, namespace: str = "") -> list[Claim]:
-        """What the control plane has of claims."""
+        """Return what the control plane has of claims."""
 
         async def ask() -> list[Claim]:
             client = DriverClient(self.url, self.tokens["driver"])
@@ -147,7 +148,7 @@ class Installation:
         return asyncio.run(ask())
 
     def connect(self) -> None:
-        """Learn where the control plane is, and its tokens."""
+        """Find the control plane's address, and its tokens."""
         home = self.release
         service = self.cluster.get("service", f"{home}-rollyard-api", home)["spec"]
         self.url = f"http://{service['clusterIP']}:{service['ports'][0]['port']}"
@@ -156,10 +157,10 @@ class Installation:
         with self.client() as client:
             self.until(lambda: client.jobs() is not None, "the control plane answers")
 
-    # Objects
+    # Objects.
 
     def apply(self, document: dict[str, Any], namespace: str = "") -> dict[str, Any]:
-        """`kubectl apply`; the object as the API server has it."""
+        """Run `kubectl apply`, and return the object as the API server has it."""
         text = self.cluster.kubectl(
             "apply", "-n", namespace or self.jobs, "-o", "json", "-f", "-", input=json.dumps(document)
         )
@@ -167,14 +168,14 @@ class Installation:
         return made
 
     def apply_quietly(self, document: dict[str, Any], namespace: str = "") -> bool:
-        """The same; whether it was taken."""
+        """Do the same, and return whether the object was taken."""
         done = self.cluster.run(
             "kubectl", "apply", "-n", namespace or self.jobs, "-f", "-", input=json.dumps(document)
         )
         return done.returncode == 0
 
     def get(self, kind: str, name: str, namespace: str = "") -> dict[str, Any] | None:
-        """An object, None where there is none."""
+        """Return an object, or None where there is none."""
         text = self.cluster.kubectl(
             "get", kind, name, "-n", namespace or self.jobs, "--ignore-not-found", "-o", "json"
         )
@@ -182,7 +183,7 @@ class Installation:
         return found
 
     def patch(self, kind: str, name: str, spec: dict[str, Any], namespace: str = "") -> str:
-        """Merge into a spec; why it was refused, empty: it was not."""
+        """Merge into a spec, and return why it was refused; empty if it was not."""
         done = self.cluster.run(
             "kubectl", "patch", kind, name, "-n", namespace or self.jobs, "--type=merge",
             "-p", json.dumps({"spec": spec}),
@@ -192,7 +193,7 @@ class Installation:
     def wait(
         self, kind: str, name: str, what: str, namespace: str = "", seconds: int = PATIENCE_SECONDS
     ) -> None:
-        """`kubectl wait --for=condition=WHAT`; tells what there is where it does not come."""
+        """Run `kubectl wait --for=condition=WHAT`, and report what there is where it does not come."""
         where = namespace or self.jobs
         done = self.cluster.run(
             "kubectl",
@@ -207,7 +208,7 @@ class Installation:
             raise NeverCame(f"{kind}/{name} {what}: {done.stderr}{self.explain(where)}")
 
     def pods(self, component: str = "", namespace: str = "", job: str = "") -> list[dict[str, Any]]:
-        """Pods that the operator made and that are not on their way out."""
+        """Return the pods that the operator made and that are not being deleted."""
         chosen = {
             "rollyard.dev/instance": self.release,
             "app.kubernetes.io/component": component,
@@ -218,7 +219,7 @@ class Installation:
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def events(self, name: str, namespace: str = "") -> list[dict[str, Any]]:
-        """Events of an object."""
+        """Return the events of an object."""
         found = self.cluster.items("events", namespace or self.jobs)
         return [one for one in found if one["involvedObject"]["name"] == name]
 
@@ -236,7 +237,7 @@ class Installation:
 
     @contextmanager
     def made(self, document: dict[str, Any], namespace: str = "") -> Iterator[dict[str, Any]]:
-        """Apply an object; it is deleted afterwards, whatever happens."""
+        """Apply an object, which is deleted afterwards whatever happens."""
         kind, name = document["kind"].lower(), document["metadata"]["name"]
         try:
             yield self.apply(document, namespace)
@@ -246,22 +247,22 @@ class Installation:
                 f"--timeout={PATIENCE_SECONDS}s",
             )  # fmt: skip
 
-    # Waiting
+    # Waiting.
 
     def until(
         self, holds: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS, namespace: str = ""
     ) -> Any:
-        """The first true answer of `holds`.
+        """Return the first true answer of `holds`.
 
         Raises:
-            NeverCame: it never gave one; tells what there is instead.
+            NeverCame: It never gave one; the text says what there is instead.
         """
         deadline = time.monotonic() + seconds
         while True:
             try:
                 found = holds()
             except (OSError, NotFound):
-                found = None  # a service that has no endpoint yet; what is not there yet
+                found = None  # A service may have no endpoint yet, or the object does not exist yet.
             if found:
                 return found
             if time.monotonic() > deadline:
@@ -272,7 +273,7 @@ class Installation:
         self, kind: str, name: str, what: str, words: str, status: str = "False", namespace: str = "",
         seconds: float = PATIENCE_SECONDS,
     ) -> dict[str, Any]:  # fmt: skip
-        """The condition, once it has this status and `words` in its reason or message."""
+        """Return the condition, once it has this status and `words` in its reason or message."""
 
         def look() -> dict[str, Any] | None:
             one = condition(self.get(kind, name, namespace) or {}, what)
@@ -285,7 +286,7 @@ class Installation:
         return found
 
     def explain(self, namespace: str) -> str:
-        """What there is to see of a namespace and of the operator."""
+        """Return what there is to see of a namespace and of the operator."""
         home = self.release
         said = []
         for words in (

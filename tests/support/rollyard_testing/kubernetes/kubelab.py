@@ -1,7 +1,7 @@
-"""A real cluster for the tests: kube-lab's, started once and left running; fresh namespaces for each test.
+"""A real cluster for the tests: kube-lab's, started once and left running, with fresh namespaces per test.
 
 `ROLLYARD_SHARED` names the folder whose `kit/kube-lab` makes the cluster. It is one for all processes of a
-machine: whoever comes first starts it, nobody here stops it (`scripts/test` does, at its end).
+machine: the first session starts it, and no session stops it (`scripts/test` does, at its end).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IMAGES_SECONDS = 1500
 
 
 class CommandFailed(AssertionError):
-    """A command ended with another status than 0; its words."""
+    """A command ended with another status than 0; the text is its output."""
 
     def __init__(self, command: list[str], done: subprocess.CompletedProcess[str]) -> None:
         super().__init__(f"{shlex.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
@@ -40,24 +40,24 @@ class CommandFailed(AssertionError):
 
 @dataclass
 class Cluster:
-    """A cluster of which everything is allowed."""
+    """A cluster on which everything is permitted."""
 
     kubeconfig: Path
     env: dict[str, str] = field(repr=False)
-    """For subprocesses: KUBECONFIG, and a PATH with kubectl and helm."""
+    """The environment for subprocesses: KUBECONFIG, and a PATH with kubectl and helm."""
     made: list[str] = field(default_factory=list, repr=False)
-    """Namespaces that end with the session."""
+    """The namespaces that end with the session."""
 
     @property
     def server(self) -> tuple[str, str]:
-        """The API server's address, and the file of the authority that its certificate is from."""
+        """Return the API server's address, and the file of the authority of its certificate."""
         known = yaml.safe_load(self.kubeconfig.read_text())["clusters"][0]["cluster"]
         return str(known["server"]), str(known["certificate-authority"])
 
     def run(
         self, *command: str, input: str | None = None, timeout: float = COMMAND_SECONDS
     ) -> subprocess.CompletedProcess[str]:
-        """A command in this cluster's environment, whatever its end."""
+        """Run a command in this cluster's environment, whatever its end."""
         return subprocess.run(
             command, input=input, env=self.env, capture_output=True, text=True, timeout=timeout, check=False
         )
@@ -69,34 +69,34 @@ class Cluster:
         return done.stdout
 
     def kubectl(self, *args: str, input: str | None = None) -> str:
-        """What kubectl prints.
+        """Return what kubectl prints.
 
         Raises:
-            CommandFailed: its exit status is not 0.
+            CommandFailed: Its exit status is not 0.
         """
         return self._told("kubectl", *args, input=input)
 
     def helm(self, *args: str, input: str | None = None) -> str:
-        """What helm prints.
+        """Return what helm prints.
 
         Raises:
-            CommandFailed: its exit status is not 0.
+            CommandFailed: Its exit status is not 0.
         """
         return self._told("helm", *args, input=input)
 
     def get(self, kind: str, name: str, namespace: str) -> dict[str, Any]:
-        """One object."""
+        """Return one object."""
         found: dict[str, Any] = json.loads(self.kubectl("get", kind, name, "-n", namespace, "-o", "json"))
         return found
 
     def items(self, kind: str, namespace: str, selector: str = "") -> list[dict[str, Any]]:
-        """Objects of a namespace."""
+        """Return objects of a namespace."""
         command = ["get", kind, "-n", namespace, "-o", "json", *(["-l", selector] if selector else [])]
         found: list[dict[str, Any]] = json.loads(self.kubectl(*command))["items"]
         return found
 
     def namespace(self, restricted: bool = False) -> str:
-        """A fresh namespace; `restricted`: its pod security admission refuses all that is not."""
+        """Return a fresh namespace. With `restricted`, its pod security admission refuses all other pods."""
         prefix = os.environ.get("ROLLYARD_TEST_NAMESPACES", "test")
         name = f"{prefix}-{secrets.token_hex(4)}"
         self.kubectl("create", "namespace", name)
@@ -106,7 +106,7 @@ class Cluster:
         return name
 
     def with_rights(self, kubeconfig: Path) -> Cluster:
-        """The same cluster, as somebody else."""
+        """Return the same cluster with the rights of another kubeconfig."""
         env = {**self.env, "KUBECONFIG": str(kubeconfig)}
         return dataclasses.replace(self, kubeconfig=kubeconfig, env=env)
 
@@ -125,9 +125,9 @@ def _lab(missing: Callable[[str], NoReturn]) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
-    """kube-lab's cluster with the CRDs of this checkout."""
+    """Yield kube-lab's cluster with the CRDs of this checkout."""
     lab = _lab(missing)
-    # --close: the cluster's processes must not inherit the lock; --wait: who holds it is starting them.
+    # --close: the cluster's processes must not inherit the lock. --wait: its holder is starting them.
     command = ["flock", "--close", "--wait", "120", LOCK, str(lab), "start"]
     started = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
@@ -144,13 +144,13 @@ def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
     made.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), "--timeout=180s")
     yield made
     if made.made:
-        # Nobody waits for their end: the next session has namespaces of its own.
+        # Nothing waits for their end, because the next session has namespaces of its own.
         made.kubectl("delete", "namespace", "--ignore-not-found", "--wait=false", *made.made)
 
 
 @pytest.fixture(scope="session")
 def images(cluster: Cluster) -> str:
-    """Tag of this checkout's images, `registry.local/rollyard-…`, built and loaded.
+    """Return the tag of this checkout's images, `registry.local/rollyard-…`, built and loaded.
 
     ROLLYARD_TEST_TAG names one that is loaded already.
     """

@@ -1,4 +1,4 @@
-"""The operator of an installation as a process of this machine, talking to another address."""
+"""The operator of an installation as a process of this machine, which talks to another address."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rollyard_testing.kubernetes.installed import Release
 START_SECONDS = 60.0
 END_SECONDS = 20.0
 CONFIG = "/etc/rollyard"
-"""Where the operator's pod has its settings and tokens."""
+"""The folder in which the operator's pod has its settings and tokens."""
 
 
 class OperatorProcess:
-    """Runs while it is entered, with the settings, the account and the DNS of the installation's own."""
+    """A process with the installation's settings, account and DNS, which runs while it is entered."""
 
     def __init__(self, release: Release, url: str, folder: Path) -> None:
         cluster, where = release.cluster, release.name
@@ -55,7 +55,7 @@ class OperatorProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def _files(self, release: Release, pod: dict[str, Any]) -> None:
-        """What is mounted at CONFIG, into the folder."""
+        """Write what is mounted at CONFIG into the folder."""
         (config,) = [volume for volume in pod["volumes"] if volume["name"] == "config"]
         for source in config["projected"]["sources"]:
             ((kind, chosen),) = source.items()
@@ -71,10 +71,10 @@ class OperatorProcess:
     def __enter__(self) -> OperatorProcess:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             liveness = f"http://127.0.0.1:{probe.getsockname()[1]}/healthz"
-        # Names of services are known to the cluster's DNS only: it has an /etc/resolv.conf of its own.
+        # Only the cluster's DNS knows names of services, so it has an /etc/resolv.conf of its own.
         bind = 'mount --bind "$0" "$(realpath /etc/resolv.conf)" && exec "$@"'
         command = [
-            "setpriv", "--pdeathsig", "TERM",  # it does not outlive these tests
+            "setpriv", "--pdeathsig", "TERM",  # It does not outlive these tests.
             "unshare", "--mount", "--propagation", "private",
             "sh", "-c", bind, str(self._folder / "resolv.conf"),
             sys.executable, "-m", "rollyard_operator",
@@ -107,9 +107,9 @@ class OperatorProcess:
         assert error is not None or ended == 0, self.log()
 
     def is_alive(self) -> bool:
-        """Whether the very process that was started runs."""
+        """Return whether the very process that was started runs."""
         return self._process is not None and self._process.poll() is None
 
     def log(self) -> str:
-        """What it has said."""
+        """Return the process's output."""
         return (self._folder / "log").read_text()

@@ -1,4 +1,4 @@
-"""Pods as the API server and the kernel list them: nothing here imports Rollyard."""
+"""Pods as the API server and the kernel list them. Nothing here imports Rollyard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGE, JOB, CLAIM = "rollyard.dev/stage", "rollyard.dev/job", "rollyard.dev/clai
 
 
 def api_server(kubeconfig: Path) -> httpx.Client:
-    """A client of the API server."""
+    """Return a client of the API server."""
     known = yaml.safe_load(kubeconfig.read_text())
     server, user = known["clusters"][0]["cluster"], known["users"][0]["user"]
     tls = ssl.create_default_context(cafile=server["certificate-authority"])
@@ -29,7 +29,7 @@ def api_server(kubeconfig: Path) -> httpx.Client:
 
 
 class ClusterReader:
-    """Lists pods without a process for every look."""
+    """A reader that lists pods without a process for every look."""
 
     def __init__(self, kubeconfig: Path) -> None:
         self._http = api_server(kubeconfig)
@@ -43,35 +43,35 @@ class ClusterReader:
         self._http.close()
 
     def labelled(self, selector: str) -> list[Pod]:
-        """Pods of all namespaces with these labels.
+        """Return pods of all namespaces with these labels.
 
         Raises:
-            httpx.HTTPError: the API server does not answer.
+            httpx.HTTPError: The API server does not answer.
         """
         answer = self._http.get("/api/v1/pods", params={"labelSelector": selector})
         found: list[Pod] = answer.raise_for_status().json()["items"]
         return found
 
     def pods(self, instance: str, component: str = "") -> list[Pod]:
-        """Pods that an installation's operator made, those that are going too."""
+        """Return pods that an installation's operator made, including those that are being deleted."""
         return self.labelled(f"{INSTANCE}={instance}" + (f",{COMPONENT}={component}" if component else ""))
 
 
 class PodWatch:
-    """What was ever seen of an installation's pods, and what must never be seen."""
+    """A record of all pods seen of an installation, and of what must never be seen."""
 
     def __init__(self, reader: ClusterReader, instance: str) -> None:
         self._reader = reader
         self._instance = instance
         self.seen: dict[str, Pod] = {}
-        """By uid; as last seen."""
+        """The pods by uid, as last seen."""
         self.faults: set[str] = set()
 
     def look(self) -> list[Pod]:
-        """The pods now.
+        """Return the pods now.
 
         Raises:
-            httpx.HTTPError: the API server does not answer.
+            httpx.HTTPError: The API server does not answer.
         """
         pods = self._reader.pods(self._instance)
         self.seen |= {pod["metadata"]["uid"]: pod for pod in pods}
@@ -85,12 +85,14 @@ class PodWatch:
         return pods
 
     def of(self, component: str) -> list[Pod]:
-        """Those ever seen of a component."""
+        """Return the pods ever seen of a component."""
         return [pod for pod in self.seen.values() if label(pod, COMPONENT) == component]
 
 
 def _unique(pod: Pod) -> tuple[str, ...]:
-    """What there may be one pod of, in jobs with one worker a stage; empty: there may be many."""
+    """Return the key of which only one pod may exist, in jobs with one worker a stage; empty if there may be
+    many.
+    """
     if label(pod, COMPONENT) == "stage-worker":
         return ("stage", label(pod, JOB), label(pod, STAGE))
     claim = label(pod, CLAIM)
@@ -98,26 +100,26 @@ def _unique(pod: Pod) -> tuple[str, ...]:
 
 
 def label(pod: Pod, name: str) -> str:
-    """A label's value; empty if it is not there."""
+    """Return a label's value; empty if it does not exist."""
     return str(pod["metadata"].get("labels", {}).get(name, ""))
 
 
 def is_at_work(pod: Pod) -> bool:
-    """Whether it is neither going nor over."""
+    """Return whether the pod is neither being deleted nor over."""
     over = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
     return not over and "deletionTimestamp" not in pod["metadata"]
 
 
 def is_ready(pod: Pod) -> bool:
-    """Whether it is at work and Ready."""
+    """Return whether it is at work and Ready."""
     conditions = pod.get("status", {}).get("conditions", [])
     return is_at_work(pod) and any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
 
 
 def processes_of(uids: set[str]) -> dict[int, str]:
-    """Live processes on this machine, the node, in control groups of these pods: pid → pod.
+    """Return live processes on this machine, the node, in control groups of these pods: pid → pod.
 
-    Without those of `pause`, which hold a pod's namespaces.
+    Those of `pause`, which hold a pod's namespaces, are left out.
     """
     found: dict[int, str] = {}
     for entry in os.scandir("/proc"):
@@ -136,7 +138,7 @@ def processes_of(uids: set[str]) -> dict[int, str]:
 
 
 def kill_processes(pod: Pod) -> int:
-    """kill -9 of every process in a pod's containers, which no process outlives; how many there were."""
+    """Send kill -9 to every process in a pod's containers, and return how many there were. None survives."""
     pids = processes_of({pod["metadata"]["uid"]})
     killed = 0
     for pid in sorted(pids):

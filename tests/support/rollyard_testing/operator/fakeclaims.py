@@ -23,7 +23,7 @@ class ClaimDesk:
         self.claims_: dict[str, Claim] = {}
         self.filed: dict[str, datetime] = {}
         self.removed: set[str] = set()
-        """Failed ones of which nothing is left; their worker may still ask why."""
+        """The failed claims of which nothing is left. Their worker may still ask why."""
         self.warm: list[WarmWant] = []
         self.revision = 1
         self.changed = asyncio.Event()

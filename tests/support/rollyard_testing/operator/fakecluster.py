@@ -62,9 +62,9 @@ class FakeKube:
     def __init__(self) -> None:
         self.objects: dict[Where, Object] = {}
         self.events: list[tuple[str, str, str, str]] = []
-        """Kind and name, type, reason, message."""
+        """Kind and name, type, reason and message of each event."""
         self.calls: list[tuple[str, str, str]] = []
-        """Verb, kind, name."""
+        """Verb, kind and name of each call."""
         self.refuse: Callable[[str, Object], KubeError | None] = lambda verb, obj: None
         self.watchers: list[Callable[[str, Object], None]] = []
         self.deaf = False
@@ -73,10 +73,10 @@ class FakeKube:
         self._versions = itertools.count(1000)
         self._uids = itertools.count(1)
 
-    # What tests do as kubectl, the kubelet or the garbage collector
+    # What tests do as kubectl, the kubelet or the garbage collector.
 
     def put(self, obj: Object) -> Object:
-        """`kubectl apply` by somebody else."""
+        """Apply an object as another user of kubectl."""
         where = self._where(obj)
         if where in self.objects:
             old = self.objects[where]
@@ -84,7 +84,7 @@ class FakeKube:
         return self._insert(obj)
 
     def remove(self, kind: str, namespace: str, name: str) -> None:
-        """It is gone, and so are the pods that it owned."""
+        """Remove an object, and the pods that it owned."""
         gone = self.objects.pop((kind, namespace, name))
         gone["metadata"]["resourceVersion"] = str(next(self._versions))
         self._tell("DELETED", gone)
@@ -94,7 +94,7 @@ class FakeKube:
                 self.remove(*where)
 
     def pod_status(self, namespace: str, name: str, status: Object) -> None:
-        """The kubelet's word."""
+        """Set a pod's status as the kubelet does."""
         pod = copy.deepcopy(self.objects[("Pod", namespace, name)])
         pod["status"] = status
         self._save(pod)
@@ -103,18 +103,18 @@ class FakeKube:
         return [obj for (one, _, _), obj in sorted(self.objects.items()) if one == kind]
 
     def version(self) -> int:
-        """The resource version of a list that is made now."""
+        """Return the resource version of a list that is made now."""
         return next(self._versions)
 
     def names(self, kind: str) -> list[str]:
         return [obj["metadata"]["name"] for obj in self.of(kind)]
 
     def break_watches(self) -> None:
-        """All watches are told that their resource version is too old."""
+        """Answer all watches that their resource version is too old."""
         for _, _, _, queue in self._watches:
             queue.put_nowait(None)
 
-    # The Watcher protocol
+    # The Watcher protocol.
 
     async def snapshot(self, kind: str, namespace: str | None, selector: str) -> tuple[list[Object], str]:
         listed = await self.list(kind, namespace, selector)
@@ -141,7 +141,7 @@ class FakeKube:
         finally:
             self._watches.remove(mine)
 
-    # The Kube protocol
+    # The Kube protocol.
 
     async def apply(self, obj: Object, *, force: bool = True) -> Object:
         await self._enter("apply", obj)
@@ -199,7 +199,7 @@ class FakeKube:
         await asyncio.sleep(0)
         self.events.append((f"{obj['kind']}/{obj['metadata']['name']}", type, reason, message))
 
-    # How it works
+    # How it works.
 
     async def _patch(
         self, verb: str, where: Where, body: Object, uid: str | None, version: str | None
@@ -260,18 +260,18 @@ class FakeKube:
 
 
 def _told(thing: Any, status: Any, *names: str) -> Any:
-    """The thing with what its driver says of it."""
+    """Return the thing with what its driver says of it."""
     told = {name: getattr(status, name) for name in ("conditions", "observed_generation", *names)}
     return thing.model_copy(update={"status": thing.status.model_copy(update=told)})
 
 
 def _new() -> dict[str, Any]:
-    """Metadata of what was made just now."""
+    """Return metadata of what was made just now."""
     return {"generation": 1, "creation_timestamp": datetime.now(UTC)}
 
 
 class FakeControlPlane:
-    """Jobs and pools as the control plane keeps them; rollouts only as counts."""
+    """Jobs and pools as the control plane keeps them; rollouts are only counts."""
 
     def __init__(self) -> None:
         self.all_jobs: dict[tuple[str, str], RolloutJob] = {}
@@ -285,7 +285,7 @@ class FakeControlPlane:
         self.refuse: Callable[[RolloutJob], Exception | None] = lambda job: None
         self._uids = itertools.count(1)
 
-    # What tests do as users of REST, or as the rollouts
+    # What tests do as users of REST, or as the rollouts.
 
     def post_job(self, job: RolloutJob) -> None:
         self._insert(job, None)
@@ -305,7 +305,7 @@ class FakeControlPlane:
         self.all_jobs[key] = job.model_copy(update={"status": status})
 
     def change(self, key: tuple[str, str], **spec: Any) -> None:
-        """PATCH over REST."""
+        """Send a PATCH over REST."""
         self.all_jobs[key] = self._changed(self.all_jobs[key], spec)
 
     def change_pool(self, key: tuple[str, str], **spec: Any) -> None:
@@ -319,7 +319,7 @@ class FakeControlPlane:
     def delete_over_rest(self, key: tuple[str, str]) -> None:
         self.all_jobs[key].metadata.annotations[CANCEL_REASON] = "Deleted"
 
-    # The ControlPlaneClient protocol
+    # The ControlPlaneClient protocol.
 
     async def _enter(self) -> None:
         await asyncio.sleep(0)

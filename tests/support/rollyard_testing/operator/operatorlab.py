@@ -22,7 +22,10 @@ from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, st
 NAMESPACE = "team"
 KEY = (NAMESPACE, "math")
 PATIENCE_SECONDS = 50.0
-"""It bounds a hang and says nothing of speed; less than pytest's limit, which ends a test less gently."""
+"""The longest wait.
+
+It bounds a hang and says nothing of speed; pytest's limit, which ends a test less gently, is longer.
+"""
 
 
 def settings_in(folder: Path, **more: Any) -> OperatorSettings:
@@ -71,7 +74,7 @@ class Lab:
         self.kube = kube
         self.control = control
         self.sick: set[str] = set()
-        """Hosts of backends that do not answer."""
+        """The hosts of backends that do not answer."""
         self.http = httpx.AsyncClient(transport=httpx.MockTransport(self._backend))
         profile = Profile(backoff_seconds=0.01, blocked_seconds=0.05, max_active_jobs=2, drain_seconds=3600.0)
         self.operator = Operator(settings, profile, kube, kube, control, self.http)
@@ -131,7 +134,7 @@ async def at_rest(kube: FakeKube) -> None:
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short pauses, for tests."""
+    """Make pauses short, for tests."""
     monkeypatch.setattr("rollyard_operator.installation.POLL_SECONDS", 0.02)
     monkeypatch.setattr("rollyard_operator.installation.WORKERS_SECONDS", 0.01)
     monkeypatch.setattr("rollyard_operator.controllers.job.POLL_SECONDS", 0.02)

@@ -92,11 +92,11 @@ PERMISSIVE: dict[str, Any] = {
     "secrets": True,
     "images": True,
 }
-"""What an installation says that leaves nearly all to its authors."""
+"""The permissions of an installation that leaves nearly everything to its authors."""
 
 
 def settings_of(dice: random.Random) -> OperatorSettings:
-    """Settings as an installation may have them."""
+    """Return settings as an installation may have them."""
     required = dice.random() < 0.7
     return OperatorSettings.model_validate(
         {
@@ -122,7 +122,7 @@ def settings_of(dice: random.Random) -> OperatorSettings:
 
 
 def objects(dice: random.Random, namespace: str) -> Iterator[Object]:
-    """One of each kind of object, for a random installation, job and pool."""
+    """Yield one of each kind of object, for a random installation, job and pool."""
     settings = settings_of(dice)
     profile = Profile(made_of=installation_digest(settings), combine_stages=dice.random() < 0.3)
     meta = {

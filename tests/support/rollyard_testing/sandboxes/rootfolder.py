@@ -9,7 +9,7 @@ from pathlib import Path
 
 _SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 _PROGRAMS = ("bash", "cat", "ls", "id", "env", "mkdir", "sleep", "touch", "stty", "head", "tail", "rm")
-# What the tests of all kinds of sandboxes call.
+# These are called by the tests of all kinds of sandboxes.
 _MORE_PROGRAMS = (
     "chmod", "chroot", "cut", "find", "grep", "hostname", "mknod", "mount", "readlink", "seq", "setsid",
     "sort", "stat", "tr", "tty", "umount", "unshare", "wc",
@@ -17,7 +17,7 @@ _MORE_PROGRAMS = (
 
 
 def make_root(folder: Path, *further: str) -> Path:
-    """A root folder with bash, a few programs and the libraries they load; no Python."""
+    """Make a root folder with bash, a few programs and the libraries they load, and without a Python."""
     (folder / "usr/bin").mkdir(parents=True)
     (folder / "bin").symlink_to("usr/bin")
     (folder / "etc").mkdir()
@@ -37,7 +37,7 @@ def make_root(folder: Path, *further: str) -> Path:
 
 
 def make_image(folder: Path, *further: str) -> Path:
-    """A root folder with all that the tests call inside, and a user as most images lack one."""
+    """Make a root folder with all that the tests call, and a user as most images lack one."""
     root = make_root(folder, *_MORE_PROGRAMS, *further)
     for name in ("home", "root", "tmp", "work", "var/tmp", "proc", "sys", "dev"):
         (root / name).mkdir(parents=True)
@@ -49,7 +49,7 @@ def make_image(folder: Path, *further: str) -> Path:
 
 
 def make_sif(root: Path) -> Path:
-    """The same as a SIF file, beside the root folder."""
+    """Make the same as a SIF file, beside the root folder."""
     target = root.parent / "image.sif"
     program = shutil.which("apptainer") or "singularity"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A bridge of the lab's ordinary user, and hands to look at what it does."""
+"""A bridge of the lab's ordinary user, and methods to see what it does."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from rollyard_crds import RolloutJob
 ROLLYARD = [sys.executable, "-m", "rollyard"]
 READY_SECONDS = 90.0
 PATIENCE = 4.0
-"""How many times as long anything may take on a machine that does other work too."""
+"""How many times as long anything may take on a machine that does other work, too."""
 
 
 def until(condition: Callable[[], Any], seconds: float = 60.0, what: str = "it") -> Any:
-    """What the condition says once it is true.
+    """Return what the condition gives once it is true.
 
     Args:
-        seconds: within which it comes on a machine of its own; it may take PATIENCE times that.
+        seconds: The time in which it becomes true on an idle machine. It may take PATIENCE times as long.
 
     Raises:
-        AssertionError: not in time.
+        AssertionError: The condition did not become true in time.
     """
     seconds *= PATIENCE
     deadline = time.monotonic() + seconds
@@ -49,9 +49,9 @@ def job(
     gate: Path | None = None,
     **spec: Any,
 ) -> RolloutJob:
-    """A job whose rollouts replay a known solution, each taking `pause` seconds in Run.
+    """Return a job whose rollouts replay a known solution, each taking `pause` seconds in Run.
 
-    `gate`: a file that each waits for first, up to a minute and a half.
+    `gate` is a file that each waits for first, up to a minute and a half.
     """
     work = f"sleep {pause}"
     if gate is not None:
@@ -96,7 +96,7 @@ class Bridge:
     partition: str | None = "debug"
     sandbox: str = "process"
     view: Path | None = None
-    """Where the home lies for this process, if elsewhere than for its user."""
+    """The folder where the home lies for this process, if elsewhere than for its user."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -108,17 +108,17 @@ class Bridge:
 
     @property
     def files(self) -> Path:
-        """The home as this process sees it."""
+        """Return the home as this process sees it."""
         return self.view or self.home
 
     def start(self) -> Bridge:
-        """Starts it, and waits until it is ready."""
+        """Start it, and wait until it is ready."""
         self.begin()
         self.wait_ready()
         return self
 
     def begin(self) -> None:
-        """Starts it."""
+        """Start it."""
         words = self.command("up", "--sandbox", self.sandbox)
         words += ["--partition", self.partition] if self.partition else []
         words += self.options
@@ -128,7 +128,7 @@ class Bridge:
             )
 
     def wait_ready(self) -> None:
-        """Waits until it is ready."""
+        """Wait until it is ready."""
         assert self.process is not None
         mine = self.process.pid
 
@@ -140,14 +140,14 @@ class Bridge:
         until(ready, READY_SECONDS, "the bridge")
 
     def stop(self, number: signal.Signals = signal.SIGINT, seconds: float = 240.0) -> int:
-        """Ends it with a signal; its exit status."""
+        """End it with a signal, and return its exit status."""
         assert self.process is not None
         if self.process.poll() is None:
             os.kill(self.process.pid, number)
         return self.process.wait(seconds)
 
     def kill(self) -> None:
-        """Ends it at once unless it has ended; its Slurm jobs go on."""
+        """End it at once unless it has ended; its Slurm jobs continue."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait(30)
@@ -161,9 +161,10 @@ class Bridge:
         return str(_read(self.files / "bridge.json")["instance"])
 
     def jobs(self, kind: str = "", states: str = "") -> dict[int, dict[str, str]]:
-        """The Slurm jobs of this home that have not ended: state, node, and what their comments say.
+        """Return the Slurm jobs of this home that have not ended: state, node, and what their comments say.
 
-        `states`: those of these states instead, as squeue takes them; `all` are also those that ended.
+        `states` asks for those of these states instead, as squeue takes them; `all` includes those that
+        ended.
         """
         command = ["squeue", "-h", "-o", "%A|%T|%N|%r|%k", *(["-t", states] if states else [])]
         done = subprocess.run(command, env=self.slurm.env, capture_output=True, text=True, timeout=60)
@@ -176,7 +177,7 @@ class Bridge:
         return found
 
     def running(self, kind: str = "stage-worker", count: int = 1, seconds: float = 60.0) -> list[int]:
-        """Waits until so many jobs of a kind run; their numbers."""
+        """Wait until so many jobs of a kind run, and return their numbers."""
 
         def there() -> list[int]:
             found = [number for number, one in self.jobs(kind).items() if one["state"] == "RUNNING"]
@@ -185,7 +186,7 @@ class Bridge:
         return list(until(there, seconds, f"{count} running {kind} jobs"))
 
     def ended(self, name: str, seconds: float = 120.0) -> RolloutJob:
-        """Waits until a job has finished."""
+        """Wait until a job has finished, and return it."""
         with self.client() as client:
 
             def finished() -> RolloutJob | None:
@@ -197,12 +198,12 @@ class Bridge:
 
 
 def condition(thing: Any, kind: str, part: str = "status") -> str:
-    """What a condition of a job or pool says; empty if it was never set."""
+    """Return what a condition of a job or pool says; empty if it was never set."""
     return next((str(getattr(one, part)) for one in thing.status.conditions if one.type == kind), "")
 
 
 def accounted_for(bridge: Bridge, wanted: RolloutJob) -> None:
-    """Every rollout has exactly one result, and it is the right one."""
+    """Check that every rollout has exactly one result, and that it is the right one."""
     inline = wanted.spec.tasks.inline or []
     with bridge.client() as client:
         got = list(client.trajectories(wanted.metadata.name))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def fill(path: Path) -> None:
-    """Takes all that is left on a disk, by a file; called again, also what has become free since."""
+    """Take all that is left on a disk, with a file; a repeated call also takes what has become free since."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         while os.write(fd, bytes(4096)):

@@ -1,4 +1,4 @@
-"""The lab of scripts/slurm-lab, and hands to break its parts with."""
+"""The lab of scripts/slurm-lab, and methods to break its parts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[4]
 LAB = ROOT / "scripts" / "slurm-lab"
 START_SECONDS = 600.0
-"""The first start on a machine installs packages."""
+"""The longest start, in seconds: the first one on a machine installs packages."""
 COMMAND_SECONDS = 120.0
 HEAL_SECONDS = 240.0
 
 
 class CommandFailed(AssertionError):
-    """A command ended with another status than 0; its words."""
+    """A command ended with another status than 0; the text is its output."""
 
     def __init__(self, command: Sequence[str], done: subprocess.CompletedProcess[str]) -> None:
         super().__init__(f"{shlex.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
@@ -39,10 +39,10 @@ def lab_command(*words: str, timeout: float = COMMAND_SECONDS) -> str:
 
 @dataclass
 class Slurm:
-    """The lab, and hands to break its parts with."""
+    """The lab, and methods to break its parts."""
 
     conf: Path
-    """slurm.conf; root's commands need it in SLURM_CONF."""
+    """The path of slurm.conf, which root's commands need in SLURM_CONF."""
     home: Path
     """The user's home, shared between the login node and all nodes."""
     user: str
@@ -50,16 +50,17 @@ class Slurm:
     gid: int
     nodes: tuple[str, ...]
     node_tmp: Mapping[str, Path]
-    """Where each node's own /tmp lies on this machine."""
+    """The path of each node's own /tmp on this machine."""
     env: dict[str, str] = field(repr=False)
-    """For Slurm's commands outside the lab, as root."""
+    """The environment for Slurm's commands outside the lab, as root."""
 
     def command(
         self, argv: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> list[str]:
-        """The command line that runs one as the ordinary user on the login node.
+        """Return the command line that runs one as the ordinary user on the login node.
 
-        `cwd`: the user's home if None. `env`: beside the user's own few variables; nothing else is handed on.
+        `cwd` is the user's home if None. `env` is added to the user's own few variables; nothing else is
+        passed.
         """
         words = [sys.executable, str(LAB), "run", "--chdir", str(cwd or self.home)]
         for name, value in (env or {}).items():
@@ -76,11 +77,11 @@ class Slurm:
         timeout: float = COMMAND_SECONDS,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command as the ordinary user on the login node; `timeout` in seconds.
+        """Run a command as the ordinary user on the login node; `timeout` is in seconds.
 
         Raises:
-            CommandFailed: its exit status is not 0, and `check`.
-            subprocess.TimeoutExpired: it lasted longer.
+            CommandFailed: Its exit status is not 0, and `check` is set.
+            subprocess.TimeoutExpired: It lasted longer.
         """
         command = self.command(argv, cwd=cwd, env=env)
         stdin = {"input": input} if input is not None else {"stdin": subprocess.DEVNULL}
@@ -97,24 +98,24 @@ class Slurm:
         env: Mapping[str, str] | None = None,
         **popen: Any,
     ) -> subprocess.Popen[bytes]:
-        """Starts a command as the ordinary user; its pid is the command's own."""
+        """Start a command as the ordinary user; its pid is the command's own."""
         return subprocess.Popen(self.command(argv, cwd=cwd, env=env), **popen)
 
     def sbatch(self, script: str, *options: str) -> int:
-        """Submits a script as the ordinary user; the job's number."""
+        """Submit a script as the ordinary user, and return the job's number."""
         told = self.run_as_user(["sbatch", "--parsable", *options], input=script).stdout
         return int(told.strip().split(";")[0])
 
     def state(self, job: int) -> str:
-        """Of a job, such as RUNNING; empty where Slurm does not know it."""
+        """Return the state of a job, such as RUNNING; empty where Slurm does not know it."""
         done = self.run_as_user(["squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T"], check=False)
         return done.stdout.strip()
 
     def wait_state(self, job: int, *states: str, seconds: float = 120.0) -> str:
-        """Waits until a job is in one of these states; which.
+        """Wait until a job is in one of these states, and return which.
 
         Raises:
-            AssertionError: it is in none of them in time.
+            AssertionError: It is in none of them in time.
         """
         deadline = time.monotonic() + seconds
         while (seen := self.state(job)) not in states:
@@ -123,25 +124,25 @@ class Slurm:
         return seen
 
     def node_states(self) -> dict[str, str]:
-        """Of each node, such as idle; a `*` at its end: it does not answer."""
+        """Return the state of each node, such as idle; a `*` at its end means that it does not answer."""
         command = ["sinfo", "-h", "-N", "-p", "debug", "-o", "%N %T"]
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=COMMAND_SECONDS)
         return dict(line.split() for line in done.stdout.splitlines()) if done.returncode == 0 else {}
 
     def kill_slurmd(self, node: str) -> None:
-        """SIGKILL to a node's slurmd; the jobs on it run on."""
+        """Send SIGKILL to a node's slurmd; the jobs on it keep running."""
         lab_command("kill", node)
 
     def start_slurmd(self, node: str) -> None:
-        """Starts a node's slurmd again unless it runs."""
+        """Start a node's slurmd again unless it runs."""
         lab_command("restart", node)
 
     @contextmanager
     def altered_node(self, node: str, *changes: str) -> Iterator[Slurm]:
-        """An idle node whose slurmd is started again with these options of `slurm-lab restart`, for a while.
+        """Start an idle node's slurmd again with these options of `slurm-lab restart`, for a while.
 
         Yields:
-            The lab, with the node's own /tmp where it lies then.
+            It yields the lab, with the node's own /tmp where it lies then.
         """
         lab_command("end", node)
         lab_command("restart", node, *changes)
@@ -155,10 +156,10 @@ class Slurm:
 
     @contextmanager
     def disk(self, folder: Path, mebibytes: int) -> Iterator[Path]:
-        """A disk of so many MiB at `folder`, for the user on the login node alone.
+        """Make a disk of so many MiB at `folder`, for the user on the login node alone.
 
         Yields:
-            The folder as this process sees it.
+            It yields the folder as this process sees it.
         """
         pid = (self.conf.parents[1] / "run" / "namespace.pid").read_text().split()[0]
         inside = ["nsenter", "-t", pid, "--mount", "--"]
@@ -178,16 +179,19 @@ class Slurm:
             time.sleep(0.1)
 
     def stop_controller(self, saving: bool = True) -> None:
-        """Ends slurmctld. Not `saving`: it dies, and knows nothing of its last seconds when it is back."""
+        """End slurmctld. Without `saving` it dies, and knows nothing of its last seconds when it is back."""
         lab_command("end" if saving else "kill", "slurmctld")
 
     def start_controller(self) -> None:
-        """Starts slurmctld again unless it runs; it knows its jobs from disk."""
+        """Start slurmctld again unless it runs; it knows its jobs from disk."""
         lab_command("restart", "slurmctld")
 
     @contextmanager
     def accounting(self) -> Iterator[None]:
-        """The controller with accounts, whose limits count, for a while; it soon forgets what has ended."""
+        """Run the controller with accounts for a while.
+
+        Their limits count, and it soon forgets what has ended.
+        """
         self.stop_controller()
         try:
             lab_command("restart", "slurmctld", "--accounting", timeout=START_SECONDS)
@@ -201,7 +205,7 @@ class Slurm:
             self.heal()
 
     def sacctmgr(self, *words: str) -> str:
-        """What an administrator's command about accounts prints."""
+        """Return what an administrator's command about accounts prints."""
         command = ["sacctmgr", "--immediate", "--noheader", "--parsable2", *words]
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=COMMAND_SECONDS)
         if done.returncode != 0:
@@ -209,7 +213,7 @@ class Slurm:
         return done.stdout
 
     def job_processes(self) -> dict[int, str]:
-        """Command lines of the user's processes in control groups of Slurm's jobs, by pid."""
+        """Return command lines of the user's processes in control groups of Slurm's jobs, by pid."""
         found = {}
         for pid, line in self.user_processes().items():
             try:
@@ -221,7 +225,7 @@ class Slurm:
         return found
 
     def user_processes(self) -> dict[int, str]:
-        """Command lines of what runs as the ordinary user, by pid; what has ended is not counted."""
+        """Return command lines of the ordinary user's processes, by pid; what has ended is not counted."""
         found = {}
         for entry in os.scandir("/proc"):
             if not entry.name.isdigit():
@@ -233,21 +237,21 @@ class Slurm:
                     continue
                 line = Path(entry.path, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # It has ended in between.
             found[int(entry.name)] = line.strip()
         return found
 
     def heal_nodes(self) -> None:
-        """Every slurmd and slurmctld runs, or has been started."""
+        """Start every slurmd and slurmctld that does not run."""
         lab_command("restart", "slurmctld")
         for node in self.nodes:
             lab_command("restart", node)
 
     def heal(self) -> None:
-        """Everything runs, nothing is queued, all nodes are idle.
+        """Wait until everything runs, nothing is queued, and all nodes are idle.
 
         Raises:
-            AssertionError: not within HEAL_SECONDS.
+            AssertionError: This takes longer than HEAL_SECONDS.
         """
         self.heal_nodes()
         deadline = time.monotonic() + HEAL_SECONDS

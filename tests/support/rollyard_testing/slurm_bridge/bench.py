@@ -46,7 +46,7 @@ class Bench:
         self.begin()
 
     def begin(self) -> None:
-        """A bridge starts on the home, as after a kill."""
+        """Start a bridge on the home, as after a kill."""
         token, wake, say = lambda owner: "secret", lambda: None, self.said.append
         self.fleet = SlurmWorkloads(self.site, self.slurm, self._http, token, wake, say)
         self.driver = Driver(self.store, self.fleet, reconcile_profile(self.site))

@@ -15,20 +15,21 @@ INVALID_JOB = {"error": "Invalid job id specified", "error_number": 2017, "sourc
 
 @dataclass
 class Restd:
-    """Listens while its block lasts.
+    """A server that listens while its block lasts.
 
     Args:
-        version: of the API; from 39 on in the typed shape.
+        `version` is that of the API; from 39 on it has the typed shape.
     """
 
     socket: Path
     version: int = 38
     flags: bool = False
-    """Its DELETE takes flags."""
+    """Whether its DELETE takes flags."""
     token: str = ""
     broken: str = ""
-    """`hang`: it answers nothing; `cut`: it closes after it has read; `away`: the controller is away;
-    `proxy`: what stands before it answers."""
+    """With `hang` it answers nothing; with `cut` it closes after it has read; with `away` the controller is
+    away; with `proxy` what stands before it answers.
+    """
     jobs: dict[int, dict[str, Any]] = field(default_factory=dict)
     refuse: str = ""
     calls: list[tuple[str, str, Any]] = field(default_factory=list)

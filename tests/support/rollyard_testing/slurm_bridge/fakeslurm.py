@@ -1,4 +1,4 @@
-"""A Slurm in memory, and a control plane's store: what the bridge's driver is tested with."""
+"""A Slurm in memory and a control plane's store, for tests of the bridge's driver."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LIMIT = 3600.0
 
 @dataclass
 class FakeSlurm:
-    """Takes jobs, starts them when told, and forgets them when told."""
+    """A Slurm that takes jobs, and starts and forgets them on request."""
 
     queued: dict[int, QueuedJob] = field(default_factory=dict)
     ended: dict[int, JobDetails] = field(default_factory=dict)
     refuse: str = ""
-    """sbatch's words; with `limit` it is a site's limit."""
+    """The words of sbatch; with `limit` it is a site's limit."""
     limit: bool = False
     away: str = ""
     unsure: str = ""
@@ -49,7 +49,7 @@ class FakeSlurm:
         return job
 
     def take(self, script: str) -> int:
-        """A new job of a script."""
+        """Return a new job of a script."""
         self.last += 1
         comment = re.search(r"^#SBATCH --comment=(\S+)$", script, re.MULTILINE)
         assert comment is not None
@@ -80,13 +80,13 @@ class FakeSlurm:
             if job in self.queued:
                 self.end(job, "CANCELLED")
 
-    # What happens in the cluster
+    # What happens in the cluster.
 
     def change(self, job: int, **changes: Any) -> None:
         self.queued[job] = replace(self.queued[job], **changes)
 
     def run(self, job: int, left: float = LIMIT) -> None:
-        """It runs, with so many seconds of its hour left."""
+        """Let it run, with so many seconds of its hour left."""
         self.change(job, state="RUNNING", reason="None", nodes="cn1", used=LIMIT - left, left=left)
 
     def run_all(self) -> None:
@@ -100,7 +100,7 @@ class FakeSlurm:
 
 @dataclass
 class FakeStore:
-    """The jobs and pools that the driver has to do with."""
+    """The jobs and pools that concern the driver."""
 
     listed: list[RolloutJob] = field(default_factory=list)
     pool_list: list[BackendPool] = field(default_factory=list)
@@ -128,7 +128,7 @@ class FakeStore:
         self.backends[pool.metadata.name] = list(backends)
 
     async def cancel(self, job: RolloutJob) -> None:
-        """Nothing here cancels."""
+        """Do nothing, because nothing here cancels."""
 
     async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
         self.deaths.append(report.worker)
@@ -141,7 +141,7 @@ class FakeStore:
         self.pool_list = [pool for pool in self.pool_list if pool.metadata.name != name]
 
     async def watch(self, wake: Callable[[], None]) -> None:
-        """Nothing changes by itself."""
+        """Do nothing, because nothing changes by itself."""
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing, because nothing is open."""

@@ -9,7 +9,7 @@ from rollyard_slurm.calls.command_line import SlurmCommands, environment
 
 
 class Programs:
-    """A folder with programs that say what they are told to."""
+    """A folder with programs that print what a test gives them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,7 +1,7 @@
-"""Judges trajectories against what servers said on the wire, and against a fresh forward pass.
+"""Trajectories are judged against what servers said on the wire, and against a fresh forward pass.
 
-Nothing of Rollyard is imported here: trajectories are what its REST API answers, exchanges what a proxy
-between it and the servers recorded. Each finding names the check that failed:
+Nothing of Rollyard is imported here: trajectories are what its REST API answers, and exchanges are what a
+proxy between it and the servers recorded. Each finding names the check that failed:
 
     shape       parallel lists of unequal length; the mask is not 1 exactly on the turns
     sampling    a request asked for other sampling than the trajectory says
@@ -52,16 +52,16 @@ class Answer:
     ids: list[int]
     logprobs: list[float]
     versions: list[str]
-    """Empty strings where the server says nothing."""
+    """The policy versions; they are empty strings where the server says nothing."""
     finish: str
     began: float
     ended: float
     delivered: bool
-    """The client was there until the end."""
+    """Whether the client was there until the end."""
 
     @property
     def counted(self) -> int:
-        """How many of its tokens count: those before the first with an unverified label."""
+        """Return how many of its tokens count: those before the first with an unverified label."""
         for place, version in enumerate(self.versions):
             if version.startswith(UNVERIFIED):
                 return place
@@ -69,7 +69,7 @@ class Answer:
 
 
 def answers(server: str, exchanges: Iterable[Exchange]) -> list[Answer]:
-    """The answers with samples among what was recorded before `server`."""
+    """Return the answers with samples among what was recorded before `server`."""
     found = []
     for exchange in exchanges:
         if exchange.path.startswith("/inference/v1/generate"):
@@ -83,7 +83,7 @@ def answers(server: str, exchanges: Iterable[Exchange]) -> list[Answer]:
         try:
             request, body = json.loads(exchange.request), json.loads(exchange.response)
         except ValueError:
-            continue  # cut off in the middle: nobody can have read it
+            continue  # It was cut off in the middle, so it cannot have been read.
         prompt, parameters, ids, logprobs, versions, finish = read(request, body)
         found.append(
             Answer(
@@ -118,7 +118,7 @@ def _completions(request: dict[str, Any], body: dict[str, Any]) -> _Read:
 
 
 def _bits(values: Sequence[float]) -> bytes:
-    # As the record keeps them: rounding in reduced precision above 0 is taken for 0.
+    # The record keeps them so: rounding in reduced precision above 0 is taken for 0.
     return struct.pack(f"<{len(values)}d", *(min(value, 0.0) + 0.0 for value in values))
 
 
@@ -128,14 +128,14 @@ class Judgement:
 
     findings: list[Finding] = field(default_factory=list)
     unused: list[Answer] = field(default_factory=list)
-    """Answers that no trajectory holds."""
+    """The answers that no trajectory holds."""
     tokens: int = 0
-    """Sampled tokens whose ids and log-probabilities are those of a server."""
+    """The sampled tokens whose ids and log-probabilities are those of a server."""
     turns: int = 0
     continued: int = 0
-    """Turns that are made of more than one answer."""
+    """The turns that are made of more than one answer."""
     moved: int = 0
-    """Trajectories whose turns were sampled by more than one server."""
+    """The trajectories whose turns were sampled by more than one server."""
 
     @property
     def checks(self) -> set[str]:
@@ -156,7 +156,7 @@ def judge(
     """Compare every turn of every trajectory with what was served.
 
     Args:
-        discarded: whether an answer that no trajectory holds is explained (a rollout that was restarted).
+        discarded: Whether an answer that no trajectory holds is explained (a rollout that was restarted).
     """
     by_prompt: dict[tuple[int, ...], list[Answer]] = defaultdict(list)
     for answer in served:
@@ -167,7 +167,7 @@ def judge(
         _judge_one(trajectory, by_prompt, used, verdict)
     for group in by_prompt.values():
         for answer in group:
-            # A request for one token is a probe of the server, no rollout's turn.
+            # A request for one token is a probe of the server and belongs to no rollout.
             probe = answer.parameters.get("max_tokens") == 1
             if (answer.server, answer.number) in used or not answer.counted or probe:
                 continue
@@ -234,7 +234,7 @@ class _Wanted:
     versions: list[str]
 
     def choose(self, there: list[Answer], where: str, verdict: Judgement) -> Answer | None:
-        """The answer that this is, or begins with; the finding nearest to it where there is none."""
+        """Return the answer that this is, or begins with; else the finding nearest to it."""
         if not there:
             verdict.add("prompt", where, "no server was asked (once more) with the ids before it")
             return None
@@ -283,13 +283,13 @@ class Pass:
     ids: list[int]
     temperature: float
     places: list[int]
-    """Which of `ids` were sampled."""
+    """The places of `ids` that were sampled."""
     recorded: list[float]
-    """Their log-probabilities."""
+    """The recorded log-probabilities of these places."""
 
 
 def passes(trajectories: Iterable[dict[str, Any]], version: str | None = None) -> Iterator[Pass]:
-    """Every segment with sampled tokens; of those only the ones of a policy version, where it is given."""
+    """Yield every segment with sampled tokens, or only those of a policy version, where it is given."""
     for trajectory in trajectories:
         for number, segment in enumerate(trajectory["segments"]):
             before = len(segment["prompt_ids"])
@@ -315,7 +315,7 @@ class Agreement:
     findings: list[Finding] = field(default_factory=list)
     tokens: int = 0
     largest: float = 0.0
-    """Largest difference, in nats."""
+    """The largest difference, in nats."""
 
 
 def compare(asked: Sequence[Pass], fresh: Sequence[Sequence[float]]) -> Agreement:

@@ -1,4 +1,4 @@
-"""A second checkpoint of the test model: the same shapes, other weights."""
+"""A second checkpoint of the test model has the same shapes and other weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _HEADER = struct.Struct("<Q")  # https://github.com/huggingface/safetensors#form
 
 
 def perturbed(model: Path, folder: Path, *, scale: float = 0.2, seed: int = 0) -> Path:
-    """A copy of a float32 model folder, every weight multiplied by 1 + `scale` × a normal number.
+    """Copy a float32 model folder, every weight multiplied by 1 + `scale` × a normal number.
 
-    Other folders come of other seeds. Raises AssertionError for another precision.
+    Other seeds give other folders. Raises AssertionError for another precision.
     """
     shutil.copytree(model, folder)
     file = folder / "model.safetensors"

@@ -20,17 +20,17 @@ _SECONDS = 300.0
 
 
 class Forward:
-    """`logprobs` of a running process."""
+    """A running process, which computes log-probabilities."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
         self._log = log
 
     def logprobs(self, model: Path, passes: Sequence[object]) -> list[list[float]]:
-        """Of each `checker.Pass` under a Hugging Face folder's weights, in float32.
+        """Return those of each `checker.Pass` under a Hugging Face folder's weights, in float32.
 
         Raises:
-            AssertionError: the process ended, or took too long.
+            AssertionError: The process ended, or took too long.
         """
         names = ("ids", "temperature", "places")
         asked = [{name: getattr(one, name) for name in names} for one in passes]
@@ -53,7 +53,7 @@ class Forward:
 
 @contextlib.contextmanager
 def forward_passes(python: Path, folder: Path) -> Iterator[Forward]:
-    """The process, while the block runs; `python` has torch and transformers."""
+    """Run the process while the block runs; `python` has torch and transformers."""
     log = folder / "forward.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -79,7 +79,8 @@ def _main() -> None:
                 ids = torch.tensor(one["ids"])
                 at = torch.tensor(one["places"])
                 hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-                # Only the output rows that are asked for: the vocabulary is the larger side.
+                # Only the output rows that are asked for are computed, because the vocabulary is the larger
+                # side.
                 logits = model.lm_head(hidden[at - 1]) / one["temperature"]
                 picked = logits.double().log_softmax(-1).gather(1, ids[at][:, None])[:, 0]
                 results.append(picked.tolist())

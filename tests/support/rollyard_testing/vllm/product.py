@@ -35,7 +35,7 @@ _START_SECONDS = 180.0
 
 
 class Product:
-    """Its parts end with the block; `arguments` are further ones of the control plane."""
+    """A product whose parts end with the block; `arguments` are further ones of the control plane."""
 
     def __init__(self, folder: Path, arguments: Sequence[str] = ()) -> None:
         self._folder = folder
@@ -44,7 +44,7 @@ class Product:
         self.url = ""
 
     def __enter__(self) -> Product:
-        # The extensions are installed as a user's are: by a distribution that the path leads to.
+        # The extensions are installed as a user's are: by a distribution on the path.
         installed = self._folder / "site" / "dialogues-1.0.dist-info"
         installed.mkdir(parents=True)
         (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: dialogues\nVersion: 1.0\n")
@@ -75,7 +75,7 @@ class Product:
             process.wait(10)
 
     def worker(self, name: str, *arguments: str, run: int = 64) -> subprocess.Popen[bytes]:
-        """A stage worker with `run` places in Run."""
+        """Start a stage worker with `run` places in Run."""
         return self._start(
             name, "rollyard_pipeline", "--url", self.url, "--name", name,
             "--token-file", str(self._folder / "state" / "tokens.json"),
@@ -84,13 +84,13 @@ class Product:
         )  # fmt: skip
 
     def http(self, role: str = "admin") -> httpx.Client:
-        """A client of the REST API."""
+        """Return a client of the REST API."""
         token = json.loads((self._folder / "state" / "tokens.json").read_text())[role]
         headers = {"Authorization": f"Bearer {token}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
 
     def pool(self, name: str, urls: Sequence[str], tokenizer: Path, **spec: Any) -> None:
-        """An external pool of these servers, ready."""
+        """Make an external pool of these servers, and wait until it is ready."""
         engine = {"type": "external", "external": {"urls": list(urls)}}
         self._post("/v1/backendpools", {
             "apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPool", "metadata": {"name": name},
@@ -118,7 +118,7 @@ class Product:
         sampling: dict[str, Any],
         **spec: Any,
     ) -> set[tuple[str, int]]:
-        """Submits dialogues; gives the (task, sample) pairs that must come back."""
+        """Submit dialogues, and return the (task, sample) pairs that must come back."""
         self._post("/v1/rolloutjobs", {
             "apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": name},
             "spec": {
@@ -133,7 +133,7 @@ class Product:
         return {(task["id"], sample) for task in tasks for sample in range(samples)}
 
     def results(self, name: str, expected: set[tuple[str, int]], seconds: float) -> list[dict[str, Any]]:
-        """Every trajectory of a job, once each, as the REST API answers."""
+        """Return every trajectory of a job, once each, as the REST API answers."""
         ledger = Ledger()
         deadline = time.monotonic() + seconds
         with self.http() as http:
@@ -143,7 +143,7 @@ class Product:
                 )
                 ledger.read(http, name)
                 time.sleep(0.1)
-            # Whatever would come beside them has come by now: all that was submitted has ended.
+            # All that was submitted has ended, so whatever else would come has come as well.
             ledger.read(http, name)
             whole = Ledger()
             whole.read(http, name)
@@ -152,7 +152,7 @@ class Product:
         return list(whole.seen.values())
 
     def update(self, pool: str, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Asks for a weight update and waits for its end; gives it as it is then."""
+        """Ask for a weight update, wait for its end, and return it as it is then."""
         path = f"/v1/backendpools/{pool}/weights"
         update = self._post(path, request)
         deadline = time.monotonic() + seconds
@@ -164,7 +164,7 @@ class Product:
         return dict(update)
 
     def words(self) -> str:
-        """The end of every log."""
+        """Return the end of every log."""
         logs = sorted(self._folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
@@ -188,6 +188,6 @@ class Product:
 
 @contextlib.contextmanager
 def a_product(*arguments: str) -> Iterator[Product]:
-    """One in a folder of its own, whose path is short enough for Unix sockets."""
+    """Yield a product in a folder of its own, whose path is short enough for Unix sockets."""
     with tempfile.TemporaryDirectory(prefix="ryv-") as folder, Product(Path(folder), arguments) as product:
         yield product

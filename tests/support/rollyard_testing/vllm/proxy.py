@@ -42,15 +42,15 @@ class Exchange:
     """One request and its answer."""
 
     number: int
-    """Rises in the order of the requests."""
+    """The number, which rises in the order of the requests."""
     began: float
     ended: float
-    """Seconds since the epoch."""
+    """The time of the end, in seconds since the epoch."""
     method: str
     path: str
     request: str
     status: int
-    """0 where no answer came."""
+    """The status of the answer, or 0 where none came."""
     response: str
     end: str
 
@@ -63,7 +63,7 @@ class _Proxy:
         self._client: aiohttp.ClientSession | None = None
 
     async def client(self, _app: web.Application) -> Any:
-        """Opens the connections to the server, and closes them with the application."""
+        """Open the connections to the server, and close them with the application."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(
@@ -99,7 +99,8 @@ class _Proxy:
         except asyncio.CancelledError:
             end = "client gone"
             raise
-        except ConnectionResetError:  # of the client's connection: aiohttp wraps the server's
+        # It is the client's connection, because aiohttp wraps errors of the server's.
+        except ConnectionResetError:
             end = "client gone"
             return _closed(request, answer)
         except (aiohttp.ClientError, OSError):
@@ -125,7 +126,7 @@ async def _serve(target: str, port: int, port_file: Path, record: Path) -> None:
     app = web.Application(client_max_size=256 << 20)
     app.router.add_route("*", "/{path:.*}", proxy.handle)
     app.cleanup_ctx.append(proxy.client)
-    # With cancellation the server is told at once when its client leaves.
+    # With cancellation the server learns at once when its client leaves.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port)
@@ -143,14 +144,14 @@ class Recorder:
         self._record = record
 
     def exchanges(self) -> list[Exchange]:
-        """All that have ended so far, in the order of the requests."""
+        """Return all exchanges that have ended so far, in the order of the requests."""
         lines = self._record.read_text(encoding="utf-8").splitlines()
         return sorted((Exchange(**json.loads(line)) for line in lines), key=lambda one: one.number)
 
 
 @contextmanager
 def recording(target: str, folder: Path, name: str) -> Iterator[Recorder]:
-    """A proxy of `target` in a process of its own while the block runs."""
+    """Run a proxy of `target` in a process of its own while the block runs."""
     port_file, record, log = (folder / f"{name}.{kind}" for kind in ("port", "ndjson", "log"))
     command = [sys.executable, __file__, "--target", target, "--port-file", str(port_file)]
     with log.open("ab") as out:

@@ -3,8 +3,8 @@
     random_models.py FOLDER TOKENIZER
 
 writes FOLDER/first and FOLDER/second, which differ in every weight; FOLDER/adapter, a LoRA adapter of the
-first; and FOLDER/merged, the first with the adapter's change in its weights. With the tokenizer that the
-folder TOKENIZER holds. Runs in the environment of scripts/vllm-env.
+first; and FOLDER/merged, the first with the adapter's change in its weights. They have the tokenizer that the
+folder TOKENIZER holds. It runs in the environment of scripts/vllm-env.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MODULES = ("q_proj", "v_proj")
 
 
 def make(python: Path, folder: Path, tokenizer: Path) -> None:
-    """See the module.
+    """Run this module with `python`.
 
     Raises:
-        AssertionError: the process failed.
+        AssertionError: The process failed.
     """
     command = [str(python), __file__, str(folder), str(tokenizer)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)

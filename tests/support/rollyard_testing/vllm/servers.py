@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[4]
 SERVED = "tiny"
 """The name under which every test server serves its model."""
 START_SECONDS = 300.0
-"""About 60 on two idle cores."""
+"""The longest start, in seconds; it takes about 60 on two idle cores."""
 ENVIRONMENT_SECONDS = 1500.0
-"""For making the environment with vLLM on a fresh machine; about 180 where the packages are near."""
+"""The time to make the environment with vLLM on a fresh machine; about 180 s where the packages are near."""
 MAX_MODEL_LEN = 4096
 
 
@@ -30,7 +30,7 @@ class EnvironmentMissing(Exception):
 
 
 def gpus() -> int:
-    """GPUs here; where there are any, `scripts/vllm-env` takes vLLM for GPUs."""
+    """Return the number of GPUs here; where there are any, `scripts/vllm-env` takes vLLM for GPUs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return 0
@@ -39,10 +39,10 @@ def gpus() -> int:
 
 
 def vllm_python() -> Path:
-    """Python of an environment with vLLM and transformers, made at the first call on a machine.
+    """Return the Python of an environment with vLLM and transformers, made at the first call on a machine.
 
     Raises:
-        EnvironmentMissing: it cannot be made; the message says why.
+        EnvironmentMissing: It cannot be made; the message says why.
     """
     try:
         done = subprocess.run(
@@ -56,16 +56,16 @@ def vllm_python() -> Path:
 
 
 class VllmServer:
-    """One `vllm` API server on a port of this machine; `start` again after `stop` or `kill`.
+    """One `vllm` API server on a port of this machine; call `start` again after `stop` or `kill`.
 
     Args:
-        python: of an environment with vLLM.
-        model: a Hugging Face folder.
-        index: which core it is bound to (0, 1, …), or which GPU.
-        folder: for its log.
-        arguments: further ones of its command line; the last of a repeated option wins.
-        environment: further variables.
-        port: default: a free one, which it keeps when it is started again.
+        python: The Python of an environment with vLLM.
+        model: A Hugging Face folder.
+        index: Which core it is bound to (0, 1, …), or which GPU.
+        folder: The folder for its log.
+        arguments: Further ones of its command line; the last of a repeated option wins.
+        environment: Further variables.
+        port: The port; by default a free one, which it keeps when it is started again.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class VllmServer:
 
     @property
     def pid(self) -> int:
-        """Of the API server, which is the leader of its process group."""
+        """Return the pid of the API server, which is the leader of its process group."""
         assert self._process is not None
         return self._process.pid
 
     def launch(self) -> None:
         """Start the process; `wait` waits until it serves."""
-        # Prompts are never prefilled in parts: where one is, the CPU build dies on a request that has a
-        # seed ("CPU Generator does not use offset", seen with 0.32).
+        # Prompts are never prefilled in parts: where one is, the CPU build dies on a request that has a seed
+        # ("CPU Generator does not use offset", seen with 0.32).
         command = [
             str(self._python), "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(self.model), "--served-model-name", SERVED,
@@ -133,7 +133,7 @@ class VllmServer:
         """Wait until it has answered a request with logprobs; `/health` alone does not say that it samples.
 
         Raises:
-            RuntimeError: it ended, or was not ready in time; the end of its log is in the message.
+            RuntimeError: It ended, or was not ready in time; the end of its log is in the message.
         """
         deadline = time.monotonic() + seconds
         body = {"model": SERVED, "prompt": [1], "max_tokens": 1, "logprobs": 0, "return_token_ids": True}
@@ -155,11 +155,11 @@ class VllmServer:
         self.wait()
 
     def alive(self) -> bool:
-        """Whether its API server runs."""
+        """Return whether its API server runs."""
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """kill -9 of the whole process group: nothing of it answers any more."""
+        """Send kill -9 to the whole process group, so nothing of it answers any more."""
         self._signal(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -172,25 +172,25 @@ class VllmServer:
         self._signal(signal.SIGKILL)
 
     def words(self) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else "(no log)"
 
     def call(self, path: str, body: Any = None, *, method: str = "POST", seconds: float = 60.0) -> Any:
-        """The answer, as JSON or text, of one request of its API that must succeed."""
+        """Return the answer, as JSON or text, of one request of its API that must succeed."""
         with httpx.Client(trust_env=False, timeout=seconds) as http:
             answer = http.request(method, f"{self.url}{path}", json=body)
         assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text[:500]}"
         return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
 
     def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
+        """Return the sum of a metric over its labels."""
         lines = str(self.call("/metrics", method="GET")).splitlines()
         return sum(
             float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name
         )
 
     def heal(self) -> None:
-        """Bring it to what it was after its start: running, with its first weights and label."""
+        """Restore the state after its start: running, with its first weights and label."""
         if not self._answers():
             self.kill()
             self.start()
@@ -206,13 +206,13 @@ class VllmServer:
             self.call("/resume")
 
     def _answers(self) -> bool:
-        """Whether its engine lives: the API server outlives it for a while."""
+        """Return whether its engine lives: the API server outlives it for a while."""
         with contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False, timeout=10) as http:
             return self.alive() and http.get(f"{self.url}/health").status_code == 200
         return False
 
     def version(self) -> str:
-        """The label of its weights."""
+        """Return the label of its weights."""
         return str(self.call("/weight_info", method="GET")["weight_version"])
 
     def _signal(self, number: signal.Signals) -> None:
@@ -224,7 +224,7 @@ class VllmServer:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -28,23 +28,23 @@ class Stage:
 
     @property
     def urls(self) -> list[str]:
-        """Of the proxies, which are all of the servers that the product knows."""
+        """Return the URLs of the proxies, which are all of the servers that the product knows."""
         return [proxy.url for proxy in self.proxies]
 
     def pool(self, family: str, **spec: Any) -> str:
-        """A pool of all servers that speaks a family's template; gives its name."""
+        """Make a pool of all servers that speaks a family's template, and return its name."""
         name = family.replace("_", "-")
         folder = write_folder(FAMILIES[family], self._tokenizer, self._folder / f"tokenizer-{name}")
         self.product.pool(name, self.urls, folder, **spec)
         return name
 
     def served(self) -> list[Answer]:
-        """Everything that the servers sampled so far, as the proxies saw it."""
+        """Return everything that the servers sampled so far, as the proxies saw it."""
         return [one for proxy in self.proxies for one in answers(proxy.url, proxy.exchanges())]
 
 
 def tasks(name: str, count: int, turns: int, **metadata: Any) -> list[dict[str, Any]]:
-    """Dialogues to begin with: a user's message, with a system message or earlier turns before some."""
+    """Return dialogues to begin with: a user's message, some with a system message or earlier turns."""
     rng = random.Random(name)
     made: list[dict[str, Any]] = []
     for number in range(count):

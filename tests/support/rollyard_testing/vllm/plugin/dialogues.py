@@ -1,8 +1,8 @@
 """A handler, agents and a tool for the tests: random multi-turn dialogues that need no sandbox.
 
-They are installed like anybody's extension, by the entry points of a distribution (see product.py).
-The model of the tests knows no better than to talk at random, so the dialogue goes on whatever it said:
-its calls are answered by the tool `lookup`, and to anything else the user has something to say.
+They are installed like any extension, by the entry points of a distribution (see product.py). The model of
+the tests can only talk at random, so the dialogue continues whatever it said: its calls are answered by the
+tool `lookup`, and the user answers anything else.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ PIECES = (
     "\ttabs\t", "<tool_response>", "<|im_end|>", "</s>", "<think>hm</think>", '{"key": "value"}', "[/INST]",
     "What is the word for it?", "exit code 1", "0123456789", "...", "'quoted' and \"quoted\"",
 )  # fmt: skip
-"""What tools and users say, special tokens' text and odd whitespace among it."""
+"""What tools and users say, with special tokens' text and odd whitespace among it."""
 
 
 def words(rng: random.Random) -> str:
-    """Up to six pieces, or much of one."""
+    """Return up to six pieces, or much of one."""
     if rng.random() < 0.1:
         return rng.choice(PIECES) * 40
     return " ".join(rng.choice(PIECES) for _ in range(rng.randint(1, 6)))
 
 
 class Lookup(Tool):
-    """Looks a word up, with a random result."""
+    """A tool that looks a word up, with a random result."""
 
     name: ClassVar[str] = "lookup"
     description: ClassVar[str] = "Look a word up."
@@ -49,7 +49,9 @@ class Lookup(Tool):
 
 
 class Dialogue(Agent):
-    """Plays `metadata.turns` turns; `metadata.pause` is slept between them, in seconds, as slow tools do."""
+    """An agent that plays `metadata.turns` turns, and sleeps `metadata.pause` seconds between them, as slow
+    tools do.
+    """
 
     async def run(self, ctx: AgentContext) -> None:
         turns, pause = int(ctx.task.metadata["turns"]), float(ctx.task.metadata.get("pause", 0))
@@ -67,8 +69,9 @@ class Dialogue(Agent):
 
 
 class Retokenizing(Dialogue):
-    """What an agent must not do, and what agents over chat APIs do: it keeps the text of a turn, and makes
-    ids of it again. Log-probabilities are cut or filled up to the new length."""
+    """An agent that does what agents over chat APIs do and what none must do: it keeps the text of a turn,
+    and makes ids of it again. Log-probabilities are cut or filled up to the new length.
+    """
 
     async def run(self, ctx: AgentContext) -> None:
         recorder = ctx.episode.recorder
@@ -88,7 +91,7 @@ class Retokenizing(Dialogue):
 
 
 class Free(Handler):
-    """Needs no sandbox; every episode is worth 1."""
+    """A handler that needs no sandbox, and for which every episode is worth 1."""
 
     needs_sandbox: ClassVar[bool] = False
 

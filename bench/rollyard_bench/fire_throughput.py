@@ -53,7 +53,7 @@ class Outcome:
         return self.succeeded / self.seconds
 
     def text(self) -> str:
-        """The run in words."""
+        """Return the run in words."""
         killed = ", ".join(f"{self.kills[kind]} {kind}" for kind in VICTIMS)
         kills = (
             f"; {self.kills.total()} kills ({killed}), {self.missed} found no victim" if self.kills else ""
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def _job(samples: int) -> tuple[dict[str, Any], set[tuple[str, int]]]:
-    """The quickstart's job with its tasks inline, and the samples that it asks for."""
+    """Return the quickstart's job with its tasks inline, and the samples that it asks for."""
     folder = ROOT / "examples" / "quickstart"
     job: dict[str, Any] = yaml.safe_load((folder / "job.yaml").read_text())
     tasks = [json.loads(line) for line in (folder / "tasks.jsonl").read_text().splitlines() if line.strip()]
@@ -78,7 +78,7 @@ def _program(process: Process) -> str:
 
 
 def _victims(yard: Yard, kind: str) -> list[Process]:
-    """The processes of a kind that work for the job. A sandbox that waits in the warm pool is none."""
+    """Return the processes of a kind that work for the job. A sandbox in the warm pool does not count."""
     there = yard.processes()
     if kind in ("control-plane", "worker", "backend"):
         return [one for one in there if one.kind == kind]
@@ -190,7 +190,7 @@ def _wait(condition: Callable[[], bool], seconds: float, otherwise: str) -> None
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """A quiet run, then one with a kill every four seconds and one with a kill every two."""
+    """Measure a quiet run, then one with a kill every four seconds and one with a kill every two."""
     samples = 3 if settings.quick else 8
     quiet = await asyncio.to_thread(_play, samples, None, SEED)
     found = []

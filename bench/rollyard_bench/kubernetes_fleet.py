@@ -68,8 +68,7 @@ class Watched:
     most_pods: int = 0
     there: int = 0
     times: dict[tuple[str, str], float] = field(default_factory=dict)
-    """The time of the first sight of (job, `pod`), (job, `ten pods`), (job, `finished`), (job, `pods told to
-    end`).
+    """The first sight of (job, `pod`), (job, `ten pods`), (job, `finished`), (job, `pods asked to end`).
     """
     news: dict[tuple[str, str], asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
 

@@ -2,8 +2,9 @@
 
     python examples/tiny-policy/tiny_policy.py all
 
-Subcommands: `data` (tasks and demonstrations), `train`, `export` (Hugging Face and ONNX), `evaluate`
-(report.json), `all`. Needs torch, transformers, onnx, onnx-ir, onnxruntime-genai, tokenizers, numpy, jinja2.
+The subcommands are `data` (tasks and demonstrations), `train`, `export` (Hugging Face and ONNX), `evaluate`
+(report.json) and `all`. They need torch, transformers, onnx, onnx-ir, onnxruntime-genai, tokenizers, numpy
+and jinja2.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ async def test_with_a_deadline_they_wait_until_then(make_pool: Any, served: Any)
 
 
 async def _lease_of(pool: Pool, rollout: str) -> dict[str, Any]:
-    """The one lease that a rollout in Run has had there, as far as a report names it."""
+    """Return the one lease that a rollout in Run has had there, as far as a report names it."""
     (record,) = [one for one in await pool.records() if one["id"] == rollout]
     assert record["timings"]["run"]["attempts"] == 1
     return {"rollout": rollout, "token": 2, "stage": "run"}

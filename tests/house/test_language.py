@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import subprocess
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,43 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/src/*/__init__.py"))
-PENDING: frozenset[str] = frozenset()
-"""Packages whose texts are still being rewritten. A package leaves the list when it is clean."""
+BESIDE = ("bench", "examples", "scripts", "tests")
+"""The folders beside the packages whose texts are held to the same rules."""
+OWN_WORDS = frozenset({"tests/docs/test_pages.py", "tests/house/test_language.py"})
+"""The files that must name the refused words."""
 FRAGMENT = re.compile(r"(Of|Whose|(With|To|By|In|For|From|On)(in)? which)\b")
 """A text that begins so has no subject: "Of the container." is "The container's resources."."""
+NOUNS = frozenset(
+    [
+        "A",
+        "All",
+        "An",
+        "Any",
+        "As",
+        "Both",
+        "Each",
+        "Every",
+        "How",
+        "Its",
+        "Milliseconds",
+        "None",
+        "Nothing",
+        "One",
+        "Only",
+        "Seconds",
+        "Some",
+        "The",
+        "Those",
+        "What",
+        "When",
+        "Where",
+        "Whether",
+        "Which",
+        "Who",
+    ]
+)
+"""The words that begin a noun phrase. The docstring of a function begins with a verb instead."""
+ENTRY = re.compile(r"\s+\*{0,2}[\w.]+: (.+)")
 WORDS = re.compile(r"\b(anew|goes on|went on|told|by then)\b", re.IGNORECASE)
 
 
@@ -27,19 +61,49 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
             value = node.value.value
             if isinstance(value, str):
                 yield node.lineno, " ".join(value.split())
+                # An entry of Args or Raises is a text, too.
+                for number, line in enumerate(value.splitlines()):
+                    entry = ENTRY.match(line)
+                    if entry is not None:
+                        yield node.lineno + number, entry[1]
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("#: ")
 
 
-def findings(source: str) -> list[str]:
-    """Return what is wrong with the texts of a module, with line numbers."""
+def noun_phrases(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of docstrings of functions that do not begin with a verb.
+
+    A property is named by a noun, and the docstring of a test may be a statement about the tested code.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
+            continue
+        if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue
+        words = (ast.get_docstring(node) or "").split()
+        if words and words[0].strip(",.:;") in NOUNS:
+            yield node.lineno, " ".join(words)
+
+
+def shell_comments(source: str) -> Iterator[tuple[int, str]]:
+    """Return line and text of the comments of a shell script that have a line of their own."""
+    for number, line in enumerate(source.splitlines(), 1):
+        text = line.strip()
+        if text.startswith("#"):
+            yield number, text.lstrip("# ")
+
+
+def findings(source: str, shell: bool = False) -> list[str]:
+    """Return what is wrong with the texts of a module or a shell script, with line numbers."""
     found = []
-    for line, text in texts(source):
+    for line, text in shell_comments(source) if shell else texts(source):
         fragment = FRAGMENT.match(text)
         if fragment is not None:
             found.append(f"{line}: begins with {fragment[0]!r}: {text[:70]}")
         found += [f"{line}: {word[0]!r} in: {text[:70]}" for word in WORDS.finditer(text)]
+    if not shell:
+        found += [f"{line}: begins with a noun phrase: {text[:70]}" for line, text in noun_phrases(source)]
     return found
 
 
@@ -49,6 +113,12 @@ def findings(source: str) -> list[str]:
         ('"""Of the container."""', 1),
         ('class A:\n    b: int = 1\n    """Whose it is."""', 1),
         ("x = 1  # Within which it ends", 1),
+        ('class A:\n    b: int = 1\n    """By which it ends."""', 1),
+        ('def f() -> None:\n    """Wait.\n\n    Args:\n        seconds: Within which it ends.\n    """', 1),
+        ('def f() -> int:\n    """The number of rollouts."""', 1),
+        ('def f() -> int:\n    """Return the number of rollouts."""', 0),
+        ('@property\ndef f() -> int:\n    """The number of rollouts."""', 0),
+        ('def test_f() -> None:\n    """The last one wins."""', 0),
         ("# the session goes\n# on\n", 0),
         ('"""A text that goes\n    on and is told anew."""', 3),
         ('x = "it goes on"', 0),
@@ -59,17 +129,49 @@ def test_fragments_and_words_are_found(source: str, count: int) -> None:
     assert len(findings(source)) == count
 
 
-def test_pending_packages_exist() -> None:
-    assert set(PACKAGES) > PENDING
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("#!/bin/sh\n# What is made anew.\necho told", 1),
+        ("  # Of the container.\nrun", 1),
+        ("echo '# told'", 0),
+    ],
+)
+def test_comments_of_shell_scripts_are_read(source: str, count: int) -> None:
+    assert len(findings(source, shell=True)) == count
 
 
-@pytest.mark.parametrize("package", [package for package in PACKAGES if package not in PENDING])
-def test_docstrings_and_comments_are_sentences(package: str) -> None:
-    modules = sorted((ROOT / package).rglob("*.py"))
-    assert modules
+def files_of(folder: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the Python files and scripts below a folder, and whether each is a shell script."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    for path in (ROOT / name for name in listed):
+        if not path.is_file():
+            continue
+        if path.suffix == ".py":
+            yield path, False
+        elif not path.suffix:
+            first = path.read_bytes().partition(b"\n")[0]
+            if first.startswith(b"#!"):
+                yield path, b"python" not in first
+
+
+def test_scripts_of_both_kinds_are_found() -> None:
+    found = {path.name: shell for path, shell in files_of("scripts")}
+    assert (found["setup"], found["slurm-lab"], found["slurm_demo.py"]) == (True, False, False)
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, *BESIDE])
+def test_docstrings_and_comments_are_sentences(folder: str) -> None:
+    files = [
+        (path, shell) for path, shell in files_of(folder) if str(path.relative_to(ROOT)) not in OWN_WORDS
+    ]
+    assert files
     found = [
         f"{path.relative_to(ROOT)}:{finding}"
-        for path in modules
-        for finding in findings(path.read_text(encoding="utf-8"))
+        for path, shell in files
+        for finding in findings(path.read_text(encoding="utf-8"), shell)
     ]
     assert not found, "\n".join(found)

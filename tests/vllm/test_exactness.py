@@ -2,7 +2,7 @@
 
 The jobs run through the product's own path: control plane, stage worker, router, two servers. A proxy
 before each server records what was said; the checker compares it with what the REST API answers, and
-transformers computes every log-probability anew. Then the checker itself is put to the test: every mutation
+transformers computes every log-probability again. Then the checker itself is put to the test: every mutation
 must be caught.
 """
 

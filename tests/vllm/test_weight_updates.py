@@ -143,7 +143,7 @@ def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
     pool.rollout_before_run()
     assert measured(tied_vllm) == pytest.approx(expected("first"), abs=TOLERANCE)
 
-    # Old tokens and new ones in an answer of this server could not be told apart.
+    # Old tokens and new ones in an answer of this server could not be distinguished.
     with product.http() as http:
         answer = http.post("/v1/backendpools/p/weights", json=request("v0", folders["first"], mode="keep"))
     assert (answer.status_code, answer.json()["reason"]) == (409, "VersionsUnknown")

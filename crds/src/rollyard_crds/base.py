@@ -76,7 +76,7 @@ class Model(BaseModel):
     )
 
     def to_json(self) -> dict[str, Any]:
-        """The camelCase JSON form, without unset optional fields."""
+        """Return the camelCase JSON form, without unset optional fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 

@@ -138,7 +138,7 @@ class ClaimList(Record):
 
 
 def shape_of(spec: SandboxSpec) -> SandboxShape:
-    """The shape of a job's sandboxes, without what a single task changes."""
+    """Return the shape of a job's sandboxes, without what a single task changes."""
     resources = spec.resources
     return SandboxShape(
         image=(spec.image or "").removeprefix("docker://"),

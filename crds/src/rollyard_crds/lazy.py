@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lazily(package: str, names: Collection[str], modules: Sequence[str]) -> Callable[[str], Any]:
-    """A package's `__getattr__` (PEP 562).
+    """Return a package's `__getattr__` (PEP 562).
 
     Args:
         names: those that the package offers.

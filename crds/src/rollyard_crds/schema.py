@@ -92,7 +92,7 @@ def _numeric(node: JsonSchema, out: JsonSchema) -> None:
 
 
 def structural(node: JsonSchema, definitions: Mapping[str, JsonSchema]) -> JsonSchema:
-    """A JSON schema of pydantic's as a structural one.
+    """Return a JSON schema of pydantic's as a structural one.
 
     Raises:
         SchemaError: the schema needs a choice between types, or has no type.
@@ -234,7 +234,7 @@ def _object_schema(model: type[BaseModel]) -> JsonSchema:
 
 
 def crd(resource: Resource) -> JsonSchema:
-    """One CustomResourceDefinition, as the API server takes it.
+    """Return one CustomResourceDefinition, as the API server takes it.
 
     Raises:
         SchemaError: the model cannot be said structurally.
@@ -279,7 +279,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def render(resource: Resource) -> str:
-    """The YAML text of one CRD, the same for the same models."""
+    """Return the YAML text of one CRD, which is the same for the same models."""
     header = f"# Made from the models in {resource.model.__module__} by `make crds`; do not edit.\n"
     dump: Callable[..., str] = yaml.dump
     return header + dump(crd(resource), Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)

@@ -114,7 +114,7 @@ class Task(Model):
         return self
 
     def chat(self) -> list[Message]:
-        """The conversation that the rollout starts from."""
+        """Return the conversation that the rollout starts from."""
         if self.messages is not None:
             return list(self.messages)
         return [Message(role="user", content=self.prompt or "")]

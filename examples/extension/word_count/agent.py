@@ -1,10 +1,10 @@
-"""The agent `second_look`."""
+"""The agent `second_look`, which asks the policy once to check its answer."""
 
 from rollyard_pipeline.agents import Agent, AgentContext
 
 
 class SecondLookAgent(Agent):
-    """Works as the agent `tools` does, but asks the policy once to look again before it accepts an answer."""
+    """An agent like `tools`, which asks the policy once to look again before it accepts an answer."""
 
     async def run(self, ctx: AgentContext) -> None:
         asked = False

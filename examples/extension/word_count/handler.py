@@ -7,7 +7,7 @@ from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 
 
 class WordCountHandler(Handler):
-    """Gives the reward 1 / (1 + distance) from the task's answer to the last number that the policy said."""
+    """A handler whose reward is 1 / (1 + distance) from the task's answer to the policy's last number."""
 
     needs_sandbox = False  # Eval looks at the answer only; the job's tools have a sandbox all the same.
     reward_range = (0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Messages to text to token ids: the chat template, and the byte-level BPE tokenizer trained for it."""
+"""The way from messages to text to token ids: the chat template, and the byte-level BPE tokenizer for it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ END_OF_TEXT: Final = "<|endoftext|>"
 IM_START: Final = "<|im_start|>"
 IM_END: Final = "<|im_end|>"
 SPECIAL_TOKENS: Final = (END_OF_TEXT, IM_START, IM_END)
-#: Added, but not special: they are part of the text that a tool-call parser reads.
+#: They are added, but not special, because they are part of the text that a tool-call parser reads.
 MARKER_TOKENS: Final = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TEMPLATE_FILE: Final = Path(__file__).resolve().parent.parent / "chat_template.jinja"
 
-# Letters, single digits, and the rest are never joined: a name is the same token after a space, a slash
-# or a quote, so that copying it from an output into a command is copying one token.
+# Letters, single digits, and the rest are never joined: a name is the same token after a space, a slash or a
+# quote, so copying it from an output into a command is copying one token.
 _PIECES: Final = r"[A-Za-z]+|[0-9]|[^A-Za-z0-9]+"
 
 
@@ -33,7 +33,9 @@ def _to_json(value: object, **_: object) -> str:
 
 
 def chat_template(source: str | None = None) -> jinja2.Template:
-    """The compiled template, with `tojson` as transformers and vLLM define it (plain JSON, order kept)."""
+    """Return the compiled template, with `tojson` as transformers and vLLM define it (plain JSON, order
+    kept).
+    """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = _to_json
     return environment.from_string(source if source is not None else TEMPLATE_FILE.read_text())
@@ -53,7 +55,7 @@ def tool(result: str) -> Message:
 
 
 def parse_call(text: str) -> ToolCall | None:
-    """The tool call in an assistant turn, or None where it holds none that can be read."""
+    """Return the tool call in an assistant turn, or None where it holds none that can be read."""
     _, opened, rest = text.partition("<tool_call>")
     body, closed, _ = rest.partition("</tool_call>")
     if not opened or not closed:
@@ -77,7 +79,7 @@ class VocabularyError(ValueError):
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of `token`; raises `VocabularyError` where it is not one token of the vocabulary."""
+    """Return the id of `token`, or raise `VocabularyError` where it is not one token of the vocabulary."""
     found: int | None = tokenizer.token_to_id(token)
     if found is None:
         raise VocabularyError(f"{token!r} is no token of this tokenizer; train it on rendered chats")
@@ -85,7 +87,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocabulary` entries, the added tokens and all 256 bytes included."""
+    """Train a byte-level BPE of at most `vocabulary` entries, with the added tokens and all 256 bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -109,7 +111,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def assistant_mask(ids: Sequence[int], im_start: int, im_end: int, assistant_id: int) -> list[bool]:
-    """True on the tokens that the policy emits: after `<|im_start|>assistant\\n` up to `<|im_end|>`."""
+    """Return true on tokens that the policy emits: after `<|im_start|>assistant\\n` up to `<|im_end|>`."""
     mask = [False] * len(ids)
     inside = False
     for index, token in enumerate(ids):

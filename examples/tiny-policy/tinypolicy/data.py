@@ -34,7 +34,9 @@ _CHUNK: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """`ids` int32 and `mask` bool, both [tokens]; episode i is `offsets[i]:offsets[i + 1]`."""
+    """Demonstrations with `ids` int32 and `mask` bool, both [tokens]; episode i is `offsets[i]:offsets[i +
+    1]`.
+    """
 
     ids: np.ndarray
     mask: np.ndarray
@@ -50,7 +52,7 @@ class Demonstrations:
 
 
 def episodes(tasks: Sequence[Task]) -> list[list[Message]]:
-    """Run every task's solution in a folder of its own and give the conversations."""
+    """Run every task's solution in a folder of its own and return the conversations."""
     done: list[list[Message]] = []
     for start in range(0, len(tasks), _CHUNK):
         root = Path(tempfile.mkdtemp(prefix="tiny-policy-"))
@@ -79,9 +81,9 @@ def _run_chunk(root: Path, tasks: Sequence[Task]) -> list[list[Message]]:
 
 
 def hasten(task: Task, rng: random.Random) -> Task:
-    """The task with a solution that submits too early: what an impatient demonstrator does.
+    """Return the task with a solution that submits too early, as an impatient demonstrator does.
 
-    Nothing follows the early submission, so that no demonstration acts on an output it has not seen.
+    Nothing follows the early submission, so no demonstration acts on an output that it has not seen.
     """
     calls = task.draft.solution
     useful = len(calls) - (calls[-1] == submit("done"))
@@ -92,7 +94,7 @@ def hasten(task: Task, rng: random.Random) -> Task:
 def make_demonstrations(
     seed: int, count: int, vocabulary: int, impatience: float
 ) -> tuple[Tokenizer, Demonstrations]:
-    """`count` demonstrations of the training side, and the tokenizer trained on a part of them.
+    """Return `count` demonstrations of the training side, and the tokenizer trained on a part of them.
 
     A share of `impatience` submits too early. The policy learns this habit with the rest, which leaves it
     room to learn better from rewards: on every kind of task some samples fail.

@@ -105,9 +105,10 @@ def save_onnx(hugging_face: Path, folder: Path) -> None:
 
 @torch.inference_mode()
 def largest_difference(hugging_face: Path, onnx: Path, sequences: Sequence[Sequence[int]]) -> float:
-    """The largest difference of last-position logits between both exports, relative to the largest logit.
+    """Return the largest difference of last-position logits between both exports, relative to the largest
+    logit.
 
-    Every sequence is given in two pieces, so that the cache of the ONNX model takes part.
+    Every sequence is given in two pieces, so the cache of the ONNX model takes part.
     """
     model = Qwen3ForCausalLM.from_pretrained(hugging_face)
     exported = og.Model(str(onnx))

@@ -21,7 +21,7 @@ def _success_by(outcomes: Sequence[Outcome], key: Callable[[Task], str]) -> dict
 
 
 def informative_groups(outcomes: Sequence[Outcome]) -> int:
-    """How many tasks have some samples solved and some not: the groups that a DAPO trainer keeps."""
+    """Return how many tasks have some samples solved and some not: the groups that a DAPO trainer keeps."""
     solved: dict[str, set[bool]] = {}
     for outcome in outcomes:
         solved.setdefault(outcome.task.id, set()).add(outcome.solved)
@@ -31,7 +31,7 @@ def informative_groups(outcomes: Sequence[Outcome]) -> int:
 def evaluate(
     model: Qwen3ForCausalLM, tokenizer: Tokenizer, tasks: Sequence[Task], samples: int, seed: int
 ) -> dict[str, object]:
-    """Success at temperature 1, per family and template, and under both swaps of tool outputs."""
+    """Return success at temperature 1, per family and template, and under both swaps of tool outputs."""
     own = roll_out(model, tokenizer, tasks, samples, seed)
     swapped = roll_out(model, tokenizer, tasks, samples, seed, swap="same-template")
     foreign = roll_out(model, tokenizer, tasks, samples, seed, swap="any-task")

@@ -18,7 +18,7 @@ from tinypolicy.chat import IM_END, chat_template, parse_call, token_id, user
 from tinypolicy.shell import run_round, run_scripts, write_folder
 from tinypolicy.tasks import Task, ToolCall
 
-#: Whose tool results a rollout sees: its own, or those of a rollout of another task, at the same turn.
+#: Which tool results a rollout sees: its own, or those of a rollout of another task at the same turn.
 Swap = Literal["none", "same-template", "any-task"]
 
 MAX_TURNS: Final = 8
@@ -96,7 +96,7 @@ def sample_turns(
 
 
 def partners(tasks: Sequence[Task], samples: int, swap: Swap, rng: random.Random) -> list[int]:
-    """For each rollout (task-major), the index of the rollout whose tool results it sees.
+    """Return for each rollout (task-major) the index of the rollout whose tool results it sees.
 
     Under a swap each rollout's partner belongs to another task: the next one in a shuffled ring of all
     tasks, or of the tasks of the same template (so that the foreign results look as expected).
@@ -126,11 +126,12 @@ def roll_out(
     swap: Swap = "none",
     temperature: float = 1.0,
 ) -> list[Outcome]:
-    """`samples` rollouts of each task, task-major, with real tools in a folder each, scored by its script.
+    """Play `samples` rollouts of each task, task-major, with real tools in a folder each, scored by its
+    script.
 
-    A rollout ends when it submits, calls nothing, fails to stop a turn, or has had `MAX_TURNS` turns; it
-    is scored in every case. Under a swap the calls still run in the rollout's own folder, only what it
-    sees is another's.
+    A rollout ends when it submits, calls nothing, fails to stop a turn, or has had `MAX_TURNS` turns; it is
+    scored in every case. Under a swap the calls still run in the rollout's own folder, and only what it sees
+    is another's.
     """
     model.train(False)
     template = chat_template()
@@ -155,7 +156,7 @@ def roll_out(
             for rollout in at_work:
                 if not rollout.ended:
                     shown = rollouts[rollout.partner].result
-                    # As the template renders it between two assistant turns (a test compares both).
+                    # The template renders it like this between two assistant turns (a test compares both).
                     after = f"\n<|im_start|>user\n<tool_response>\n{shown}\n</tool_response><|im_end|>\n"
                     rollout.ids += tokenizer.encode(f"{after}<|im_start|>assistant\n").ids
         return _score(root, rollouts)

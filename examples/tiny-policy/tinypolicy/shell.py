@@ -35,7 +35,7 @@ def write_folder(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def render_result(output: str, exit_code: int) -> str:
-    """A bash result as the policy sees it: the output, and the exit code where it is not 0."""
+    """Return a bash result as the policy sees it: the output, and the exit code where it is not 0."""
     output = output.rstrip("\n")
     if exit_code == 0:
         return output or "(no output)"
@@ -57,7 +57,7 @@ def _edit(folder: Path, arguments: Mapping[str, str]) -> str:
 
 
 def run_scripts(root: Path, jobs: Sequence[tuple[Path, str, Mapping[str, str]]]) -> list[tuple[str, int]]:
-    """Run (folder, script, environment) jobs, each in a subshell of its own; give output and exit code.
+    """Run (folder, script, environment) jobs, each in a subshell of its own; return output and exit code.
 
     The process sees the system read-only and writes below `root` only, with no network, where bubblewrap
     is installed. Raises `ToolRoundError` if the round as a whole fails or outlives its limit.
@@ -108,7 +108,7 @@ def run_scripts(root: Path, jobs: Sequence[tuple[Path, str, Mapping[str, str]]])
 
 
 def run_round(root: Path, calls: Sequence[tuple[Path, ToolCall]]) -> list[str]:
-    """Run one call per folder and give the result texts. `submit` has none and must not be among them."""
+    """Run one call per folder and return the result texts. `submit` has none and must not be among them."""
     shell = [(folder, call) for folder, call in calls if call.name == "bash"]
     jobs: list[tuple[Path, str, Mapping[str, str]]] = [
         (folder, call.arguments.get("command", ""), {}) for folder, call in shell

@@ -13,7 +13,8 @@ from tinypolicy.words import EXTENSIONS, WORDS
 
 Side = Literal["train", "held-out"]
 
-#: One file text in four belongs to the held-out side, by its hash: training and held-out tasks share no file.
+#: One file text in four belongs to the held-out side, by its hash, so training and held-out tasks share no
+#: file.
 _HELD_OUT_BELOW: Final = 64
 _MAX_DRAWS: Final = 1_000_000
 
@@ -26,7 +27,7 @@ class TaskGenerationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of the reference solution; one assistant turn."""
+    """One call of the reference solution, which is one assistant turn."""
 
     name: str
     arguments: Mapping[str, str]
@@ -34,7 +35,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a template draws: a task without an id."""
+    """A task without an id, as a template draws it."""
 
     prompt: str
     files: Mapping[str, str]
@@ -52,7 +53,7 @@ class Task:
     draft: Draft
 
     def record(self) -> dict[str, object]:
-        """The task as one JSON object, in the format of the `shell` handler."""
+        """Return the task as one JSON object, in the format of the `shell` handler."""
         return {
             "id": self.id,
             "prompt": self.draft.prompt,
@@ -79,7 +80,7 @@ def replace(path: str, old: str, new: str) -> ToolCall:
 
 
 def names(rng: random.Random, count: int) -> list[str]:
-    """`count` different words."""
+    """Return `count` different words."""
     return rng.sample(WORDS, count)
 
 
@@ -88,12 +89,12 @@ def extension(rng: random.Random) -> str:
 
 
 def number(rng: random.Random) -> str:
-    """A number of two to four digits."""
+    """Return a number of two to four digits."""
     return str(rng.randrange(10, rng.choice((100, 1000, 10000))))
 
 
 def pairs(rng: random.Random, words: Sequence[str], count: int, separator: str = " ") -> list[str]:
-    """`count` lines of one of `words` and a number each."""
+    """Return `count` lines of one of `words` and a number each."""
     return [f"{rng.choice(words)}{separator}{number(rng)}" for _ in range(count)]
 
 
@@ -102,19 +103,19 @@ def text(lines: Sequence[str]) -> str:
 
 
 def answer_test(expected: str) -> str:
-    """A test script: the submitted answer is `expected`."""
+    """Return a test script which checks that the submitted answer is `expected`."""
     return f"[ \"$ROLLYARD_ANSWER\" = '{expected}' ]\n"
 
 
 def files_test(final: Mapping[str, str], absent: Sequence[str] = ()) -> str:
-    """A test script: the files named by `final` hold exactly these texts, those in `absent` are gone."""
+    """Return a test script: the files of `final` hold exactly these texts, and those in `absent` are gone."""
     gone = "".join(f"[ ! -e {path} ] || exit 1\n" for path in absent)
     sums = text([f"{hashlib.sha256(final[p].encode()).hexdigest()}  {p}" for p in sorted(final)])
     return f"{gone}sha256sum -c --status <<'EOF'\n{sums}EOF\n"
 
 
 def side_of(file_text: str) -> Side:
-    """The side that a file text belongs to, by its hash."""
+    """Return the side that a file text belongs to, by its hash."""
     first = hashlib.sha256(file_text.encode()).digest()[0]
     return "held-out" if first < _HELD_OUT_BELOW else "train"
 
@@ -136,7 +137,7 @@ def draw(template: Template, rng: random.Random, side: Side) -> Draft:
 def generate(
     templates: Mapping[str, Mapping[str, Template]], seed: int, count: int, side: Side
 ) -> list[Task]:
-    """`count` tasks, the templates in turn, equal for equal arguments. Ids count per family."""
+    """Return `count` tasks, the templates in turn, equal for equal arguments. Ids count per family."""
     flat = [(family, name, t) for family, members in templates.items() for name, t in members.items()]
     counters = dict.fromkeys(templates, 0)
     tasks: list[Task] = []

@@ -29,7 +29,7 @@ from tinypolicy.tasks import (
 def _siblings(
     rng: random.Random, folder: str, stems: list[str], words: list[str], low: int, high: int
 ) -> dict[str, list[str]]:
-    """Files of `low` to `high` lines each below `folder`, all with the same extension."""
+    """Return files of `low` to `high` lines each below `folder`, all with the same extension."""
     ext = extension(rng)
     return {f"{folder}/{stem}.{ext}": pairs(rng, words, rng.randint(low, high)) for stem in stems}
 
@@ -43,7 +43,7 @@ def _texts(files: dict[str, list[str]]) -> dict[str, str]:
 
 
 def _two_values(rng: random.Random) -> tuple[str, str]:
-    """Two different numbers of two digits; two longer ones in one call would need a larger model."""
+    """Return two different numbers of two digits. Two longer ones in one call would need a larger model."""
     old, new = rng.sample(range(10, 100), 2)
     return str(old), str(new)
 
@@ -101,7 +101,7 @@ def count_files(rng: random.Random) -> Draft:
     for index, stem in enumerate(stems):
         place = rng.choice((folder, f"{folder}/{inner}"))
         files[f"{place}/{stem}.{ext if index < hits else ext2}"] = ""
-    # A file outside the folder, whose text also carries the train/held-out split of this task.
+    # This file is outside the folder, and its text also carries the train/held-out split of this task.
     files[f"{other}.{ext}"] = text(pairs(rng, stems, 1))
     prompt = rng.choice(
         (

@@ -16,14 +16,14 @@ from tinypolicy.data import Demonstrations
 
 _BUCKET: Final = 16
 _REPEAT_WIDTH: Final = 128
-# Where the scales of the query and key norms start. At 1 a head of 32 dimensions cannot single out one of
-# 150 tokens (its logits end at 5.7), and would first have to learn to.
+# This is where the scales of the query and key norms start. At 1 a head of 32 dimensions cannot single out
+# one of 150 tokens (its logits end at 5.7), and would first have to learn to.
 _NORM_START: Final = 1.6
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """How long and how fast. `batch` is in episodes, the learning rates are peaks."""
+    """The length and speed of the training. `batch` is in episodes, the learning rates are peaks."""
 
     seed: int
     copy_steps: int
@@ -43,7 +43,7 @@ class TrainResult:
 
 
 def build(vocabulary: int, end_of_text: int, im_end: int, seed: int) -> Qwen3ForCausalLM:
-    """An untrained policy of about a million parameters; the embeddings are not tied to the output."""
+    """Return an untrained policy of about a million parameters. The embeddings are not tied to the output."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocabulary,
@@ -80,7 +80,9 @@ def build(vocabulary: int, end_of_text: int, im_end: int, seed: int) -> Qwen3For
 
 
 def _batches(data: Demonstrations, batch: int, rng: np.random.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """One epoch of (ids, mask) [batch, length]: shuffled, then grouped by like length to waste no padding."""
+    """Yield one epoch of (ids, mask) [batch, length], shuffled and grouped by like length to waste no
+    padding.
+    """
     lengths = np.diff(data.offsets)
     order = rng.permutation(len(lengths))
     groups = []
@@ -101,14 +103,19 @@ def _batches(data: Demonstrations, batch: int, rng: np.random.Generator) -> Iter
 
 
 def _loss(model: Qwen3ForCausalLM, ids: Tensor, mask: Tensor) -> Tensor:
-    """Mean cross-entropy over the policy's tokens; only their positions go through the output layer."""
+    """Return the mean cross-entropy over the policy's tokens.
+
+    Only their positions go through the output layer.
+    """
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     kept = mask[:, 1:]
     return nn.functional.cross_entropy(model.lm_head(hidden[kept]), ids[:, 1:][kept])
 
 
 def _repeats(vocabulary: int, batch: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """(ids, mask) [batch, 128]: a random run of tokens again and again, masked from its second time on."""
+    """Return (ids, mask) [batch, 128]: a random run of tokens again and again, masked from its second time
+    on.
+    """
     ids = np.zeros((batch, _REPEAT_WIDTH), dtype=np.int64)
     mask = np.zeros((batch, _REPEAT_WIDTH), dtype=bool)
     for row in range(batch):
@@ -122,7 +129,7 @@ def _repeats(vocabulary: int, batch: int, rng: np.random.Generator) -> tuple[Ten
 def _stream(
     data: Demonstrations, settings: TrainSettings, vocabulary: int, rng: np.random.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The curriculum: repeated random tokens, which teach to copy, then epochs of demonstrations."""
+    """Yield the curriculum: repeated random tokens, which teach to copy, then epochs of demonstrations."""
     for _ in range(settings.copy_steps):
         yield _repeats(vocabulary, settings.batch, rng)
     while True:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-# Short everyday nouns. Each becomes one token (see `tinypolicy.chat.train_tokenizer`), so that
-# copying a name from a tool's output costs the policy one decision.
+# These are short everyday nouns. Each becomes one token (see `tinypolicy.chat.train_tokenizer`), so copying a
+# name from a tool's output costs the policy one decision.
 _NAMES: Final = """
     acorn amber anchor apron attic badge bagel barley basil beacon birch biscuit blanket bottle
     bridge bronze bucket butter button cabin cactus camel candle canoe canyon carrot castle cedar
@@ -23,5 +23,5 @@ _NAMES: Final = """
 """
 WORDS: Final[tuple[str, ...]] = tuple(_NAMES.split())
 
-# Extensions, and the names that templates use themselves; no word above may hold one of them.
+# These are extensions, and the names that templates use themselves; no word above may hold one of them.
 EXTENSIONS: Final[tuple[str, ...]] = ("txt", "log", "cfg", "csv", "list", "md")

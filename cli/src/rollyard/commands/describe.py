@@ -18,7 +18,7 @@ MAX_RETRIED = 10_000
 @click.argument("name", required=False)
 @server_options
 def command(kind: str, name: str | None, url: str | None, home: Path | None, namespace: str) -> None:
-    """Everything about one job or pool, for people: `describe NAME`, or `describe rj|bp NAME`."""
+    """Show everything about one job or pool: `describe NAME`, or `describe rj|bp NAME`."""
     from collections import Counter
     from itertools import islice
 

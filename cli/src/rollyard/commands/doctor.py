@@ -16,7 +16,7 @@ from rollyard import terminal
     help="A Slurm site's YAML file, as of `slurm-bridge up`: its slurmrestd is tried.",
 )
 def command(profile: Path | None) -> int:
-    """What works on this machine, and what to do about the rest. Exit status 1 if something is missing."""
+    """Show what works on this machine, and what to do about the rest. Exit with 1 if something is missing."""
     from rich.text import Text
     from rollyard_drivers.host.home import Home, default_home
 

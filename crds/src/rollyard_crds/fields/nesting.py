@@ -7,7 +7,7 @@ from typing import Any
 
 
 def deeper_than(document: Any, most: int) -> bool:
-    """Whether lists and dicts nest more than `most` deep. No depth exhausts the stack."""
+    """Return whether lists and dicts nest more than `most` deep. No depth exhausts the stack."""
     level: list[Any] = [document]
     for _ in range(most + 1):
         level = [

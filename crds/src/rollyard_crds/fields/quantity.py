@@ -18,7 +18,7 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(|m|k|M|G|T|Ki|Mi|Gi|Ti)")
 
 
 def parse_quantity(quantity: str) -> float:
-    """A Kubernetes quantity as a plain number.
+    """Return a Kubernetes quantity as a plain number.
 
     Raises:
         ValueError: not a quantity; the message says what would be one.

@@ -31,7 +31,7 @@ class ManifestError(ValueError):
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model within an annotation such as `list[Task] | None`."""
+    """Return the model within an annotation such as `list[Task] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for part in get_args(annotation) if (model := _model_in(part)) is not None), None)
@@ -91,7 +91,7 @@ def describe(
 
 
 def parse(document: Any) -> Manifest:
-    """One decoded document as a checked manifest.
+    """Return one decoded document as a checked manifest.
 
     Raises:
         ManifestError: not an object, another kind or version, or a field is wrong.
@@ -110,7 +110,7 @@ def parse(document: Any) -> Manifest:
 
 
 def load(text: str) -> list[Manifest]:
-    """Every document of a YAML (or JSON) text.
+    """Return every document of a YAML (or JSON) text.
 
     Raises:
         ManifestError: the text is no YAML, holds no document, or a document is refused.

@@ -39,7 +39,7 @@ class TaskLines:
         self._number = 0
 
     def add(self, line: str) -> Task | None:
-        """The task of the next line; None for a blank line and for one that is refused.
+        """Return the task of the next line, or None for a blank line and for one that is refused.
 
         Raises:
             TaskListError: as many lines are refused as are listed.
@@ -54,12 +54,12 @@ class TaskLines:
         return task
 
     def refuse(self, problem: str) -> TaskListError:
-        """The error to raise where nothing can be read after the next line; earlier faults come first."""
+        """Return the error to raise where no line after the next can be read. Earlier faults come first."""
         self._problems.append(f"line {self._number + 1}: {problem}")
         return TaskListError(self._problems[:MAX_PROBLEMS])
 
     def end(self) -> None:
-        """There are no more lines.
+        """Finish after the last line.
 
         Raises:
             TaskListError: a line was refused, or there was no task.
@@ -92,7 +92,7 @@ class TaskLines:
 
 
 def parse_lines(lines: Iterable[str]) -> list[Task]:
-    """All tasks of a JSON-lines text; blank lines are skipped.
+    """Return all tasks of a JSON-lines text. Blank lines are skipped.
 
     Raises:
         TaskListError: a line is malformed (up to 20 faults are listed), or there is no task.

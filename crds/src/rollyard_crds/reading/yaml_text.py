@@ -26,7 +26,7 @@ class YamlError(ValueError):
 
 
 def load_all(text: str | bytes) -> list[Any]:
-    """Every document of a YAML text.
+    """Return every document of a YAML text.
 
     Raises:
         YamlError: it is no YAML, has an alias, or is deeper or larger than is taken.
@@ -48,7 +48,7 @@ def load_all(text: str | bytes) -> list[Any]:
 
 
 def load_one(text: str | bytes) -> Any:
-    """The only document of a YAML text; None where it is empty.
+    """Return the only document of a YAML text, or None where it is empty.
 
     Raises:
         YamlError: as `load_all`, or there are several.

@@ -29,7 +29,7 @@ class JobIdentity:
 
 
 def job_token(worker_token: str, namespace: str, name: str, uid: str) -> str:
-    """The token of the workers of one job.
+    """Return the token of the workers of one job.
 
     Args:
         worker_token: the token of all workers, which proves it.
@@ -47,7 +47,7 @@ def job_token(worker_token: str, namespace: str, name: str, uid: str) -> str:
 
 
 def job_of(token: str, worker_token: str) -> JobIdentity | None:
-    """The job whose token this is; None where it is no such token, or a forged one."""
+    """Return the job whose token this is, or None where it is no such token, or a forged one."""
     prefix, *parts = token.split(".", 5)
     if prefix != _PREFIX or len(parts) not in (3, 4):
         return None

@@ -25,12 +25,12 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with every control character escaped as in a Python string: a newline as a backslash and n."""
+    """Return the text with every control character escaped as in a Python string: a newline as `\\n`."""
     return _UNSEEN.sub(_escape, text)
 
 
 def lines(text: str) -> str:
-    """The same for text of several lines: tabs and newlines stay as they are."""
+    """Do the same for text of several lines: tabs and newlines stay as they are."""
     return _UNSEEN_IN_LINES.sub(_escape, text)
 
 

@@ -80,7 +80,7 @@ def open_private_folder(path: Path) -> int:
 
 
 def _made(name: str, at: int) -> os.stat_result:
-    """What has this name, which becomes a folder where there is nothing."""
+    """Return what has this name. Where there is nothing, a folder is made."""
     try:
         return os.stat(name, dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def _check(status: os.stat_result, where: Path, trusted: frozenset[int]) -> None
 
 
 def _own_group(group: int) -> bool:
-    """Whether it is the group that many systems make for each user, with that user as its only member."""
+    """Return whether it is the group that many systems make for each user, with that user as only member."""
     import grp
     import pwd
 

@@ -154,7 +154,7 @@ class Lab:
         return left
 
     def left(self, mark: str | None = None) -> list[str]:
-        """Return what carries a rollout's mark on the host, or without a mark what the ended product has left."""
+        """Return what carries a rollout's mark on the host, or what the ended product left."""
         needle = mark or str(self.run)
         found = [f"the process {line[:200]}" for line in command_lines() if needle in line]
         found += [f"the shared memory /dev/shm/{name}" for name in os.listdir("/dev/shm") if needle in name]

@@ -25,6 +25,9 @@ from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_inference.transports.with_httpx import HttpxTransport
 
+ABORT = "/inference/v1/abort_requests"
+"""Asked with no ids by a probe, since vLLM has it exactly where it has `/inference/v1/generate`."""
+
 POSTGRES_BIN = max(
     Path("/usr/lib/postgresql").glob("[0-9]*/bin"),
     key=lambda folder: int(folder.parent.name),
@@ -387,7 +390,7 @@ class Scripted:
     @property
     def completions(self) -> int:
         """Return the number of requests for tokens so far."""
-        return sum(body != {} for _, body in self.asked)
+        return sum(body != {} and path != ABORT for path, body in self.asked)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -408,7 +411,7 @@ class Scripted:
         length = next((int(h[16:]) for h in head.split("\r\n") if h.startswith("content-length: ")), 0)
         body = json.loads(await reader.readexactly(length)) if length else {}
         self.asked.append((path, body))
-        answered = self._answer(path, bool(body))
+        answered = self._answer(path, bool(body) and path != ABORT)
         if answered is None:
             return await self._misbehave(writer)
         status, content = answered
@@ -430,6 +433,8 @@ class Scripted:
                 del documents["/weight_info"]
             if path in self._calls():  # The request only asks whether the call exists.
                 return 400, b""
+            if path == ABORT and "/inference/v1/generate" in self._calls():
+                return 200, b""
             found = documents.get(path, (404, b""))
             return (404, b"") if path == "/weight_info" and self.label is None else found
         if self.mode in ("hang", "cut", "endless"):

@@ -148,8 +148,8 @@ class FakeServer:
         if request.url.path == "/weight_info":
             return httpx.Response(200, json={"weight_version": self.label})
         if request.method == "POST":
-            if request.content == b"{}":  # The request only asks whether the call exists.
-                return httpx.Response(400)
+            if request.url.path == "/inference/v1/abort_requests":  # The probe of generate.
+                return httpx.Response(200)
             self.completions += 1
             entry = {"token_id": 7, "logprob": self.logprob}
             choice = {"token_ids": [7], "finish_reason": "length", "logprobs": {"content": [entry]}}

@@ -294,3 +294,18 @@ def test_a_socket_that_nobody_listens_on_is_no_slurmrestd(tmp_path_factory: pyte
     assert found is not None
     assert found.verdict == "optional"
     assert "cannot be reached" in found.found
+
+
+def test_a_vllm_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "vllm"
+    program.write_text("#!/usr/bin/env python3\n")
+    program.chmod(0o755)
+    installed = tmp_path / "lib" / "python3.12" / "site-packages" / "vllm-0.26.0.dist-info"
+    installed.mkdir(parents=True)
+    monkeypatch.setenv("PATH", str(program.parent))
+    found = doctor.check_vllm()
+    assert (found.verdict, found.found) == ("optional", "0.26.0 is too old")
+    assert "0.30.0" in found.advice
+    installed.rename(installed.with_name("vllm-0.32.0.dist-info"))
+    assert doctor.check_vllm().verdict == "ok"

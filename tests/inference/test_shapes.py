@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ from rollyard_inference.weights.vllm import VllmWeights
 from rollyard_testing.inference.scripted import LOGPROB, SHAPES, Scripted, SglangShaped, VllmShaped
 
 LIMITS = WeightCallLimits()
+ABORT = "/inference/v1/abort_requests"
 LORA = {"lora": {"name": "tuned", "path": "/adapters/tuned"}}
 
 
@@ -80,7 +82,7 @@ async def test_a_first_request_names_the_weights(transport: Transport, server: S
     with pytest.raises(ModelNotServed, match="'other'"):
         await first_request(transport, server.url, "other", 20.0)
     path = (await probe(transport, server.url)).call.path
-    server.failing[path] = 1
+    server.failing[ABORT] = server.failing[path] = 1
     with pytest.raises(BackendUnavailable, match="answered 500 to a probe"):
         await first_request(transport, server.url, "tiny", 20.0)
 
@@ -93,6 +95,49 @@ async def test_which_calls_a_server_has(transport: Transport, sglang: SglangShap
     for server in (sglang, vllm):
         server.failing["/weight_info"] = 1
     assert isinstance(await controlled(transport, sglang), SglangWeights)
+
+
+@pytest.mark.parametrize(
+    ("abort", "generate", "completions", "expected"),
+    [
+        (200, 400, 405, "/inference/v1/generate"),
+        (403, 403, 405, "/v1/completions"),
+        # A server that lacks the call to abort, or a gateway that answers in its own way, is asked directly.
+        (404, 400, 405, "/inference/v1/generate"),
+        (404, 404, 400, "/v1/completions"),
+        (401, 400, 400, "/inference/v1/generate"),
+        (404, 404, 404, ""),
+    ],
+)
+async def test_vllm_is_probed_by_requests_that_it_does_not_log_as_errors(
+    abort: int, generate: int, completions: int, expected: str
+) -> None:
+    """The parameters are the statuses of three calls; for `/v1/completions` it is that of a GET."""
+    empty: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if request.method == "POST" and json.loads(request.content) == {}:
+            empty.append(path)
+        if path == ABORT:
+            assert json.loads(request.content) == {"request_ids": []}
+            return httpx.Response(abort)
+        if path == "/inference/v1/generate":
+            return httpx.Response(generate)
+        if path == "/v1/completions":
+            posted = request.method == "POST" and completions == 405
+            return httpx.Response(400 if posted else completions, headers={"allow": "POST"})
+        return httpx.Response(404)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        asking = HttpxTransport(client, connect_seconds=30.0)
+        if expected:
+            assert (await probe(asking, "http://server")).call.path == expected
+        else:
+            with pytest.raises(BackendMismatch, match="no call with token ids"):
+                await probe(asking, "http://server")
+    if abort in (200, 403):
+        assert empty == []
 
 
 async def test_metrics(transport: Transport, server: Scripted) -> None:

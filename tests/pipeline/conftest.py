@@ -190,11 +190,16 @@ class ScriptedBackend:
             self.probes.append(request.path)
             if request.path == "/v1/models":
                 return web.json_response({"object": "list", "data": self.models})
+            if self.calls.get(request.path) is not None:
+                return web.Response(status=405, headers={"Allow": "POST"})
             state = self.states.get(request.path)
             answer = state() if state is not None else web.Response(status=404)
             return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
         body = await request.json()
         reply = self.calls.get(request.path)
+        if request.path == "/inference/v1/abort_requests":
+            self.probes.append(request.path)
+            return web.Response(status=404 if self.calls["/inference/v1/generate"] is None else 200)
         if not body:
             self.probes.append(request.path)
             return web.Response(status=404 if reply is None else 400)

@@ -16,14 +16,16 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
 from rollyard_inference.errors import BackendUnavailable
+from rollyard_pipeline.agents.base import Agent, AgentContext
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import SetupFailed, TemplateError, TokenizerUnavailable
-from rollyard_pipeline.registry import Registry
+from rollyard_pipeline.registry import AGENTS, Registry
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.stages.stages import Stages
+from rollyard_pipeline.tool_parsers.base import ParsedCall
 from rollyard_pipeline.tools import ToolContext
 from rollyard_pipeline.tools.edit import EditTool
 from rollyard_pipeline.worker.failures import stage_failure
@@ -97,7 +99,8 @@ async def rollout(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rol
     plane = Plane()
     try:
         async with BackendClient(request_timeout=20.0) as backends:
-            stages = Stages(plane, backends, provider, Registry(), backend_budget=1.0)  # type: ignore[arg-type]
+            registry = Registry({AGENTS: {"replaying": ReplayingAgent}})
+            stages = Stages(plane, backends, provider, registry, backend_budget=1.0)  # type: ignore[arg-type]
             yield Rollout(provider, stages, plane)
             await stages.close()
     finally:
@@ -217,6 +220,43 @@ async def test_limits_truncate_and_go_to_eval(
     for segment in trajectory.segments:
         assert len(segment.prompt_ids) + len(segment.response_ids) <= limit
         assert segment.loss_mask[-1] == 1  # There is no tool output that was not answered.
+    assert (await rollout.score()).reward == 1.0
+
+
+class ReplayingAgent(Agent):
+    """Replays a call before the first turn and after each one that calls no tool."""
+
+    async def run(self, ctx: AgentContext) -> None:
+        await ctx.replay(ParsedCall("bash", {"command": "echo first"}))
+        while (turn := await ctx.turn()) is not None:
+            await ctx.call_all(turn.calls)
+            await ctx.replay(ParsedCall("bash", {"command": "echo again"}))
+
+
+async def test_replayed_calls_do_not_count_against_max_turns(
+    rollout: Rollout, model: Callable[..., None]
+) -> None:
+    """The model reads them as turns of its own, and none of their tokens is trained on."""
+    read: list[str] = []
+
+    def answer(prompt: str) -> str:
+        read.append(prompt)
+        return call("bash", command="echo sampled")
+
+    model(answer, {"type": "replaying", "maxTurns": 3})
+    trajectory = await rollout.play()
+    assert (trajectory.truncated, trajectory.truncated_reason) == (True, "MaxTurns")
+    ends = [turn.finish_reason for turn in trajectory.turns]
+    assert ends == ["replayed", *["tool_calls", "replayed"] * 3]
+    outputs = [message.content for message in trajectory.messages if message.role == "tool"]
+    assert outputs == ["first", *["sampled", "again"] * 3]
+    spans = [turn.end - turn.start for turn in trajectory.turns]
+    assert spans[0::2] == [0] * 4
+    assert sum(spans) == trajectory.sampled_tokens
+    for number, prompt in enumerate(read):
+        assert prompt.count("echo again") == number
+        assert prompt.count("echo first") == 1
+        assert prompt.count("echo sampled") == number
     assert (await rollout.score()).reward == 1.0
 
 

@@ -75,7 +75,15 @@ def check_gpu() -> Finding:
 
 def check_vllm() -> Finding:
     """Check vLLM, which `rollyard up --engine vllm` and pools with `engine.type: vllm` need."""
+    from rollyard_drivers.host.installed_vllm import installed_version
+    from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old
+
     path = shutil.which("vllm")
+    version = installed_version(path or sys.executable)
+    if is_too_old(version):
+        return Finding(
+            "vllm", "optional", f"{version} is too old", f"Rollyard needs vLLM {MINIMUM_TEXT} or newer"
+        )
     if path is not None:
         gpus = _run("nvidia-smi", "-L")
         seen = "a GPU is seen" if gpus[0] == 0 and gpus[1].startswith("GPU") else "no GPU is seen"

@@ -95,7 +95,8 @@ class AgentSpec(Model):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template beside messages and tools, such as `enable_thinking: false`."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 20
-    """Assistant turns; a rollout that needs more is evaluated as truncated."""
+    """Sampled assistant turns; a rollout that needs more is evaluated as truncated. Calls that an agent
+    replays do not count."""
     max_context_tokens: Annotated[int, Field(ge=16, le=10_000_000)] = 8192
     """Prompt, sampled and tool tokens together, in tokens."""
     tool_timeout_seconds: Seconds = 60

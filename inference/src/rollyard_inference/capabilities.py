@@ -19,6 +19,7 @@ PROBE_SECONDS: Final = 10.0
 FIRST_LABEL: Final = "default"
 """The label that servers give to the weights that they were started with (vLLM 0.32, SGLang 0.5)."""
 _MAX_BYTES: Final = 8 << 20
+_ABORT: Final = "/inference/v1/abort_requests"  # vLLM has it exactly where it has `VllmGenerate.path`.
 _WEIGHT_INFO: Final = "/weight_info"  # This is the path of vLLM.
 # These are the paths of SGLang; the second is the older name.
 _MODEL_INFO: Final = ("/model_info", "/get_model_info")
@@ -94,14 +95,16 @@ def renamed_model(models: Mapping[str, ServedModel], weights: WeightInfo) -> Ser
 async def probe(transport: Transport, url: str, seconds: float = PROBE_SECONDS) -> Capabilities:
     """Determine what a server can do.
 
-    No request samples anything, so a paused server answers, too. A call exists if an empty request to it is
+    No request samples anything, so a paused server answers, too. vLLM is asked in ways that it does not log
+    as errors: to abort no request, which it has beside `/inference/v1/generate`, and whether
+    `/v1/completions` would take a POST. Where that says nothing, a call exists if an empty request to it is
     refused for what the request lacks, rather than with 403 (vLLM without `--enable-scale-out`), 404, 405 or
     501.
 
     Args:
         transport: Sends the requests.
         url: The base URL of the server.
-        seconds: The time limit of each request. There are at most nine requests.
+        seconds: The time limit of each request. There are at most eleven requests.
 
     Raises:
         BackendUnavailable: The server did not answer, or answered with an error that says nothing about the
@@ -111,11 +114,11 @@ async def probe(transport: Transport, url: str, seconds: float = PROBE_SECONDS) 
     url = base_url(url)
     models = await served_models(transport, url, seconds)
     weights = await weight_info(transport, url, seconds)
-    if await _has(transport, url, VllmGenerate.path, seconds):
+    if await _has_generate(transport, url, seconds):
         call: SamplingCall = VllmGenerate()
     elif weights.shape == "sglang" and await _has(transport, url, SglangGenerate.path, seconds):
         call = SglangGenerate()
-    elif await _has(transport, url, VllmCompletions.path, seconds):
+    elif await _has_completions(transport, url, seconds):
         call = VllmCompletions()
     else:
         raise BackendMismatch(
@@ -192,6 +195,23 @@ def label_in(body: object) -> str | None:
     """Return the weight version in an answer of `/weight_info` or `/model_info`, or None if there is none."""
     label = body.get("weight_version") if isinstance(body, dict) else None
     return None if label is None else str(label)
+
+
+async def _has_generate(transport: Transport, url: str, seconds: float) -> bool:
+    # Since it is in developer mode, vLLM would log a traceback of an empty request to the call itself.
+    nothing: dict[str, list[str]] = {"request_ids": []}
+    reply = await transport.request("POST", url + _ABORT, nothing, seconds=seconds, limit=_MAX_BYTES)
+    if reply.status in (200, 403):
+        return reply.status == 200
+    return await _has(transport, url, VllmGenerate.path, seconds)
+
+
+async def _has_completions(transport: Transport, url: str, seconds: float) -> bool:
+    address = url + VllmCompletions.path
+    reply = await transport.request("GET", address, seconds=seconds, limit=_MAX_BYTES)
+    if reply.status == 405 and "POST" in reply.headers.get("allow", "").upper():
+        return True
+    return await _has(transport, url, VllmCompletions.path, seconds)
 
 
 async def _has(transport: Transport, url: str, path: str, seconds: float) -> bool:

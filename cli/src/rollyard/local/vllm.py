@@ -8,9 +8,11 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollyard_drivers.commands.arguments import given_port
+from rollyard_crds.reading.engine_arguments import given_port
 from rollyard_drivers.commands.vllm import DEFAULT_COMMAND, SERVER_ENV, vllm_command
+from rollyard_drivers.host.installed_vllm import installed_version
 from rollyard_drivers.reconcile.plan import Workload
+from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old
 
 from rollyard.errors import CannotStart
 
@@ -73,7 +75,7 @@ def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -
         gpus: The GPUs that the server may use. If there are none, it is not restricted.
 
     Raises:
-        CannotStart: The program or the model folder does not exist.
+        CannotStart: The program or the model folder does not exist, or the program's vLLM is too old.
     """
     env = dict(SERVER_ENV)
     if gpus:
@@ -83,4 +85,11 @@ def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -
         raise CannotStart(f"spec.model: there is no folder {workload.model!r} on this machine")
     program, *arguments = vllm_command(workload, host, port)
     url = f"http://{host}:{given_port(workload.args, port)}"
-    return VllmCommand(find_program(program, env), tuple(arguments), env, url)
+    path = find_program(program, env)
+    version = installed_version(path)
+    if is_too_old(version):
+        raise CannotStart(
+            f"{path} starts vLLM {version}, and Rollyard needs {MINIMUM_TEXT} or newer: update it, "
+            "or name a newer one in spec.engine.command"
+        )
+    return VllmCommand(path, tuple(arguments), env, url)

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollyard_drivers.host.installed_vllm import installed_version
+from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old
+
 from rollyard.errors import StartFailed, UsageProblem
 from rollyard.local.options import DEFAULT_POOL
 from rollyard.quickstart.checkpoint import ReferenceRun, check_model, perturbed
@@ -60,7 +63,7 @@ class VllmOptions:
         """Check everything that can be checked before a server starts.
 
         Raises:
-            UsageProblem: The Python is not a program that runs, or it has no vLLM.
+            UsageProblem: The Python is not a program that runs, or it has no vLLM, or one that is too old.
             InvalidInput: The model's folder is incomplete.
         """
         if not (self.python.is_file() and os.access(self.python, os.X_OK)):
@@ -75,6 +78,11 @@ class VllmOptions:
         if code:
             raise UsageProblem(
                 f"--vllm-python: {self.python} has no vLLM (scripts/vllm-env makes one that has)"
+            )
+        version = installed_version(str(self.python))
+        if is_too_old(version):
+            raise UsageProblem(
+                f"--vllm-python: {self.python} has vLLM {version}, and Rollyard needs {MINIMUM_TEXT} or newer"
             )
         check_model(self.model)
 

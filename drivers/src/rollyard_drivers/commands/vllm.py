@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rollyard_drivers.commands.arguments import is_given
+from rollyard_crds.reading.engine_arguments import is_given
+
 from rollyard_drivers.reconcile.plan import Workload
 
 DEFAULT_COMMAND = ("vllm", "serve")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from rollyard_drivers.reconcile import vllm_version
+
 _ERROR = re.compile(r"(?:^|[\s)\]])((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt): \S.*|error: \S.*)$")
 """The last line of a traceback, such as `ValueError: …`, after any prefix of a logger, or argparse's `error:
 …`."""
@@ -31,7 +33,7 @@ def telling(text: str) -> str:
         if _COUNTS.search(found) and number + 1 < len(lines):
             # In an error of pydantic, the next line says what is wrong.
             found += " " + " ".join(line.strip() for line in lines[number + 1 : number + 3])
-        return found
+        return vllm_version.with_hint(found)
     return ""
 
 

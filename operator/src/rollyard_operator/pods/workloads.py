@@ -11,7 +11,7 @@ from rollyard_crds.base import API_VERSION
 from rollyard_crds.claims import EXEC_PORT
 from rollyard_crds.fields.pod_template import PodResources, PodTemplate
 from rollyard_crds.names import NODE, PROVIDER
-from rollyard_drivers.commands.arguments import given_port
+from rollyard_crds.reading.engine_arguments import given_port
 from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
 from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
 from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments

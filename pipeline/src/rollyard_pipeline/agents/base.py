@@ -83,7 +83,7 @@ class AgentContext:
         session, recorder = self._session, self.episode.recorder
         if session is None or recorder is None:
             raise RuntimeError("the agent samples but says uses_model = False")
-        if len(self.episode.turns) >= self.spec.max_turns:
+        if self.episode.sampled_turns >= self.spec.max_turns:
             self.episode.truncate("MaxTurns")
             return None
         prompt = recorder.prompt()
@@ -160,7 +160,10 @@ class AgentContext:
             await self.call(ParsedCall("", error=error))
 
     async def replay(self, call: ParsedCall) -> ToolResult:
-        """Run a call that was not sampled from a model. It is recorded as a turn `replayed`."""
+        """Run a call that was not sampled from a model.
+
+        It is recorded as a turn `replayed`, which does not count against `max_turns`.
+        """
         self.episode.add_assistant("", ParsedTurn("", (call,)), "replayed")
         return await self.call(call)
 

@@ -31,10 +31,19 @@ class Episode:
     finished: bool = False
     tool_seconds: float = 0.0
 
+    @property
+    def sampled_turns(self) -> int:
+        """Return the number of turns that were sampled, which excludes replayed calls."""
+        return sum(turn.finish_reason != "replayed" for turn in self.turns)
+
     def add_assistant(
         self, text: str, parsed: ParsedTurn, finish: FinishReason, model_seconds: float = 0.0
     ) -> None:
-        """Append an assistant turn, and its token span if a recorder has just recorded it."""
+        """Append an assistant turn, and its token span if a recorder has just recorded it.
+
+        A turn that ends as `replayed` was not sampled. It has no tokens of its own, and the model reads its
+        call in the next prompt, outside the loss mask.
+        """
         well_formed = [call for call in parsed.calls if call.error is None]
         if well_formed and len(well_formed) == len(parsed.calls) <= _MAX_RECORDED_CALLS:
             calls = [
@@ -49,14 +58,16 @@ class Episode:
         self.messages.append(message)
         if finish == "stop" and parsed.calls:
             finish = "tool_calls"
-        if self.recorder is not None:
+        if self.recorder is None:
+            turn = Turn(segment=0, start=0, end=0, finish_reason=finish)
+        elif finish == "replayed":
+            turn = self.recorder.replayed(message.model_dump(mode="json", exclude_none=True))
+        else:
             if message.tool_calls:
                 self.recorder.structured(message.model_dump(mode="json", exclude_none=True))
             turn = self.recorder.turns[-1]
             turn.finish_reason = finish
             turn.model_seconds = model_seconds
-        else:
-            turn = Turn(segment=0, start=0, end=0, finish_reason=finish)
         self.turns.append(turn)
 
     def add_observation(self, call: ParsedCall, text: str, error: str | None, seconds: float) -> None:

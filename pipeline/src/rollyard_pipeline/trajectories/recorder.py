@@ -126,6 +126,14 @@ class TrajectoryRecorder:
         """Append a message from outside, such as a tool's result or a user's message."""
         self._conversation.add(message)
 
+    def replayed(self, message: ChatMessage) -> Turn:
+        """Append an assistant's message that was not sampled, and return its turn, whose span is empty."""
+        self._conversation.add(message)
+        end = len(self._segments[-1].loss_mask) if self._segments else 0
+        turn = Turn(segment=max(0, len(self._segments) - 1), start=end, end=end, finish_reason="replayed")
+        self.turns.append(turn)
+        return turn
+
     def structured(self, message: ChatMessage) -> None:
         """Set the parsed form of the last turn, for templates that refuse its raw text."""
         self._conversation.structured(message)

@@ -148,7 +148,7 @@ class VllmShaped(Scripted):
             self.adapters = [body["lora_name"]]
         elif path in ("/inference/v1/generate", "/v1/completions"):
             return self._sampled(path, body) if body else (400, {"error": {"message": "Field required"}})
-        elif path != "/reset_prefix_cache":
+        elif path not in ("/reset_prefix_cache", "/inference/v1/abort_requests"):
             return 404, {}
         return 200, {}
 

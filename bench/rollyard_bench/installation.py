@@ -19,6 +19,8 @@ from rollyard_bench.processes import ControlPlane, Program, control_plane, progr
 API = "rollyard.dev/v1alpha1"
 INSTANCE = "rollyard.dev/instance"
 JOB = "rollyard.dev/job"
+FAKE_TAINT = "kwok.x-k8s.io/node"
+"""The key of the taint that keeps ordinary pods away from fake nodes."""
 NOWHERE = {"nodeSelector": {"rollyard.dev/bench": "no-node"}}
 """The placement of pods that are made but must not run."""
 
@@ -96,6 +98,7 @@ async def installation(
             "releaseNamespace": namespace,
             "namespaces": [namespace],
             "imagePullPolicy": "IfNotPresent",
+            "allow": {"tolerations": [FAKE_TAINT]},
             "images": {"worker": "registry.local/none:1", "engine": "registry.local/none:1", **images},
         }
         config = folder / "operator.yaml"

@@ -22,7 +22,7 @@ from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, SandboxHan
 from rollyard_crds.trajectory import Segment, Trajectory
 
 from rollyard_bench.cluster import Cluster, Object, cluster, output
-from rollyard_bench.installation import JOB, Installation, installation, job_object
+from rollyard_bench.installation import FAKE_TAINT, JOB, Installation, installation, job_object
 from rollyard_bench.processes import ProgramFailed, memory
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
@@ -32,7 +32,7 @@ FAKE_NODES = 10
 NODES = "/api/v1/nodes"
 ON_FAKE = {
     "nodeSelector": {"type": "kwok"},
-    "tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}],
+    "tolerations": [{"key": FAKE_TAINT, "operator": "Exists"}],
     "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}},
 }
 WORKERS = {"init": 3, "run": 3, "eval": 3}

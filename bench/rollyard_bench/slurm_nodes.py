@@ -12,12 +12,15 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 from rollyard_bench import lab
 from rollyard_bench.bridge import Bridge, bridge, shared_folder, submitted
@@ -114,8 +117,7 @@ def _job(name: str, nodes: int, image: str) -> dict[str, Any]:
         agent={"type": "tools", "tools": ["bash", "submit"], "maxTurns": 64},
         sampling={"maxTokens": 256},
         backendRef={"name": POOL},
-        # One sandbox is kept warm, which shows that a worker is ready. The others are started for their
-        # rollouts.
+        # One sandbox is kept warm from the first rollout on. The others are started for their rollouts.
         sandbox={"image": image, "warm": 1, "resources": {"memory": "256Mi", "disk": "32Mi"}},
         stages={"init": stage, "run": stage, "eval": stage},
     )
@@ -197,6 +199,16 @@ def instances() -> int:
     return found
 
 
+def connected_workers(port: int) -> int:
+    """Return the number of this user's stage workers that are connected to the control plane at `port`."""
+    found = 0
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.uids().real == os.getuid() and "rollyard_pipeline" in process.cmdline():
+                found += any(one.raddr and one.raddr.port == port for one in process.net_connections("tcp"))
+    return found
+
+
 def memory_available() -> int:
     """Return the bytes that programs may still take."""
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -217,16 +229,20 @@ class Nodes:
         self._rounds = 0
 
     async def grow(self, nodes: int) -> float:
-        """Make so many workers ready, each with a sandbox, and return the seconds that it took."""
+        """Make so many workers ready, and return the seconds that it took."""
         begin = time.perf_counter()
-        more = nodes - sum(self._sets.values())
+        before = sum(self._sets.values())
+        more = nodes - before
         name = f"nodes-{nodes}"
         await submitted(self._client, _job(name, more, self._image))
         self._sets[name] = more
-        # The number is compared exactly, so the sandboxes of the last round are gone, too.
-        await self._until(lambda: instances() == nodes, f"{nodes} workers with a sandbox")
+        port = urlsplit(self._bridge.url).port
+        await self._until(lambda: connected_workers(port or 80) == nodes, f"{nodes} connected workers")
         took = time.perf_counter() - begin
-        # A worker that has its sandbox asks for leases at once; a worker without one would get too few.
+        # One warm sandbox of the last round stays on each node. The number is compared exactly, so the others
+        # are gone.
+        await self._until(lambda: instances() == before, f"{before} warm sandboxes")
+        # A worker that is connected asks for leases at once; a worker that is not would get too few.
         await asyncio.sleep(LEASING_SECONDS)
         return took
 

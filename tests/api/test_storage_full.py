@@ -27,7 +27,7 @@ async def test_full_database(sqlite: Settings, serving: Any, make_manifest: Any,
         assert (await served.admin.get("/v1/rolloutjobs/big")).status_code == 404
         counts = (await served.admin.get("/v1/rolloutjobs/job")).json()["status"]["counts"]
         assert counts["init"]["queued"] == 2
-        assert await worker_of(served.worker).finish_all() == 2, "what needs no room goes on"
+        assert await worker_of(served.worker).finish_all() == 2, "what needs no room continues"
     async with serving(sqlite) as served:
         assert (
             await served.admin.post("/v1/rolloutjobs", json=make_manifest("big", tasks=big))

@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         (-90.0, None, "missing", "90 s ahead of the server"),
         (0.4, True, "ok", "kept right"),
         (0.0, False, "optional", "NTP, chrony"),
-        (None, None, "optional", "does not tell"),
+        (None, None, "optional", "does not say"),
     ],
 )
 def test_clocks(tmp_path: Path, offset: float | None, kept: bool | None, verdict: str, words: str) -> None:

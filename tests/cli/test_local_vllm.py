@@ -218,6 +218,6 @@ def test_a_folder_that_is_no_model_is_told_in_the_pools_condition(up: Up, tmp_pa
 
     up.until(lambda: "there is no folder '/no/such/model'" in message("absent"), 30.0)
     up.until(lambda: "Error: " in message("empty") and str(empty) in message("empty"), 120.0)
-    assert len(up.ready()) == 1, "the other pool goes on"
+    assert len(up.ready()) == 1, "the other pool continues"
     for name in ("absent", "empty"):
         up.client.delete_pool(name)

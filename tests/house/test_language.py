@@ -7,7 +7,7 @@ import io
 import re
 import subprocess
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -54,9 +54,9 @@ ENTRY = re.compile(r"\s+\*{0,2}[\w.]+: (.+)")
 WORDS = re.compile(r"\b(anew|goes on|went on|told|by then)\b", re.IGNORECASE)
 
 
-def texts(source: str) -> Iterator[tuple[int, str]]:
+def texts(source: str, nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Return line and text of each docstring (those of attributes, too) and of each comment."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             value = node.value.value
             if isinstance(value, str):
@@ -71,18 +71,29 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string.lstrip("#: ")
 
 
-def noun_phrases(source: str) -> Iterator[tuple[int, str]]:
+def noun_phrases(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield line and text of docstrings of functions that do not begin with a verb.
 
     A property is named by a noun, and the docstring of a test may be a statement about the tested code.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
             continue
         if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
             continue
         words = (ast.get_docstring(node) or "").split()
         if words and words[0].strip(",.:;") in NOUNS:
+            yield node.lineno, " ".join(words)
+
+
+def messages(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield line and text of string literals of several words that are not docstrings."""
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
+            continue
+        words = node.value.split()
+        if len(words) > 1:
             yield node.lineno, " ".join(words)
 
 
@@ -94,16 +105,25 @@ def shell_comments(source: str) -> Iterator[tuple[int, str]]:
             yield number, text.lstrip("# ")
 
 
-def findings(source: str, shell: bool = False) -> list[str]:
-    """Return what is wrong with the texts of a module or a shell script, with line numbers."""
+def findings(source: str, shell: bool = False, shown: bool = False) -> list[str]:
+    """Return what is wrong with the texts of a module or a shell script, with line numbers.
+
+    `shown` says that the strings of the module are messages to users.
+    """
     found = []
-    for line, text in shell_comments(source) if shell else texts(source):
+    nodes = [] if shell else list(ast.walk(ast.parse(source)))
+    for line, text in shell_comments(source) if shell else texts(source, nodes):
         fragment = FRAGMENT.match(text)
         if fragment is not None:
             found.append(f"{line}: begins with {fragment[0]!r}: {text[:70]}")
         found += [f"{line}: {word[0]!r} in: {text[:70]}" for word in WORDS.finditer(text)]
-    if not shell:
-        found += [f"{line}: begins with a noun phrase: {text[:70]}" for line, text in noun_phrases(source)]
+    if shown:
+        found += [
+            f"{line}: {word[0]!r} in the message: {text[:70]}"
+            for line, text in messages(nodes)
+            for word in WORDS.finditer(text)
+        ]
+    found += [f"{line}: begins with a noun phrase: {text[:70]}" for line, text in noun_phrases(nodes)]
     return found
 
 
@@ -127,6 +147,19 @@ def findings(source: str, shell: bool = False) -> list[str]:
 )
 def test_fragments_and_words_are_found(source: str, count: int) -> None:
     assert len(findings(source)) == count
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('raise ValueError("the job goes on")', 1),
+        ('print(f"the job {name} was told")', 1),
+        ('field["told"] = 1', 0),
+        ('"""Wait."""', 0),
+    ],
+)
+def test_messages_are_read(source: str, count: int) -> None:
+    assert len(findings(source, shown=True)) == count
 
 
 @pytest.mark.parametrize(
@@ -172,6 +205,6 @@ def test_docstrings_and_comments_are_sentences(folder: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{finding}"
         for path, shell in files
-        for finding in findings(path.read_text(encoding="utf-8"), shell)
+        for finding in findings(path.read_text(encoding="utf-8"), shell, shown=folder in PACKAGES)
     ]
     assert not found, "\n".join(found)

@@ -454,7 +454,7 @@ async def test_a_name_that_is_somebody_elses_fails_the_claim(world: World) -> No
     world.pods.remove(("team", f"sb-{claim}"), uid_of(world.pod(f"sb-{claim}")))
     await world.turn(3)
     assert world.plane.claims_[claim].reason == "PodRefused"
-    assert "belongs to somebody else" in world.plane.claims_[claim].message
+    assert "belongs to another owner" in world.plane.claims_[claim].message
     assert world.kube.of("Pod"), "it is not ours to delete"
 
 

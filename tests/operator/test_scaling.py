@@ -183,7 +183,7 @@ def test_what_waits_for_a_place_is_said_and_is_no_failure() -> None:
     claims = {one.type: one for one in plan.status.conditions}
     assert claims["Degraded"].status == "True"
     assert "no such image" in claims["Running"].message
-    assert blocked.name not in [launch.workload.name for launch in plan.launch], "the cluster goes on trying"
+    assert blocked.name not in [launch.workload.name for launch in plan.launch], "the cluster keeps trying"
 
 
 def test_pod_templates_matter_only_where_there_are_pods() -> None:

@@ -20,7 +20,7 @@ async def test_what_an_answer_to_an_own_call_brings_of_others_is_told() -> None:
     told: list[Key] = []
     views = ResourceViews[BackendPool](told.append, _others_of_pool)
     views.learn(POOL)
-    assert told == [], "whoever registers it goes on with the answer"
+    assert told == [], "whoever registers it continues with the answer"
     now = datetime(2026, 1, 1, tzinfo=UTC)
     ready = Condition(type="Ready", status="True", reason="Ready", last_transition_time=now)
     views.learn(with_status(conditions=[ready]))

@@ -496,7 +496,7 @@ async def test_init_waits_while_the_nodes_disk_is_full(handler: type[Steered], t
     async with working(plane, handler, provider, trouble_file=told):
         plane.offer(lease(1), lease(2, "eval"))
         await plane.wait_for(1)
-        assert len(plane.queues["init"]) == 1, "what has a sandbox goes on, and nothing begins"
+        assert len(plane.queues["init"]) == 1, "what has a sandbox continues, and nothing begins"
         await until(told.exists)
         assert told.read_text() == provider.full
         provider.full = ""

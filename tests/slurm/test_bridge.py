@@ -208,7 +208,7 @@ def test_a_bridge_ends_its_own_jobs_only_or_leaves_them(slurm: Any, bridge: Brid
         assert "Slurm jobs ended: 1" in told
         assert bridge.jobs() == {}
         other.wait_ready()
-        assert other.running() == theirs, "the same job goes on"
+        assert other.running() == theirs, "the same job continues"
         assert other.stop(signal.SIGINT) == 0
         assert other.jobs() == {}
     finally:

@@ -390,7 +390,7 @@ def test_a_controller_that_is_away_and_a_bridge_that_is_killed(slurm: Slurm, sha
                 until(lambda: "not submitted yet" in run.said("Running", later.metadata.name), 60)
                 time.sleep(max(0.0, ends - time.monotonic()))
                 assert condition(client.job(run.name), "Running") == "True", "what runs counts as running"
-            until(lambda: run.unfinished < before, 30, "what runs goes on without it")
+            until(lambda: run.unfinished < before, 30, "what runs continues without it")
         finally:
             slurm.start_controller()
         until(lambda: "Slurm answers again" in run.bridge.log.read_text(), 60, "its being told")

@@ -95,7 +95,7 @@ def test_a_bridge_outlives_its_slurmrestd(slurm: Any, shared: Path, restd: Restd
         (number,) = bridge.running()
         restd.kill()
         until(lambda: "Slurm does not answer" in bridge.log.read_text(), 60, "word of the outage")
-        assert bridge.jobs().keys() == {number}, "what runs goes on"
+        assert bridge.jobs().keys() == {number}, "what runs continues"
         restd.start()
         until(lambda: "Slurm answers again" in bridge.log.read_text(), 60, "word of its end")
         bridge.ended("rest")

@@ -224,7 +224,7 @@ async def test_how_the_one_before_ended_is_told_after_a_restart_of_the_bridge_to
     await bench.turns(2)
     bench.slurm.run(103)
     await bench.turns(2)
-    assert told in bench.said_of("Degraded"), "a successor goes on with it"
+    assert told in bench.said_of("Degraded"), "a successor continues with it"
 
 
 async def test_what_a_worker_that_runs_says_of_its_node(bench: Bench) -> None:
@@ -239,7 +239,7 @@ async def test_what_a_worker_that_runs_says_of_its_node(bench: Bench) -> None:
     await bench.turns()
     assert bench.said_of("Degraded", "reason") == "WorkersImpaired"
     assert bench.said_of("Degraded") == f"{worker}: node cn1 starts no sandboxes: No space left on device"
-    assert bench.said_of("Running", "status") == "True", "what it holds goes on"
+    assert bench.said_of("Running", "status") == "True", "what it holds continues"
     (bench.site.troubles / f"{worker}-101").unlink()
     await bench.turns()
     assert bench.said_of("Degraded", "status") == "False"

@@ -161,19 +161,19 @@ def parser() -> argparse.ArgumentParser:
         "--max-task-bytes",
         type=int,
         default=task_reader.TaskFileLimits().file_bytes,
-        help="of one task file, unpacked (default: %(default)s)",
+        help="largest task file, unpacked (default: %(default)s)",
     )
     made.add_argument(
         "--max-blob-bytes",
         type=int,
         default=blobs.BlobLimits().blob_bytes,
-        help="of one upload (default: %(default)s)",
+        help="largest upload (default: %(default)s)",
     )
     made.add_argument(
         "--max-namespace-blob-bytes",
         type=int,
         default=blobs.BlobLimits().namespace_bytes,
-        help="of all uploads of a namespace (default: %(default)s)",
+        help="limit for all uploads of a namespace (default: %(default)s)",
     )
     made.add_argument(
         "--max-namespace-blobs",
@@ -239,7 +239,7 @@ def listen_on(path: str) -> socket.socket:
         except (ConnectionRefusedError, FileNotFoundError):
             Path(path).unlink(missing_ok=True)
         else:
-            raise OSError(errno.EADDRINUSE, "somebody listens there")
+            raise OSError(errno.EADDRINUSE, "another process listens there")
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         made.bind(path)

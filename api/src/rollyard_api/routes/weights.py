@@ -80,8 +80,8 @@ async def _require(
                 )
         except NoSuchCall:
             return (
-                f"inFlight: {url} has no label of its weights (vLLM: /weight_info), so nobody could tell old "
-                "tokens from new ones: use inFlight 'restart' (vLLM: VLLM_SERVER_DEV_MODE=1)"
+                f"inFlight: {url} has no label of its weights (vLLM: /weight_info), so old tokens could not "
+                "be distinguished from new ones; use inFlight 'restart' (vLLM: VLLM_SERVER_DEV_MODE=1)"
             )
         except BackendError:
             return None  # The steps of the update report this error.

@@ -198,7 +198,7 @@ class WeightLoader:
         """Reload and verify the folder that the server was started on; return the problem, or "" if none."""
         folder = await server.folder()
         if folder is None:
-            return "it does not tell which folder it was started on"
+            return "it does not say which folder it was started on"
         try:
             reference = await self.forward.reference(Path(folder))
         except Unverifiable as error:

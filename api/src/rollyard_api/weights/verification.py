@@ -185,4 +185,4 @@ def _vocabulary(folder: Path) -> tuple[int, int]:
         text = config.get("text_config") or config
         return int(text["vocab_size"]), int(text.get("max_position_embeddings", 2048)) - 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unverifiable(f"{folder / 'config.json'} tells no vocab_size: {error!r}") from error
+        raise Unverifiable(f"{folder / 'config.json'} has no vocab_size: {error!r}") from error

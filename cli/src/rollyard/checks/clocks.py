@@ -69,7 +69,7 @@ def check_clocks(
     kept = synchronised()
     if kept:
         return Finding(name, "ok", "kept right by NTP or the like")
-    words = "nothing keeps it right (NTP, chrony)" if kept is False else "the kernel does not tell"
+    words = "nothing keeps it right (NTP, chrony)" if kept is False else "the kernel does not say"
     return Finding(
         name, "optional", words, "time stamps of different nodes may differ; nothing else depends on them"
     )

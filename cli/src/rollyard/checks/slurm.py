@@ -89,7 +89,7 @@ def check_tracking(runner: Runner = run) -> Finding:
     code, text = runner("sh", "-c", "scontrol show config | grep -i '^ProctrackType'")
     kind = text.partition("=")[2].strip()
     if code != 0 or not kind:
-        return Finding(name, "optional", "scontrol does not tell how processes are tracked")
+        return Finding(name, "optional", "scontrol does not say how processes are tracked")
     if kind == "proctrack/cgroup":
         return Finding(name, "ok", "proctrack/cgroup: a cancelled job leaves no process")
     return Finding(
@@ -104,7 +104,7 @@ def check_limits(runner: Runner = run) -> Finding:
     code, text = runner("sh", "-c", "scontrol show config | grep -i '^TaskPlugin '")
     plugins = text.partition("=")[2].strip()
     if code != 0 or not plugins:
-        return Finding(name, "optional", "scontrol does not tell how limits are kept")
+        return Finding(name, "optional", "scontrol does not say how limits are kept")
     if "task/cgroup" in plugins:
         return Finding(name, "ok", f"{plugins}: CPUs and memory of a job can be enforced")
     return Finding(

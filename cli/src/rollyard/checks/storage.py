@@ -104,7 +104,7 @@ def check_locks(folder: Path) -> Finding:
                 lock(file, fcntl.LOCK_UN)
     except subprocess.TimeoutExpired:
         return Finding(
-            name, "missing", f"a lock in {folder} hangs", "its lock service is away: tell the administrator"
+            name, "missing", f"a lock in {folder} hangs", "its lock service is away; inform the administrator"
         )
     except OSError as error:
         return Finding(name, "missing", f"{folder} cannot be written: {error.strerror}", _space_advice(error))

@@ -127,7 +127,7 @@ def header(trajectory: Trajectory) -> Iterator[Text]:
             style=DIM,
         )
     yield Text(
-        f"of Run: model {timings.model_seconds:.3f} s, tools {timings.tool_seconds:.3f} s, "
+        f"Run consists of model {timings.model_seconds:.3f} s, tools {timings.tool_seconds:.3f} s, "
         f"own code {timings.own_seconds:.3f} s",
         style=DIM,
     )

@@ -43,7 +43,7 @@ def is_unspoken(thing: RolloutJob | BackendPool, now: datetime) -> bool:
 
 
 def _text(placement: PlacementName) -> str:
-    return f"spec.placement: no driver {placement!r} has spoken of it yet; {_WHO[placement]}"
+    return f"spec.placement: no driver {placement!r} has reported on it yet; {_WHO[placement]}"
 
 
 def unserved_job(job: RolloutJob, now: datetime) -> RolloutJobStatus:

@@ -154,8 +154,8 @@ class Children:
         if instance == self._instance:
             self._cache.put(there)
         else:
-            whose = f"the Rollyard installation {instance!r}" if instance else "somebody else"
-            self._refuse(launch, f"the pod {key[1]!r} is there already and belongs to {whose}")
+            whose = f"the Rollyard installation {instance!r}" if instance else "another owner"
+            self._refuse(launch, f"the pod {key[1]!r} exists already and belongs to {whose}")
 
     def _refuse(self, launch: Launch, message: str) -> None:
         now = datetime.now(UTC)

@@ -50,7 +50,7 @@ def _of_false(kind: str, before: Condition | None, after: Condition) -> EventMes
     flipped = before is not None and before.status == "True"
     match kind:
         case "Suspended" if flipped and after.reason == "NotSuspended":
-            return EventMessage("Normal", "Resumed", "the job goes on")
+            return EventMessage("Normal", "Resumed", "the job continues")
         case "Degraded" if flipped and after.reason == "Healthy":
             return EventMessage("Normal", "Recovered", "everything that should run does")
         case "Ready" if flipped:

@@ -59,6 +59,6 @@ class _Lane:
                     await kube.event(obj, note.type, note.reason, note.message)
                 except KubeError as error:
                     # A namespace that is being deleted accepts no more events.
-                    _log.debug("event %s was not told: %s", note.reason, error)
+                    _log.debug("event %s was not recorded: %s", note.reason, error)
             self._full = False
             await self._news.wait()

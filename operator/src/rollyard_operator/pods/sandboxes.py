@@ -122,7 +122,7 @@ def warm_owner(namespace: str, settings: OperatorSettings) -> Object:
             "namespace": namespace,
             "labels": labels.own_labels(settings.instance, "sandbox"),
         },
-        "data": {"purpose": "Owns the warm sandbox pods of this namespace that nobody has claimed yet."},
+        "data": {"purpose": "Owns the warm sandbox pods of this namespace that are not claimed yet."},
     }
 
 

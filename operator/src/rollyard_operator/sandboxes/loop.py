@@ -387,9 +387,7 @@ class SandboxLoop:
         if labels.label_of(there, labels.INSTANCE) == self._settings.instance:
             self._pods.put(there)
         else:
-            taken = KubeError(
-                409, "AlreadyExists", f"the pod {key[1]!r} is there and belongs to somebody else"
-            )
+            taken = KubeError(409, "AlreadyExists", f"the pod {key[1]!r} exists and belongs to another owner")
             self._refused(key, taken)
 
     def _refused(self, key: tuple[str, str], error: KubeError) -> Trouble:

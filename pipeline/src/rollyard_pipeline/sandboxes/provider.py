@@ -327,7 +327,7 @@ class NodeProvider:
                 removed.append(sandbox_id)
             self._folder.remove_abandoned(time.time())
         if removed:
-            log.info("removed %d sandboxes that nobody uses: %s", len(removed), ", ".join(removed[:20]))
+            log.info("removed %d unused sandboxes: %s", len(removed), ", ".join(removed[:20]))
         return removed
 
     async def _housekeeping(self) -> None:

@@ -401,8 +401,8 @@ def _check_proof(secret: bytes | None, purpose: str, challenge: str, answer: dic
         given.encode("utf-8", "surrogatepass"), proof.answer(secret, purpose, challenge).encode()
     ):
         raise SandboxSabotaged(
-            "whoever answers on the exec server's socket does not know its secret: a program of the sandbox "
-            "has taken its place"
+            "the process on the exec server's socket does not know its secret: a program of the sandbox has "
+            "taken its place"
         )
 
 

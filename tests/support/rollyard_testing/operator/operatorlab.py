@@ -121,7 +121,7 @@ class Lab:
 
 async def until(true: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
     async with asyncio.timeout(seconds):
-        while not true():  # noqa: ASYNC110 - what is waited for is somebody else's
+        while not true():  # noqa: ASYNC110 - the condition depends on other code
             await asyncio.sleep(0.01)
 
 

@@ -38,8 +38,8 @@ def bridge_options(given: dict[str, Any]) -> BridgeOptions:
         raise UsageProblem("--namespace and --all-namespaces go with --join")
     if given["join"] and bool(given["namespaces"]) == given["all_namespaces"]:
         raise UsageProblem(
-            "--join needs --namespace NAME (repeatable) or --all-namespaces: whoever may make a BackendPool "
-            "there can run programs as the user of this bridge"
+            "--join needs --namespace NAME (repeatable) or --all-namespaces: a user who may make a "
+            "BackendPool there can run programs as the user of this bridge"
         )
     for name in given["namespaces"]:
         if not re.fullmatch(NAME_PATTERN.strip("^$"), name):

@@ -54,7 +54,7 @@ def run_here(options: BridgeOptions) -> None:
             click.echo(f"  serves   {served(options.namespaces)}")
             click.echo(
                 "Their jobs and pools with `placement: slurm` run here; "
-                "whoever may make a BackendPool there can run programs as you."
+                "a user who may make a BackendPool there can run programs as you."
             )
         click.echo(_END if options.join else f"{_SUBMIT}; {_END}")
         sys.stdout.flush()

@@ -108,7 +108,7 @@ def check_sif(text: str, path: Path) -> None:
     if length <= 0 or offset <= 0 or offset + length > size:
         raise ImageNotUsable(
             f"sandbox.image {text!r}: {path} is cut off: {size} bytes where its head says {offset + length}; "
-            "copy or build it anew"
+            "copy or build it again"
         )
 
 

@@ -106,15 +106,15 @@ class LatencyModel:
         self._assistant_start = tuple(tokenizer.encode(START + "a").ids)
         step = self._call("bash", {"command": command or "echo step"})
         submit = self._call("submit", {"answer": "done"})
-        self._step = self._answer(tokenizer, step)
-        self._last = self._answer(tokenizer, f"{step}\n{submit}" if command else submit)
+        self._step = self._encoded(tokenizer, step)
+        self._last = self._encoded(tokenizer, f"{step}\n{submit}" if command else submit)
 
     @staticmethod
     def _call(tool: str, arguments: dict[str, str]) -> str:
         return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
 
     @staticmethod
-    def _answer(tokenizer: Tokenizer, text: str) -> tuple[list[int], str]:
+    def _encoded(tokenizer: Tokenizer, text: str) -> tuple[list[int], str]:
         return list(tokenizer.encode(text + END).ids), text
 
     def turn(self, prompt: list[int]) -> int:
@@ -144,7 +144,7 @@ class LatencyModel:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        status, answer = 200, self._static(scope["path"])
+        status, answer = 200, self.static(scope["path"])
         if answer is None:
             if scope["path"] == "/v1/completions":
                 status, answer = await self._completed(orjson.loads(body), arrived)
@@ -159,16 +159,21 @@ class LatencyModel:
         if "prompt" not in request:
             return 400, _error(400, "prompt: Field required")
         if request.get("max_tokens") != 1:
-            if not self._open.is_set():
-                await self._open.wait()
-                # Its time begins in between; the last of them is released after `latency` seconds.
-                arrived = time.perf_counter() + self._offsets.uniform(0.0, self._latency)
-            await asyncio.sleep(max(0.0, arrived + self._latency - time.perf_counter()))
-            prompt = request["prompt"]
-            self._full.answered(prompt, time.perf_counter(), last=self.turn(prompt) >= self._turns)
+            await self.wait(request, arrived)
         return 200, self.completion(request)
 
-    def _static(self, path: str) -> dict[str, Any] | None:
+    async def wait(self, request: dict[str, Any], arrived: float) -> None:
+        """Wait until the request, which came at `arrived`, is to be answered."""
+        if not self._open.is_set():
+            await self._open.wait()
+            # Its time begins in between; the last of them is released after `latency` seconds.
+            arrived = time.perf_counter() + self._offsets.uniform(0.0, self._latency)
+        await asyncio.sleep(max(0.0, arrived + self._latency - time.perf_counter()))
+        prompt = request["prompt"]
+        self._full.answered(prompt, time.perf_counter(), last=self.turn(prompt) >= self._turns)
+
+    def static(self, path: str) -> dict[str, Any] | None:
+        """Return the answer to a request whose body does not matter, or None if there is no such path."""
         if path == "/hold":
             self._open.clear()
             return {}
@@ -188,10 +193,14 @@ class LatencyModel:
         }
         return known.get(path)
 
+    def answer(self, request: dict[str, Any]) -> tuple[list[int], str]:
+        """Return the token ids of the answer, and their text."""
+        return self._step if self.turn(request["prompt"]) < self._turns else self._last
+
     def completion(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of `/v1/completions`."""
         prompt = request["prompt"]
-        ids, text = self._step if self.turn(prompt) < self._turns else self._last
+        ids, text = self.answer(request)
         # This is the control plane's own probe of a new backend, which asks for one token.
         ids = ids[: request.get("max_tokens") or None]
         logprobs = {
@@ -229,6 +238,20 @@ def _error(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "BadRequestError", "code": status}}
 
 
+def serve(app: LatencyModel, port_file: Path) -> None:
+    """Serve on a free port of the loopback interface until a signal; the port goes to `port_file`."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    partial = port_file.with_suffix(".partial")
+    partial.write_text(str(listener.getsockname()[1]))
+    os.replace(partial, port_file)
+    config = uvicorn.Config(
+        app, loop="uvloop", http="httptools", lifespan="off", log_level="warning", access_log=False
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
 def main() -> None:
     """Serve on a free port of the loopback interface until a signal. The port is written to `--port-file`."""
     parse = argparse.ArgumentParser(description=__doc__)
@@ -239,17 +262,7 @@ def main() -> None:
     parse.add_argument("--port-file", type=Path, required=True)
     options = parse.parse_args()
     write_folder(options.folder)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(1024)
-    partial = options.port_file.with_suffix(".partial")
-    partial.write_text(str(listener.getsockname()[1]))
-    os.replace(partial, options.port_file)
-    app = LatencyModel(options.latency, options.turns, options.command)
-    config = uvicorn.Config(
-        app, loop="uvloop", http="httptools", lifespan="off", log_level="warning", access_log=False
-    )
-    uvicorn.Server(config).run(sockets=[listener])
+    serve(LatencyModel(options.latency, options.turns, options.command), options.port_file)
 
 
 if __name__ == "__main__":

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import httpx
 
 from rollyard_bench.harness import deliver, external_pool, stage_worker
+from rollyard_bench.latency_model import MODEL
 from rollyard_bench.memory import manifest, posted
-from rollyard_bench.overhead import relay
-from rollyard_bench.processes import Program, ProgramFailed, control_plane
+from rollyard_bench.paced_model import MEAN_TOKENS
+from rollyard_bench.processes import Program, ProgramFailed, answers, control_plane, port_of, program
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
-from rollyard_bench.vllm import MODEL, Server, vllm_servers
 
-FAST, SLOW = 0.006, 0.024
-"""The seconds per sampled token of one request, several times what the real servers take: one backend is four
-times slower, and other work on these two cores slows neither.
-"""
-LIMIT = 4  # rollouts that one backend takes at once
+HERE = Path(__file__).resolve().parents[1]
+FAST, SLOW = 0.03, 0.12
+"""The seconds per sampled token of one request. A rollout takes 0.7 s on the fast backend, so what the control
+plane and the worker do between two rollouts is little beside it, on a slow machine, too."""
+LIMIT = 4  # One backend takes this many rollouts at once.
 SAMPLES = 5
+ROLLOUTS = 120
+RUNS, QUICK_RUNS = 5, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +45,20 @@ class Jobs:
     share: float
     """The share of the rollouts that ran on the fast backend."""
 
+    @property
+    def ideal(self) -> float:
+        """Return the seconds that the tokens take with all places of both backends busy until the last one."""
+        return self.tokens / (LIMIT / FAST + LIMIT / SLOW)
 
-def _job(name: str, pool: str, first: int, rollouts: int) -> dict[str, Any]:
+
+def _job(name: str, pool: str, seed: int, rollouts: int) -> dict[str, Any]:
     tasks = [
         {
             "id": f"task-{number:03d}",
             "prompt": f"How much is {number} plus {number}?",
             "answer": str(2 * number),
         }
-        for number in range(first, first + rollouts // SAMPLES)
+        for number in range(rollouts // SAMPLES)
     ]
     return manifest(
         name,
@@ -55,7 +66,7 @@ def _job(name: str, pool: str, first: int, rollouts: int) -> dict[str, Any]:
         handler="math",
         samplesPerTask=SAMPLES,
         agent={"type": "single_turn"},
-        sampling={"temperature": 1.5, "maxTokens": 200},
+        sampling={"maxTokens": 200, "seed": seed},
         backendRef={"name": pool},
         stages={"run": {"concurrency": 2 * LIMIT}},
     )
@@ -64,19 +75,24 @@ def _job(name: str, pool: str, first: int, rollouts: int) -> dict[str, Any]:
 class Deployment:
     """A control plane and a worker that play jobs over the two backends."""
 
-    def __init__(self, client: httpx.AsyncClient, worker: Program, fast: str) -> None:
+    def __init__(self, client: httpx.AsyncClient, worker: Program, folder: Path, urls: list[str]) -> None:
         self._client = client
         self._worker = worker
-        self._fast = fast
+        self._tokenizer = folder / "fast-model"
+        self._urls = urls
         self._number = 0
 
-    async def play(self, *parts: tuple[str, int]) -> Jobs:
-        """Submit a job for each (pool, rollouts) at once, and return when the last has delivered all."""
+    async def play(self, *parts: tuple[list[str], int]) -> Jobs:
+        """Submit a job for each (servers, rollouts) at once, and return when the last has delivered all.
+
+        Each job has a pool of its own, which knows nothing of how fast its servers are.
+        """
         jobs = []
-        for pool, rollouts in parts:
+        for urls, rollouts in parts:
             self._number += 1
-            # Each job has prompts of its own, so no prefix is in a cache already.
-            jobs.append((_job(f"uneven-{self._number}", pool, 1000 * self._number, rollouts), rollouts))
+            name = f"uneven-{self._number}"
+            await external_pool(self._client, name, MODEL, self._tokenizer, urls, LIMIT)
+            jobs.append((_job(name, name, self._number, rollouts), rollouts))
         begin = time.perf_counter()
         for job, _ in jobs:
             await posted(self._client, "/v1/rolloutjobs", json=job)
@@ -93,46 +109,66 @@ class Deployment:
         return Jobs(
             seconds,
             sum(sum(sum(segment["loss_mask"]) for segment in item["segments"]) for item in found),
-            sum(item["backend"] == self._fast for item in found) / len(found),
+            sum(item["backend"] == self._urls[0] for item in found) / len(found),
         )
 
+    async def late(self) -> float:
+        """Return by how many seconds the servers answered later than their paces say: p99 of all answers."""
+        late: list[float] = []
+        async with httpx.AsyncClient(timeout=30.0) as client:
+            for url in self._urls:
+                late += (await client.get(f"{url}/late")).raise_for_status().json()["seconds"]
+        return quantiles(late, n=100, method="inclusive")[98]
 
-async def _measure(folder: Path, servers: list[Server], rollouts: int) -> dict[str, Jobs]:
+
+@asynccontextmanager
+async def _server(folder: Path, name: str, pace: float) -> AsyncIterator[str]:
+    """Start a paced server, and yield its URL."""
+    port_file = folder / f"{name}.port"
+    command = [sys.executable, "-m", "rollyard_bench.paced_model", "--pace", str(pace)]
+    command += ["--folder", str(folder / f"{name}-model"), "--port-file", str(port_file)]
+    async with program(command, folder / f"{name}.log", {"PYTHONPATH": str(HERE)}) as running:
+        url = f"http://127.0.0.1:{await port_of(running, 'the paced server', port_file)}"
+        await answers(running, "the paced server", f"{url}/health")
+        yield url
+
+
+async def _measure(folder: Path, runs: int) -> tuple[list[Jobs], Jobs, float]:
     os.chmod(folder, 0o700)
     async with (
-        relay(folder, "fast", servers[0].url, pace=FAST) as fast,
-        relay(folder, "slow", servers[1].url, pace=SLOW) as slow,
+        _server(folder, "fast", FAST) as fast,
+        _server(folder, "slow", SLOW) as slow,
         control_plane(folder) as plane,
         plane.client() as client,
         stage_worker(plane, folder, {"init": 8, "run": 2 * LIMIT, "eval": 2}) as worker,
     ):
-        for pool, urls in (("fast", [fast]), ("slow", [slow]), ("both", [fast, slow])):
-            await external_pool(client, pool, MODEL, servers[0].model, urls, LIMIT)
-        deployment = Deployment(client, worker, fast)
-        await deployment.play(("both", 2 * SAMPLES))  # The first jobs measure what the servers can do.
-        return {
-            "ours": await deployment.play(("both", rollouts)),
-            "round-robin": await deployment.play(("fast", rollouts // 2), ("slow", rollouts // 2)),
-        }
+        deployment = Deployment(client, worker, folder, [fast, slow])
+        await deployment.play(([fast, slow], 2 * SAMPLES))  # The worker's first imports are not measured.
+        ours = [await deployment.play(([fast, slow], ROLLOUTS)) for _ in range(runs)]
+        robin = await deployment.play(([fast], ROLLOUTS // 2), ([slow], ROLLOUTS // 2))
+        return ours, robin, await deployment.late()
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Measure one job over both backends, then the same rollouts dealt out in turns."""
-    rollouts = 60 if settings.quick else 120
+    """Measure jobs over both backends, then the same number of rollouts dealt out in turns."""
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        folder = Path(name)
-        async with vllm_servers(folder, 2) as servers:
-            found = await _measure(folder, servers, rollouts)
-    ours, robin = found["ours"], found["round-robin"]
-    ideal = ours.tokens / (LIMIT / FAST + LIMIT / SLOW)
+        ours, robin, late = await _measure(Path(name), QUICK_RUNS if settings.quick else RUNS)
+    ratios = sorted(job.seconds / job.ideal for job in ours)
+    # The run whose ratio is the median stands for all: its seconds and its ideal belong together.
+    middle = min(ours, key=lambda job: abs(job.seconds / job.ideal - median(ratios)))
+    busy = os.getloadavg()[0]
+    found = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     how = (
-        f"{rollouts} rollouts of one turn through the real control plane and worker; two vLLM servers whose "
-        f"answers are held back to {FAST * 1e3:g} and {SLOW * 1e3:g} ms a token; at most {LIMIT} rollouts on "
-        f"each; ideal: {ours.tokens:,} tokens at those paces, all places busy until the last token, nothing "
-        f"of Init, Eval and delivery; {ours.share:.0%} of the rollouts went to the fast one; round-robin: "
-        f"every other rollout to every other backend, the same limits, {robin.seconds:.1f} s"
+        f"the median of {len(ours)} runs by their ratio ({found}), each of {ROLLOUTS} rollouts of one turn "
+        f"through the real control plane and worker, in a pool that does not know yet how fast its servers "
+        f"are; two servers that take {FAST * 1e3:g} and {SLOW * 1e3:g} ms a token and no core, answers of "
+        f"{MEAN_TOKENS:g} tokens in the mean, p99 of their lateness {late * 1e3:.1f} ms; at most {LIMIT} "
+        f"rollouts on each; ideal: {middle.tokens:,} tokens at those paces, all places busy until the last "
+        f"token, nothing of Init, Eval and delivery; {middle.share:.0%} of the rollouts on the fast one; "
+        f"round-robin: every other rollout to every other backend, the same limits, {robin.seconds:.1f} s; "
+        f"load {busy:.1f} on {os.cpu_count()} cores"
     )
     return [
-        Measurement("uneven_makespan", ours.seconds, Baseline("ideal split", ideal), how),
-        Measurement("uneven_vs_round_robin", ours.seconds, Baseline("round-robin", robin.seconds), how),
+        Measurement("uneven_makespan", middle.seconds, Baseline("ideal split", middle.ideal), how),
+        Measurement("uneven_vs_round_robin", middle.seconds, Baseline("round-robin", robin.seconds), how),
     ]

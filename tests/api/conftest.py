@@ -166,6 +166,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
         health_seconds=3600.0,
         circuit_seconds=3600.0,
         stats_seconds=3600.0,
+        speeds_seconds=3600.0,
         recheck_seconds=0.2,
     )
 

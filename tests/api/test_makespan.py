@@ -8,6 +8,7 @@ import random
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,12 +16,13 @@ from hypothesis import strategies as st
 from rollyard_api.backends.router import Backend, Router
 from rollyard_api.backends.run_estimates import Pace
 from rollyard_api.backends.throughput import WEIGHT
+from rollyard_api.settings import Settings
 
 CONSTANT, MIXED, SHARED = 0.0, 0.5, 1.0
 """The part of a token's time that grows with the rollouts beside it: none, half, or all (shared).
 """
 TOKENS = 100.0
-FOLD_SECONDS = 2.0
+FOLD_SECONDS = Settings(state_dir=Path()).speeds_seconds
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Yard:
     spread: float = 0.25
     waits: bool = True
     seed: int = 1
+    fold: float = FOLD_SECONDS
+    """Seconds between two writes of what was measured."""
     measured: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     groups: dict[int, set[str]] = field(default_factory=dict)
 
@@ -88,7 +92,7 @@ class Yard:
             _, _, group, tokens, began = heapq.heappop(servers[url].ends)
             fresh.setdefault(url, []).append((tokens, now - began, len(servers[url].ends) + 1))
             left[group] -= 1
-            if now >= folded + FOLD_SECONDS:
+            if now >= folded + self.fold:
                 self._fold(fresh)
                 folded, fresh = now, {}
         self._fold(fresh)
@@ -155,6 +159,17 @@ def test_even_backends_lose_nothing(limit: int, rollouts: int, shared: float) ->
         assert _ratio(speeds, limit, shared, rollouts) <= _ratio(
             speeds, limit, shared, rollouts, waits=False
         ) * (1 + 1e-9)
+
+
+def _short_first_job(fold: float) -> float:
+    """The median of a pool's first job, which takes two seconds, with this time between two writes."""
+    yards = (Yard([400.0, 100.0], 4, CONSTANT, samples=5, fold=fold, seed=seed) for seed in range(40))
+    return statistics.median(yard.play(40) for yard in yards)
+
+
+def test_a_short_first_job_uses_what_its_own_first_rollouts_have_shown() -> None:
+    assert _short_first_job(FOLD_SECONDS) <= 1.15
+    assert _short_first_job(2.0) >= 1.25, "speeds that are written every two seconds come too late"
 
 
 def test_groups_are_split_no_more_than_without_waiting() -> None:

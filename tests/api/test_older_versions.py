@@ -57,6 +57,7 @@ def older(tmp_path: Path, recorded: dict[str, Any]) -> Settings:
         health_seconds=never,
         circuit_seconds=never,
         stats_seconds=never,
+        speeds_seconds=never,
         recheck_seconds=never,
     )
 
@@ -159,10 +160,13 @@ def decisions(text: str) -> list[Any]:
     document = json.loads(text.splitlines()[0])
     leases = [(one["rollout"], one["token"], one["stage"]) for one in document.get("leases", [])]
     judged = [(one["rollout"], one["outcome"]) for one in document.get("outcomes", [])]
+    # Orphans are in the order of their names, which are random.
+    orphans = sorted(document.get("orphans") or ())
     return (
         leases
         + judged
-        + [document.get(name) for name in ("draining", "lost", "cancelled", "orphans", "state")]
+        + [document.get(name) for name in ("draining", "lost", "cancelled", "state")]
+        + orphans
     )
 
 

@@ -129,6 +129,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
         sweep_seconds=3600.0,
         circuit_seconds=3600.0,
         stats_seconds=3600.0,
+        speeds_seconds=3600.0,
         recheck_seconds=0.2,
         health_seconds=0.2,
         weights_seconds=0.05,

@@ -1,11 +1,13 @@
 """The pipeline figures' instrument counts turns in the prompt; its template never rewrites history."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-from rollyard_bench.latency_model import Full, LatencyModel, write_folder
+from rollyard_bench.latency_model import Full, LatencyModel, make_tokenizer, write_folder
+from rollyard_bench.paced_model import MEAN_TOKENS, PacedModel
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import load_folder
 from rollyard_pipeline.tool_parsers.hermes import HermesParser
@@ -87,3 +89,27 @@ def test_the_pace_is_counted_while_all_have_begun_and_none_has_ended() -> None:
     full.answered([2], 20.0, last=False)
     # Two turns came in 4 s, one in 4 s; the third rollout was answered once.
     assert full.figures() == {"rollouts": 2, "turns": 3, "rate": 0.75}
+
+
+def test_a_paced_answer_is_the_seed_s_and_is_due_at_its_pace() -> None:
+    asks = [{"prompt": [1, 2], "seed": seed, "max_tokens": 200} for seed in range(400)]
+    fast, slow = PacedModel(0.001), PacedModel(4.0)
+    counts = [fast.count(ask) for ask in asks]
+    assert counts == [slow.count(ask) for ask in asks], "two servers give the same answer"
+    assert statistics.mean(counts) == pytest.approx(MEAN_TOKENS, rel=0.05)
+    assert statistics.stdev(counts) == pytest.approx(6.2, rel=0.1)
+    for ask, count in zip(asks[:20], counts, strict=False):
+        choice = slow.completion(ask)["choices"][0]
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == count
+        assert make_tokenizer().decode(choice["token_ids"]) == choice["text"]
+    assert slow.count(asks[0] | {"max_tokens": 3}) == 3
+
+
+async def test_lateness_is_what_an_answer_took_beyond_its_pace() -> None:
+    model = PacedModel(0.0)
+    assert (await _posted(model, "/v1/completions", {"prompt": [1], "seed": 1}))[0] == 200
+    await _posted(model, "/v1/completions", {"prompt": [1], "max_tokens": 1})
+    status, answer = await _posted(model, "/late", {})
+    assert status == 200
+    assert len(answer["seconds"]) == 1, "a probe of the server is not counted"
+    assert answer["seconds"][0] >= 0.0

@@ -232,9 +232,12 @@ class ControlPlane:
         """Send one probe to each backend whose circuit has been open long enough."""
         await circuits.probe_all(self.database, self.transport)
 
-    async def read_stats(self) -> None:
-        """Store the speeds of completed rollouts on their backends, and read the backends' own metrics."""
+    async def write_speeds(self) -> None:
+        """Store the speeds of rollouts completed since the last call on their backends."""
         await self.speeds.write(self.database)
+
+    async def read_stats(self) -> None:
+        """Read the backends' own metrics."""
         await self.poller.poll(self.database, self.transport)
 
 
@@ -336,6 +339,7 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
         (given.health_seconds, given.health_seconds, "first requests", starting),
         (given.circuit_seconds, given.circuit_seconds, "circuits", circuit),
         (given.stats_seconds, given.stats_seconds, "backend metrics", stats),
+        (given.speeds_seconds, given.stats_seconds, "measured speeds", plane.write_speeds),
         (given.weights_seconds, given.weights_seconds, "weights", plane.coordinator.round),
     ]
 

@@ -77,6 +77,9 @@ class Settings:
     """The time between two searches for open circuits that are due for a probe, in seconds."""
     stats_seconds: float = 2.0
     """The time between two readings of the backends' own metrics, in seconds."""
+    speeds_seconds: float = 0.25
+    """The time between two writes of the measured speeds of backends, in seconds. Without new measurements
+    nothing is written. It is short because a pool's first job may last only a few seconds."""
     weights_seconds: float = 0.3
     """The time between two searches for backends whose weights are not the intended ones, in seconds."""
     weight_limits: UpdateLimits = field(default_factory=UpdateLimits)

@@ -2,8 +2,8 @@
 
 The averages are the sampled tokens per second of model time and of the whole Run, as a rollout sees
 them, with batching, queues and load included. They fall with the load, so the load is kept with them.
-They are gathered in memory after each commit and written every few seconds, so no completion pays for
-it.
+They are gathered in memory after each commit and written a few times a second, so no completion pays
+for it, and the end of a short job can rely on them.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ from rollyard_bench.results import Baseline
 
 HERE = Path(__file__).resolve().parents[1]
 FAST, SLOW = 0.03, 0.12
-"""The seconds per sampled token of one request. A rollout takes 0.7 s on the fast backend, so what the control
-plane and the worker do between two rollouts is little beside it, on a slow machine, too."""
+"""The seconds per sampled token of one request. A rollout takes 0.7 s on the fast backend, so what the
+control plane and the worker do between two rollouts is little beside it, on a slow machine, too.
+"""
 LIMIT = 4  # One backend takes this many rollouts at once.
 SAMPLES = 5
 ROLLOUTS = 120
@@ -47,7 +48,7 @@ class Jobs:
 
     @property
     def ideal(self) -> float:
-        """Return the seconds that the tokens take with all places of both backends busy until the last one."""
+        """Return the seconds that the tokens take with all places of both backends busy until the end."""
         return self.tokens / (LIMIT / FAST + LIMIT / SLOW)
 
 

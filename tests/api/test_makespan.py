@@ -162,7 +162,7 @@ def test_even_backends_lose_nothing(limit: int, rollouts: int, shared: float) ->
 
 
 def _short_first_job(fold: float) -> float:
-    """The median of a pool's first job, which takes two seconds, with this time between two writes."""
+    """Return the median ratio of first jobs, which take two seconds, with `fold` seconds between writes."""
     yards = (Yard([400.0, 100.0], 4, CONSTANT, samples=5, fold=fold, seed=seed) for seed in range(40))
     return statistics.median(yard.play(40) for yard in yards)
 

@@ -160,14 +160,10 @@ def decisions(text: str) -> list[Any]:
     document = json.loads(text.splitlines()[0])
     leases = [(one["rollout"], one["token"], one["stage"]) for one in document.get("leases", [])]
     judged = [(one["rollout"], one["outcome"]) for one in document.get("outcomes", [])]
-    # Orphans are in the order of their names, which are random.
-    orphans = sorted(document.get("orphans") or ())
-    return (
-        leases
-        + judged
-        + [document.get(name) for name in ("draining", "lost", "cancelled", "state")]
-        + orphans
-    )
+    # Orphans are in the order of their names, some of which are random.
+    orphans = None if document.get("orphans") is None else sorted(document["orphans"])
+    stated = [document.get(name) for name in ("draining", "lost", "cancelled", "state")]
+    return [*leases, *judged, *stated, orphans]
 
 
 async def test_older_workers_drivers_and_trainers_bring_an_older_database_to_its_end(

@@ -1,4 +1,4 @@
-"""kill -9 of every part, in the middle of the quickstart, at seeded random times, with five runs each.
+"""kill -9 of every part, in the middle of the quickstart, at seeded random times, with several runs each.
 
 The run must still end with every rollout accounted for exactly once and nothing left behind,
 judged by a ledger and by listings from outside the product.
@@ -7,6 +7,7 @@ judged by a ledger and by listings from outside the product.
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import time
@@ -21,7 +22,8 @@ from rollyard_testing.faults.yard import LEASE_SECONDS, ROOT, Yard, a_yard, foll
 
 TASKS = 12
 SAMPLES = 4
-SEEDS = range(5)
+SEEDS = range(int(os.environ.get("ROLLYARD_FAULT_SEEDS", "3")))
+"""The seeds of the runs of each victim. More of them are worth their time after a change of recovery."""
 KILLS = {"control-plane": 2, "worker": 2, "backend": 2, "sandbox": 4}
 LATEST = 16
 """The last kill comes when this many rollouts, of 48, have ended, and those that end in between."""

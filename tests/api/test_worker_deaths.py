@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollyard_api.rollouts import lease_expiry
+from rollyard_api.rollouts import worker_deaths
 
 
 @pytest.fixture
@@ -40,6 +40,9 @@ async def test_the_leases_of_a_dead_worker_return_at_once(served: Any, worker_of
     again = await alive.lease(init=4)
     assert {one["rollout"] for one in again} >= {first["rollout"], second["rollout"]}
     assert {one["attempt"] for one in again} == {0}, "a lease that returns counts as no attempt"
+    listed = (await served.admin.get("/v1/rolloutjobs/job/rollouts")).json()["items"]
+    told = [(one["reason"], one["worker"], one["counted"]) for row in listed for one in row["attempts"]]
+    assert told == [("WorkerDied", "dead", False)] * 2
     assert await alive.complete(alive.result(kept)) == ["accepted"]
 
 
@@ -89,7 +92,7 @@ async def test_only_the_named_job_is_looked_at(served: Any, worker_of: Any, make
 async def test_more_leases_than_one_batch(
     served: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_expiry, "EXPIRY_BATCH", 3)
+    monkeypatch.setattr(worker_deaths, "BATCH", 3)
     await worker_of(served.worker, name="w").lease(init=4)
     assert (await _died(served, "w"))["returned"] == 4
     assert (await _counts(served))["init"] == {"queued": 4, "active": 0}

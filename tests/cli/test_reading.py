@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 from rollyard.errors import InvalidInput, NotFound
 from rollyard.main import main
 from rollyard.render import progress
-from rollyard.render.describe import describe_pool
+from rollyard.render.describe import describe_job, describe_pool
 from rollyard.render.progress import Lines, progress_line, stage_progress
 from rollyard.render.tables import backends_table, plain_table, pools_table, print_table
 from rollyard.render.trajectory import TrajectoryView, why
@@ -109,9 +110,41 @@ def test_why() -> None:
     assert "MaxTurns" in why(record(reward=0.0, truncated=True, truncated_reason="MaxTurns"))
 
 
+ATTEMPTS = [
+    {"stage": "init", "attempt": 0, "reason": "NodeGone", "message": "", "worker": "", "node": "n7",
+     "started": 1.0, "seconds": 61.0, "counted": False},
+    {"stage": "run", "attempt": 2, "reason": "BackendUnavailable", "message": "nobody answers",
+     "worker": "w-1", "node": "n7", "started": 2.0, "seconds": 60.5, "counted": True},
+]  # fmt: skip
+
+
+def test_attempts_that_did_not_end_well_are_shown() -> None:
+    text = shown(record(attempts=ATTEMPTS, attempts_dropped=3))
+    assert "in the queue of init, 61.000 s on n7, not counted: NodeGone\n" in text
+    assert "run attempt 2, 60.500 s, w-1 on n7: BackendUnavailable: nobody answers\n" in text
+    assert "3 more attempts are not listed" in text
+    assert "attempt" not in shown(record()).lower()
+
+
+def test_a_job_is_described_with_the_attempts_of_its_rollouts() -> None:
+    job = RolloutJob.model_validate(
+        {
+            "apiVersion": "rollyard.dev/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "job"},
+            "spec": {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}},
+        }
+    )
+    attempts = Counter({("run", "BackendUnavailable", False): 105, ("init", "ImageBroken", True): 2})
+    text = printed(lambda out: describe_job(out, job, Counter({("Broken", "two\nlines"): 1}), attempts))
+    assert "  105 × BackendUnavailable in run, not counted\n  2 × ImageBroken in init\n" in text
+    assert "  1 × Broken: two\\nlines\n" in text
+    assert "did not end well" not in printed(lambda out: describe_job(out, job, Counter(), Counter()))
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    records = [record(0), record(1, 0.0), failed(2)]
+    records = [record(0), record(1, 0.0), failed(2, attempts=ATTEMPTS, attempts_dropped=1)]
     lines = [one.model_dump_json().encode() for one in records]
     (tmp_path / "t.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     (tmp_path / "t.parquet").write_bytes(encode(lines))
@@ -120,7 +153,11 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_files_give_back_what_was_written(kind: str, files: dict[str, Path]) -> None:
-    assert list(read_file(files[kind])) == [record(0), record(1, 0.0), failed(2)]
+    assert list(read_file(files[kind])) == [
+        record(0),
+        record(1, 0.0),
+        failed(2, attempts=ATTEMPTS, attempts_dropped=1),
+    ]
 
 
 def test_finding_a_rollout(files: dict[str, Path]) -> None:

@@ -380,6 +380,7 @@ def test_a_reason_is_sent_only_where_there_is_one() -> None:
     ]
     body = json.loads(_completed(CompleteRequest(worker="w", results=results)))
     assert "reward_reason" not in json.dumps(body["results"][:2])
+    assert "attempts" not in body["results"][0]["trajectory"]
     assert body["results"][2]["reward_reason"] == "TestTimeout"
     assert CompleteRequest.model_validate(body).results == results
 

@@ -150,6 +150,12 @@ def test_every_rollout_is_accounted_for_exactly_once(victim: str, seed: int) -> 
         if victim in ("control-plane", "worker"):
             # What they held continues elsewhere, and nothing fails because of it.
             assert status["counts"]["succeeded"] == len(run.expected)
+        if victim == "backend":
+            # What was in Run waited for the next one in its place, or returned without using an attempt.
+            counted = {
+                one["counted"] for record in run.ledger.seen.values() for one in record.get("attempts", ())
+            }
+            assert True not in counted, "an outage of the only backend used up an attempt"
         if victim == "control-plane":
             # A worker's sandboxes may go with it, which is one; the control plane takes nothing with it.
             assert {key for key, record in run.ledger.seen.items() if record["attempt"]} == set()

@@ -201,37 +201,51 @@ ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "engine/src/rollyard_engine/models/tiny-policy"
 
 
-async def test_the_shipped_policy_samples_real_rollouts(yard: Yard) -> None:
-    """The embedded engine plays quickstart tasks with the shipped policy: every token is the engine's own."""
+@asynccontextmanager
+async def engine(yard: Yard, port: int = 0) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
+    """Start the embedded engine with the shipped policy, and yield the process and its port."""
     port_file = yard.folder / "engine.port"
+    port_file.unlink(missing_ok=True)
     with (yard.folder / "engine.log").open("ab") as log:
-        engine = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rollyard_engine", "--model", str(POLICY), "--port", "0",
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "rollyard_engine", "--model", str(POLICY), "--port", str(port),
             "--port-file", str(port_file), "--served-model-name", "scripted", stdout=log, stderr=log,
         )  # fmt: skip
     try:
         async with asyncio.timeout(60):
             while not port_file.exists():
-                assert engine.returncode is None, (yard.folder / "engine.log").read_text()
+                assert process.returncode is None, (yard.folder / "engine.log").read_text()
                 await asyncio.sleep(0.05)
-        await yard.pool("p", f"http://127.0.0.1:{port_file.read_text().strip()}", POLICY)
-        lines = (ROOT / "examples/quickstart/tasks.jsonl").read_text().splitlines()[:4]
-        agent = {
-            "type": "tools",
-            "tools": ["bash", "edit", "submit"],
-            "maxTurns": 8,
-            "maxContextTokens": 1024,
-        }
-        await yard.job(
-            "tiny", [json.loads(line) for line in lines], samplesPerTask=2, agent=agent,
-            sampling={"maxTokens": 64}, backendRef={"name": "p"},
-        )  # fmt: skip
+        yield process, int(port_file.read_text())
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        async with asyncio.timeout(30):
+            await process.wait()
+
+
+async def quickstart(yard: Yard, name: str, tasks: int, **spec: Any) -> None:
+    """Submit the first tasks of the quickstart, with two samples of each."""
+    lines = (ROOT / "examples/quickstart/tasks.jsonl").read_text().splitlines()[:tasks]
+    agent = {
+        "type": "tools",
+        "tools": ["bash", "edit", "submit"],
+        "maxTurns": 8,
+        "maxContextTokens": 1024,
+    }
+    await yard.job(
+        name, [json.loads(line) for line in lines], samplesPerTask=2, agent=agent,
+        sampling={"maxTokens": 64}, backendRef={"name": "p"}, **spec,
+    )  # fmt: skip
+
+
+async def test_the_shipped_policy_samples_real_rollouts(yard: Yard) -> None:
+    """The embedded engine plays quickstart tasks with the shipped policy: every token is the engine's own."""
+    async with engine(yard) as (_, port):
+        await yard.pool("p", f"http://127.0.0.1:{port}", POLICY)
+        await quickstart(yard, "tiny", tasks=4)
         async with yard.worker("--job", "tiny"):
             results = await yard.results("tiny", 8)
-    finally:
-        engine.terminate()
-        async with asyncio.timeout(30):
-            await engine.wait()
     assert [result.status for result in results] == ["succeeded"] * 8, yard.log()
     for result in results:
         assert result.reward in (0.0, 1.0)
@@ -244,4 +258,36 @@ async def test_the_shipped_policy_samples_real_rollouts(yard: Yard) -> None:
     # The policy was trained to call tools; its samples of one task differ.
     assert any(turn.tool_calls for result in results for turn in result.turns)
     assert len({tuple(result.segments[0].response_ids) for result in results}) > 4
+    assert yard.sandboxes() == []
+
+
+BUDGET = 1.0
+"""How long the worker's rollouts try a backend that is ready and does not answer, in seconds."""
+OUTAGE = 5.0
+"""How long the only backend is away, in seconds."""
+
+
+@pytest.mark.slow
+async def test_an_outage_of_the_only_backend_costs_no_attempt(yard: Yard) -> None:
+    """kill -9 of the engine in the middle of Run. It is away for longer than a rollout's own retries last."""
+    count = 16
+    async with engine(yard) as (process, port):
+        await yard.pool("p", f"http://127.0.0.1:{port}", POLICY)
+        stages = {"run": {"maxAttempts": 1, "concurrency": 4}}
+        await quickstart(yard, "outage", tasks=count // 2, stages=stages)
+        async with yard.worker("--job", "outage", "--backend-budget", f"{BUDGET:g}"):
+            await yard.results("outage", 2)
+            process.kill()
+            await process.wait()
+            await asyncio.sleep(OUTAGE)
+            before = [one async for one in yard.client.rollouts("outage")]
+            assert [one for one in before if one.status == "failed"] == [], yard.log()
+            waiting = [one for one in before if (one.stage, one.status) == ("run", "leased")]
+            assert waiting, "no Run was under way in the outage"
+            async with engine(yard, port):
+                results = await yard.results("outage", count)
+    assert [(result.status, result.attempt) for result in results] == [("succeeded", 0)] * count, yard.log()
+    assert not any(one.counted for result in results for one in result.attempts)
+    interrupted = {one.id for one in waiting}
+    assert all(result.sampled_tokens > 0 for result in results if result.id in interrupted)
     assert yard.sandboxes() == []

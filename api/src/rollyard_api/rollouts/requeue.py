@@ -244,7 +244,7 @@ def _attempt(tx: Transaction, item: Return, counted: bool) -> dict[str, Any]:
 def _ending(item: Return, timings: str) -> Ending:
     row, message = item.row, item.message
     if item.cause is Cause.LEASE_LOST:
-        message = f"{row.expiries + 1} leases expired; the last was held by {row.worker}"
+        message = f"{row.expiries + 1} leases were lost; the last was held by {row.worker}"
     return Ending(
         rollout=row.id,
         job_id=row.job_id,

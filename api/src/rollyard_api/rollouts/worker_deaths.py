@@ -7,23 +7,30 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy import bindparam
 
-from rollyard_api.rollouts.lease_expiry import EXPIRY_BATCH, expire
+from rollyard_api.rollouts.requeue import HELD_COLUMNS, Cause, Return, requeue
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.rows import HeldRollout, read_all
 from rollyard_api.storage.schema import jobs, rollouts
+
+REASON = "WorkerDied"
+BATCH = 500
+"""The number of leases that are taken back with one statement."""
 
 _JOB = sa.select(jobs.c.id).where(
     jobs.c.namespace == bindparam("b_namespace"),
     jobs.c.name == bindparam("b_name"),
     jobs.c.deleted_at.is_(None),
 )
-_END_LEASES = (
-    sa.update(rollouts)
+_HELD = (
+    sa.select(*HELD_COLUMNS)
     .where(
         rollouts.c.lease_expires.is_not(None),
         rollouts.c.job_id == bindparam("b_job"),
         rollouts.c.worker == bindparam("b_worker"),
     )
-    .values(lease_expires=0.0)
+    .order_by(rollouts.c.id)
+    .limit(bindparam("b_limit"))
+    .with_for_update()
 )
 # The last lease of a rollout names the worker, and a completed stage is recorded under the lease's token.
 _COMPLETED = (
@@ -61,9 +68,14 @@ def take_back(tx: Transaction, namespace: str, job: str, worker: str, max_expiri
         return Death(0, False)
     named = {"b_job": job_id, "b_worker": worker}
     completed = tx.conn.execute(_COMPLETED, named).first() is not None
-    returned = tx.conn.execute(_END_LEASES, named).rowcount
-    left = returned
-    while left > 0:
-        taken = expire(tx, max_expiries)
-        left = left - taken if taken == EXPIRY_BATCH else 0
+    returned = 0
+    while rows := read_all(HeldRollout, tx.conn.execute(_HELD, named | {"b_limit": BATCH})):
+        for row in rows:
+            tx.count("expiries", row.state.stage or "")
+        lost = [
+            Return(row=row, cause=Cause.LEASE_LOST, reason=REASON, message="its driver saw the worker end")
+            for row in rows
+        ]
+        requeue(tx, lost, max_expiries=max_expiries)
+        returned += len(rows)
     return Death(returned, completed)

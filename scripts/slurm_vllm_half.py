@@ -54,9 +54,11 @@ class VllmHalf(Demo):
         return self._told
 
     def engine(self) -> list[str]:
+        """Return the bridge's options without a pool of its own."""
         return ["--engine", "none"]
 
     def job(self) -> dict[str, Any]:
+        """Return the job over the pool of vLLM."""
         job = super().job()
         job["metadata"]["name"] = self.job_name
         spec = job["spec"]
@@ -86,6 +88,7 @@ class VllmHalf(Demo):
         }
 
     def work(self) -> float:
+        """Run the job, cancel its backend in the middle, and return the seconds."""
         home = ("--home", str(self.home))
         self.put("pool.yaml", yaml.safe_dump(self.pool(), sort_keys=False))
         self.rollyard("submit", "-f", str(self.site.shared / "pool.yaml"), *home)

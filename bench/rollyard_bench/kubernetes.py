@@ -70,6 +70,7 @@ class Pods:
         """The `time.perf_counter` of the first sight of (`job NAME`, `created`) and (`NAME`, `running`)."""
 
     def seen(self, at: float, kind: str, pod: Object) -> None:
+        """Note a change of a pod that the watch reports."""
         name, labels = pod["metadata"]["name"], pod["metadata"].get("labels") or {}
         if kind == "DELETED":
             self.there.pop(name, None)

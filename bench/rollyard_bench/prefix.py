@@ -71,6 +71,7 @@ class Ours(Policy):
         self._groups: dict[str, str] = {}
 
     def begin(self, rollout: Rollout) -> str:
+        """Return the server that the router chooses."""
         router = Router.of(MAX_ACTIVE, [Backend(url, active=self._active[url]) for url in self.urls])
         together = GROUP - self._ended[rollout.group]
         chosen = router.choose(None, self._groups.get(rollout.group), together=together)
@@ -81,6 +82,7 @@ class Ours(Policy):
         return chosen.url
 
     def end(self, rollout: Rollout, own: str) -> None:
+        """Give the rollout's slot back."""
         self._active[own] -= 1
         self._ended[rollout.group] += 1
 
@@ -93,6 +95,7 @@ class ProRL(Policy):
         self._assigned: Counter[str] = Counter()
 
     def begin(self, rollout: Rollout) -> str:
+        """Return the server with the fewest assignments so far."""
         chosen = min(self.urls, key=lambda url: (self._assigned[url], url))
         self._assigned[chosen] += 1
         return chosen
@@ -106,9 +109,11 @@ class RoundRobin(Policy):
         self._next = 0
 
     def begin(self, rollout: Rollout) -> str:
+        """Return the first server; each request chooses its own."""
         return self.urls[0]
 
     def request(self, own: str) -> str:
+        """Return the next server in turn."""
         self._next += 1
         return self.urls[self._next % len(self.urls)]
 
@@ -121,9 +126,11 @@ class Random(Policy):
         self._draw = random.Random(SEED)
 
     def begin(self, rollout: Rollout) -> str:
+        """Return the first server; each request chooses its own."""
         return self.urls[0]
 
     def request(self, own: str) -> str:
+        """Return a server drawn at random."""
         return self._draw.choice(self.urls)
 
 

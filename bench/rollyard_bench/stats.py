@@ -30,10 +30,12 @@ class Sample:
 
     @property
     def p50(self) -> float:
+        """The median."""
         return median(self.values)
 
     @property
     def p99(self) -> float:
+        """The 99th percentile."""
         return (
             quantiles(self.values, n=100, method="inclusive")[98] if len(self.values) > 1 else self.values[0]
         )

@@ -44,6 +44,7 @@ class CacheCounts:
 
     @property
     def percent(self) -> float:
+        """The share of the tokens that were found, in per cent."""
         return 100 * self.found / self.queried
 
     @property

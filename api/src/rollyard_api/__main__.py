@@ -41,12 +41,14 @@ class ControlPlaneServer(uvicorn.Server):
         self.plane: ControlPlane | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the server, and write the port file once it listens."""
         await super().startup(sockets)
         if self.started and self._port_file is not None:
             await asyncio.to_thread(_write_atomically, self._port_file, f"{self._port}\n")
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Handle SIGINT and SIGTERM while the server runs."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)

@@ -104,6 +104,7 @@ class Settings:
 
     @property
     def database_url(self) -> str:
+        """The URL of the database. By default it is an SQLite file in the state folder."""
         return self.db or f"sqlite:///{self.state_dir.absolute() / 'rollyard.db'}"
 
     @property
@@ -121,4 +122,5 @@ class Settings:
 
     @property
     def trajectories_url(self) -> str:
+        """The URL of the trajectory store. By default it is a folder in the state folder."""
         return self.trajectories or str(self.state_dir.absolute() / "trajectories")

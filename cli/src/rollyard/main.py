@@ -52,9 +52,11 @@ class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, but not for `--help`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands, without importing them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command, or None if there is none of this name."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"rollyard.commands.{cmd_name.replace('-', '_')}")
@@ -64,6 +66,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Resolve a command, and suggest similar names if there is none of this name."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             import difflib
 
@@ -73,6 +76,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, _bare_kubernetes(args))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands with their help."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 

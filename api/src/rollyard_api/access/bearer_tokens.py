@@ -55,14 +55,17 @@ class Tokens:
 
     @property
     def admin(self) -> str:
+        """The secret of administrators that is handed out."""
         return self.by_role["admin"][0]
 
     @property
     def worker(self) -> str:
+        """The secret of stage workers that is handed out."""
         return self.by_role["worker"][0]
 
     @property
     def driver(self) -> str:
+        """The secret of drivers that is handed out."""
         return self.by_role["driver"][0]
 
     def caller(self, authorization: str) -> Caller:

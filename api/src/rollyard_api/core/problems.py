@@ -67,6 +67,8 @@ class Forbidden(ApiError):
 
 
 class NotFound(ApiError):
+    """The resource does not exist, or not in this namespace."""
+
     status = 404
     reason = "NotFound"
 
@@ -79,6 +81,8 @@ class MethodNotAllowed(ApiError):
 
 
 class Conflict(ApiError):
+    """The state of the resource does not permit the request."""
+
     status = 409
     reason = "Conflict"
 
@@ -91,6 +95,8 @@ class Gone(ApiError):
 
 
 class TooLarge(ApiError):
+    """The request or its answer is larger than permitted."""
+
     status = 413
     reason = "BodyTooLarge"
 

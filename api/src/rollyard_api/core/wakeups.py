@@ -47,6 +47,7 @@ class Bus:
 
     @property
     def closing(self) -> bool:
+        """Whether the control plane is closing, so that waits should end."""
         return self._closing
 
     def wake(self, topics: Iterable[str]) -> None:

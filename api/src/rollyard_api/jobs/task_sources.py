@@ -62,6 +62,7 @@ class Location:
 
     @property
     def kind(self) -> Kind:
+        """The kind of the source: a file, a web server or a bucket."""
         return "file" if self.scheme == "file" else "web" if self.scheme in _PORTS else "bucket"
 
 

@@ -41,9 +41,11 @@ class LocalStore:
         self.root = root
 
     def open(self) -> None:
+        """Make the folder."""
         self.root.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: str, data: bytes) -> None:
+        """Write a file in one step, so that readers never see a part of it."""
         target = self.root / path
         # An earlier write of the same object may still hang, so each has a scratch file of its own.
         scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
@@ -67,6 +69,7 @@ class LocalStore:
             raise _refusal(error, str(target)) from error
 
     def read(self, path: str, start: int, length: int) -> bytes:
+        """Return `length` bytes of a file from `start` on."""
         try:
             with (self.root / path).open("rb") as file:
                 file.seek(start)
@@ -103,6 +106,7 @@ class RemoteStore:
         """Do nothing, because the folder is created with the first object."""
 
     def write(self, path: str, data: bytes) -> None:
+        """Write an object."""
         try:
             self._call("makedirs", f"{self.root}/{path}".rpartition("/")[0], exist_ok=True)
             self._call("pipe_file", f"{self.root}/{path}", data)
@@ -110,6 +114,7 @@ class RemoteStore:
             raise _refusal(error, path) from error
 
     def read(self, path: str, start: int, length: int) -> bytes:
+        """Return `length` bytes of an object from `start` on."""
         try:
             data = bytes(self._call("cat_file", f"{self.root}/{path}", start=start, end=start + length))
         except OSError as error:

@@ -31,6 +31,7 @@ class BackendTarget:
 
     @property
     def key(self) -> tuple[int, str]:
+        """The identity of the backend: the pool's id and the URL."""
         return self.pool.id, self.row.url
 
     @property

@@ -67,6 +67,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
+        """Whether the largest difference is within the tolerance."""
         return self.max_difference <= self.tolerance
 
     def __str__(self) -> str:

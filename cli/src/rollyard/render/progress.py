@@ -48,7 +48,8 @@ class ProgressView(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-    def update(self, job: RolloutJob) -> None: ...
+    def update(self, job: RolloutJob) -> None:
+        """Show the present state of the job."""
 
 
 def reward_text(job: RolloutJob) -> str:

@@ -41,6 +41,7 @@ class LogFormatter(logging.Formatter):
         super().__init__(LINE_FORMAT)
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the record as text, with control characters escaped."""
         record.message = record.getMessage()
         record.asctime = self.formatTime(record, self.datefmt)
         told = [one_line(self.formatMessage(record))]

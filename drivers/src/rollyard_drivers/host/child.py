@@ -138,6 +138,7 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """The process id of the child."""
         return self._process.pid
 
     @property

@@ -47,13 +47,24 @@ class HostedControlPlane(Protocol):
     """A control plane as a driver uses it."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """The base URL of the control plane."""
+
     @property
-    def port(self) -> int: ...
-    def token(self, role: str) -> str: ...
-    async def start(self) -> None: ...
-    async def keep(self, wake: Callable[[], None]) -> None: ...
-    async def stop(self, grace_seconds: float) -> None: ...
+    def port(self) -> int:
+        """The port on which it listens."""
+
+    def token(self, role: str) -> str:
+        """Return the token of a role."""
+
+    async def start(self) -> None:
+        """Start the control plane, or connect to it, and return once it is ready."""
+
+    async def keep(self, wake: Callable[[], None]) -> None:
+        """Keep the control plane running until cancelled, and call `wake` after each restart."""
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Stop the control plane if it was started here."""
 
 
 class JoinedControlPlane:

@@ -50,6 +50,7 @@ class LogFile:
         return telling(self._tail) or self.last_line()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

@@ -33,6 +33,7 @@ class ProcessIdentity:
     boot_id: str
 
     def to_json(self) -> dict[str, Any]:
+        """Return the identity as a JSON object."""
         return asdict(self)
 
     @classmethod

@@ -43,26 +43,54 @@ class StoreTrouble(HostError):
 class Store(Protocol):
     """The control plane as a driver uses it. Every call may raise StoreTrouble."""
 
-    async def jobs(self) -> Sequence[RolloutJob]: ...
-    async def pools(self) -> Sequence[BackendPool]: ...
-    async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> None: ...
-    async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> None: ...
-    async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> None: ...
-    async def cancel(self, job: RolloutJob) -> None: ...
-    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None: ...
-    async def create_pool(self, pool: BackendPool) -> None: ...
-    async def delete_pool(self, namespace: str, name: str) -> None: ...
-    async def watch(self, wake: Callable[[], None]) -> None: ...
-    async def close(self) -> None: ...
+    async def jobs(self) -> Sequence[RolloutJob]:
+        """Return the jobs that concern the driver."""
+
+    async def pools(self) -> Sequence[BackendPool]:
+        """Return the pools that concern the driver."""
+
+    async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> None:
+        """Write the driver's part of a job's status."""
+
+    async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> None:
+        """Write the driver's part of a pool's status."""
+
+    async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> None:
+        """Report the backends of a pool."""
+
+    async def cancel(self, job: RolloutJob) -> None:
+        """Cancel a job."""
+
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+        """Report the death of a worker, so that its leases return at once."""
+
+    async def create_pool(self, pool: BackendPool) -> None:
+        """Create a pool."""
+
+    async def delete_pool(self, namespace: str, name: str) -> None:
+        """Delete a pool."""
+
+    async def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake` whenever a job was added, ended, or changed in anything but its rollouts."""
+
+    async def close(self) -> None:
+        """Close the connection to the store."""
 
 
 class Workloads(Protocol):
     """The component that carries out plans and observes the workloads that it has started."""
 
-    def owners(self) -> set[Owner]: ...
-    def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]: ...
-    async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None: ...
-    def stop(self, stop: Stop) -> None: ...
+    def owners(self) -> set[Owner]:
+        """Return the jobs and pools that have workloads."""
+
+    def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
+        """Return the workloads of a job or pool as they are now."""
+
+    async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
+        """Launch and delete what a plan asks for."""
+
+    def stop(self, stop: Stop) -> None:
+        """Stop one workload."""
 
 
 class Driver:

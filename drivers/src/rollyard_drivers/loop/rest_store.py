@@ -52,30 +52,39 @@ class RestStore:
             raise StoreTrouble(f"{error.reason}: {error}") from error
 
     async def jobs(self) -> Sequence[RolloutJob]:
+        """Return the jobs that concern the driver."""
         return await self._ask(self._client.jobs())
 
     async def pools(self) -> Sequence[BackendPool]:
+        """Return the pools that concern the driver."""
         return await self._ask(self._client.pools())
 
     async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> None:
+        """Write the driver's part of a job's status."""
         await self._ask(self._client.put_job_status(job, status))
 
     async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> None:
+        """Write the driver's part of a pool's status."""
         await self._ask(self._client.put_pool_status(pool, status))
 
     async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> None:
+        """Report the backends of a pool."""
         await self._ask(self._client.put_backends(pool, backends))
 
     async def cancel(self, job: RolloutJob) -> None:
+        """Cancel a job."""
         await self._ask(self._client.cancel(job))
 
     async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+        """Report the death of a worker, so that its leases return at once."""
         return await self._ask(self._client.worker_died(report))
 
     async def create_pool(self, pool: BackendPool) -> None:
+        """Create a pool."""
         await self._ask(self._client.create_pool(pool))
 
     async def delete_pool(self, namespace: str, name: str) -> None:
+        """Delete a pool."""
         await self._ask(self._client.delete_pool(namespace, name))
 
     async def watch(self, wake: Callable[[], None]) -> None:
@@ -95,4 +104,5 @@ class RestStore:
                 wake()
 
     async def close(self) -> None:
+        """Close the HTTP client."""
         await self._client.aclose()

@@ -114,6 +114,7 @@ def same_count(count: object, ids: Sequence[int], what: str) -> None:
 
 
 def one_choice(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the only choice of an answer, or raise BackendMismatch."""
     choices = body.get("choices")
     if not isinstance(choices, list) or len(choices) != 1:
         count = len(choices) if isinstance(choices, list) else kind(choices)
@@ -122,12 +123,14 @@ def one_choice(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def mapping(value: object, what: str) -> dict[str, Any]:
+    """Return the value if it is a JSON object, or raise BackendMismatch."""
     if not isinstance(value, dict):
         raise BackendMismatch(f"{what} is {kind(value)}, expected an object")
     return value
 
 
 def token_ids(value: object, what: str) -> list[int]:
+    """Return the value if it is a list of token ids, or raise BackendMismatch."""
     if not isinstance(value, list):
         raise BackendMismatch(f"{what} is {kind(value)}, expected a list of token ids")
     if set(map(type, value)) <= {int} and min(value, default=0) >= 0:
@@ -137,4 +140,5 @@ def token_ids(value: object, what: str) -> list[int]:
 
 
 def kind(value: object) -> str:
+    """Return the name of the value's type for messages; None counts as missing."""
     return "missing" if value is None else type(value).__name__

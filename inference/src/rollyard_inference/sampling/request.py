@@ -23,6 +23,7 @@ class Sampling:
     """The only token ids that may be sampled. If it is empty, all ids are allowed."""
 
     def at_most(self, max_tokens: int) -> Sampling:
+        """Return the same sampling with this limit of tokens."""
         return replace(self, max_tokens=max_tokens)
 
 

@@ -40,6 +40,7 @@ class SglangGenerate:
     path: Final = "/generate"
 
     def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        """Return the body of a request for tokens."""
         body: dict[str, Any] = {
             "input_ids": list(prompt),
             "sampling_params": {
@@ -61,6 +62,7 @@ class SglangGenerate:
         return body
 
     def parse(self, answer: object, prompt: Sequence[int], sampling: Sampling) -> Answer:
+        """Return the checked answer to a request, or raise BackendMismatch."""
         body = mapping(answer, "the answer")
         meta = mapping(body.get("meta_info"), "meta_info")
         finish = _finish(meta)
@@ -85,6 +87,7 @@ class SglangGenerate:
         )
 
     def mode_probes(self, model: ServedModel, ids: tuple[int, int]) -> list[dict[str, Any]]:
+        """Return the bodies of the requests that show which log-probabilities the server gives."""
         bodies = []
         for temperature in _TEMPERATURES:
             sampling = Sampling(temperature=temperature, top_p=1.0, top_k=-1, max_tokens=1, seed=0)

@@ -82,6 +82,7 @@ class VllmGenerate(_Vllm):
     path: Final = "/inference/v1/generate"
 
     def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        """Return the body of a request for tokens."""
         return {
             "model": model.name,
             "token_ids": list(prompt),
@@ -90,6 +91,7 @@ class VllmGenerate(_Vllm):
         }
 
     def parse(self, answer: object, prompt: Sequence[int], sampling: Sampling) -> Answer:
+        """Return the checked answer to a request, or raise BackendMismatch."""
         body = mapping(answer, "the answer")
         choice = one_choice(body)
         echoed = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
@@ -125,6 +127,7 @@ class VllmCompletions(_Vllm):
     path: Final = "/v1/completions"
 
     def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        """Return the body of a request for tokens."""
         return {
             "model": model.name,
             "prompt": list(prompt),
@@ -134,6 +137,7 @@ class VllmCompletions(_Vllm):
         }
 
     def parse(self, answer: object, prompt: Sequence[int], sampling: Sampling) -> Answer:
+        """Return the checked answer to a request, or raise BackendMismatch."""
         body = mapping(answer, "the answer")
         choice = one_choice(body)
         echoed = choice.get("prompt_token_ids", body.get("prompt_token_ids"))

@@ -37,20 +37,47 @@ class ControlPlaneClient(Protocol):
     All of them raise RollyardError.
     """
 
-    async def jobs(self) -> list[RolloutJob]: ...
-    async def unfinished_jobs(self) -> list[RolloutJob]: ...
-    async def unfinished(self, revision: int | None = None, wait: float = 0.0) -> UnfinishedJobs: ...
-    async def job(self, namespace: str, name: str) -> RolloutJob: ...
-    async def register_job(self, job: RolloutJob, tasks: Sequence[Task] | None = None) -> RolloutJob: ...
-    async def delete_job(self, namespace: str, name: str) -> None: ...
-    async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> RolloutJob: ...
-    async def cancel(self, job: RolloutJob) -> RolloutJob: ...
-    async def pools(self) -> list[BackendPool]: ...
-    async def register_pool(self, pool: BackendPool) -> BackendPool: ...
-    async def delete_pool(self, namespace: str, name: str) -> None: ...
-    async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> BackendPool: ...
-    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None: ...
-    async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> BackendPool: ...
+    async def jobs(self) -> list[RolloutJob]:
+        """Return all jobs."""
+
+    async def unfinished_jobs(self) -> list[RolloutJob]:
+        """Return the jobs that a driver still has to end."""
+
+    async def unfinished(self, revision: int | None = None, wait: float = 0.0) -> UnfinishedJobs:
+        """Wait up to `wait` seconds for a change after `revision`, and return the unfinished jobs."""
+
+    async def job(self, namespace: str, name: str) -> RolloutJob:
+        """Return one job."""
+
+    async def register_job(self, job: RolloutJob, tasks: Sequence[Task] | None = None) -> RolloutJob:
+        """Register the job of an object, with its tasks."""
+
+    async def delete_job(self, namespace: str, name: str) -> None:
+        """Delete a job."""
+
+    async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> RolloutJob:
+        """Write the driver's part of a job's status."""
+
+    async def cancel(self, job: RolloutJob) -> RolloutJob:
+        """Cancel a job."""
+
+    async def pools(self) -> list[BackendPool]:
+        """Return all pools."""
+
+    async def register_pool(self, pool: BackendPool) -> BackendPool:
+        """Register the pool of an object."""
+
+    async def delete_pool(self, namespace: str, name: str) -> None:
+        """Delete a pool."""
+
+    async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> BackendPool:
+        """Write the driver's part of a pool's status."""
+
+    async def worker_died(self, report: WorkerDied) -> WorkerDeath | None:
+        """Report the death of a worker, so that its leases return at once."""
+
+    async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> BackendPool:
+        """Report the backends of a pool."""
 
 
 def thing_key(thing: RolloutJob | BackendPool) -> Key:

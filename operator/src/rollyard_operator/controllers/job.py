@@ -89,6 +89,7 @@ class JobLoop(ObjectLoop):
         """The pool that the job samples from."""
 
     async def run_pass(self) -> float | None:
+        """Reconcile the job once, and return the seconds until the next pass, if one is due."""
         obj = self._context.jobs.get(self.key)
         if obj is None or is_leaving(obj):
             return await self._leave(obj)

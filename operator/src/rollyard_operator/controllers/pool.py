@@ -79,6 +79,7 @@ class PoolLoop(ObjectLoop):
             await self._probes.close()
 
     async def run_pass(self) -> float | None:
+        """Reconcile the pool once, and return the seconds until the next pass, if one is due."""
         obj = self._context.pools.get(self.key)
         if obj is None or is_leaving(obj):
             return await self._leave(obj)

@@ -301,18 +301,21 @@ class KubeClient:
         return f"{found['major']}.{str(found['minor']).rstrip('+')}"
 
     async def apply(self, obj: Object, *, force: bool = True) -> Object:
+        """Apply an object at the server, and return it as it is stored."""
         meta = obj["metadata"]
         path = RESOURCES[obj["kind"]].path(meta["namespace"], meta["name"])
         query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"}
         return await self._call("PATCH", path, query=query, kind=_APPLY, body=obj)
 
     async def create(self, obj: Object) -> Object:
+        """Create an object, and return it as it is stored."""
         path = RESOURCES[obj["kind"]].path(obj["metadata"]["namespace"])
         return await self._call("POST", path, query={"fieldManager": FIELD_MANAGER}, body=obj)
 
     async def delete(
         self, kind: str, namespace: str, name: str, *, grace: int | None = None, uid: str | None = None
     ) -> None:
+        """Delete an object. It need not exist."""
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if grace is not None:
             body["gracePeriodSeconds"] = grace
@@ -325,6 +328,7 @@ class KubeClient:
                 raise
 
     async def get(self, kind: str, namespace: str, name: str) -> Object | None:
+        """Return an object, or None if it does not exist."""
         try:
             return await self._call("GET", RESOURCES[kind].path(namespace, name))
         except KubeError as error:
@@ -360,6 +364,7 @@ class KubeClient:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
+        """Return the objects of a namespace, or those that a selector chooses."""
         return (await self.snapshot(kind, namespace, selector))[0]
 
     async def _merge(self, path: str, body: Object, *, again: bool = True) -> Object | None:
@@ -382,6 +387,7 @@ class KubeClient:
         uid: str | None = None,
         version: str | None = None,
     ) -> Object | None:
+        """Merge into an object, and return it, or None if it does not exist or is another one."""
         conditions = {"uid": uid, "resourceVersion": version}
         given = {key: value for key, value in conditions.items() if value is not None}
         if given:
@@ -396,6 +402,7 @@ class KubeClient:
     async def patch_status(
         self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
     ) -> Object | None:
+        """Merge into an object's status, and return the object, or None if it does not exist."""
         path = RESOURCES[kind].path(namespace, name, "status")
         if version is None:
             return await self._merge(path, {"status": status})
@@ -403,6 +410,7 @@ class KubeClient:
         return await self._merge(path, body, again=False)
 
     async def event(self, obj: Object, type: str, reason: str, message: str) -> None:
+        """Record an event about an object."""
         meta = obj["metadata"]
         now = datetime.now(UTC)
         stamp = now.isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -22,10 +22,13 @@ _log = logging.getLogger(__name__)
 class Watcher(Protocol):
     """The calls to a cluster that a reflector needs. Both raise KubeError. KubeWatch implements them."""
 
-    async def snapshot(self, kind: str, namespace: str | None, selector: str) -> tuple[list[Object], str]: ...
+    async def snapshot(self, kind: str, namespace: str | None, selector: str) -> tuple[list[Object], str]:
+        """Return the objects of a namespace, and the version of the list."""
+
     def watch(
         self, kind: str, namespace: str | None, selector: str, version: str
-    ) -> AsyncGenerator[WatchEvent, None]: ...
+    ) -> AsyncGenerator[WatchEvent, None]:
+        """Yield the changes after a version, until the watch ends."""
 
 
 class Reflector:

@@ -77,8 +77,11 @@ class ClaimSource(Protocol):
 
     async def claims(
         self, revision: int | None = None, wait: float = 0.0, namespace: str | None = None
-    ) -> ClaimList: ...
-    async def put_claim_status(self, claim: str, status: ClaimStatus) -> Claim | None: ...
+    ) -> ClaimList:
+        """Wait up to `wait` seconds for a change after `revision`, and return the claims."""
+
+    async def put_claim_status(self, claim: str, status: ClaimStatus) -> Claim | None:
+        """Report the state of a claim, and return it, or None if it does not exist any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class Wire(asyncio.Protocol):
         self.closed = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Note the transport of the new connection."""
         # The type is not checked at run time, because uvloop's transports do not derive from asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
@@ -34,6 +35,7 @@ class Wire(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
+        """Read the frames that are complete."""
         try:
             for header, body in self._reader.feed(data):
                 self._frame(header, body)
@@ -59,6 +61,7 @@ class Wire(asyncio.Protocol):
             future.set_result((header, body))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Fail all waiting calls."""
         self.fail(ConnectionLost(f"the connection to the sandbox was lost: {exc or 'closed by the server'}"))
 
     def fail(self, error: SandboxError) -> None:

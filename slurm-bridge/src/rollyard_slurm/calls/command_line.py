@@ -113,6 +113,7 @@ class SlurmCommands:
         return out
 
     async def submit(self, script: BatchScript) -> int:
+        """Submit a batch script with sbatch, and return the job's number."""
         code, out, err = await self._run("sbatch", "--parsable", text=script.text())
         words = reasons.shorter(err)
         if code != 0 and reasons.is_unavailable(err):
@@ -125,6 +126,7 @@ class SlurmCommands:
             raise SlurmUnavailable(str(error), unsure=True) from error
 
     async def queue(self) -> list[QueuedJob]:
+        """Return the user's jobs, as squeue lists them."""
         user = pwd.getpwuid(os.getuid()).pw_name
         out = await self._ask("squeue", "--noheader", "--all", "-u", user, "-o", command_output.QUEUE_FORMAT)
         try:
@@ -133,6 +135,7 @@ class SlurmCommands:
             raise SlurmUnavailable(str(error)) from error
 
     async def details(self, job: int) -> JobDetails | None:
+        """Return what scontrol knows of a job, or None if it knows nothing any more."""
         code, out, err = await self._run("scontrol", "show", "job", str(job))
         if code == 0:
             try:
@@ -158,9 +161,11 @@ class SlurmCommands:
         return command_output.accounted(out).get(job)
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
+        """Send a signal to the batch scripts of jobs."""
         await self._scancel("--batch", f"--signal={name}", *map(str, jobs))
 
     async def cancel(self, jobs: Sequence[int]) -> None:
+        """Cancel jobs."""
         await self._scancel(*map(str, jobs))
 
     async def _scancel(self, *arguments: str) -> None:

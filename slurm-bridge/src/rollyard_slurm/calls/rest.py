@@ -91,6 +91,7 @@ class RestCalls:
         return {"script": batch.text(between), "job": job}
 
     async def submit(self, script: BatchScript) -> int:
+        """Submit a batch script to slurmrestd, and return the job's number."""
         try:
             body = await self.fields(script)
         except ValueError as error:
@@ -104,6 +105,7 @@ class RestCalls:
         raise SubmitRefused(words, reasons.is_limit(words), by="slurmrestd")
 
     async def queue(self) -> list[QueuedJob]:
+        """Return the user's jobs, as slurmrestd lists them."""
         now = await self._now()
         document = _good(await self.server.ask("GET", "/jobs", "jobs"), "jobs")
         try:
@@ -118,6 +120,7 @@ class RestCalls:
         return listed
 
     async def details(self, job: int) -> JobDetails | None:
+        """Return what slurmrestd knows of a job, or None if it knows nothing any more."""
         now = await self._now()
         answer = await self.server.ask("GET", f"/job/{job}", "job")
         if UNKNOWN_JOB in answer.numbers:
@@ -128,6 +131,7 @@ class RestCalls:
             raise SlurmUnavailable(str(error)) from error
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
+        """Send a signal to the batch scripts of jobs."""
         if (await self.server.api()).signals_batch:
             await self._delete(jobs, {"signal": name, "flags": "BATCH_JOB"})
             return
@@ -135,6 +139,7 @@ class RestCalls:
             self._write(job, name)
 
     async def cancel(self, jobs: Sequence[int]) -> None:
+        """Cancel jobs."""
         await self._delete(jobs, {})
 
     async def address(self) -> str:

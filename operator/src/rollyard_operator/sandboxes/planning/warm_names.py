@@ -13,11 +13,16 @@ class Named(Protocol):
     """The attributes of a sandbox pod that its name depends on."""
 
     @property
-    def namespace(self) -> str: ...
+    def namespace(self) -> str:
+        """The namespace of the pod."""
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the pod."""
+
     @property
-    def flavor(self) -> str: ...
+    def flavor(self) -> str:
+        """The flavor of the sandbox."""
 
 
 def warm_name(flavor: str, number: int) -> str:

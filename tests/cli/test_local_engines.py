@@ -223,7 +223,7 @@ async def test_new_arguments_roll_one_after_the_other_and_wait_for_rollouts(
 @pytest.mark.parametrize(
     ("command", "model", "words"),
     [
-        ([], "m", "`pip install rollyard"),
+        ([], "m", "`pip install 'rollyard[vllm]'`"),
         (["nosuch-program"], "m", "spec.engine.command: 'nosuch-program'"),
         ([sys.executable], "/no/such/folder", "spec.model: there is no folder '/no/such/folder'"),
     ],

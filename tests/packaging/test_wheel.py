@@ -21,21 +21,6 @@ PACKAGES: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with both distributions, built from this tree."""
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def wheel(dist: Path) -> Path:
-    (path,) = dist.glob("*.whl")
-    return path
-
-
 def tracked(folder: str) -> set[str]:
     """Return the files of a folder that git would commit, relative to the folder's parent."""
     parent = ROOT / Path(folder).parent

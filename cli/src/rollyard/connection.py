@@ -154,7 +154,7 @@ def _no_context(error: Exception, url: str | None, env: dict[str, str]) -> CliEr
     from rollyard_client import Client
     from rollyard_client.context import DEFAULT_URL, context_path
     from rollyard_client.errors import RollyardError, ServerUnavailable
-    from rollyard_client.transport import Retry
+    from rollyard_client.retry import Retry
     from rollyard_drivers.host.home import read_json
 
     document = read_json(context_path(env)) or {}

@@ -13,6 +13,7 @@ from pathlib import Path
 from rollyard.checks import clocks, slurm, slurmrestd, storage
 from rollyard.checks.finding import Finding, Verdict
 from rollyard.checks.finding import run as _run
+from rollyard.extras import missing
 
 
 def check_python() -> Finding:
@@ -50,11 +51,24 @@ def check_containers(on_slurm: bool) -> list[Finding]:
     return found
 
 
+def check_installation() -> Finding:
+    """Check that the packages which `rollyard up` and the quickstart need are installed."""
+    absent = missing("api", "worker", "sandbox")
+    if not absent:
+        return Finding("installation", "ok", "control plane, workers and sandboxes")
+    advice = "`pip install 'rollyard[local]'`; the client alone is enough for a control plane elsewhere"
+    return Finding("installation", "missing", f"no {', '.join(absent)}", advice)
+
+
 def check_model() -> Finding:
     """Check that the embedded engine and its shipped model are installed."""
     from rollyard.errors import NotFound
     from rollyard.local.options import shipped_model
 
+    absent = missing("engine")
+    if absent:
+        advice = "`pip install 'rollyard[engine]'`, or use a running server: --backend URL"
+        return Finding("embedded engine", "missing", f"no {', '.join(absent)}", advice)
     try:
         return Finding("embedded engine", "ok", str(shipped_model()))
     except NotFound as error:
@@ -88,7 +102,7 @@ def check_vllm() -> Finding:
         gpus = _run("nvidia-smi", "-L")
         seen = "a GPU is seen" if gpus[0] == 0 and gpus[1].startswith("GPU") else "no GPU is seen"
         return Finding("vllm", "ok", f"{path}; {seen}")
-    advice = "`pip install rollyard[vllm]`, or name another environment: --vllm-python, spec.engine.command"
+    advice = "`pip install 'rollyard[vllm]'`, or name another environment: --vllm-python, spec.engine.command"
     if find_spec("vllm") is not None:
         return Finding(
             "vllm", "ok", "importable; no command `vllm` on PATH", f"--vllm-python {sys.executable}"
@@ -118,6 +132,7 @@ def examine(run_dir: Path, profile: Path | None = None) -> Iterator[Finding]:
     """Run every check, the most important first. `profile` is the profile of a Slurm site."""
     on_slurm = slurm.is_slurm_machine()
     yield check_python()
+    yield check_installation()
     rootless = check_containers(on_slurm)
     # On clusters, Apptainer makes the sandboxes. Bubblewrap is rarely installed there and is not needed.
     contained = on_slurm and all(one.verdict != "missing" for one in rootless)

@@ -11,11 +11,15 @@ __all__ = [
     "HomeUnusable",
     "InvalidInput",
     "JobFailed",
+    "MissingExtra",
     "NoServer",
     "NotFound",
     "StartFailed",
     "UsageProblem",
 ]
+
+NAMED_MODULES = 4
+"""The number of missing modules that a message names."""
 
 
 class CliError(HostError):
@@ -26,6 +30,22 @@ class UsageProblem(CliError):
     """Raised if the command line asks for something impossible. The exit status is 2."""
 
     reason = "Usage"
+
+
+class MissingExtra(UsageProblem):
+    """Raised if a package is missing that an extra of Rollyard installs. The message names the extra."""
+
+    reason = "MissingExtra"
+
+    def __init__(self, purpose: str, extra: str, modules: tuple[str, ...]) -> None:
+        """Make the error from what needs the extra, the name of the extra, and the missing modules."""
+        named = ", ".join(modules[:NAMED_MODULES])
+        more = f" and {len(modules) - NAMED_MODULES} more" if len(modules) > NAMED_MODULES else ""
+        super().__init__(
+            f"{purpose} needs packages that are not installed here ({named}{more}): "
+            f"pip install 'rollyard[{extra}]'"
+        )
+        self.extra = extra
 
 
 class NoServer(CliError):

@@ -119,6 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HostError as error:
         terminal.echo(f"rollyard: {error}", err=True)
         return 1
+    except ModuleNotFoundError as error:
+        from rollyard.extras import explained
+
+        command = next((word for word in (sys.argv[1:] if argv is None else argv) if word in COMMANDS), "")
+        problem = explained(error, f"`rollyard {command}`")
+        if problem is None:
+            raise
+        terminal.echo(f"rollyard: {problem}", err=True)
+        return 2
     except OSError as error:
         # The user can repair a file or folder that cannot be read or written, or a full disk.
         if error.filename is None:

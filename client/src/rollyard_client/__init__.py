@@ -36,9 +36,9 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from rollyard_client.requests import Group, RolloutSummary
+    from rollyard_client.retry import Retry
     from rollyard_client.sse import JobEvent
     from rollyard_client.sync_client import Client
-    from rollyard_client.transport import Retry
     from rollyard_client.worker import WorkerClient
 
 __all__ = [
@@ -71,16 +71,16 @@ __all__ = [
 
 __getattr__ = lazily(
     __name__,
-    __all__,
-    (
-        "errors",
-        "context",
-        "transport",
-        "worker",
-        "driver",
-        "requests",
-        "sse",
-        "async_client",
-        "sync_client",
-    ),
+    {
+        "async_client": "AsyncClient",
+        "context": "Context context_path read_token resolve",
+        "driver": "DriverClient",
+        "errors": "Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced NotFound "
+        "RollyardError ServerUnavailable StorageFull TooMany Unauthorized WaitTimeout",
+        "requests": "Group RolloutSummary",
+        "retry": "Retry",
+        "sse": "JobEvent",
+        "sync_client": "Client",
+        "worker": "WorkerClient",
+    },
 )

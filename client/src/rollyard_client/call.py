@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from urllib.parse import quote
 
-import httpx
 import orjson
 
 from rollyard_client.errors import from_answer
+
+if TYPE_CHECKING:
+    import httpx
 
 T = TypeVar("T")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from rollyard_crds.rolloutjob import RolloutJob
-from rollyard_crds.weights import WeightUpdate
+from typing import TYPE_CHECKING
 
 from rollyard_client.errors import JobReplaced
+
+if TYPE_CHECKING:
+    from rollyard_crds.rolloutjob import RolloutJob
+    from rollyard_crds.weights import WeightUpdate
 
 POLL_SECONDS = 0.5
 WAIT_SECONDS = 20.0

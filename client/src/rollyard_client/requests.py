@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import httpx
 import orjson
-from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
-from rollyard_crds.base import ObjectMeta
-from rollyard_crds.claims import Claim, ClaimList, ClaimStatus
-from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
-from rollyard_crds.task import Task
-from rollyard_crds.trajectory import Attempt, Trajectory
-from rollyard_crds.unfinished import UnfinishedJobs
-from rollyard_crds.weights import WeightUpdate, WeightUpdateRequest
+
+# A model is imported when it is first used, because it takes a third of a second to build all of them.
+import rollyard_crds as crds
 
 from rollyard_client.call import Call, as_json, encode, nothing, segment
 from rollyard_client.workercalls import CLAIMS, claim_of
+
+if TYPE_CHECKING:
+    import httpx
+    from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
+    from rollyard_crds.claims import Claim, ClaimList, ClaimStatus
+    from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
+    from rollyard_crds.task import Task
+    from rollyard_crds.trajectory import Attempt, Trajectory
+    from rollyard_crds.unfinished import UnfinishedJobs
+    from rollyard_crds.weights import WeightUpdate, WeightUpdateRequest
 
 NDJSON = "application/x-ndjson"
 PARQUET = "application/vnd.apache.parquet"
 JOBS = "/v1/rolloutjobs"
 POOLS = "/v1/backendpools"
 
-Manifest = RolloutJob | BackendPool | Mapping[str, Any]
+Manifest: TypeAlias = "RolloutJob | BackendPool | Mapping[str, Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +78,16 @@ class RolloutSummary:
     def of(cls, item: Mapping[str, Any]) -> RolloutSummary:
         """Return the summary that a server sent. Fields that this release does not know are left out."""
         known = {one.name: item[one.name] for one in fields(cls) if one.name in item}
-        listed = [Attempt.model_validate(entry) for entry in known.pop("attempts", [])]
+        listed = [crds.Attempt.model_validate(entry) for entry in known.pop("attempts", [])]
         return cls(**known, attempts=listed)
 
 
 def _job(answer: httpx.Response) -> RolloutJob:
-    return RolloutJob.model_validate_json(answer.content)
+    return crds.RolloutJob.model_validate_json(answer.content)
 
 
 def _pool(answer: httpx.Response) -> BackendPool:
-    return BackendPool.model_validate_json(answer.content)
+    return crds.BackendPool.model_validate_json(answer.content)
 
 
 def _page(answer: httpx.Response) -> Page:
@@ -97,23 +101,23 @@ def _page(answer: httpx.Response) -> Page:
 
 def trajectory(line: bytes) -> Trajectory:
     """Return the Trajectory that a JSON line holds."""
-    return Trajectory.model_validate_json(line)
+    return crds.Trajectory.model_validate_json(line)
 
 
 def group(line: bytes) -> Group:
     """Return the Group that a JSON line holds."""
     document = orjson.loads(line)
-    members = [Trajectory.model_validate(item) for item in document.pop("trajectories")]
+    members = [crds.Trajectory.model_validate(item) for item in document.pop("trajectories")]
     return Group(**document, trajectories=members)
 
 
 def document_of(manifest: Manifest) -> Mapping[str, Any]:
     """Return the JSON form of a manifest, which is a model or a mapping. A model's status is left out."""
-    if isinstance(manifest, RolloutJob | BackendPool):
-        body = manifest.to_json()
-        body.pop("status", None)
-        return body
-    return manifest
+    if isinstance(manifest, Mapping):
+        return manifest
+    body = manifest.to_json()
+    body.pop("status", None)
+    return body
 
 
 def submit(manifest: RolloutJob | Mapping[str, Any], timeout: float) -> Call[RolloutJob]:
@@ -138,7 +142,7 @@ def jobs(
 
     def parse(answer: httpx.Response) -> tuple[list[RolloutJob], str | None]:
         document = as_json(answer)
-        found = [RolloutJob.model_validate(item) for item in document["items"]]
+        found = [crds.RolloutJob.model_validate(item) for item in document["items"]]
         return found, document["metadata"].get("continue")
 
     query = {
@@ -158,7 +162,7 @@ def job(name: str, namespace: str) -> Call[RolloutJob]:
 def _registered(manifest: RolloutJob | BackendPool) -> dict[str, Any]:
     """Return a manifest with the part of its metadata that the control plane keeps at a registration."""
     meta = manifest.metadata
-    kept = ObjectMeta(
+    kept = crds.ObjectMeta(
         name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=meta.annotations
     )
     return {**document_of(manifest), "metadata": kept.to_json()}
@@ -178,7 +182,7 @@ def register_job(
     body: dict[str, Any] = {"manifest": _registered(manifest)}
     if tasks is not None:
         body["tasks"] = [
-            task.model_dump(mode="json", exclude_none=True) if isinstance(task, Task) else task
+            task if isinstance(task, Mapping) else task.model_dump(mode="json", exclude_none=True)
             for task in tasks
         ]
     query = {"namespace": meta.namespace}
@@ -222,7 +226,7 @@ def patch(name: str, namespace: str, changes: Mapping[str, Any]) -> Call[Rollout
 def push_tasks(name: str, namespace: str, tasks: Iterable[Task | Mapping[str, Any]]) -> Call[dict[str, int]]:
     """Return the call that pushes tasks to a stream. Each line of its body is one JSON object."""
     lines = [
-        task.model_dump_json(exclude_none=True).encode() if isinstance(task, Task) else encode(task)
+        encode(task) if isinstance(task, Mapping) else task.model_dump_json(exclude_none=True).encode()
         for task in tasks
     ]
     return Call(
@@ -329,7 +333,7 @@ def pools(namespace: str | None) -> Call[list[BackendPool]]:
     """Return the call that lists the pools of a namespace. None selects all namespaces."""
 
     def parse(answer: httpx.Response) -> list[BackendPool]:
-        return [BackendPool.model_validate(item) for item in as_json(answer)["items"]]
+        return [crds.BackendPool.model_validate(item) for item in as_json(answer)["items"]]
 
     return Call("GET", POOLS, parse, query={"namespace": namespace})
 
@@ -352,7 +356,7 @@ def delete_pool(name: str, namespace: str) -> Call[None]:
 
 
 def _update(answer: httpx.Response) -> WeightUpdate:
-    return WeightUpdate.model_validate_json(answer.content)
+    return crds.WeightUpdate.model_validate_json(answer.content)
 
 
 def update_weights(name: str, namespace: str, asked: WeightUpdateRequest) -> Call[WeightUpdate]:
@@ -366,7 +370,7 @@ def weight_updates(name: str, namespace: str) -> Call[list[WeightUpdate]]:
     """Return the call that lists a pool's weight updates, the newest first."""
 
     def parse(answer: httpx.Response) -> list[WeightUpdate]:
-        return [WeightUpdate.model_validate(item) for item in as_json(answer)["items"]]
+        return [crds.WeightUpdate.model_validate(item) for item in as_json(answer)["items"]]
 
     return Call("GET", f"{POOLS}/{segment(name)}/weights", parse, query={"namespace": namespace})
 
@@ -408,7 +412,7 @@ def claims(namespace: str | None, revision: int | None, wait: float) -> Call[Cla
     """
 
     def parse(answer: httpx.Response) -> ClaimList:
-        return ClaimList.model_validate_json(answer.content)
+        return crds.ClaimList.model_validate_json(answer.content)
 
     query = {"namespace": namespace, "revision": revision, "wait": wait}
     return Call("GET", CLAIMS, parse, query=query, wait=wait)
@@ -421,7 +425,7 @@ def unfinished(revision: int | None, wait: float) -> Call[UnfinishedJobs]:
     """
 
     def parse(answer: httpx.Response) -> UnfinishedJobs:
-        return UnfinishedJobs.model_validate_json(answer.content)
+        return crds.UnfinishedJobs.model_validate_json(answer.content)
 
     return Call("GET", "/v1/unfinished", parse, query={"revision": revision, "wait": wait}, wait=wait)
 

@@ -9,13 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from rollyard_crds.backendpool import BackendPool
-from rollyard_crds.rolloutjob import RolloutJob
-from rollyard_crds.task import Task
-from rollyard_crds.trajectory import Trajectory
-from rollyard_crds.weights import LogprobReference, PauseMode, WeightUpdate, WeightUpdateRequest
+import rollyard_crds as crds
 
 from rollyard_client import requests, uploads
 from rollyard_client.context import resolve
@@ -30,8 +26,15 @@ from rollyard_client.finish import (
 )
 from rollyard_client.paging import Cursor, Files, Listing, P, T, Walk
 from rollyard_client.requests import Group, RolloutSummary
+from rollyard_client.retry import Retry
 from rollyard_client.sse import JobEvent, Parser
-from rollyard_client.transport import Retry, SyncTransport
+
+if TYPE_CHECKING:
+    from rollyard_crds.backendpool import BackendPool
+    from rollyard_crds.rolloutjob import RolloutJob
+    from rollyard_crds.task import Task
+    from rollyard_crds.trajectory import Trajectory
+    from rollyard_crds.weights import LogprobReference, PauseMode, WeightUpdate
 
 __all__ = ["Client"]
 
@@ -70,6 +73,9 @@ class Client:
         retry: Retry | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        # The HTTP library is imported for the first client, because that takes longer than all the rest.
+        from rollyard_client.transport import SyncTransport
+
         self.namespace = namespace
         context = resolve(url, token, tls=tls)
         self._transport = SyncTransport(context, retry=retry or Retry(), timeout=timeout)
@@ -321,7 +327,7 @@ class Client:
             pydantic.ValidationError: Not exactly one source is given, or a field is wrong.
             Conflict: The version names other weights already, or a server cannot do what is asked.
         """
-        asked = WeightUpdateRequest.model_validate(
+        asked = crds.WeightUpdateRequest.model_validate(
             {
                 "policy_version": policy_version,
                 "source": {

@@ -8,16 +8,14 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
-
-import httpx
-from rollyard_crds.backoff import Backoff
 
 from rollyard_client.call import Call, check
 from rollyard_client.context import Context
 from rollyard_client.environment import CA_FILE as CA_FILE
-from rollyard_client.errors import ContextError, RollyardError, ServerUnavailable, TooMany, unreachable
+from rollyard_client.errors import ContextError, RollyardError, unreachable
+from rollyard_client.http_library import httpx
+from rollyard_client.retry import Retry
 from rollyard_client.unixsocket import base_of, socket_of
 
 T = TypeVar("T")
@@ -26,28 +24,6 @@ USER_AGENT: Final = "rollyard-client/2"
 """The name of this client. Its number tells the control plane which fields of results it accepts: `attempts`
 since 2. Older clients have no number."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """How often a call is sent, and how long the pauses between its attempts are.
-
-    The pause after attempt n is base × 2ⁿ seconds and at most `longest` seconds. Half of it is jitter.
-    """
-
-    attempts: int = 5
-    base: float = 0.1
-    longest: float = 2.0
-
-    def pause(self, attempt: int, error: RollyardError) -> float | None:
-        """Return the seconds before the next attempt, or None if `error` is to be raised instead."""
-        if attempt + 1 >= self.attempts:
-            return None
-        if not isinstance(error, ServerUnavailable | TooMany):
-            return None
-        if error.retry_after is not None and error.retry_after > self.longest:
-            return None
-        return Backoff(self.base, self.longest, jitter=0.5).pause(attempt + 1, error.retry_after)
 
 
 def request(client: httpx.Client | httpx.AsyncClient, call: Call[Any], timeout: float) -> httpx.Request:

@@ -5,12 +5,17 @@ They are apart from the calls of other clients, because workers do not need the 
 
 from __future__ import annotations
 
-import httpx
-from rollyard_crds.claims import Claim, ClaimRequest
-from rollyard_crds.rolloutjob import RolloutJobSpec
-from rollyard_crds.workers import WorkerDeath, WorkerDied
+from typing import TYPE_CHECKING
+
+import rollyard_crds as crds
 
 from rollyard_client.call import Call, as_json, nothing, segment
+
+if TYPE_CHECKING:
+    import httpx
+    from rollyard_crds.claims import Claim, ClaimRequest
+    from rollyard_crds.rolloutjob import RolloutJobSpec
+    from rollyard_crds.workers import WorkerDeath, WorkerDied
 
 CLAIMS = "/v1/claims"
 
@@ -19,14 +24,14 @@ def job_spec(namespace: str, name: str, uid: str | None) -> Call[RolloutJobSpec]
     """Return the call that reads the spec of a job. With `uid`, only a job with this uid is accepted."""
 
     def parse(answer: httpx.Response) -> RolloutJobSpec:
-        return RolloutJobSpec.model_validate(as_json(answer)["spec"])
+        return crds.RolloutJobSpec.model_validate(as_json(answer)["spec"])
 
     return Call("GET", "/v1/leases/job", parse, query={"namespace": namespace, "name": name, "uid": uid})
 
 
 def claim_of(answer: httpx.Response) -> Claim:
     """Return the claim that an answer holds."""
-    return Claim.model_validate_json(answer.content)
+    return crds.Claim.model_validate_json(answer.content)
 
 
 def file_claim(asked: ClaimRequest) -> Call[Claim]:
@@ -49,7 +54,7 @@ def worker_died(report: WorkerDied) -> Call[WorkerDeath]:
     """Return the call with which a driver reports that a stage worker has died."""
 
     def parse(answer: httpx.Response) -> WorkerDeath:
-        return WorkerDeath.model_validate_json(answer.content)
+        return crds.WorkerDeath.model_validate_json(answer.content)
 
     # The call is idempotent: a repeat finds no lease of the worker.
     return Call("POST", "/v1/workers/died", parse, body=report.model_dump_json().encode())

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         EngineSpec,
     )
     from rollyard_crds.base import API_VERSION, GROUP, VERSION, Condition, Model, ObjectMeta
+    from rollyard_crds.claims import Claim, ClaimList
     from rollyard_crds.reading.manifest import Manifest, ManifestError, load, parse
     from rollyard_crds.reading.task_list import TaskListError, parse_lines
     from rollyard_crds.rolloutjob import (
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
         StageSpec,
     )
     from rollyard_crds.task import FunctionCall, Message, Task, TaskSandbox, ToolCall
+    from rollyard_crds.trajectory import Attempt, Trajectory
+    from rollyard_crds.unfinished import UnfinishedJobs
     from rollyard_crds.weights import (
         UNVERIFIED,
         BackendUpdate,
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
         WeightUpdate,
         WeightUpdateRequest,
     )
+    from rollyard_crds.workers import WorkerDeath
 
 __all__ = [
     "API_VERSION",
@@ -48,11 +52,14 @@ __all__ = [
     "UNVERIFIED",
     "VERSION",
     "AgentSpec",
+    "Attempt",
     "BackendPool",
     "BackendPoolSpec",
     "BackendPoolStatus",
     "BackendStatus",
     "BackendUpdate",
+    "Claim",
+    "ClaimList",
     "Condition",
     "EngineSpec",
     "FunctionCall",
@@ -76,9 +83,12 @@ __all__ = [
     "TaskListError",
     "TaskSandbox",
     "ToolCall",
+    "Trajectory",
+    "UnfinishedJobs",
     "WeightSource",
     "WeightUpdate",
     "WeightUpdateRequest",
+    "WorkerDeath",
     "load",
     "parse",
     "parse_lines",
@@ -86,6 +96,18 @@ __all__ = [
 
 __getattr__ = lazily(
     __name__,
-    __all__,
-    ("backendpool", "base", "reading.manifest", "rolloutjob", "task", "reading.task_list", "weights"),
+    {
+        "backendpool": "BackendPool BackendPoolSpec BackendPoolStatus BackendStatus EngineSpec",
+        "base": "API_VERSION GROUP VERSION Condition Model ObjectMeta",
+        "claims": "Claim ClaimList",
+        "reading.manifest": "Manifest ManifestError load parse",
+        "reading.task_list": "TaskListError parse_lines",
+        "rolloutjob": "STAGES AgentSpec RolloutCounts RolloutJob RolloutJobSpec RolloutJobStatus "
+        "SamplingSpec SandboxResources SandboxSpec StageCounts StageName StageSpec",
+        "task": "FunctionCall Message Task TaskSandbox ToolCall",
+        "trajectory": "Attempt Trajectory",
+        "unfinished": "UnfinishedJobs",
+        "weights": "UNVERIFIED BackendUpdate LogprobReference WeightSource WeightUpdate WeightUpdateRequest",
+        "workers": "WorkerDeath",
+    },
 )

@@ -1,26 +1,32 @@
-"""Packages whose names are imported when first asked for: to build all models takes a third of a second."""
+"""Packages whose names are imported when they are first used.
+
+It takes a third of a second to build all models, and a program that imports a package needs few of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 
-def lazily(package: str, names: Collection[str], modules: Sequence[str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` (PEP 562).
+def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package (PEP 562).
+
+    A name that was found becomes an attribute of the package, so that each name is looked up only once.
 
     Args:
-        names: those that the package offers.
-        modules: of the package, where they stand; looked through in this order.
+        package: The name of the package.
+        modules: For each module of the package, the names that it defines, separated by spaces.
     """
+    homes = {name: module for module, names in modules.items() for name in names.split()}
 
     def find(name: str) -> Any:
-        if name in names:
-            for module in modules:
-                found = getattr(import_module(f"{package}.{module}"), name, None)
-                if found is not None:
-                    return found
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{package}.{homes[name]}"), name)
+        setattr(sys.modules[package], name, found)
+        return found
 
     return find

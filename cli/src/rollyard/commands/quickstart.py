@@ -63,7 +63,9 @@ def command(
     sandbox: str,
 ) -> None:
     """Run the quickstart job on this machine, from nothing to trajectories. Ctrl-C stops all of it."""
+    from rollyard.extras import require
 
+    require("`rollyard quickstart`", "local", "api", "worker", "sandbox", "engine")
     from rollyard.jobs.watching import require_success
     from rollyard.quickstart.run import QuickstartOptions, default_job, run
 

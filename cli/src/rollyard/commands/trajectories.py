@@ -25,8 +25,11 @@ def command(
 ) -> None:
     """Write a job's ended rollouts to a file. A file is there whole or not at all."""
     from rollyard.errors import UsageProblem
+    from rollyard.extras import require
     from rollyard.trajectories.export import write
 
+    if output.suffix == ".parquet":
+        require("a .parquet file", "parquet")
     if follow and output.suffix == ".parquet":
         raise UsageProblem("--follow writes .jsonl; export Parquet once the job has ended")
     with connect(url, home, namespace) as client:

@@ -112,8 +112,11 @@ def command(
     from rollyard_drivers.host.home import Home, default_home
 
     from rollyard.errors import UsageProblem
+    from rollyard.extras import require
     from rollyard.local.options import Options
 
+    embedded = ("engine",) if engine == "embedded" and not backend_url else ()
+    require("`rollyard up`", "local", "api", "worker", "sandbox", *embedded)
     if backend_url and not backend_url.startswith(("http://", "https://")):
         raise UsageProblem(f"--backend must be a URL such as http://127.0.0.1:8000 (got {backend_url!r})")
     started = {

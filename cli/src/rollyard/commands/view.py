@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,19 +60,23 @@ def command(
     """
     choice = Choice(failed, listing, step)
     if path is not None:
+        from rollyard.extras import require
         from rollyard.trajectories.reading import read_file, tokenizer_of
 
+        if path.suffix == ".parquet":
+            require("a .parquet file", "parquet")
         if len(arguments) > 1:
             raise click.UsageError("with --from give at most the ROLLOUT")
         from_file = read_file(path)
-        _view(from_file, arguments, choice, lambda: _decode(tokenizer or tokenizer_of(path)))
+        _view(from_file, arguments, choice, lambda: _decode(tokenizer, tokenizer_of(path)))
         return
     if not 1 <= len(arguments) <= 2:
         raise click.UsageError("give the job's NAME (and a ROLLOUT), or --from FILE")
     name, rest = arguments[0], arguments[1:]
     with connect(url, home, namespace) as client:
         found = _of_job(client, name, rest, namespace)
-        _view(found, rest, choice, lambda: _decode(tokenizer or _tokenizer(client, name, namespace)))
+        beside = partial(_tokenizer, client, name, namespace)
+        _view(found, rest, choice, lambda: _decode(tokenizer, None if tokenizer else beside()))
 
 
 def _of_job(client: Client, name: str, rest: tuple[str, ...], namespace: str) -> Iterable[Trajectory]:
@@ -101,14 +106,20 @@ def _tokenizer(client: Client, name: str, namespace: str) -> Path | None:
     return folder if (folder / "tokenizer.json").is_file() else None
 
 
-def _decode(folder: Path | None) -> Decode | None:
+def _decode(named: Path | None, found: Path | None) -> Decode | None:
+    """Return the decoder of the tokenizer that the user named, or else of the one that was found, if any."""
     from rollyard.errors import NotFound
     from rollyard.render.trajectory import tokenizer_decode
 
+    folder = named or found
     if folder is None:
         return None
     try:
         return tokenizer_decode(folder)
+    except ModuleNotFoundError:
+        if named is not None:
+            raise
+        return None
     except (OSError, ValueError) as error:
         raise NotFound(f"--tokenizer {folder}: {error}") from error
 

@@ -14,5 +14,8 @@ import click
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(arguments: tuple[str, ...]) -> None:
     """Run a stage worker against a control plane (arguments as of `python -m rollyard_pipeline`)."""
+    from rollyard.extras import require
+
+    require("`rollyard worker`", "worker")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "rollyard_pipeline", *arguments])

@@ -41,7 +41,7 @@ def find_program(name: str, env: Mapping[str, str]) -> str:
     path = shutil.which(name, path=env.get("PATH", os.environ.get("PATH")))
     if path is None and name == DEFAULT_COMMAND[0]:
         raise CannotStart(
-            "the command `vllm` is not on PATH: `pip install rollyard[vllm]`, "
+            "the command `vllm` is not on PATH: `pip install 'rollyard[vllm]'`, "
             "or name what starts vLLM's API server in spec.engine.command"
         )
     if path is None:

@@ -9,7 +9,7 @@ import click
 
 from rollyard import terminal
 from rollyard.commands.slurm_bridge.options import bridge_home, bridge_options
-from rollyard.commands.slurm_bridge.running import detach, dry_run, run_here
+from rollyard.commands.slurm_bridge.running import detach, dry_run, require_extras, run_here
 
 DOWN_SECONDS = 240.0
 HOME = click.option(
@@ -148,6 +148,7 @@ def up(ctx: click.Context, /, **given: Any) -> None:
     if given["dry_run"]:
         dry_run(options, given["files"])
         return
+    require_extras(options, given["engine"])
     if given["files"]:
         from rollyard.errors import UsageProblem
 

@@ -32,6 +32,24 @@ def dry_run(options: BridgeOptions, files: tuple[Path, ...]) -> None:
         click.echo(text)
 
 
+def require_extras(options: BridgeOptions, engine: str) -> None:
+    """Check that the packages are installed which the bridge, its control plane and its jobs need.
+
+    Jobs whose profile names another Python bring their own.
+
+    Raises:
+        MissingExtra: A package is missing.
+    """
+    from rollyard.extras import require
+
+    if not options.join:
+        require("`rollyard slurm-bridge up`", "slurm", "api")
+    if options.profile.workers.python is None:
+        require("`rollyard slurm-bridge up`", "slurm", "worker", "sandbox")
+    if engine == "embedded" and options.profile.backends.python is None:
+        require("`rollyard slurm-bridge up --engine embedded`", "engine")
+
+
 def _how(options: BridgeOptions) -> str:
     return "The bridge has joined" if options.join else "Rollyard runs at"
 

@@ -1,0 +1,59 @@
+"""The extras of the distribution: the modules that each of them installs, and the errors for missing ones.
+
+`pip install rollyard` installs the client alone. Everything else needs an extra, such as `rollyard[local]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Final
+
+from rollyard.errors import MissingExtra
+
+MODULES: Final[Mapping[str, tuple[str, ...]]] = {
+    "parquet": ("pyarrow",),
+    "api": (
+        "alembic", "fastapi", "fsspec", "httptools", "msgpack", "prometheus_client", "pyarrow", "sqlalchemy",
+        "uvicorn", "uvloop",
+    ),
+    "worker": ("aiohttp", "jinja2", "math_verify", "tokenizers", "uvloop"),
+    "sandbox": ("ipykernel", "jupyter_client", "packaging", "ptyprocess"),
+    "engine": (
+        "httptools", "jinja2", "numpy", "onnxruntime", "onnxruntime_genai", "prometheus_client", "starlette",
+        "tokenizers", "uvicorn", "uvloop",
+    ),
+    "operator": ("aiohttp", "kopf", "kubernetes"),
+    "postgresql": ("psycopg",),
+}  # fmt: skip
+"""The modules that each component imports from its extra, beyond those of the client."""
+
+
+def missing(*extras: str) -> tuple[str, ...]:
+    """Return the modules of these extras that are not installed, sorted. Nothing is imported."""
+    wanted = {module for extra in extras for module in MODULES[extra]}
+    return tuple(sorted(module for module in wanted if find_spec(module) is None))
+
+
+def require(purpose: str, extra: str, *parts: str) -> None:
+    """Check that the modules of an extra are installed.
+
+    Args:
+        purpose: What needs them, at the beginning of the message.
+        extra: The extra that the message names.
+        parts: The extras whose modules are checked. The default is `extra` alone.
+
+    Raises:
+        MissingExtra: A module is not installed.
+    """
+    absent = missing(*(parts or (extra,)))
+    if absent:
+        raise MissingExtra(purpose, extra, absent)
+
+
+def explained(error: ModuleNotFoundError, purpose: str) -> MissingExtra | None:
+    """Return the error that names the smallest extra with the missing module, or None if no extra has it."""
+    module = (error.name or "").partition(".")[0]
+    having = [extra for extra, modules in MODULES.items() if module in modules]
+    extra = min(having, key=lambda name: len(MODULES[name]), default=None)
+    return None if extra is None else MissingExtra(purpose, extra, (module,))

@@ -31,7 +31,7 @@ def _how(code: str, sample: Sample, nothing: Sample) -> str:
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Both figures, beside an interpreter that does nothing."""
+    """Measure both figures beside an interpreter that does nothing."""
     samples = 5 if settings.quick else 15
     codes = {"nothing": NOTHING, "import": IMPORT, "first": FIRST_USE}
     taken = await interleave({name: _interpreter(code, samples) for name, code in codes.items()}, samples)

@@ -21,7 +21,7 @@ UNIMPORTED = {"pydantic", "httpx", "click", "rich", "yaml", "asyncio"}
 
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing beyond the client seems to be installed, and the user has no server."""
+    """Pretend that only the client is installed and that the user has no server."""
     heavy = {module for modules in extras.MODULES.values() for module in modules}
     real = importlib.util.find_spec
 

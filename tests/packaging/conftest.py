@@ -18,7 +18,7 @@ Install = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with both distributions, built from this tree."""
+    """Return a folder with both distributions, built from this tree."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
@@ -27,7 +27,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(dist: Path) -> Path:
-    """The built wheel."""
+    """Return the path of the built wheel."""
     (path,) = dist.glob("*.whl")
     return path
 

@@ -56,7 +56,7 @@ def normal(name: str) -> str:
 
 
 def requirements(extra: str) -> set[str]:
-    """The distributions that an extra names, those of the extras in it included."""
+    """Return the distributions that an extra names, including those of the extras in it."""
     found: set[str] = set()
     for line in EXTRAS[extra]:
         others = re.fullmatch(r"rollyard\[(.+)\]", line)
@@ -79,7 +79,7 @@ def run(command: list[str | Path], folder: Path, **more: str) -> subprocess.Comp
 
 @contextlib.contextmanager
 def running(command: list[str | Path], folder: Path, **more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose output is in `log`. It is killed at the end if it still runs."""
+    """Run a process whose output is in `log`. It is killed at the end if it still runs."""
     with (folder / "log").open("wb") as log:
         env = environment(HOME=str(folder), **more)
         process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log)
@@ -91,7 +91,7 @@ def running(command: list[str | Path], folder: Path, **more: str) -> Iterator[su
 
 
 def until(process: subprocess.Popen[bytes], folder: Path, true: Callable[[], Any]) -> Any:
-    """What `true` returns as soon as that is true. The process must not end before."""
+    """Return what `true` returns as soon as that is true. The process must not end before."""
     end = time.monotonic() + START_SECONDS
     while not (found := true()):
         assert process.poll() is None, (folder / "log").read_text()
@@ -101,7 +101,7 @@ def until(process: subprocess.Popen[bytes], folder: Path, true: Callable[[], Any
 
 
 def stopped(process: subprocess.Popen[bytes], folder: Path, number: int = signal.SIGTERM) -> None:
-    """The process ends well when it is asked to."""
+    """Ask the process to end, and check that it ends well."""
     process.send_signal(number)
     assert process.wait(60) == 0, (folder / "log").read_text()
 
@@ -137,13 +137,13 @@ def test_the_command_line_knows_the_modules_of_each_extra(extra: str) -> None:
 
 @pytest.fixture(scope="module")
 def base(install: Install) -> Path:
-    """The programs of an environment with `pip install rollyard` alone."""
+    """Return the folder of the programs after `pip install rollyard` alone."""
     return install()
 
 
 @pytest.fixture(scope="module")
 def api(install: Install) -> Path:
-    """The programs of an environment that can run a control plane."""
+    """Return the folder of the programs of an environment that can run a control plane."""
     return install("api")
 
 

@@ -152,9 +152,9 @@ def _no_context(error: Exception, url: str | None, env: dict[str, str]) -> CliEr
     The usual reason is that no server runs. In that case, the error says so.
     """
     from rollyard_client import Client
+    from rollyard_client.call import Retry
     from rollyard_client.context import DEFAULT_URL, context_path
     from rollyard_client.errors import RollyardError, ServerUnavailable
-    from rollyard_client.retry import Retry
     from rollyard_drivers.host.home import read_json
 
     document = read_json(context_path(env)) or {}

@@ -18,6 +18,7 @@ from rollyard_crds.lazy import lazily
 
 if TYPE_CHECKING:
     from rollyard_client.async_client import AsyncClient
+    from rollyard_client.call import Retry
     from rollyard_client.context import Context, context_path, read_token, resolve
     from rollyard_client.driver import DriverClient
     from rollyard_client.errors import (
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from rollyard_client.requests import Group, RolloutSummary
-    from rollyard_client.retry import Retry
     from rollyard_client.sse import JobEvent
     from rollyard_client.sync_client import Client
     from rollyard_client.worker import WorkerClient
@@ -73,12 +73,12 @@ __getattr__ = lazily(
     __name__,
     {
         "async_client": "AsyncClient",
+        "call": "Retry",
         "context": "Context context_path read_token resolve",
         "driver": "DriverClient",
         "errors": "Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced NotFound "
         "RollyardError ServerUnavailable StorageFull TooMany Unauthorized WaitTimeout",
         "requests": "Group RolloutSummary",
-        "retry": "Retry",
         "sse": "JobEvent",
         "sync_client": "Client",
         "worker": "WorkerClient",

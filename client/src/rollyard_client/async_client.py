@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import rollyard_crds as crds
 
 from rollyard_client import requests, uploads
+from rollyard_client.call import Retry
 from rollyard_client.context import resolve
 from rollyard_client.errors import NotFound, WaitTimeout
 from rollyard_client.finish import (
@@ -26,7 +27,6 @@ from rollyard_client.finish import (
 )
 from rollyard_client.paging import Cursor, Files, Listing, P, T, Walk
 from rollyard_client.requests import Group, RolloutSummary
-from rollyard_client.retry import Retry
 from rollyard_client.sse import JobEvent, Parser
 
 if TYPE_CHECKING:

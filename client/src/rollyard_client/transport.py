@@ -5,18 +5,30 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
-from rollyard_client.call import Call, check
+from rollyard_client.call import Call, Retry, check
 from rollyard_client.context import Context
 from rollyard_client.environment import CA_FILE as CA_FILE
 from rollyard_client.errors import ContextError, RollyardError, unreachable
-from rollyard_client.http_library import httpx
-from rollyard_client.retry import Retry
 from rollyard_client.unixsocket import base_of, socket_of
+
+_COMMAND_LINE: Final = "httpx._main"
+if "httpx" in sys.modules:
+    import httpx
+else:
+    # httpx imports its own command line, and with it click, rich and the syntax highlighting of pygments.
+    # That takes longer than all the rest. httpx does without if this import fails, and an entry of None makes
+    # it fail. Only `httpx.main`, the entry point of the command `httpx`, is affected.
+    sys.modules[_COMMAND_LINE] = cast(Any, None)
+    try:
+        import httpx
+    finally:
+        sys.modules.pop(_COMMAND_LINE, None)
 
 T = TypeVar("T")
 

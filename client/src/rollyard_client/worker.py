@@ -22,9 +22,8 @@ from rollyard_crds.lease import (
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
 from rollyard_client import workercalls
-from rollyard_client.call import Call
+from rollyard_client.call import Call, Retry
 from rollyard_client.context import Context
-from rollyard_client.retry import Retry
 from rollyard_client.transport import AsyncTransport
 
 M = TypeVar("M", bound=BaseModel)

@@ -35,6 +35,7 @@ def open_provider(
     find_places: Callable[[], Sequence[cgroups.CgroupPlace]] = cgroups.find_places,
     claims: ClaimCalls | None = None,
     apptainer: ApptainerOptions | None = None,
+    templates: bool = True,
 ) -> SandboxProvider:
     """Return the provider `name`. The caller must await its `start()` before any other call.
 
@@ -47,6 +48,8 @@ def open_provider(
         find_places: Returns the places where control groups can be made.
         claims: The control plane's claims, which `kubernetes` needs.
         apptainer: The options of `apptainer` sandboxes.
+        templates: Whether `bubblewrap` sandboxes are forked from templates, which is much faster than to
+            start bwrap and Python for each of them.
 
     Raises:
         ValueError: No provider has that name, or an option that it needs is missing; the message names it.
@@ -78,4 +81,5 @@ def open_provider(
     if name == "apptainer":
         options = apptainer or ApptainerOptions()
         return NodeProvider(folder, node, ApptainerStarter(folder, places, options), places, starts)
-    return NodeProvider(folder, node, BubblewrapStarter(folder, places, bwrap), places, starts)
+    starter = BubblewrapStarter(folder, places, bwrap, templates=templates)
+    return NodeProvider(folder, node, starter, places, starts)

@@ -92,14 +92,43 @@ class Starter(Protocol):
         ...
 
 
-def inside(key: SandboxKey, uid: int | None) -> str:
-    """Return the Python expression for the namespaces of commands.
+def command_namespaces(key: SandboxKey, uid: int | None) -> dict[str, object]:
+    """Return the arguments of the exec server's NamespaceOptions.
 
     If `uid` is None, commands run as the image's root.
     """
     size = min(EVAL_BYTES, key.memory_bytes // 8)
-    place = f"eval_folder={EVAL_FOLDER!r}, eval_bytes={size}"
-    return f"NamespaceOptions(uid={uid!r}, hidden={PROC_HIDDEN!r}, {place})"
+    return {"uid": uid, "hidden": list(PROC_HIDDEN), "eval_folder": EVAL_FOLDER, "eval_bytes": size}
+
+
+def inside(key: SandboxKey, uid: int | None) -> str:
+    """Return the Python expression for the namespaces of commands; see `command_namespaces`."""
+    return f"NamespaceOptions(**{command_namespaces(key, uid)!r})"
+
+
+def resource_limits(
+    key: SandboxKey, places: Sequence[CgroupPlace], *, shared: bool = False
+) -> dict[str, int]:
+    """Return the limits of getrlimit(2), by their names, where control groups do not bind.
+
+    RLIMIT_NPROC is counted per user namespace since Linux 5.14, so it must be set inside. RLIMIT_DATA is per
+    process.
+
+    Args:
+        key: The properties of the sandbox.
+        places: The places of control groups, which determine the limits that are still needed.
+        shared: Whether the server is one of this machine's ordinary processes.
+    """
+    bound = enforced(places)
+    limits = {"RLIMIT_CORE": 0}
+    if "pids" not in bound and not shared:
+        # Without its own user namespace, the limit would count the processes of the whole account.
+        limits["RLIMIT_NPROC"] = key.processes
+    if "memory" not in bound:
+        limits["RLIMIT_DATA"] = key.memory_bytes
+    if shared:
+        limits["RLIMIT_FSIZE"] = key.disk_bytes
+    return limits
 
 
 def limits_of(key: SandboxKey) -> CgroupLimits:
@@ -118,9 +147,6 @@ def server_code(
 ) -> list[str]:
     """Return Python's arguments that run the exec server under resource limits, without `site` and argparse.
 
-    Resource limits apply where control groups do not (getrlimit(2)). RLIMIT_NPROC is counted per user
-    namespace since Linux 5.14, so it must be set inside. RLIMIT_DATA is per process.
-
     Args:
         key: The properties of the sandbox.
         places: The places of control groups, which determine the limits that are still needed.
@@ -131,7 +157,6 @@ def server_code(
         before: Lines of code that run first.
     """
     shared = inside is None
-    bound = enforced(places)
     lines = [
         "import resource as r, sys",
         f"sys.path += {list(path)!r}",
@@ -139,15 +164,9 @@ def server_code(
         "from rollyard_sandbox.proof import read_secret",
         f"secret = read_secret({SECRET_FD})",
         *before,
-        "r.setrlimit(r.RLIMIT_CORE, (0, 0))",
     ]
-    if "pids" not in bound and not shared:
-        # Without its own user namespace, the limit would count the processes of the whole account.
-        lines.append(f"r.setrlimit(r.RLIMIT_NPROC, ({key.processes}, {key.processes}))")
-    if "memory" not in bound:
-        lines.append(f"r.setrlimit(r.RLIMIT_DATA, ({key.memory_bytes}, {key.memory_bytes}))")
-    if shared:
-        lines.append(f"r.setrlimit(r.RLIMIT_FSIZE, ({key.disk_bytes}, {key.disk_bytes}))")
+    for name, limit in resource_limits(key, places, shared=shared).items():
+        lines.append(f"r.setrlimit(r.{name}, ({limit}, {limit}))")
     lines += [
         "from rollyard_sandbox.isolation.command_namespaces import NamespaceOptions",
         "from rollyard_sandbox.server.exec_server import serve",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import shutil
@@ -21,10 +22,13 @@ from rollyard_pipeline.sandboxes.host.processes import Reaper, kill_and_wait
 from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.starters.base import (
+    LEASE_SECONDS,
     SANDBOX_ENV,
     START_SECONDS,
     StartedSandbox,
+    command_namespaces,
     inside,
+    resource_limits,
     server_code,
 )
 from rollyard_pipeline.sandboxes.starters.launch import ARGS_FD, INFO_FD, Launch, Started, start
@@ -33,8 +37,20 @@ from rollyard_pipeline.sandboxes.starters.root_folders import (
     WORKDIR,
     bwrap_arguments,
     check_image,
+    memory_folders,
+    template_arguments,
 )
 from rollyard_pipeline.sandboxes.starters.runtime import SANDBOX_UID, Runtime, make_runtime
+from rollyard_pipeline.sandboxes.starters.templates import (
+    Fork,
+    TemplateLost,
+    Templates,
+    numbered,
+    source_stamp,
+    template_code,
+)
+
+log = logging.getLogger(__name__)
 
 INSTALL_HINT = (
     "install it (Debian, Ubuntu: `apt-get install bubblewrap`; Fedora, RHEL: `dnf install bubblewrap`), "
@@ -143,18 +159,32 @@ async def _run(*argv: str) -> tuple[int, str]:
 
 
 class BubblewrapStarter:
-    """Starts the exec server under bwrap, which stays outside as its monitor."""
+    """Starts the exec server in a view of the file system that bwrap makes.
+
+    Args:
+        folder: The run folder's sandboxes.
+        places: The places where control groups can be made.
+        bwrap: The path of the bubblewrap program. By default it is looked up on PATH.
+        templates: Whether sandboxes are forked from templates. Otherwise bwrap, which stays outside as a
+            sandbox's monitor, and Python are started for each of them.
+    """
 
     name = "bubblewrap"
 
     def __init__(
-        self, folder: SandboxFolder, places: Sequence[CgroupPlace], bwrap: str | None = None
+        self,
+        folder: SandboxFolder,
+        places: Sequence[CgroupPlace],
+        bwrap: str | None = None,
+        *,
+        templates: bool = True,
     ) -> None:
         self._folder = folder
         self._places = places
         self._bwrap = bwrap or shutil.which("bwrap") or "bwrap"
         self._runtime: Runtime | None = None
         self._reaper = Reaper()
+        self._templates = Templates(self._start_template) if templates else None
 
     def workdir(self, folder: Path) -> str:
         """Return the work folder, which has the same path in every sandbox."""
@@ -176,12 +206,63 @@ class BubblewrapStarter:
     async def start(
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
-        """Start the exec server under bwrap; see `Starter.start`."""
-        runtime = self._runtime
-        if runtime is None:
-            raise SandboxStartFailed("the provider has not been started: await its start() first")
+        """Start the exec server; see `Starter.start`."""
         self.check(key)
-        arguments = bwrap_arguments(key, runtime, SANDBOX_ENV)
+        problem: Exception | None = None
+        if self._templates is not None:
+            try:
+                return await self._fork(self._templates, key, folder, cgroups, secret)
+            except (SandboxStartFailed, TemplateLost) as error:
+                problem = error
+            self._templates.drop(key.image)
+            (folder / SOCKET_NAME).unlink(missing_ok=True)  # The next start binds it again.
+        started = await self._start_alone(key, folder, cgroups, secret)
+        if self._templates is not None and isinstance(problem, SandboxStartFailed):
+            log.warning(
+                "sandboxes cannot be forked from a template here, so each is started alone: %s", problem
+            )
+            self._templates.close()
+            self._templates = None
+        return started
+
+    async def _fork(
+        self, templates: Templates, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
+    ) -> StartedSandbox:
+        stamp = source_stamp(template_arguments(key.image, self._prepared(), SANDBOX_ENV))
+        wanted = {
+            "sizes": memory_folders(key),
+            "limits": numbered(resource_limits(key, self._places)),
+            "workdir": WORKDIR,
+            "lease": LEASE_SECONDS,
+            "namespaces": command_namespaces(key, SANDBOX_UID),
+        }
+        template = await templates.get(key.image, stamp)
+        root = await template.fork(Fork(folder / SOCKET_NAME, secret, cgroups, wanted), START_SECONDS)
+        return StartedSandbox(root, None)
+
+    async def _start_template(self, image: str | None, control: int) -> Started:
+        runtime = self._prepared()
+        return await self._start(
+            Launch(
+                argv=[
+                    self._bwrap, "--args", str(ARGS_FD), "--", *runtime.argv, *template_code(runtime.path)
+                ],
+                env={"PATH": SANDBOX_ENV["PATH"], "LANG": "C.UTF-8"},
+                socket_path=None,
+                control=control,
+                arguments=template_arguments(image, runtime, SANDBOX_ENV),
+            )
+        )  # fmt: skip
+
+    def _prepared(self) -> Runtime:
+        if self._runtime is None:
+            raise SandboxStartFailed("the provider has not been started: await its start() first")
+        return self._runtime
+
+    async def _start_alone(
+        self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
+    ) -> StartedSandbox:
+        runtime = self._prepared()
         launch = Launch(
             argv=[
                 self._bwrap, "--args", str(ARGS_FD), "--info-fd", str(INFO_FD), "--",
@@ -192,7 +273,7 @@ class BubblewrapStarter:
             socket_path=folder / SOCKET_NAME,
             secret=secret,
             cgroups=cgroups,
-            arguments=arguments,
+            arguments=bwrap_arguments(key, runtime, SANDBOX_ENV),
             info=True,
         )  # fmt: skip
         try:
@@ -210,7 +291,8 @@ class BubblewrapStarter:
             except SandboxStartFailed as error:
                 if not mounts_changed(str(error)):
                     raise
-            launch.socket_path.unlink(missing_ok=True)  # The next start binds it again.
+            if launch.socket_path is not None:
+                launch.socket_path.unlink(missing_ok=True)  # The next start binds it again.
         return await start(launch, self._reaper, START_SECONDS)
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
@@ -225,7 +307,9 @@ class BubblewrapStarter:
         return gone
 
     def close(self) -> None:
-        """Stop watching the processes that were started."""
+        """End the templates, and stop watching the processes that were started."""
+        if self._templates is not None:
+            self._templates.close()
         self._reaper.close()
 
     def _explained(self, error: SandboxStartFailed, key: SandboxKey) -> Exception:

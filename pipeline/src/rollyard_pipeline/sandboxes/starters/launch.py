@@ -37,7 +37,7 @@ class Launch:
 
     argv: Sequence[str]
     env: dict[str, str]
-    socket_path: Path
+    socket_path: Path | None
     """The path of the socket that is bound here. The program inherits it as LISTEN_FD."""
     secret: bytes = b""
     """The secret that the server must prove to know. The program inherits a pipe with it as SECRET_FD."""
@@ -48,6 +48,8 @@ class Launch:
     """Whether the program writes bwrap's `--info-fd` JSON to INFO_FD."""
     log: bool = False
     """Whether LOG_FD is the standard error too, for a program that replaces it in the processes it starts."""
+    control: int | None = None
+    """The descriptor that the program inherits as LISTEN_FD in the place of a socket that is bound here."""
     end: Callable[[ProcessRef], object] | None = None
     """Ends the program and all it has started, for one whose death leaves others behind. This blocks."""
 
@@ -71,9 +73,9 @@ async def start(launch: Launch, reaper: Reaper, seconds: float) -> Started:
         NodeDiskFull: There is no room for the socket.
     """
     with contextlib.ExitStack() as stack:
-        log = _log_memfd(stack)
-        ready_read, ready_write = _pipe(stack)
-        info_read, info_write = _pipe(stack)
+        log = log_file(stack)
+        ready_read, ready_write = pipe(stack)
+        info_read, info_write = pipe(stack)
         pid = _spawn(launch, stack, log, ready_write, info_write)
         ready_write.close()
         info_write.close()
@@ -85,8 +87,10 @@ async def start(launch: Launch, reaper: Reaper, seconds: float) -> Started:
             async with asyncio.timeout(seconds):
                 if launch.info:
                     # bwrap may leave the descriptor open, so the end of the JSON object marks the end.
-                    inner = _inner(await _read(info_read, lambda data: data.rstrip().endswith(b"}")))
-                ready = await _read(ready_read, bool)
+                    inner = inner_process(
+                        await read_some(info_read, lambda data: data.rstrip().endswith(b"}"))
+                    )
+                ready = await read_some(ready_read, bool)
         except TimeoutError:
             failure = f"was not ready within {seconds:g} s"
         except BaseException:
@@ -94,30 +98,22 @@ async def start(launch: Launch, reaper: Reaper, seconds: float) -> Started:
             raise
         if not ready or child is None or (launch.info and inner is None):
             await _kill(launch, child, inner)
-            raise SandboxStartFailed(f"the exec server {failure}: {_log_text(log) or 'it wrote nothing'}")
+            raise SandboxStartFailed(f"the exec server {failure}: {log_text(log) or 'it wrote nothing'}")
         return Started(child, inner)
 
 
 def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO, info: FileIO) -> int:
-    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-    try:
-        listener.bind(str(launch.socket_path))
-    except OSError as error:
-        if is_full(error):
-            words = f"no room left on the disk of {launch.socket_path.parent}: {error.strerror}"
-            raise NodeDiskFull(words) from error
-        raise
-    listener.listen(64)
-    null = _owned(stack, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
-    wanted = {0: null, 1: log, 2: log, LISTEN_FD: listener.fileno(), READY_FD: ready.fileno()}
+    null = owned(stack, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+    wanted = {0: null, 1: log, 2: log, READY_FD: ready.fileno()}
+    if launch.control is not None:
+        wanted[LISTEN_FD] = launch.control
+    if launch.socket_path is not None:
+        wanted[LISTEN_FD] = listener(stack, launch.socket_path).fileno()
+        wanted[SECRET_FD] = secret_pipe(stack, launch.secret)
     if launch.info:
         wanted[INFO_FD] = info.fileno()
     if launch.log:
         wanted[LOG_FD] = log
-    secret_read, secret_write = os.pipe()
-    wanted[SECRET_FD] = _owned(stack, secret_read)
-    with FileIO(secret_write, "w") as writer:
-        writer.write(launch.secret)
     argv = list(launch.argv)
     if launch.arguments is not None:
         wanted[ARGS_FD] = _arguments_memfd(stack, launch.arguments)
@@ -129,7 +125,7 @@ def _spawn(launch: Launch, stack: contextlib.ExitStack, log: int, ready: FileIO,
         actions = []
         for target, source in wanted.items():
             # Each source is first moved to a high number, because an earlier target must not overwrite it.
-            spare = _owned(spares, fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _SPARE))
+            spare = owned(spares, fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _SPARE))
             actions.append((os.POSIX_SPAWN_DUP2, spare, target))
         try:
             return os.posix_spawn(
@@ -148,14 +144,42 @@ async def _kill(launch: Launch, child: ProcessRef | None, inner: ProcessRef | No
             await in_thread(kill_and_wait, ref, 10.0)
 
 
-def _inner(text: bytes) -> ProcessRef | None:
+def listener(stack: contextlib.ExitStack, path: Path) -> socket.socket:
+    """Return a Unix socket that listens at `path`, and that `stack` closes.
+
+    Raises:
+        NodeDiskFull: There is no room for the socket.
+    """
+    bound = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    try:
+        bound.bind(str(path))
+    except OSError as error:
+        if is_full(error):
+            words = f"no room left on the disk of {path.parent}: {error.strerror}"
+            raise NodeDiskFull(words) from error
+        raise
+    bound.listen(64)
+    return bound
+
+
+def secret_pipe(stack: contextlib.ExitStack, secret: bytes) -> int:
+    """Return the reading end of a pipe that holds the secret, and whose writing end is closed."""
+    read, write = os.pipe()
+    owned(stack, read)
+    with FileIO(write, "w") as writer:
+        writer.write(secret)
+    return read
+
+
+def inner_process(text: bytes) -> ProcessRef | None:
+    """Return process 1 of a sandbox, which a JSON object names as its `child-pid`, or None."""
     try:
         return process_ref(int(json.loads(text)["child-pid"]))
     except (ValueError, KeyError, TypeError):
         return None
 
 
-async def _read(file: FileIO, enough: Callable[[bytes], bool]) -> bytes:
+async def read_some(file: FileIO, enough: Callable[[bytes], bool]) -> bytes:
     """Read from the pipe until `enough` returns true or the pipe ends, at most 64 KiB."""
     loop = asyncio.get_running_loop()
     data = b""
@@ -180,35 +204,38 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _pipe(stack: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
+def pipe(stack: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
+    """Return the ends of a new pipe, of which the reading one does not block. `stack` closes them."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     return stack.enter_context(FileIO(read, "r")), stack.enter_context(FileIO(write, "w"))
 
 
-def _owned(stack: contextlib.ExitStack, fd: int) -> int:
+def owned(stack: contextlib.ExitStack, fd: int) -> int:
+    """Return a descriptor that `stack` closes."""
     stack.callback(os.close, fd)
     return fd
 
 
-def _log_memfd(stack: contextlib.ExitStack) -> int:
+def log_file(stack: contextlib.ExitStack) -> int:
     """Return a descriptor for standard error with a fixed size.
 
     A program inside that writes without end gets EPERM and does not fill the worker's disk.
     """
-    fd = _owned(stack, os.memfd_create("rollyard-log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    fd = owned(stack, os.memfd_create("rollyard-log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(fd, LOG_BYTES)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd
 
 
-def _log_text(fd: int) -> str:
+def log_text(fd: int) -> str:
+    """Return the last lines of a log file, in one line."""
     lines = os.pread(fd, LOG_BYTES, 0).rstrip(b"\0").decode(errors="replace").strip().splitlines()
     return " | ".join(lines[-12:])[-2000:]
 
 
 def _arguments_memfd(stack: contextlib.ExitStack, arguments: Sequence[str]) -> int:
-    fd = _owned(stack, os.memfd_create("rollyard-args", os.MFD_CLOEXEC))
+    fd = owned(stack, os.memfd_create("rollyard-args", os.MFD_CLOEXEC))
     os.write(fd, b"".join(os.fsencode(argument) + b"\0" for argument in arguments))
     os.lseek(fd, 0, os.SEEK_SET)
     return fd

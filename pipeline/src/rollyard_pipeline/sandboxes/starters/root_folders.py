@@ -55,36 +55,65 @@ def bwrap_arguments(key: SandboxKey, runtime: Runtime, env: Mapping[str, str]) -
     Raises:
         ImageNotUsable: The image cannot be used; see `check_image`.
     """
-    work, tmp = disk_sizes(key)
+    sizes = memory_folders(key)
     arguments = [
         *NAMESPACES,
         # The exec server is process 1, and in these namespaces it may do what it needs to make others for its
         # commands. Commands themselves have no capabilities and make no user namespaces (see
         # `rollyard_sandbox.isolation.command_namespaces`).
-        "--as-pid-1", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv",
+        "--as-pid-1",
+        *_process(env),
+        *_view(key.image, runtime),
+    ]
+    for folder, (size, mode) in sizes.items():
+        arguments += ["--perms", f"{mode:04o}", "--size", str(size), "--tmpfs", folder]
+    return [*arguments, "--remount-ro", "/dev", "--dir", "/run", "--remount-ro", "/", "--chdir", WORKDIR]
+
+
+def template_arguments(image: str | None, runtime: Runtime, env: Mapping[str, str]) -> list[str]:
+    """Return everything between `bwrap` and the command of a template, in whose view nothing can be written.
+
+    A template stays in this machine's pid and control group namespaces, so its end harms no sandbox that was
+    forked from it. Each of these makes all of its namespaces itself.
+
+    Raises:
+        ImageNotUsable: The image cannot be used; see `check_image`.
+    """
+    inherited = ("--unshare-pid", "--unshare-cgroup-try")
+    arguments = [*(name for name in NAMESPACES if name not in inherited), *_process(env)]
+    arguments += _view(image, runtime)
+    for folder in ("/dev/shm", "/tmp", WORKDIR, "/run"):
+        arguments += ["--dir", folder]
+    return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
+
+
+def memory_folders(key: SandboxKey) -> dict[str, tuple[int, int]]:
+    """Return the size in bytes and the mode of each folder that can be written."""
+    work, tmp = disk_sizes(key)
+    return {
+        "/dev/shm": (min(SHM_BYTES, key.memory_bytes // 8), 0o1777),
+        "/tmp": (tmp, 0o1777),
+        WORKDIR: (work, 0o755),
+    }
+
+
+def _process(env: Mapping[str, str]) -> list[str]:
+    arguments = [
+        "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv",
         "--uid", "0", "--gid", "0", *(part for name in _RIGHTS for part in ("--cap-add", name)),
     ]  # fmt: skip
     for name, value in env.items():
         arguments += ["--setenv", name, value]
-    arguments += host_system(runtime) if key.image is None else image_system(check_image(key.image))
+    return arguments
+
+
+def _view(image: str | None, runtime: Runtime) -> list[str]:
+    arguments = host_system(runtime) if image is None else image_system(check_image(image))
     for folder in (INSIDE, f"{INSIDE}/libs", f"{INSIDE}/site", EVAL_FOLDER):
         arguments += ["--perms", "0755", "--dir", folder]
     for source, target in runtime.binds:
         arguments += ["--ro-bind", source, target]
-    arguments += ["--proc", "/proc", "--dev", "/dev"]
-    arguments += [
-        "--perms",
-        "1777",
-        "--size",
-        str(min(SHM_BYTES, key.memory_bytes // 8)),
-        "--tmpfs",
-        "/dev/shm",
-    ]
-    arguments += ["--remount-ro", "/dev"]
-    arguments += ["--perms", "1777", "--size", str(tmp), "--tmpfs", "/tmp"]
-    arguments += ["--perms", "0755", "--size", str(work), "--tmpfs", WORKDIR]
-    arguments += ["--dir", "/run", "--remount-ro", "/", "--chdir", WORKDIR]
-    return arguments
+    return [*arguments, "--proc", "/proc", "--dev", "/dev"]
 
 
 def host_system(runtime: Runtime) -> list[str]:

@@ -1,0 +1,113 @@
+"""The namespaces of a sandbox whose process was forked from a template (see `server.template`).
+
+The template runs in a view of the file system that bubblewrap has made, and in which nothing can be written.
+A forked process gets further namespaces below those of the template: a user namespace that no other sandbox
+shares, and in it all the others. What can be written, /proc and the pseudo-terminals are mounted afresh.
+Everything that comes from the template stays locked, because the new mounts belong to the new user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import struct
+from contextlib import suppress
+
+from rollyard_sandbox.isolation.syscalls import NODEV, NOEXEC, NOSUID, PRIVATE, REC, Mount, call, drop_rights
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import NoReturn
+
+_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
+_NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
+_MOVE = 8192
+_SET_INTERFACE_FLAGS, _UP, _RUNNING = 0x8914, 0x1, 0x40  # ioctl SIOCSIFFLAGS; netdevice(7)
+_SERVER_RIGHTS = frozenset({18, 21, 24, 31})  # sys_chroot, sys_admin, sys_resource, setfcap
+
+
+def replace_proc(libc: ctypes.CDLL, spare: str) -> None:
+    """Replace the template's /proc, which shows this machine, by one of a pid namespace that has ended.
+
+    It shows no process. The kernel lets a namespace below mount its own /proc only where one is visible
+    already.
+
+    Args:
+        spare: An existing folder on which nothing is mounted.
+
+    Raises:
+        OSError: The kernel refuses it.
+    """
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            call(libc, "unshare", _NEWPID)
+            first = os.fork()
+            if first == 0:
+                Mount(libc)("proc", spare, "proc", NOSUID | NODEV | NOEXEC)
+                os.write(write, b"+")
+            else:
+                os.waitpid(first, 0)
+        except OSError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    words = os.read(read, 4096)
+    os.close(read)
+    if words != b"+":
+        raise OSError(f"no /proc can be mounted: {words.decode(errors='replace') or 'no reason is known'}")
+    mount = Mount(libc)
+    mount.detach("/proc")
+    mount(spare, "/proc", flags=_MOVE)
+
+
+def confine(libc: ctypes.CDLL, sizes: Mapping[str, tuple[int, int]], started: Callable[[int], None]) -> None:
+    """Move into the namespaces of a new sandbox, and return in its process 1.
+
+    The calling process ends.
+
+    Args:
+        sizes: A map from a folder to (bytes, mode). Each folder is covered by a memory file system.
+        started: The function that reports the number of process 1, as the calling process sees it.
+
+    Raises:
+        OSError: The kernel refuses a part of it.
+    """
+    own = _NEWUSER | _NEWNS | _NEWPID | _NEWIPC | _NEWUTS | _NEWNET
+    call(libc, "unshare", own)
+    with suppress(OSError):  # Kernels without control groups lack these namespaces.
+        call(libc, "unshare", _NEWCGROUP)
+    child = os.fork()
+    if child:
+        _report(started, child)
+    os.setsid()
+    mount = Mount(libc)
+    mount("", "/", flags=REC | PRIVATE)
+    mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
+    for name, text in (("setgroups", "deny"), ("uid_map", "0 0 1"), ("gid_map", "0 0 1")):
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+    for folder, (size, mode) in sizes.items():
+        mount.memory(folder, size, mode)
+    mount("devpts", "/dev/pts", "devpts", NOSUID | NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        flags = struct.pack("16sH14x", b"lo", _UP | _RUNNING)
+        fcntl.ioctl(any_socket, _SET_INTERFACE_FLAGS, flags)
+    drop_rights(libc, _SERVER_RIGHTS)
+
+
+def _report(started: Callable[[int], None], child: int) -> NoReturn:
+    try:
+        started(child)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        os._exit(0)

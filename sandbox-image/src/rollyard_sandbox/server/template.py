@@ -1,0 +1,150 @@
+"""The template of sandboxes: a process that has loaded the exec server and forks into one for each sandbox.
+
+Loading the interpreter and its modules takes most of the time of a cold start, and every sandbox over the
+same root folder begins with the same ones. A template runs no command and learns no secret. Each request of
+the worker brings the descriptors of one sandbox, among them a pipe with its secret, which only the forked
+process reads. A forked process keeps no other descriptor, has namespaces of its own (`forked_sandbox`), and
+is no descendant of the template in any of them: the end of a template harms no sandbox.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+
+from rollyard_sandbox import proof
+from rollyard_sandbox.isolation import forked_sandbox
+from rollyard_sandbox.isolation.command_namespaces import NamespaceOptions
+from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED
+from rollyard_sandbox.server.exec_server import serve
+from rollyard_sandbox.server.options import Options
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+FIXED_DESCRIPTORS = 5  # the listening socket, and the pipes and files named in `_be_sandbox`
+_MAX_REQUEST = 64 * 1024  # bytes
+_MAX_DESCRIPTORS = 32
+_SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36
+
+
+def run(control: int, ready: int, spare: str) -> int:
+    """Serve the requests that come from the worker until it closes its end, and return the exit status.
+
+    Args:
+        control: A Unix socket (SOCK_SEQPACKET). Each message on it is one request: a JSON object with the
+            fields that `_be_sandbox` reads, and the sandbox's descriptors.
+        ready: The descriptor to which one byte is written when requests can come.
+        spare: An existing folder on which nothing is mounted.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        forked_sandbox.replace_proc(libc, spare)
+    except OSError as error:
+        print(f"{NOT_CONFINED}: {error}", file=sys.stderr)
+        return FAILED
+    libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _load()
+    requests = socket.socket(fileno=control)
+    requests.set_inheritable(False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
+    os.write(ready, b"+")
+    os.close(ready)
+    gc.collect()
+    gc.freeze()  # Collections in forked processes then leave the shared pages alone.
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, _MAX_REQUEST, _MAX_DESCRIPTORS)
+        if not message:
+            return 0
+        if os.fork() == 0:
+            _be_sandbox(libc, json.loads(message), descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _load() -> None:
+    """Import what the server otherwise imports when it is first needed."""
+    import hashlib  # noqa: F401
+    import shutil  # noqa: F401
+    import subprocess  # noqa: F401
+
+    import ptyprocess  # noqa: F401
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+    except ChildProcessError:
+        return
+
+
+def _be_sandbox(libc: ctypes.CDLL, wanted: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Become the exec server of a new sandbox.
+
+    Args:
+        wanted: The fields `sizes` (see `forked_sandbox.confine`), `limits` (a list of resource limits: their
+            numbers in `resource` and their values), `workdir`, `lease` in seconds, and `namespaces`, which
+            holds the arguments of NamespaceOptions.
+        descriptors: The listening socket; the pipe for the line that the server is ready; the pipe for the
+            number of process 1; the file for standard output and error; the pipe with the secret; and for
+            each control group an open file with which a process joins it.
+    """
+    status = FAILED
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        listen, ready, info, log, secret, *groups = descriptors
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        for group in groups:
+            os.write(group, b"0")  # This stands for the writing process.
+        kept = {0, 1, 2, listen, ready, info, secret}
+        _close_all_but(kept)
+        # A program that has just started may look at its children. The server's protections end this.
+        libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
+        forked_sandbox.confine(
+            libc, wanted["sizes"], lambda pid: _write(info, json.dumps({"child-pid": pid}).encode())
+        )
+        os.close(info)
+        known = proof.read_secret(secret)
+        os.chdir(wanted["workdir"])
+        for number, limit in wanted["limits"]:
+            resource.setrlimit(number, (limit, limit))
+        status = serve(
+            Options(
+                listen=[f"fd:{listen}"],
+                ready_fd=ready,
+                workdir=wanted["workdir"],
+                lease=wanted["lease"],
+                own_pid_namespace=True,
+                secret=known,
+                namespaces=NamespaceOptions(**wanted["namespaces"]),
+            )
+        )
+    except OSError as error:
+        print(f"{NOT_CONFINED}: {error}", file=sys.stderr, flush=True)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    os.write(descriptor, data)
+
+
+def _close_all_but(kept: set[int]) -> None:
+    first = 0
+    for descriptor in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
+        if descriptor > first:  # An empty range from 0 means all descriptors in some releases of Python.
+            os.closerange(first, descriptor)
+        first = descriptor + 1

@@ -26,12 +26,14 @@ async def stage_worker(
     folder: Path,
     places: Mapping[str, int],
     environment: Mapping[str, str] | None = None,
+    further: Sequence[str] = (),
 ) -> AsyncIterator[Program]:
     """Run `python -m rollyard_pipeline` with this many places for each stage. No sandbox outlives it."""
     command = [sys.executable, "-m", "rollyard_pipeline", "--url", plane.url]
     command += ["--token-file", str(plane.tokens_file), "--stages", ",".join(places)]
     command += ["--concurrency", ",".join(f"{stage}={count}" for stage, count in places.items())]
     command += ["--run-dir", str(folder / "run"), "--sandbox", "bubblewrap", "--name", "bench"]
+    command += further
     try:
         async with program(command, folder / "worker.log", environment) as running:
             yield running

@@ -61,6 +61,7 @@ async def _run(options: argparse.Namespace) -> int:
                 node=options.node,
                 claims=control if options.sandbox == PROVIDER else None,
                 apptainer=apptainer_options(options),
+                templates=options.sandbox_templates,
             )
             await provider.start()
             try:

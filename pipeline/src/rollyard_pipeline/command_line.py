@@ -136,6 +136,10 @@ def _parser() -> argparse.ArgumentParser:
         help="kubernetes: pods that the operator starts; with it --node is kubernetes too",
     )  # fmt: skip
     parser.add_argument(
+        "--no-sandbox-templates", action="store_false", dest="sandbox_templates",
+        help="bubblewrap: start bwrap and Python for each sandbox, and fork none from a loaded exec server",
+    )  # fmt: skip
+    parser.add_argument(
         "--default-image", metavar="IMAGE",
         help="apptainer: the image of jobs that name none: a SIF file, a root folder, docker://NAME, …",
     )  # fmt: skip

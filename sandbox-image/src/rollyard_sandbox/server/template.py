@@ -72,7 +72,6 @@ def run(control: int, ready: int, spare: str) -> int:
 
 def _load() -> None:
     """Import what the server otherwise imports when it is first needed."""
-    import hashlib  # noqa: F401
     import shutil  # noqa: F401
     import subprocess  # noqa: F401
 

@@ -134,11 +134,16 @@ class Reaper:
 
 def _stat_fields(pid: int) -> list[str] | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        # This is called for every sandbox of the node at every lease request, so it is kept short.
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.read(fd, 4096)
+        finally:
+            os.close(fd)
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The name (field 2) may contain spaces and parentheses, so fields are counted from the last one.
-    return text[text.rindex(")") + 2 :].split()
+    return data[data.rindex(b")") + 2 :].decode("ascii").split()
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

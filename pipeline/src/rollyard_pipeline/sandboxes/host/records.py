@@ -35,6 +35,7 @@ _SECRET_NAME = "secret"
 # sockaddr_un.sun_path holds 108 bytes, of which the last is 0 (unix(7)).
 SOCKET_PATH_MAX = 107
 ID_LENGTH = 12
+_MAX_KNOWN = 4096
 _STATES = ("starting", "warm", "claimed")
 
 
@@ -128,6 +129,8 @@ class SandboxFolder:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir.absolute()
         self.path = self.run_dir / "sandboxes"
+        # Every lease request of Init counts the sandboxes of the node, so unchanged records are kept.
+        self._known: dict[str, tuple[tuple[int, int, int], SandboxRecord]] = {}
 
     def prepare(self) -> None:
         """Make the run folder and its `sandboxes` folder, which no other user can access or replace.
@@ -181,10 +184,22 @@ class SandboxFolder:
         """Return the record, or None if there is no such sandbox or its record is unreadable."""
         if not _is_id(sandbox_id):
             return None
+        path = f"{self.path}/{sandbox_id}/sandbox.json"
         try:
-            return SandboxRecord.from_json((self.folder(sandbox_id) / "sandbox.json").read_bytes())
+            # A record is never written in place, so a file with the same inode, time and size is the same.
+            info = os.stat(path)
+            seen = (info.st_ino, info.st_mtime_ns, info.st_size)
+            known = self._known.get(sandbox_id)
+            if known is not None and known[0] == seen:
+                return known[1]
+            record = SandboxRecord.from_json(Path(path).read_bytes())
         except (FileNotFoundError, NotADirectoryError, ValueError):
+            self._known.pop(sandbox_id, None)
             return None
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[sandbox_id] = (seen, record)
+        return record
 
     def ids(self) -> list[str]:
         """Return the ids of all sandbox folders on this node, sorted."""

@@ -58,6 +58,8 @@ INSTALL_HINT = (
 )
 MOUNT_TRIES = 4
 """The number of times that bwrap is started while mounts of the machine change under it."""
+FORK_FAILURES = 3
+"""The number of failures in a row after which no sandbox is forked from a template any more."""
 _MOUNTS_CHANGED = re.compile(r"Unable to (apply mount flags|find \".*\" in mount table)")
 """The messages of bwrap (bind-mount.c) where a mount of the machine went away after bwrap had listed it."""
 _SYSCTLS = (
@@ -185,6 +187,7 @@ class BubblewrapStarter:
         self._runtime: Runtime | None = None
         self._reaper = Reaper()
         self._templates = Templates(self._start_template) if templates else None
+        self._failures = 0
 
     def workdir(self, folder: Path) -> str:
         """Return the work folder, which has the same path in every sandbox."""
@@ -208,21 +211,26 @@ class BubblewrapStarter:
     ) -> StartedSandbox:
         """Start the exec server; see `Starter.start`."""
         self.check(key)
+        if self._templates is None or self._failures >= FORK_FAILURES:
+            return await self._start_alone(key, folder, cgroups, secret)
         problem: Exception | None = None
-        if self._templates is not None:
-            try:
-                return await self._fork(self._templates, key, folder, cgroups, secret)
-            except (SandboxStartFailed, TemplateLost) as error:
-                problem = error
-            self._templates.drop(key.image)
-            (folder / SOCKET_NAME).unlink(missing_ok=True)  # The next start binds it again.
+        try:
+            started = await self._fork(self._templates, key, folder, cgroups, secret)
+        except TemplateLost:
+            log.info("a template of sandboxes has ended; another one will be started")
+        except SandboxStartFailed as error:
+            problem = error
+        else:
+            self._failures = 0
+            return started
+        self._templates.drop(key.image)
+        (folder / SOCKET_NAME).unlink(missing_ok=True)  # The next start binds it again.
         started = await self._start_alone(key, folder, cgroups, secret)
-        if self._templates is not None and isinstance(problem, SandboxStartFailed):
-            log.warning(
-                "sandboxes cannot be forked from a template here, so each is started alone: %s", problem
-            )
-            self._templates.close()
-            self._templates = None
+        if problem is not None:
+            # The key is not at fault, since the sandbox could be started alone.
+            self._failures += 1
+            if self._failures == FORK_FAILURES:
+                log.warning("no sandbox can be forked here, so each is started alone: %s", problem)
         return started
 
     async def _fork(

@@ -1,0 +1,143 @@
+"""Templates of bubblewrap sandboxes: when one is started, renewed and ended, and starts without one."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollyard_crds.lease import LeaseRef
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.host.processes import ProcessRef, process_ref
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder
+from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
+from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_pipeline.sandboxes.starters.bubblewrap import FORK_FAILURES
+from rollyard_pipeline.sandboxes.starters.templates import MAX_TEMPLATES, source_stamp
+
+pytestmark = pytest.mark.real
+
+# A bwrap that refuses every start without a pid namespace, which is how templates are started.
+NO_TEMPLATES = """#!/bin/sh
+if [ "$1" = --args ] && ! tr '\\0' '\\n' < /proc/self/fd/6 | grep -qx -e --unshare-pid; then
+    echo no template here >&2; exit 1
+fi
+exec {bwrap} "$@"
+"""
+
+
+def opened(run_dir: Path, **options: Any) -> NodeProvider:
+    provider = open_provider("bubblewrap", run_dir=run_dir, node="n", **options)
+    assert isinstance(provider, NodeProvider)
+    return provider
+
+
+async def acquire(provider: NodeProvider, image: str | None = None) -> Sandbox:
+    request = SandboxRequest(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=64, image=image)
+    return await provider.acquire(request, LeaseRef(rollout="r-1", token=1))
+
+
+async def works(sandbox: Sandbox) -> bool:
+    result = await sandbox.client.run(["bash", "-c", "echo works > /work/file; cat /work/file"], timeout=20)
+    return result.output == b"works\n"
+
+
+def parent(run_dir: Path, sandbox: Sandbox) -> ProcessRef:
+    """The process that has started the exec server: a template, or bwrap."""
+    record = SandboxFolder(run_dir).load(sandbox.handle.id)
+    assert record is not None
+    assert record.root is not None
+    line = Path(f"/proc/{record.root.pid}/stat").read_text()
+    found = process_ref(int(line[line.rindex(")") + 2 :].split()[1]))
+    assert found is not None
+    return found
+
+
+def test_what_a_template_depends_on_includes_the_files_that_it_binds(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("one")
+    arguments = ["--ro-bind", str(tmp_path / "hosts"), "/etc/hosts", "--ro-bind", "/none", "/none"]
+    before = source_stamp(arguments)
+    assert source_stamp(arguments) == before
+    (tmp_path / "new").write_text("two")
+    (tmp_path / "new").rename(tmp_path / "hosts")
+    assert source_stamp(arguments) != before
+    assert source_stamp([*arguments, "--dir", "/x"]) != source_stamp(arguments)
+
+
+async def test_one_template_serves_a_root_folder_until_that_changes(
+    run_dir: Path, root_folder: Path, bubblewrap_works: None, kit: Any, tmp_path: Path
+) -> None:
+    image = tmp_path / "image"
+    shutil.copytree(root_folder, image, symlinks=True)
+    provider = opened(run_dir)
+    await provider.start()
+    try:
+        async with await acquire(provider, str(image)) as one, await acquire(provider, str(image)) as two:
+            assert parent(run_dir, one) == parent(run_dir, two)
+            (image / "added").mkdir()
+            async with await acquire(provider, str(image)) as three:
+                assert parent(run_dir, three) != parent(run_dir, two)
+                listing = await three.client.run(["ls", "/"], timeout=20)
+                assert b"added" in listing.output
+                assert await works(one)
+    finally:
+        await kit.clean(provider)
+
+
+async def test_templates_are_few_and_end_with_their_worker(
+    run_dir: Path, root_folder: Path, bubblewrap_works: None, kit: Any, tmp_path: Path
+) -> None:
+    provider = opened(run_dir)
+    await provider.start()
+    templates, sandboxes = [], []
+    try:
+        for number in range(MAX_TEMPLATES + 1):
+            image = tmp_path / f"image-{number}"
+            shutil.copytree(root_folder, image, symlinks=True)
+            sandboxes.append(await acquire(provider, str(image)))
+            templates.append(parent(run_dir, sandboxes[-1]))
+        await kit.until(lambda: not templates[0].alive())
+        assert all(each.alive() for each in templates[1:])
+        assert await works(sandboxes[0])
+    finally:
+        for sandbox in sandboxes:
+            await sandbox.close()
+        await kit.clean(provider)
+    await kit.until(lambda: not any(each.alive() for each in templates))
+
+
+async def test_where_no_template_can_be_started_each_sandbox_is_started_alone(
+    run_dir: Path, bubblewrap_works: None, kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text(NO_TEMPLATES.format(bwrap=shutil.which("bwrap")))
+    bwrap.chmod(0o755)
+    provider = opened(run_dir, bwrap=str(bwrap))
+    await provider.start()
+    try:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(FORK_FAILURES + 1):
+                async with await acquire(provider) as sandbox:
+                    assert await works(sandbox)
+        (line,) = [line for line in caplog.messages if "started alone" in line]
+        assert "no template here" in line
+    finally:
+        await kit.clean(provider)
+
+
+async def test_without_templates_bwrap_stays_as_the_monitor(
+    run_dir: Path, bubblewrap_works: None, kit: Any
+) -> None:
+    provider = opened(run_dir, templates=False)
+    await provider.start()
+    try:
+        async with await acquire(provider) as sandbox:
+            assert await works(sandbox)
+            record = SandboxFolder(run_dir).load(sandbox.handle.id)
+            assert record is not None
+            assert record.monitor is not None
+            assert record.monitor.ref() == parent(run_dir, sandbox)
+    finally:
+        await kit.clean(provider)

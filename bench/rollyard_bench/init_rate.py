@@ -97,7 +97,7 @@ async def _bare(count: int) -> float:
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Both ways of starting in turns, with bare bwrap beside them."""
+    """Measure both ways of starting in turns, with bare bwrap beside them."""
     rollouts, rounds = (96, 3) if settings.quick else (160, 5)
     found: dict[str, list[float]] = {"forked": [], "alone": [], "bare": []}
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:

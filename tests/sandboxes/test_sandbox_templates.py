@@ -45,7 +45,7 @@ async def works(sandbox: Sandbox) -> bool:
 
 
 def parent(run_dir: Path, sandbox: Sandbox) -> ProcessRef:
-    """The process that has started the exec server: a template, or bwrap."""
+    """Return the process that has started the exec server, which is a template or bwrap."""
     record = SandboxFolder(run_dir).load(sandbox.handle.id)
     assert record is not None
     assert record.root is not None

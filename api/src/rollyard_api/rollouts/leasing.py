@@ -110,7 +110,7 @@ def grant(tx: Transaction, ask: Ask, lease_seconds: float, max_bytes: int) -> li
     pools = {(row.namespace, row.pool) for row in live.values() if row.pool is not None}
     if ask.capacity.get("run", 0) > 0:
         lock(tx, pools)
-    active = list(tx.conn.execute(ACTIVE))
+    active = tx.conn.execute(ACTIVE).all()
     loads: defaultdict[int, int] = defaultdict(int)
     for row in active:
         loads[row.job_id] += row.n

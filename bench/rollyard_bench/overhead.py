@@ -7,12 +7,14 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from rollyard_pipeline.trajectories.request_seeds import request_seed
 
 from rollyard_bench.harness import deliver, external_pool, stage_worker
@@ -28,6 +30,10 @@ BENCH = Path(__file__).resolve().parents[1]
 SAMPLES = 2
 SEED = 0
 BUSY = 8  # rollouts in flight in the second run
+BARE = 80
+"""The number of bare round trips beside each run. Half of them come before it, the others after it."""
+BARE_PROMPT, BARE_TOKENS = 400, 20
+"""The tokens of a bare request and of its answer, which are about as many as those of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,8 @@ class Run:
     """The backend's own time."""
     outside: Sample
     """The part of `ours` that is not spent in the model call: template, tokenizer, sandbox, record."""
+    bare: Sample
+    """The milliseconds of a bare round trip over the same hops, without the backend's own time."""
 
 
 @asynccontextmanager
@@ -82,15 +90,42 @@ async def _run(folder: Path, server: Server, tasks: int, slots: int) -> Run:
         stage_worker(plane, folder, {"init": 2, "run": slots, "eval": 2}) as worker,
     ):
         await external_pool(client, "vllm", MODEL, server.model, [url])
+        bare = await _round_trips(url, BARE // 2, 1)
         await posted(client, "/v1/rolloutjobs", json=_job(name, tasks, slots))
         async with asyncio.timeout(120.0):
             found = await deliver(client, worker, name, tasks * SAMPLES)
+        bare |= await _round_trips(url, BARE // 2, 1 + BARE // 2)
     # The worker has closed its connections: every exchange is in the log.
     exchanges = [json.loads(line) for line in log.read_text().splitlines()]
-    return _turns(found, {e["seed"]: e["seconds"] for e in exchanges if e["seed"] is not None})
+    return _turns(found, {e["seed"]: e["seconds"] for e in exchanges if e["seed"] is not None}, bare)
 
 
-def _turns(found: list[dict[str, Any]], own: Mapping[int, float]) -> Run:
+async def _round_trips(url: str, count: int, first: int) -> dict[int, float]:
+    """Return the seconds of bare requests to the backend through the relay, one at a time, by their seeds.
+
+    They have a turn's size, and are sent by the HTTP client library that the worker uses, with nothing around
+    it. Their seeds begin with `first`. They are so small that no turn has one of them.
+    """
+    body = {
+        "model": MODEL,
+        "prompt": list(range(100, 100 + BARE_PROMPT)),
+        "max_tokens": BARE_TOKENS,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    found: dict[int, float] = {}
+    async with aiohttp.ClientSession() as session:
+        for seed in range(first, first + count):
+            begin = time.perf_counter()
+            async with session.post(f"{url}/v1/completions", json=body | {"seed": seed}) as answer:
+                answer.raise_for_status()
+                await answer.json()
+            found[seed] = time.perf_counter() - begin
+    return found
+
+
+def _turns(found: list[dict[str, Any]], own: Mapping[int, float], bare: Mapping[int, float]) -> Run:
     """Join the product's records with the relay's. Each request carries a seed of its own."""
     ours: list[float] = []
     backend: list[float] = []
@@ -106,7 +141,10 @@ def _turns(found: list[dict[str, Any]], own: Mapping[int, float]) -> Run:
             backend.append(own[seed] * 1e3)
             outside.append(rest * 1e3)
             ours.append((turn["model_seconds"] - own[seed] + rest) * 1e3)
-    return Run(Sample(tuple(ours)), Sample(tuple(backend)), Sample(tuple(outside)))
+    if missing := bare.keys() - own.keys():
+        raise ProgramFailed(f"{len(missing)} bare round trips are not in the relay's log")
+    trips = tuple((seconds - own[seed]) * 1e3 for seed, seconds in bare.items())
+    return Run(Sample(tuple(ours)), Sample(tuple(backend)), Sample(tuple(outside)), Sample(trips))
 
 
 async def measure(settings: Settings) -> list[Measurement]:
@@ -123,7 +161,8 @@ async def measure(settings: Settings) -> list[Measurement]:
         "less the backend's own time, from the request's last byte to the answer's last byte, as a relay in "
         "front of the server sees it; the relay's own hop counts as ours; one rollout at a time: "
         f"{alone.ours.text()}, {alone.outside.p50:.3g} ms of it outside of the model call; backend's own "
-        f"time {alone.backend.text()}"
+        f"time {alone.backend.text()}; the baseline is a bare HTTP request of a turn's size through the same "
+        f"relay to the same server, less the server's own time: {alone.bare.text()}"
     )
     how_busy = (
         f"{BUSY} rollouts in flight, two cores shared with the server, sandboxes starting and ending beside: "
@@ -131,7 +170,7 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"{busy.backend.text()}"
     )
     return [
-        Measurement("turn_overhead", alone.ours.p50, Baseline("backend's own time", alone.backend.p50), how),
+        Measurement("turn_overhead", alone.ours.p50, Baseline("bare round trip", alone.bare.p50), how),
         Measurement(
             "turn_overhead_busy", busy.ours.p50, Baseline("backend's own time", busy.backend.p50), how_busy
         ),

@@ -1,0 +1,111 @@
+"""The processor time of Rollyard's own processes for each rollout of the quickstart.
+
+The processes below the quickstart are looked at many times a second, and the last time that each has shown is
+what it has taken. What one takes in its very last moments is missed, and so are processes that live shorter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from rollyard_bench.processes import ProgramFailed, program
+from rollyard_bench.registry import Measurement, Settings
+
+LOOK_SECONDS = 0.05
+RUN_SECONDS = 600.0
+OWN = ("control plane", "worker", "exec server")
+_TICK = 1.0 / os.sysconf("SC_CLK_TCK")
+# The first words in the command line decide. A command of a sandbox shows none of them.
+_KINDS = (
+    ("rollyard_api", "control plane"),
+    ("rollyard_pipeline", "worker"),
+    ("bwrap", "bwrap"),
+    ("rollyard_sandbox", "exec server"),
+    ("rollyard_engine", "engine"),
+    ("rollyard", "command line and driver"),
+)
+
+
+class Tree:
+    """The processes below one process, with the last processor time in seconds that each has shown."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._seconds: dict[tuple[int, int], float] = {}
+        self._kinds: dict[tuple[int, int], str] = {}
+
+    def look(self) -> None:
+        """Look at every process once."""
+        waiting = [self._root]
+        while waiting:
+            pid = waiting.pop()
+            try:
+                stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+                fields = stat[stat.rindex(")") + 2 :].split()
+                words = (
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+                tasks, exact = os.listdir(f"/proc/{pid}/task"), 0
+                for task in tasks:
+                    exact += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
+                    children = Path(f"/proc/{pid}/task/{task}/children").read_text()
+                    waiting += [int(child) for child in children.split()]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            key = (pid, int(fields[19]))
+            # Ticks are coarse, and the exact times lack those of threads that have ended.
+            self._seconds[key] = max((int(fields[11]) + int(fields[12])) * _TICK, exact / 1e9)
+            if words.strip():
+                self._kinds[key] = _kind(words)
+
+    def totals(self) -> Counter[str]:
+        """Return the seconds of each kind of process."""
+        found: Counter[str] = Counter()
+        for key, seconds in self._seconds.items():
+            found[self._kinds.get(key, "commands")] += seconds
+        return found
+
+
+def _kind(words: str) -> str:
+    if words.startswith(("/bin/sh -c n=$1", "bwrap", "/usr/bin/bwrap")):
+        return "bwrap"
+    return next((kind for name, kind in _KINDS if name in words), "commands")
+
+
+async def measure(settings: Settings) -> list[Measurement]:
+    """Run the quickstart of this checkout, and add up what its processes take."""
+    tasks, samples = (32, 8) if settings.quick else (64, 8)
+    with tempfile.TemporaryDirectory(prefix="ryb-") as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "rollyard", "quickstart", "--out", str(folder / "out")]
+        command += ["--tasks", str(tasks), "--samples", str(samples)]
+        begin = time.perf_counter()
+        async with asyncio.timeout(RUN_SECONDS), program(command, folder / "quickstart.log") as running:
+            tree = Tree(running.process.pid)
+            ended = asyncio.ensure_future(running.process.wait())
+            while not ended.done():
+                tree.look()
+                await asyncio.wait({ended}, timeout=LOOK_SECONDS)
+            if running.process.returncode != 0:
+                raise ProgramFailed(f"the quickstart failed: {running.tail()}")
+        seconds = time.perf_counter() - begin
+        done = json.loads((folder / "out" / "summary.json").read_text())
+    rollouts = tasks * samples
+    each = {kind: total * 1e3 / rollouts for kind, total in tree.totals().items()}
+    missing = [kind for kind in OWN if kind not in each]
+    if missing:
+        raise ProgramFailed(f"no process of these kinds was seen: {', '.join(missing)}; {sorted(done)}")
+    text = ", ".join(f"{kind} {each[kind]:.1f} ms" for kind in sorted(each, key=lambda k: -each[k]))
+    how = (
+        f"{rollouts} rollouts in {seconds:.0f} s, start-up of all processes included; user and system time "
+        f"for each rollout: {text}; looked at every {LOOK_SECONDS * 1e3:.0f} ms, so bwrap and commands, "
+        f"which may live shorter, take at least this"
+    )
+    return [Measurement("own_cpu_per_rollout", sum(each[kind] for kind in OWN), None, how)]

@@ -142,7 +142,7 @@ def test_the_mount_that_holds_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_kinds_of_storage(kind: str, options: set[str], verdict: str, words: str) -> None:
-    mount = storage.Mount("/home", kind, frozenset(options))
+    mount = storage.MountPoint("/home", kind, frozenset(options))
     found = storage.check_kind(Path("/home/u"), True, mount)
     assert found.verdict == verdict
     assert words in told(found)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from rollyard.errors import InvalidInput, NotFound
+from rollyard.errors import InvalidInput, LookupFailed
 from rollyard.main import main
 from rollyard.render import progress
 from rollyard.render.describe import describe_job, describe_pool
-from rollyard.render.progress import Lines, progress_line, stage_progress
+from rollyard.render.progress import ProgressLines, progress_line, stage_progress
 from rollyard.render.tables import backends_table, plain_table, pools_table, print_table
 from rollyard.render.trajectory import TrajectoryView, why
 from rollyard.trajectories.reading import find, most_telling, read_file
@@ -164,9 +164,9 @@ def test_finding_a_rollout(files: dict[str, Path]) -> None:
     path = files["jsonl"]
     assert find(read_file(path), "job-aa-0-1").sample_index == 1
     assert find(read_file(path), "0-2").sample_index == 2
-    with pytest.raises(NotFound, match="fits 3 rollouts"):
+    with pytest.raises(LookupFailed, match="fits 3 rollouts"):
         find(read_file(path), "t0")
-    with pytest.raises(NotFound, match="no rollout 'zz'"):
+    with pytest.raises(LookupFailed, match="no rollout 'zz'"):
         find(read_file(path), "zz")
     telling = most_telling(read_file(path))
     assert telling is not None
@@ -234,7 +234,7 @@ def test_lines_are_written_on_change_only() -> None:
         }
     )
     console = Console(file=io.StringIO(), highlight=False)
-    lines = Lines(console)
+    lines = ProgressLines(console)
     for _ in range(5):
         lines.update(job)
     assert isinstance(console.file, io.StringIO)

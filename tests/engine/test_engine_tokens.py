@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_engine.errors import InvalidRequest, ModelFolderInvalid
-from rollyard_engine.tokens import ChatTokenizer, Detokenizer, load_tokenizer
+from rollyard_engine.tokens import Detokenizer, EngineTokenizer, load_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 CALL = {"id": "1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
@@ -26,14 +26,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def with_template(folder: Path, template: str) -> ChatTokenizer:
+def with_template(folder: Path, template: str) -> EngineTokenizer:
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": {"content": "<end>"}, "chat_template": template})
     )
     return load_tokenizer(folder)
 
 
-def render(tokenizer: ChatTokenizer, message: Mapping[str, object]) -> str:
+def render(tokenizer: EngineTokenizer, message: Mapping[str, object]) -> str:
     return tokenizer.render([message], tools=None, add_generation_prompt=False)
 
 

@@ -15,7 +15,7 @@ from rollyard_drivers.reconcile.plan import Profile
 from rollyard_drivers.reconcile.pool import pool_workloads
 from rollyard_operator.kube import labels
 from rollyard_operator.kube.labels import Object
-from rollyard_operator.pods.parts import TemplateError
+from rollyard_operator.pods.parts import PodTemplateError
 from rollyard_operator.pods.sandboxes import (
     RUNTIME_BYTES,
     SandboxOwner,
@@ -229,7 +229,7 @@ def test_a_templates_environment_and_mounts_win() -> None:
     ],
 )
 def test_an_unusable_template_is_named(template: dict[str, Any], words: str) -> None:
-    with pytest.raises(TemplateError, match=words):
+    with pytest.raises(PodTemplateError, match=words):
         worker(job_of(template=template))
 
 

@@ -35,7 +35,7 @@ def target(listener: socket.socket) -> str:
 @pytest.mark.parametrize("token", [None, "wrong", "ünicode", HASH, ""])
 async def test_only_the_token_of_the_hash_opens(start_server: Callable[..., Any], token: str | None) -> None:
     server = start_server("--token-sha256", HASH.upper())
-    with pytest.raises(errors.Unauthorized):
+    with pytest.raises(errors.TokenRefused):
         await server.connect(0, token)
     async with await server.connect(0, SECRET) as client:
         assert (await client.bash("echo ok")).text() == "ok\n"

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from rollyard_sandbox import errors, proof
 from rollyard_sandbox.client import ExecClient
-from rollyard_sandbox.errors import Unauthorized
+from rollyard_sandbox.errors import TokenRefused
 from rollyard_sandbox.frames import FrameReader, encode
 
 
@@ -222,7 +222,7 @@ async def test_a_token_is_proven_once_it_was_shown(start_server: Callable[..., A
     """The server has its hash only; later clients show something else, and demand a proof."""
     server = start_server(*hashed("t"))
     address = server.addresses[0]
-    with pytest.raises(Unauthorized):
+    with pytest.raises(TokenRefused):
         await ExecClient.connect(address, token="v2.t")  # It cannot know yet what is derived from the token.
     async with await ExecClient.connect(address, token="t") as first:
         assert first.proven_token == "v2.t"
@@ -231,7 +231,7 @@ async def test_a_token_is_proven_once_it_was_shown(start_server: Callable[..., A
         assert later.proven_token == "v2.t"
         await later.begin_eval()
     for wrong in ("v2.u", "v2.", "u", proof.derived("u")[0], proof.derived("t")[1].hex()):
-        with pytest.raises(Unauthorized):
+        with pytest.raises(TokenRefused):
             await ExecClient.connect(address, token=wrong)
 
 
@@ -266,7 +266,7 @@ async def test_a_server_without_a_hash_proves_no_token(start_server: Callable[..
 async def test_a_wrong_token_is_refused(start_server: Callable[..., Any], token: str | None) -> None:
     server = start_server(transports=("unix", "tcp"))
     for index in (0, 1):
-        with pytest.raises(errors.Unauthorized):
+        with pytest.raises(errors.TokenRefused):
             await server.connect(index, token)
         async with await server.connect(index) as client:
             assert (await client.bash("echo ok")).text() == "ok\n"

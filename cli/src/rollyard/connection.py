@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from rollyard.errors import CliError, InvalidInput, NoServer, NotFound, UsageProblem
+from rollyard.errors import CliError, InvalidInput, LookupFailed, NoServer, UsageProblem
 
 if TYPE_CHECKING:
     from rollyard_client import Client
@@ -58,7 +58,7 @@ def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Clie
 
     Raises:
         NoServer: No server answers, or none is found.
-        NotFound: The server has no such object, or the cluster has no such installation.
+        LookupFailed: The server has no such object, or the cluster has no such installation.
         InvalidInput: The server refuses the request.
         UsageProblem: The URL is not valid, or several installations match.
         CliError: The call failed for another reason.
@@ -85,7 +85,7 @@ def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Clie
     except wire.ServerUnavailable as error:
         raise NoServer(_one_line(error)) from error
     except wire.NotFound as error:
-        raise NotFound(_one_line(error)) from error
+        raise LookupFailed(_one_line(error)) from error
     except (wire.Invalid, wire.Conflict) as error:
         raise InvalidInput(_one_line(error)) from error
     except wire.RollyardError as error:

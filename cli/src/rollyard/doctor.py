@@ -62,7 +62,7 @@ def check_installation() -> Finding:
 
 def check_model() -> Finding:
     """Check that the embedded engine and its shipped model are installed."""
-    from rollyard.errors import NotFound
+    from rollyard.errors import LookupFailed
     from rollyard.local.options import shipped_model
 
     absent = missing("engine")
@@ -71,7 +71,7 @@ def check_model() -> Finding:
         return Finding("embedded engine", "missing", f"no {', '.join(absent)}", advice)
     try:
         return Finding("embedded engine", "ok", str(shipped_model()))
-    except NotFound as error:
+    except LookupFailed as error:
         return Finding("embedded engine", "missing", "no shipped model", str(error))
 
 

@@ -11,9 +11,9 @@ __all__ = [
     "HomeUnusable",
     "InvalidInput",
     "JobFailed",
+    "LookupFailed",
     "MissingExtra",
     "NoServer",
-    "NotFound",
     "StartFailed",
     "UsageProblem",
 ]
@@ -54,7 +54,7 @@ class NoServer(CliError):
     reason = "NoServer"
 
 
-class NotFound(CliError):
+class LookupFailed(CliError):
     """Raised if there is no object or file of that name."""
 
     reason = "NotFound"

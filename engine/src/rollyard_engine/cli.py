@@ -11,13 +11,13 @@ from pathlib import Path
 from rollyard_crds.security.log_text import log_to
 
 from rollyard_engine.errors import EngineError
-from rollyard_engine.settings import Settings
+from rollyard_engine.settings import EngineSettings
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
 
-def parse_arguments(argv: Sequence[str] | None) -> Settings:
+def parse_arguments(argv: Sequence[str] | None) -> EngineSettings:
     """Return the settings that ``argv`` specifies. The default is the process's arguments.
 
     The process exits with status 2 if an argument is invalid.
@@ -77,7 +77,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Settings:
     )
     args = parser.parse_args(argv)
     model = args.model.absolute()
-    return Settings(
+    return EngineSettings(
         model=model,
         host=args.host,
         port=args.port,

@@ -59,7 +59,7 @@ class BodyTooLarge(EngineError):
     kind = "Request Entity Too Large"
 
 
-class ModelNotServed(EngineError):
+class UnknownModel(EngineError):
     """The request names a model that this server does not serve."""
 
     reason = "ModelNotServed"
@@ -67,7 +67,7 @@ class ModelNotServed(EngineError):
     kind = "NotFoundError"
 
 
-class QueueFull(EngineError):
+class TooManyRequests(EngineError):
     """As many requests wait as the server accepts.
 
     The client can retry after ``retry_after`` seconds.

@@ -20,8 +20,8 @@ from rollyard_engine.generation.scheduler import Limits, Scheduler
 from rollyard_engine.generation.sequence import Sequence
 from rollyard_engine.generation.thread import EngineThread
 from rollyard_engine.serving.app import create_app
-from rollyard_engine.serving.service import EngineService, ServedModel, now
-from rollyard_engine.settings import Settings
+from rollyard_engine.serving.service import EngineService, ServerIdentity, now
+from rollyard_engine.settings import EngineSettings
 from rollyard_engine.tokens import load_tokenizer
 
 SHUTDOWN_SECONDS = 1.0
@@ -34,7 +34,7 @@ this bounds how long the event loop waits for the lock."""
 SMALLEST_DEFAULT_CONTEXT = 256
 
 
-def context_limit(folder: ModelFolder, settings: Settings) -> int:
+def context_limit(folder: ModelFolder, settings: EngineSettings) -> int:
     """Return the length of the longest sequence to serve, in tokens.
 
     Raises:
@@ -78,7 +78,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run(settings: Settings) -> None:
+def run(settings: EngineSettings) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
@@ -100,7 +100,7 @@ def run(settings: Settings) -> None:
 
 
 def build_service(
-    settings: Settings, max_model_len: int, notify: Callable[[list[Sequence]], None]
+    settings: EngineSettings, max_model_len: int, notify: Callable[[list[Sequence]], None]
 ) -> EngineService:
     """Load the model and its tokenizer, without starting the engine thread.
 
@@ -114,7 +114,7 @@ def build_service(
         eos.add(tokenizer.eos_token_id)
     limits = Limits(max_model_len, settings.max_num_seqs, settings.max_kept, settings.cache_bytes)
     scheduler = Scheduler(model, settings.policy_version, eos, limits)
-    served = ServedModel(
+    served = ServerIdentity(
         names=settings.served_names,
         root=settings.model,
         max_model_len=max_model_len,
@@ -126,7 +126,7 @@ def build_service(
     return EngineService(served, tokenizer, engine)
 
 
-async def _serve(settings: Settings, listener: socket.socket, max_model_len: int) -> bool:
+async def _serve(settings: EngineSettings, listener: socket.socket, max_model_len: int) -> bool:
     """Serve until a signal stops the server, and return whether the engine thread ended in time."""
     loop = asyncio.get_running_loop()
 
@@ -183,7 +183,7 @@ def _call_all(callbacks: list[Callable[[], None]]) -> None:
         callback()
 
 
-def _announce(settings: Settings, port: int) -> None:
+def _announce(settings: EngineSettings, port: int) -> None:
     """Write the port file and a line on standard error.
 
     The file is written in one step, so readers see either nothing or the whole file.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class EngineSettings:
     """The parsed command line. Sizes are in tokens, requests and bytes."""
 
     model: Path

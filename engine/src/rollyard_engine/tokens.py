@@ -16,7 +16,7 @@ Render = Callable[..., str]
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class ChatTokenizer:
+class EngineTokenizer:
     """The tokenizer of a model folder.
 
     It is read from ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
@@ -113,7 +113,7 @@ class Detokenizer:
     of the incremental detokenizers of Hugging Face and vLLM.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: EngineTokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._window = 0
@@ -130,7 +130,7 @@ class Detokenizer:
         return now[len(before) :]
 
 
-def load_tokenizer(path: Path) -> ChatTokenizer:
+def load_tokenizer(path: Path) -> EngineTokenizer:
     """Read the tokenizer of the model folder at ``path``.
 
     Raises:
@@ -155,7 +155,7 @@ def load_tokenizer(path: Path) -> ChatTokenizer:
         templates = _templates(config.get("chat_template"))
         if template_path.is_file():
             templates["default"] = template_path.read_text(encoding="utf-8")
-        return ChatTokenizer(tokenizer, config, templates)
+        return EngineTokenizer(tokenizer, config, templates)
     except (OSError, ValueError, KeyError, TypeError, TemplateError) as error:
         raise ModelFolderInvalid(f"{path}: tokenizer configuration or chat template: {error}") from error
 

@@ -18,8 +18,8 @@ __all__ = [
     "SandboxError",
     "SandboxSabotaged",
     "SessionBusy",
+    "TokenRefused",
     "TooManySessions",
-    "Unauthorized",
     "from_wire",
 ]
 
@@ -53,7 +53,7 @@ class BadRequest(SandboxError):
     reason = "BadRequest"
 
 
-class Unauthorized(SandboxError):
+class TokenRefused(SandboxError):
     """The token is missing or wrong."""
 
     reason = "Unauthorized"
@@ -131,7 +131,7 @@ _CLASSES: dict[str, type[SandboxError]] = {
         ConnectionLost,
         ProtocolError,
         BadRequest,
-        Unauthorized,
+        TokenRefused,
         SessionBusy,
         NoCommandRunning,
         TooManySessions,

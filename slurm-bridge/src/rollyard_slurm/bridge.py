@@ -69,7 +69,7 @@ PLANE_GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class BridgeReady:
     """The report that the bridge makes once it runs."""
 
     url: str
@@ -94,7 +94,7 @@ class Bridge:
         self,
         options: BridgeOptions,
         make_store: Callable[[str, str, ssl.SSLContext | None], Store],
-        on_ready: Callable[[Ready], None] = lambda ready: None,
+        on_ready: Callable[[BridgeReady], None] = lambda ready: None,
         say: Callable[[str], None] = lambda line: None,
         calls: SlurmCalls | None = None,
     ) -> None:
@@ -197,7 +197,7 @@ class Bridge:
             if not options.join:
                 self._home.write_context(plane.url)
             write_json(self._home.root / "bridge.json", {**known_next, "pid": os.getpid()})
-            self._on_ready(Ready(plane.url, self._home, len(workloads.jobs)))
+            self._on_ready(BridgeReady(plane.url, self._home, len(workloads.jobs)))
             profile = reconcile_profile(site, options.max_jobs)
             driver = Driver(
                 store,

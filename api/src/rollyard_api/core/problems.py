@@ -45,7 +45,7 @@ class Malformed(ApiError):
     reason = "MalformedBody"
 
 
-class BadRequest(ApiError):
+class MalformedRequest(ApiError):
     """A parameter of the request is wrong; `errors` names it."""
 
     status = 400

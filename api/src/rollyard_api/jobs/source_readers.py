@@ -31,7 +31,7 @@ _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _OK: Final = 200
 
 
-class Unreadable(ControlPlaneError):
+class SourceUnreadable(ControlPlaneError):
     """An allowed source cannot be read. The message contains nothing of the other side's answer."""
 
     reason = "SourceUnreadable"
@@ -106,7 +106,7 @@ def pieces(
     Raises:
         TasksNotAllowed: The source leads to a link target, a redirect target or an address that is not
             allowed.
-        Unreadable: The source cannot be read.
+        SourceUnreadable: The source cannot be read.
     """
     match source.location.kind:
         case "web":
@@ -127,10 +127,10 @@ def _read(file: _File) -> bytes:
     try:
         return file.read(PIECE_BYTES)
     except OSError as error:
-        raise Unreadable(error.strerror or type(error).__name__) from error
+        raise SourceUnreadable(error.strerror or type(error).__name__) from error
     except Exception as error:
         # The file systems of fsspec raise errors of their own libraries.
-        raise Unreadable(type(error).__name__) from error
+        raise SourceUnreadable(type(error).__name__) from error
 
 
 def open_file(source: Source, allowed: AllowList) -> _File:
@@ -141,7 +141,7 @@ def open_file(source: Source, allowed: AllowList) -> _File:
 
     Raises:
         TasksNotAllowed: The file is elsewhere once links are followed.
-        Unreadable: There is no such file, or it cannot be read.
+        SourceUnreadable: There is no such file, or it cannot be read.
     """
     path = source.location.path
     try:
@@ -150,17 +150,17 @@ def open_file(source: Source, allowed: AllowList) -> _File:
         # The answer must not reveal what exists outside of the folder.
         if not allowed.permits_file(source, os.path.realpath(path)):
             raise allowed.refusal(source.url) from error
-        raise Unreadable(getattr(error, "strerror", None) or "the path is malformed") from error
+        raise SourceUnreadable(getattr(error, "strerror", None) or "the path is malformed") from error
     try:
         place = f"/proc/self/fd/{held}"
         if not allowed.permits_file(source, os.readlink(place)):
             raise allowed.refusal(source.url)
         if not stat.S_ISREG(os.fstat(held).st_mode):
-            raise Unreadable("it is no regular file")
+            raise SourceUnreadable("it is no regular file")
         try:
             return os.fdopen(os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)
         except OSError as error:
-            raise Unreadable(error.strerror or type(error).__name__) from error
+            raise SourceUnreadable(error.strerror or type(error).__name__) from error
     finally:
         os.close(held)
 
@@ -171,9 +171,9 @@ def _open_object(source: Source) -> _File:
         system: Any = fsspec.filesystem(location.scheme)
         opened: _File = system.open(f"{location.authority}{location.path}", "rb")
     except FileNotFoundError as error:
-        raise Unreadable("there is no such object") from error
+        raise SourceUnreadable("there is no such object") from error
     except Exception as error:
-        raise Unreadable(f"the object store cannot be used: {type(error).__name__}") from error
+        raise SourceUnreadable(f"the object store cannot be used: {type(error).__name__}") from error
     return opened
 
 
@@ -194,7 +194,7 @@ class _Checked(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        failure: Exception = Unreadable("its host has no address")
+        failure: Exception = SourceUnreadable("its host has no address")
         for address in await self._addresses(host, port):
             try:
                 return await self._inner.connect_tcp(
@@ -208,7 +208,7 @@ class _Checked(httpcore.AsyncNetworkBackend):
         try:
             found = await self._blocking.call(_resolve, host.strip("[]"), port)
         except (OSError, UnicodeError) as error:
-            raise Unreadable("its host cannot be resolved") from error
+            raise SourceUnreadable("its host cannot be resolved") from error
         if not all(self._allowed.permits_address(self._source, address) for address in found):
             # The author of a job must not learn which address it was.
             why = "its host has an address that is neither public nor in the installer's networks"
@@ -216,7 +216,7 @@ class _Checked(httpcore.AsyncNetworkBackend):
         return found
 
     async def connect_unix_socket(self, *_arguments: Any, **_options: Any) -> httpcore.AsyncNetworkStream:
-        raise Unreadable("Unix sockets are not read")
+        raise SourceUnreadable("Unix sockets are not read")
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -243,12 +243,12 @@ async def _answer(
                 target = urljoin(source.url, next(found, b"").decode("latin-1"))
                 source = allowed.source(target, namespace)
             except (httpcore.NetworkError, httpcore.TimeoutException, ssl.SSLError) as error:
-                raise Unreadable(f"the server cannot be reached ({type(error).__name__})") from error
+                raise SourceUnreadable(f"the server cannot be reached ({type(error).__name__})") from error
             except httpcore.ProtocolError as error:
-                raise Unreadable("the server does not speak HTTP") from error
+                raise SourceUnreadable("the server does not speak HTTP") from error
         if source.location.kind != "web":
             raise allowed.refusal(source.url, "a redirect leads to no web server")
-    raise Unreadable(f"it redirects more than {MAX_REDIRECTS} times")
+    raise SourceUnreadable(f"it redirects more than {MAX_REDIRECTS} times")
 
 
 async def _get(
@@ -277,7 +277,7 @@ async def _get(
 
 async def _body(answer: httpcore.Response) -> AsyncGenerator[bytes, None]:
     if answer.status != _OK:
-        raise Unreadable(f"the server answered {answer.status}")
+        raise SourceUnreadable(f"the server answered {answer.status}")
     async for data in answer.aiter_stream():
         for at in range(0, len(data), PIECE_BYTES):
             yield data[at : at + PIECE_BYTES]

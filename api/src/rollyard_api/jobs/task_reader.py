@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rollyard_api.core.problems import ApiError, Invalid, QueueFull, Unavailable
-from rollyard_api.jobs.source_readers import Blocking, Unreadable, pieces
+from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, pieces
 from rollyard_api.jobs.task_sources import FIELD, AllowList, blob_of, shown
 from rollyard_api.jobs.tasks import Collector, TaskRow
 
@@ -142,7 +142,7 @@ class TaskReader:
                 return collector.rows()
         except TimeoutError as error:
             raise _unreadable(url, f"it was not read within {seconds:g} seconds") from error
-        except Unreadable as error:
+        except SourceUnreadable as error:
             raise _unreadable(url, str(error)) from error
 
     def close(self) -> None:

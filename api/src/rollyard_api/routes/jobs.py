@@ -26,7 +26,7 @@ from rollyard_api.service import ControlPlane
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"])
 
 
-class Patch(BaseModel):
+class JobPatch(BaseModel):
     """The fields of a job that may be changed."""
 
     model_config = ConfigDict(extra="forbid")
@@ -252,11 +252,11 @@ async def delete_job(request: Request, plane: Plane, name: str, namespace: Names
     return answer({"name": name, "namespace": namespace, "deleted": deleted}, 202)
 
 
-@router.patch("/{name}", openapi_extra=body_schema(Patch.model_json_schema()))
+@router.patch("/{name}", openapi_extra=body_schema(JobPatch.model_json_schema()))
 async def patch_job(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Suspend or resume a job, or change its priority."""
     plane = plane_of(request)
-    asked = validated(Patch, await body_of(request))
+    asked = validated(JobPatch, await body_of(request))
     await plane.database.write(
         partial(jobs.patch, namespace=namespace, name=name, suspend=asked.suspend, priority=asked.priority)
     )

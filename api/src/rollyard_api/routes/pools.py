@@ -28,7 +28,7 @@ class Backends(Model):
     backends: Annotated[list[BackendStatus], Field(max_length=1024)]
 
 
-class Patch(Model):
+class PoolPatch(Model):
     """A merge patch (RFC 7386) of a pool's spec, in which null removes a field."""
 
     spec: dict[str, Any]
@@ -77,11 +77,11 @@ async def get_pool(plane: Plane, name: str, namespace: Namespace = "default") ->
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
 
 
-@router.patch("/{name}", openapi_extra=body_schema(Patch.model_json_schema()))
+@router.patch("/{name}", openapi_extra=body_schema(PoolPatch.model_json_schema()))
 async def patch_pool(request: Request, name: str, namespace: Namespace = "default") -> Response:
     """Change the spec by a merge patch: replicas, limits, arguments or external URLs."""
     plane = plane_of(request)
-    asked = validated(Patch, await body_of(request))
+    asked = validated(PoolPatch, await body_of(request))
     await plane.database.write(partial(pools.patch, namespace=namespace, name=name, changes=asked.spec))
     return answer(await plane.database.read(partial(_read, namespace=namespace, name=name)))
 

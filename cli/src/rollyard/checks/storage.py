@@ -30,7 +30,7 @@ with open(sys.argv[1], "r+b") as file:
 
 
 @dataclass(frozen=True, slots=True)
-class Mount:
+class MountPoint:
     """The mount point of a path, with the kind of the file system and its options."""
 
     point: str
@@ -38,9 +38,9 @@ class Mount:
     options: frozenset[str]
 
 
-def mount_of(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount:
+def mount_of(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> MountPoint:
     """Return the mount that holds a path, or the last one mounted if there are several."""
-    found = Mount("/", "unknown", frozenset())
+    found = MountPoint("/", "unknown", frozenset())
     real = str(path.resolve())
     for line in mountinfo.read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -48,7 +48,7 @@ def mount_of(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Moun
         point = fields[4].encode().decode("unicode_escape")
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(found.point):
             options = {*fields[5].split(","), *(more[2].split(",") if len(more) > 2 else [])}
-            found = Mount(point, more[0], frozenset(options))
+            found = MountPoint(point, more[0], frozenset(options))
     return found
 
 
@@ -59,7 +59,7 @@ def nearest(path: Path) -> Path:
     return path
 
 
-def check_kind(path: Path, slurm: bool, mount: Mount | None = None) -> Finding:
+def check_kind(path: Path, slurm: bool, mount: MountPoint | None = None) -> Finding:
     """Check which file system a folder is on, and whether that has known limits."""
     name = "shared storage"
     mount = mount or mount_of(path)

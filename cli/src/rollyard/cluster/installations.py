@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from rollyard.cluster.kubectl import ClusterProblem, KubectlRefused, kubectl
-from rollyard.errors import NotFound, UsageProblem
+from rollyard.errors import LookupFailed, UsageProblem
 
 SCHEME = "kubernetes://"
 """The scheme of URLs `kubernetes://NAMESPACE/RELEASE`. Either part may be left out."""
@@ -61,7 +61,7 @@ def find(url: str) -> Installation:
     """Return the one installation that a `kubernetes://` URL names.
 
     Raises:
-        NotFound: There is no such installation.
+        LookupFailed: There is no such installation.
         UsageProblem: There are several.
         ClusterProblem: The cluster does not answer, or it refuses to list Services.
     """
@@ -70,7 +70,7 @@ def find(url: str) -> Installation:
     found = [one for one in found if not release or one.release == release]
     if not found:
         wanted = f"release {release!r} of Rollyard" if release else "Rollyard"
-        raise NotFound(f"no {wanted} is installed in {where} (no Service labelled {SELECTOR})")
+        raise LookupFailed(f"no {wanted} is installed in {where} (no Service labelled {SELECTOR})")
     if len(found) > 1:
         names = ", ".join(sorted(map(str, found)))
         raise UsageProblem(

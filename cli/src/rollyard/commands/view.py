@@ -108,7 +108,7 @@ def _tokenizer(client: Client, name: str, namespace: str) -> Path | None:
 
 def _decode(named: Path | None, found: Path | None) -> Decode | None:
     """Return the decoder of the tokenizer that the user named, or else of the one that was found, if any."""
-    from rollyard.errors import NotFound
+    from rollyard.errors import LookupFailed
     from rollyard.render.trajectory import tokenizer_decode
 
     folder = named or found
@@ -121,7 +121,7 @@ def _decode(named: Path | None, found: Path | None) -> Decode | None:
             raise
         return None
     except (OSError, ValueError) as error:
-        raise NotFound(f"--tokenizer {folder}: {error}") from error
+        raise LookupFailed(f"--tokenizer {folder}: {error}") from error
 
 
 def _view(
@@ -131,7 +131,7 @@ def _view(
     decode: Callable[[], Decode | None],
 ) -> None:
 
-    from rollyard.errors import NotFound
+    from rollyard.errors import LookupFailed
     from rollyard.render.tables import print_table, trajectories_table
     from rollyard.render.trajectory import TrajectoryView, why
     from rollyard.trajectories.reading import find, most_telling
@@ -148,7 +148,7 @@ def _view(
     elif not choice.step:
         telling = most_telling(wanted)
         if telling is None:
-            raise NotFound("no rollout has ended yet; `rollyard watch NAME` follows the job")
+            raise LookupFailed("no rollout has ended yet; `rollyard watch NAME` follows the job")
         wanted = iter([telling])
     view = TrajectoryView(console, decode())
     for number, trajectory in enumerate(wanted):

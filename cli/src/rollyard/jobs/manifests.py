@@ -12,14 +12,14 @@ from urllib.parse import unquote, urlsplit
 
 from rollyard_crds import Manifest, ManifestError, RolloutJob, Task, TaskListError, load, parse_lines
 
-from rollyard.errors import InvalidInput, NotFound
+from rollyard.errors import InvalidInput, LookupFailed
 
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """The findings of a check: lines about valid objects, and lines about problems."""
 
     good: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ def read_manifests(path: Path) -> list[Manifest]:
     """Return every manifest of a file. Task paths, which are relative to the file, are made absolute.
 
     Raises:
-        NotFound: There is no such file.
+        LookupFailed: There is no such file.
         InvalidInput: A document is refused. The message names the field and the fault.
     """
     try:
@@ -40,7 +40,7 @@ def read_manifests(path: Path) -> list[Manifest]:
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path}: not UTF-8 text ({error})") from error
     except OSError as error:
-        raise NotFound(f"{path}: {error.strerror}") from error
+        raise LookupFailed(f"{path}: {error.strerror}") from error
     try:
         manifests = load(text)
     except ManifestError as error:
@@ -67,14 +67,14 @@ def read_tasks(path: Path) -> list[Task]:
     """Return the tasks of a file with JSON lines, which may be compressed (`.gz`).
 
     Raises:
-        NotFound: There is no such file.
+        LookupFailed: There is no such file.
         TaskListError: A line is malformed. The message names its number and field.
     """
     try:
         with text_file(path) as file:
             return parse_lines(file)
     except OSError as error:
-        raise NotFound(f"{path}: {error.strerror or error}") from error
+        raise LookupFailed(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise TaskListError([f"not UTF-8 text ({error})"]) from error
 
@@ -126,7 +126,7 @@ def handler_problems(handler: str, tasks: list[Task]) -> list[str]:
     return problems
 
 
-def check_job(job: RolloutJob) -> Report:
+def check_job(job: RolloutJob) -> CheckReport:
     """Check one job and its tasks, as far as that is possible on this machine."""
     where = f"RolloutJob {job.metadata.name!r}"
     problems = [f"{where}: {problem}" for problem in entry_point_problems(job)]
@@ -139,39 +139,39 @@ def check_job(job: RolloutJob) -> Report:
         try:
             tasks = read_tasks(path)
         except TaskListError as error:
-            return Report(problems=(*problems, *(f"{path}: {problem}" for problem in error.problems)))
-        except NotFound as error:
-            return Report(problems=(*problems, f"{where}: spec.tasks.url: {error}"))
+            return CheckReport(problems=(*problems, *(f"{path}: {problem}" for problem in error.problems)))
+        except LookupFailed as error:
+            return CheckReport(problems=(*problems, f"{where}: spec.tasks.url: {error}"))
     if tasks and not problems:
         problems += [f"{where}: {problem}" for problem in handler_problems(job.spec.handler, tasks)]
     if problems:
-        return Report(problems=tuple(problems))
+        return CheckReport(problems=tuple(problems))
     if source.config_map_ref is not None:
         counted = f"tasks in the ConfigMap {source.config_map_ref.name!r}"
     else:
         counted = f"{len(tasks)} tasks" if tasks else f"tasks at {source.url}" if source.url else "a stream"
-    return Report(good=(f"{where} is valid ({counted}, {job.spec.samples_per_task} samples each)",))
+    return CheckReport(good=(f"{where} is valid ({counted}, {job.spec.samples_per_task} samples each)",))
 
 
-def check_file(path: Path, handler: str | None = None) -> Report:
+def check_file(path: Path, handler: str | None = None) -> CheckReport:
     """Check a manifest file or a task list, depending on the file's name.
 
     Raises:
-        NotFound: There is no such file.
+        LookupFailed: There is no such file.
     """
     if path.name.endswith((".jsonl", ".jsonl.gz", ".ndjson")):
         try:
             tasks = read_tasks(path)
         except TaskListError as error:
-            return Report(problems=tuple(error.problems))
+            return CheckReport(problems=tuple(error.problems))
         problems = handler_problems(handler, tasks) if handler else []
         if problems:
-            return Report(problems=tuple(problems))
-        return Report(good=(f"{len(tasks)} tasks are valid",))
+            return CheckReport(problems=tuple(problems))
+        return CheckReport(good=(f"{len(tasks)} tasks are valid",))
     try:
         manifests = read_manifests(path)
     except InvalidInput as error:
-        return Report(problems=(str(error).removeprefix(f"{path}: "),))
+        return CheckReport(problems=(str(error).removeprefix(f"{path}: "),))
     good: tuple[str, ...] = ()
     problems_found: tuple[str, ...] = ()
     for manifest in manifests:
@@ -180,4 +180,4 @@ def check_file(path: Path, handler: str | None = None) -> Report:
             good, problems_found = good + report.good, problems_found + report.problems
         else:
             good += (f"BackendPool {manifest.metadata.name!r} is valid",)
-    return Report(good, problems_found)
+    return CheckReport(good, problems_found)

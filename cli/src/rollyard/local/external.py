@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from rollyard.errors import NotFound, StartFailed, UsageProblem
+from rollyard.errors import LookupFailed, StartFailed, UsageProblem
 
 TIMEOUT_SECONDS = 10.0
 
@@ -29,7 +29,7 @@ def served(url: str, model: str, tokenizer: str) -> tuple[str, str]:
 
     Raises:
         StartFailed: The server does not answer, or it serves no model.
-        NotFound: The server does not serve `model`.
+        LookupFailed: The server does not serve `model`.
         UsageProblem: The tokenizer's folder is not known, or it does not exist.
     """
     models = _models(url)
@@ -38,7 +38,7 @@ def served(url: str, model: str, tokenizer: str) -> tuple[str, str]:
     chosen = next((item for item in models if item["id"] == model), None) if model else models[0]
     if chosen is None:
         names = ", ".join(repr(item["id"]) for item in models)
-        raise NotFound(f"--model {model!r}: the server at {url} serves {names}")
+        raise LookupFailed(f"--model {model!r}: the server at {url} serves {names}")
     name = str(chosen["id"])
     candidates = [tokenizer] if tokenizer else [str(chosen.get("root") or ""), name]
     for candidate in candidates:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollyard.errors import NotFound
+from rollyard.errors import LookupFailed
 
 DEFAULT_PORT = 8765
 DEFAULT_POOL = "default"
@@ -66,14 +66,14 @@ def shipped_model() -> Path:
     """Return the folder of the model that is shipped with the engine.
 
     Raises:
-        NotFound: This installation lacks the model.
+        LookupFailed: This installation lacks the model.
     """
     spec = find_spec("rollyard_engine")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / "models" / "tiny-policy"
         if (path / "genai_config.json").is_file():
             return path
-    raise NotFound(
+    raise LookupFailed(
         "this installation lacks the shipped model (rollyard_engine/models/tiny-policy); "
         "give one with --model DIR, or a running server with --backend URL"
     )

@@ -34,7 +34,7 @@ print(json.dumps([min(0.0, float(logprobs[at, token])) for at, token in enumerat
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceLogprobs:
     """The log-probabilities of a fixed prompt under a checkpoint, as transformers computes them."""
 
     prompt_ids: list[int]
@@ -123,7 +123,7 @@ class ReferenceRun:
                 start_new_session=True,
             )
 
-    def result(self, timeout: float) -> Reference:
+    def result(self, timeout: float) -> ReferenceLogprobs:
         """Wait for the forward pass and return its result.
 
         Raises:
@@ -132,7 +132,7 @@ class ReferenceRun:
         try:
             said, _ = self._process.communicate(timeout=timeout)
             if self._process.returncode == 0:
-                return Reference(self._ids, json.loads(said))
+                return ReferenceLogprobs(self._ids, json.loads(said))
         except (subprocess.TimeoutExpired, ValueError):
             self.stop()
         raise StartFailed(f"transformers computed no log-probabilities of the new weights (log: {self._log})")

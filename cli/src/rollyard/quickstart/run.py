@@ -21,7 +21,7 @@ from rollyard_drivers.host import launcher
 from rollyard_drivers.host.home import Home, read_json
 from rollyard_drivers.host.log_file import last_line
 
-from rollyard.errors import HomeUnusable, InvalidInput, NotFound, StartFailed
+from rollyard.errors import HomeUnusable, InvalidInput, LookupFailed, StartFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,11 +56,11 @@ def default_job() -> Path:
     """Return the path of examples/quickstart/job.yaml in the checkout that this package runs from.
 
     Raises:
-        NotFound: The package does not run from a checkout.
+        LookupFailed: The package does not run from a checkout.
     """
     path = Path(__file__).resolve().parents[4] / "examples" / "quickstart" / "job.yaml"
     if not path.is_file():
-        raise NotFound("the quickstart's examples are in the source checkout; give --job FILE")
+        raise LookupFailed("the quickstart's examples are in the source checkout; give --job FILE")
     return path
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rollyard_crds import RolloutJob
 from rollyard_crds.weights import WeightUpdate
 
-from rollyard.quickstart.checkpoint import Reference
+from rollyard.quickstart.checkpoint import ReferenceLogprobs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ class NewVersion:
 
     version: str
     folder: Path
-    reference: Reference
+    reference: ReferenceLogprobs
 
 
 class MidwayUpdate:

@@ -116,7 +116,7 @@ class Bars:
             self._progress.console.print(Text(f"Waiting: {message}"), soft_wrap=True)
 
 
-class Lines:
+class ProgressLines:
     """A view that prints a line from time to time, and one at the end."""
 
     def __init__(self, console: Console) -> None:
@@ -157,4 +157,4 @@ def progress_line(job: RolloutJob) -> str:
 
 def progress_view(console: Console) -> ProgressView:
     """Return a view with bars if the console is a terminal, and a view with lines otherwise."""
-    return Bars(console) if console.is_terminal else Lines(console)
+    return Bars(console) if console.is_terminal else ProgressLines(console)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rollyard_crds.reading.manifest import describe
 from rollyard_crds.trajectory import Trajectory
 
-from rollyard.errors import InvalidInput, NotFound
+from rollyard.errors import InvalidInput, LookupFailed
 from rollyard.jobs.manifests import text_file
 
 JSON_COLUMNS = frozenset({"reward_components", "messages", "turns", "sampling", "timings", "metadata"})
@@ -21,11 +21,11 @@ def read_file(path: Path) -> Iterator[Trajectory]:
     """Yield every trajectory of a file that `rollyard trajectories` or the quickstart wrote.
 
     Raises:
-        NotFound: There is no such file.
+        LookupFailed: There is no such file.
         InvalidInput: The file holds something else. The message names the line and the field.
     """
     if not path.is_file():
-        raise NotFound(f"{path}: no such file")
+        raise LookupFailed(f"{path}: no such file")
     if path.suffix == ".parquet":
         yield from _parquet(path)
     else:
@@ -71,7 +71,7 @@ def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:
     """Return the trajectory with this id, or else the only one whose id ends so or whose task has this id.
 
     Raises:
-        NotFound: There is no such trajectory, or there are several.
+        LookupFailed: There is no such trajectory, or there are several.
     """
     near = []
     for trajectory in trajectories:
@@ -83,8 +83,8 @@ def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:
         return near[0]
     if near:
         ids = ", ".join(trajectory.id for trajectory in near[:8])
-        raise NotFound(f"{rollout!r} fits {len(near)} rollouts: {ids}{', …' if len(near) > 8 else ''}")
-    raise NotFound(f"no rollout {rollout!r}; `rollyard view NAME --list` lists them")
+        raise LookupFailed(f"{rollout!r} fits {len(near)} rollouts: {ids}{', …' if len(near) > 8 else ''}")
+    raise LookupFailed(f"no rollout {rollout!r}; `rollyard view NAME --list` lists them")
 
 
 def tokenizer_of(path: Path) -> Path | None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rollyard_engine.errors import EngineError, EngineStopped, QueueFull
+from rollyard_engine.errors import EngineError, EngineStopped, TooManyRequests
 from rollyard_engine.generation.scheduler import Scheduler
 from rollyard_engine.generation.sequence import Sequence
 
@@ -79,13 +79,13 @@ class EngineThread:
         """Queue a sequence.
 
         Raises:
-            QueueFull: The server has as many requests as it accepts.
+            TooManyRequests: The server has as many requests as it accepts.
             EngineStopped: The engine is shutting down or has failed.
         """
         with self._wake:
             self._check_alive()
             if self._outstanding >= self._max_outstanding:
-                raise QueueFull(
+                raise TooManyRequests(
                     f"the server has {self._outstanding} requests running and waiting and accepts no more; "
                     f"retry after {RETRY_AFTER_SECONDS} s",
                     retry_after=RETRY_AFTER_SECONDS,

@@ -25,7 +25,7 @@ from rollyard_engine.serving.http import (
     unless_disconnected,
 )
 from rollyard_engine.serving.metrics import exposition
-from rollyard_engine.serving.service import EngineService, Submission, new_request_id, now
+from rollyard_engine.serving.service import EngineService, QueuedRequest, new_request_id, now
 from rollyard_engine.tokens import Detokenizer
 
 Handler = Callable[[EngineService, Request], Awaitable[Response]]
@@ -116,7 +116,7 @@ def _prompt_ids(service: EngineService, body: protocol.CompletionBody) -> list[i
 
 
 async def _completion_chunks(
-    service: EngineService, submission: Submission, shape: responses.CompletionShape, *, with_usage: bool
+    service: EngineService, submission: QueuedRequest, shape: responses.CompletionShape, *, with_usage: bool
 ) -> AsyncIterator[object]:
     sequence = submission.sequence
     detokenizer = Detokenizer(service.tokenizer)
@@ -164,7 +164,7 @@ async def generate(service: EngineService, request: Request) -> Response:
 
 
 async def _generation_chunks(
-    submission: Submission, *, return_prompt: bool, with_usage: bool
+    submission: QueuedRequest, *, return_prompt: bool, with_usage: bool
 ) -> AsyncIterator[object]:
     sequence = submission.sequence
     async with aclosing(submission.progress()) as progress:

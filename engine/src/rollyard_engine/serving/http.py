@@ -10,7 +10,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from rollyard_engine.errors import BodyTooLarge, EngineError, MalformedRequest, QueueFull
+from rollyard_engine.errors import BodyTooLarge, EngineError, MalformedRequest, TooManyRequests
 from rollyard_engine.serving.responses import error_body
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def error_response(error: EngineError) -> Response:
 
     If the queue is full, it also says when to retry.
     """
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull) else None
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, TooManyRequests) else None
     return json_response(error_body(error), error.status, headers)
 
 

@@ -63,7 +63,7 @@ ADVICE = {
 }
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """A request body, which refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
@@ -90,7 +90,7 @@ class Body(BaseModel):
         return kept
 
 
-class SamplingFields(Body):
+class SamplingFields(RequestBody):
     """The sampling fields, which both generating calls share."""
 
     max_tokens: int | None = None
@@ -170,7 +170,7 @@ class SamplingFields(Body):
             )
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """The options that say which chunks of a stream carry ``usage``."""
 
     include_usage: bool | None = True
@@ -190,7 +190,7 @@ class CompletionBody(SamplingFields):
     return_tokens_as_token_ids: bool | None = None
 
 
-class GenerateBody(Body):
+class GenerateBody(RequestBody):
     """The body of ``POST /inference/v1/generate``, which takes token ids and returns token ids."""
 
     token_ids: list[TokenId] = Field(min_length=1)
@@ -203,7 +203,7 @@ class GenerateBody(Body):
     output_mode: Literal["tokens"] = "tokens"
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """The body of ``POST /tokenize``, which contains either ``prompt`` or ``messages``."""
 
     model: str | None = None
@@ -224,20 +224,20 @@ class TokenizeBody(Body):
         return self
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     """The body of ``POST /detokenize``."""
 
     model: str | None = None
     tokens: list[TokenId]
 
 
-class WeightVersionBody(Body):
+class WeightVersionBody(RequestBody):
     """The body of ``POST /update_weight_version``."""
 
     new_version: Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class RpcBody(Body):
+class RpcBody(RequestBody):
     """The body of ``POST /collective_rpc``."""
 
     method: str
@@ -246,7 +246,7 @@ class RpcBody(Body):
     timeout: float | None = None
 
 
-class AbortBody(Body):
+class AbortBody(RequestBody):
     """The body of ``POST /inference/v1/abort_requests`` and ``POST /abort_requests``.
 
     Without ids, the latter aborts all requests.

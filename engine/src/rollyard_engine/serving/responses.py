@@ -9,7 +9,7 @@ from typing import Any
 from rollyard_engine.errors import EngineError
 from rollyard_engine.generation.sampling import PromptToken, SampledToken
 from rollyard_engine.generation.sequence import Sequence
-from rollyard_engine.tokens import ChatTokenizer
+from rollyard_engine.tokens import EngineTokenizer
 
 Json = dict[str, Any]
 
@@ -52,7 +52,7 @@ def text_ids(sequence: Sequence) -> list[int]:
     return ids[:-1] if sequence.finish_reason == "stop" else ids
 
 
-def completion(sequence: Sequence, shape: CompletionShape, tokenizer: ChatTokenizer) -> Json:
+def completion(sequence: Sequence, shape: CompletionShape, tokenizer: EngineTokenizer) -> Json:
     """Return the whole answer of ``/v1/completions``."""
     text = tokenizer.decode(text_ids(sequence), skip_special_tokens=True)
     choice = _completion_choice(sequence, shape, tokenizer, sequence.output, text, 0)
@@ -64,7 +64,7 @@ def completion(sequence: Sequence, shape: CompletionShape, tokenizer: ChatTokeni
 def completion_chunk(
     sequence: Sequence,
     shape: CompletionShape,
-    tokenizer: ChatTokenizer,
+    tokenizer: EngineTokenizer,
     start: int,
     end: int,
     text: str,
@@ -87,7 +87,7 @@ def usage_chunk(sequence: Sequence, shape: CompletionShape) -> Json:
     return {**_completion_head(shape), "choices": [], "usage": usage(sequence)}
 
 
-def prompt_logprobs(sequence: Sequence, tokenizer: ChatTokenizer) -> list[Json | None] | None:
+def prompt_logprobs(sequence: Sequence, tokenizer: EngineTokenizer) -> list[Json | None] | None:
     """Return one object for each prompt token, keyed by token id.
 
     The first entry is ``None``, because nothing predicts the first token. The whole result is ``None`` if the
@@ -98,7 +98,7 @@ def prompt_logprobs(sequence: Sequence, tokenizer: ChatTokenizer) -> list[Json |
     return [None, *(_prompt_logprob(token, tokenizer) for token in sequence.prompt_scores)]
 
 
-def _prompt_logprob(token: PromptToken, tokenizer: ChatTokenizer) -> Json:
+def _prompt_logprob(token: PromptToken, tokenizer: EngineTokenizer) -> Json:
     def entry(token_id: int, logprob: float, rank: int) -> Json:
         return {
             "logprob": max(logprob, LOWEST_LOGPROB),
@@ -113,7 +113,7 @@ def _prompt_logprob(token: PromptToken, tokenizer: ChatTokenizer) -> Json:
 
 
 def generation(
-    sequence: Sequence, tokenizer: ChatTokenizer, created: int, model: str, *, return_prompt: bool
+    sequence: Sequence, tokenizer: EngineTokenizer, created: int, model: str, *, return_prompt: bool
 ) -> Json:
     """Return the whole answer of ``/inference/v1/generate``."""
     return {
@@ -156,7 +156,7 @@ def _completion_head(shape: CompletionShape) -> Json:
 def _completion_choice(
     sequence: Sequence,
     shape: CompletionShape,
-    tokenizer: ChatTokenizer,
+    tokenizer: EngineTokenizer,
     sampled: Series[SampledToken],
     text: str,
     text_offset: int,
@@ -175,7 +175,7 @@ def _completion_choice(
 
 
 def _completion_logprobs(
-    sampled: Series[SampledToken], tokenizer: ChatTokenizer, text_offset: int, *, as_ids: bool
+    sampled: Series[SampledToken], tokenizer: EngineTokenizer, text_offset: int, *, as_ids: bool
 ) -> Json:
     def piece(token_id: int) -> str:
         return f"token_id:{token_id}" if as_ids else tokenizer.piece(token_id)

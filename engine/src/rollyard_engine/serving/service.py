@@ -14,19 +14,19 @@ from typing import TypeVar
 
 import numpy as np
 
-from rollyard_engine.errors import EngineStopped, InvalidRequest, ModelNotServed
+from rollyard_engine.errors import EngineStopped, InvalidRequest, UnknownModel
 from rollyard_engine.generation.model import load_model
 from rollyard_engine.generation.scheduler import PauseMode, Scheduler
 from rollyard_engine.generation.sequence import Sequence
 from rollyard_engine.generation.thread import EngineThread
 from rollyard_engine.serving.protocol import SamplingFields
-from rollyard_engine.tokens import ChatTokenizer
+from rollyard_engine.tokens import EngineTokenizer
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class ServerIdentity:
     """The identity of the server: the names that it answers to, and its limits.
 
     The first name is the canonical one.
@@ -43,7 +43,7 @@ class ServedModel:
 class EngineService:
     """A service that validates requests, submits them to the engine thread and awaits the results."""
 
-    def __init__(self, served: ServedModel, tokenizer: ChatTokenizer, engine: EngineThread) -> None:
+    def __init__(self, served: ServerIdentity, tokenizer: EngineTokenizer, engine: EngineThread) -> None:
         self.served = served
         self.tokenizer = tokenizer
         self.engine = engine
@@ -52,10 +52,10 @@ class EngineService:
         """Check that a request names a model that is served, or none.
 
         Raises:
-            ModelNotServed: This server does not serve the model.
+            UnknownModel: This server does not serve the model.
         """
         if name and name not in self.served.names:
-            raise ModelNotServed(
+            raise UnknownModel(
                 f"The model `{name}` does not exist. Valid aliases: {', '.join(self.served.names)}.",
                 param="model",
             )
@@ -68,7 +68,7 @@ class EngineService:
         *,
         default_max_tokens: int | None,
         stream: bool,
-    ) -> Submission:
+    ) -> QueuedRequest:
         """Check and queue a request.
 
         If ``default_max_tokens`` is ``None``, the default is the number of tokens that the context has room
@@ -97,7 +97,7 @@ class EngineService:
             on_progress=news.set,
         )
         self.engine.submit(sequence)
-        return Submission(sequence, news, self.engine)
+        return QueuedRequest(sequence, news, self.engine)
 
     def _room(self, prompt: list[int]) -> int:
         """Return the number of tokens that the context has left after ``prompt``.
@@ -163,7 +163,7 @@ class EngineService:
         await self.call(label)
 
 
-class Submission:
+class QueuedRequest:
     """A queued request, as seen from the event loop."""
 
     def __init__(self, sequence: Sequence, news: asyncio.Event, engine: EngineThread) -> None:

@@ -18,7 +18,7 @@ from rollyard_operator.kube import labels
 from rollyard_operator.kube.client import Kube, KubeConflict, KubeError
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, PodCache, key_of, uid_of
-from rollyard_operator.pods.parts import TemplateError
+from rollyard_operator.pods.parts import PodTemplateError
 from rollyard_operator.pods.status import observed_workload
 
 LEFTOVER_SECONDS = 2.0
@@ -122,7 +122,7 @@ class Children:
         self._refused.pop(workload.name, None)
         try:
             pod = build(workload)
-        except TemplateError as error:
+        except PodTemplateError as error:
             self._refuse(launch, str(error))
             return
         there = self._cache.get((namespace, workload.name))

@@ -170,7 +170,7 @@ def _again(error: KubeError) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class ClusterAccess:
     """The address and the credentials of an API server, for other clients of the same server."""
 
     server: str
@@ -279,12 +279,12 @@ class KubeClient:
                 await asyncio.sleep(PAUSES.pause(attempt + 1, error.retry_after))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def access(self) -> Access:
+    async def access(self) -> ClusterAccess:
         """Return what this client uses to connect. A token that is replaced regularly is read again."""
         own = self._configuration
         header = await own.get_api_key_with_prefix("BearerToken") or ""
         scheme, _, token = header.rpartition(" ")
-        return Access(
+        return ClusterAccess(
             server=own.host,
             ca_file=own.ssl_ca_cert,
             insecure=not own.verify_ssl,

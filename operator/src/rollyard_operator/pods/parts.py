@@ -17,7 +17,7 @@ RESERVED_PREFIX = "rollyard-"
 """The prefix of the names of the operator's own volumes."""
 
 
-class TemplateError(ValueError):
+class PodTemplateError(ValueError):
     """A pod template cannot be used. The message names the field."""
 
 
@@ -84,7 +84,7 @@ def with_template(spec: Object, template: PodTemplate, field: str) -> None:
         field: The path of the template's field, for messages.
 
     Raises:
-        TemplateError: An entry has no name or path or occurs twice, or a volume name is reserved.
+        PodTemplateError: An entry has no name or path or occurs twice, or a volume name is reserved.
     """
     container = spec["containers"][0]
     env = _named(template.env, "name", f"{field}.env")
@@ -93,7 +93,7 @@ def with_template(spec: Object, template: PodTemplate, field: str) -> None:
     volumes = _named(template.volumes, "name", f"{field}.volumes")
     for name in volumes:
         if name.startswith(RESERVED_PREFIX):
-            raise TemplateError(
+            raise PodTemplateError(
                 f"{field}.volumes: the name {name!r} begins with {RESERVED_PREFIX!r}; choose another"
             )
     mounts = _named(template.volume_mounts, "mountPath", f"{field}.volumeMounts")
@@ -107,9 +107,9 @@ def _named(entries: Iterable[Mapping[str, Any]], key: str, field: str) -> dict[s
     for index, entry in enumerate(entries):
         name = entry.get(key)
         if not isinstance(name, str) or not name:
-            raise TemplateError(f"{field}[{index}]: {key!r} is missing; give it a text")
+            raise PodTemplateError(f"{field}[{index}]: {key!r} is missing; give it a text")
         if name in found:
-            raise TemplateError(f"{field}[{index}]: {key} {name!r} is there twice; remove one")
+            raise PodTemplateError(f"{field}[{index}]: {key} {name!r} is there twice; remove one")
         found[name] = entry
     return found
 

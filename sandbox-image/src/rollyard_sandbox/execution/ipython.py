@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from queue import SimpleQueue
 
     from rollyard_sandbox.execution.event_loop import EventLoop
-    from rollyard_sandbox.execution.jupyter_wire import Wire
+    from rollyard_sandbox.execution.jupyter_wire import JupyterWire
     from rollyard_sandbox.isolation.protections import Protections
 
 _START_LIMIT = 45.0  # The seconds that a new kernel has to answer.
@@ -147,12 +147,12 @@ class Kernel:
     # The methods below run in the thread.
 
     def _serve(self, connection: dict[str, str | int]) -> None:
-        wire: Wire | None = None
+        wire: JupyterWire | None = None
         problem = ""
         try:
-            from rollyard_sandbox.execution.jupyter_wire import Wire
+            from rollyard_sandbox.execution.jupyter_wire import JupyterWire
 
-            wire = Wire(connection, self.wake)
+            wire = JupyterWire(connection, self.wake)
         except ImportError as error:
             problem = f"jupyter_client cannot be imported: {error}"
         ready = False
@@ -177,7 +177,7 @@ class Kernel:
 
         rmtree(self.directory, ignore_errors=True)
 
-    def _run(self, wire: Wire, cell: Cell) -> None:
+    def _run(self, wire: JupyterWire, cell: Cell) -> None:
         outcome = cell.outcome
         started = monotonic()
         deadline: float = started + cell.timeout

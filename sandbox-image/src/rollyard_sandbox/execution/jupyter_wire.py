@@ -20,7 +20,7 @@ _PROBE_INTERVAL = 0.1  # seconds; probes repeat, as a subscription misses what w
 _HIGH_WATER = 20_000  # messages
 
 
-class Wire:
+class JupyterWire:
     """The shell and iopub sockets of one kernel.
 
     Attributes:

@@ -14,7 +14,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _OOM_SCORE = 500  # With this score children die of a full memory limit before the server does.
 
 
-class Process:
+class ProcessStat:
     """A process, as one line of /proc/PID/stat describes it."""
 
     __slots__ = ("group", "parent", "pid", "session", "state")
@@ -36,7 +36,7 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-def snapshot() -> dict[int, Process]:
+def snapshot() -> dict[int, ProcessStat]:
     """Return every process that /proc shows, by pid."""
     found = {}
     for name in os.listdir("/proc"):
@@ -50,16 +50,16 @@ def snapshot() -> dict[int, Process]:
         # The command name is in parentheses and may hold anything, even parentheses.
         state, parent, group, session = line[line.rindex(b")") + 2 :].split(b" ", 4)[:4]
         pid = int(name)
-        found[pid] = Process(pid, state.decode(), int(parent), int(group), int(session))
+        found[pid] = ProcessStat(pid, state.decode(), int(parent), int(group), int(session))
     return found
 
 
-def descendants(root: int, processes: dict[int, Process]) -> list[Process]:
+def descendants(root: int, processes: dict[int, ProcessStat]) -> list[ProcessStat]:
     """Return all processes below `root` except zombies."""
-    children: dict[int, list[Process]] = {}
+    children: dict[int, list[ProcessStat]] = {}
     for process in processes.values():
         children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
+    found: list[ProcessStat] = []
     queue = [root]
     while queue:
         below = children.get(queue.pop(), [])
@@ -68,7 +68,7 @@ def descendants(root: int, processes: dict[int, Process]) -> list[Process]:
     return found
 
 
-def alive_below(processes: dict[int, Process], *, own_namespace: bool) -> list[Process]:
+def alive_below(processes: dict[int, ProcessStat], *, own_namespace: bool) -> list[ProcessStat]:
     """Return the processes of the sandbox that are alive.
 
     Args:
@@ -111,7 +111,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def session_members(leader: int) -> list[Process]:
+def session_members(leader: int) -> list[ProcessStat]:
     """Return the processes of session `leader` and everything below it, including the leader."""
     processes = snapshot()
     members = {p.pid: p for p in processes.values() if p.session == leader and p.state not in "ZX"}

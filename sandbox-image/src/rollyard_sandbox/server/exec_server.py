@@ -14,7 +14,7 @@ import sys
 from time import monotonic
 
 from rollyard_sandbox import proof
-from rollyard_sandbox.errors import Unauthorized
+from rollyard_sandbox.errors import TokenRefused
 from rollyard_sandbox.execution import processes
 from rollyard_sandbox.execution.event_loop import EventLoop
 from rollyard_sandbox.isolation import network, peers
@@ -186,7 +186,7 @@ class ExecServer:
             if not self._authorized(header):
                 connection.refuse(
                     request if isinstance(request, int) else 0,
-                    Unauthorized("the first request must be hello with the server's token"),
+                    TokenRefused("the first request must be hello with the server's token"),
                 )
                 connection.close_when_sent()
                 return

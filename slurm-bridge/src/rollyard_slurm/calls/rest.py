@@ -20,7 +20,7 @@ from rollyard_slurm.addresses import is_loopback, toward
 from rollyard_slurm.calls.call_counts import CallCounts
 from rollyard_slurm.calls.command_line import SlurmCommands
 from rollyard_slurm.calls.protocol import SlurmCalls
-from rollyard_slurm.calls.slurmrestd import Answer, SlurmrestdClient
+from rollyard_slurm.calls.slurmrestd import RestAnswer, SlurmrestdClient
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.profile import SIGNAL_SECONDS, RestProfile
 from rollyard_slurm.readers import command_output, job_json, reasons
@@ -234,7 +234,7 @@ class RestCalls:
             (self._folder / str(gone)).unlink(missing_ok=True)
 
 
-def _good(answer: Answer, name: str) -> Any:
+def _good(answer: RestAnswer, name: str) -> Any:
     """Returns the document of an answer without errors.
 
     Raises:

@@ -58,7 +58,7 @@ class Api:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RestAnswer:
     """The answer to one call."""
 
     status: int
@@ -139,7 +139,7 @@ class SlurmrestdClient:
         name: str,
         query: Mapping[str, str] | None = None,
         body: Any = None,
-    ) -> Answer:
+    ) -> RestAnswer:
         """Makes one call below `/slurm/VERSION`.
 
         Args:
@@ -159,12 +159,12 @@ class SlurmrestdClient:
             raise self._unavailable(answer, name)
         return answer
 
-    def _says_unavailable(self, answer: Answer) -> bool:
+    def _says_unavailable(self, answer: RestAnswer) -> bool:
         """Returns whether an answer says that Slurm does not answer or does not accept the credentials."""
         communication = any(number in _COMMUNICATION for number in answer.numbers)
         return communication or reasons.is_unavailable(answer.words) or _AUTH.search(answer.words) is not None
 
-    def _unavailable(self, answer: Answer, name: str) -> SlurmUnavailable:
+    def _unavailable(self, answer: RestAnswer, name: str) -> SlurmUnavailable:
         """Returns the exception for an answer that cannot be used."""
         if answer.status == 404 and answer.document is None:
             self._api = None  # Perhaps Slurm was upgraded, so the next call asks for its versions.
@@ -200,7 +200,9 @@ class SlurmrestdClient:
         user = self._wanted.user or pwd.getpwuid(os.getuid()).pw_name
         return {"X-SLURM-USER-NAME": user, "X-SLURM-USER-TOKEN": _token(Path(self._wanted.token_file))}
 
-    async def _call(self, method: str, path: str, query: Mapping[str, str], body: Any, name: str) -> Answer:
+    async def _call(
+        self, method: str, path: str, query: Mapping[str, str], body: Any, name: str
+    ) -> RestAnswer:
         """Makes and counts one call.
 
         Raises:
@@ -261,16 +263,16 @@ class SlurmrestdClient:
             return response.status_code, b"".join(chunks)
 
 
-async def _read(status: int, content: bytes) -> Answer:
+async def _read(status: int, content: bytes) -> RestAnswer:
     """Decodes the content of an answer."""
     try:
         # A long list of jobs is decoded in a thread, because decoding it here would block the event loop.
         long = len(content) > 2**20
         document = await asyncio.to_thread(json.loads, content) if long else json.loads(content)
     except ValueError:
-        return Answer(status, None, [], " ".join(content[:300].decode(errors="replace").split()))
+        return RestAnswer(status, None, [], " ".join(content[:300].decode(errors="replace").split()))
     numbers, words = job_json.troubles(document)
-    return Answer(status, document, numbers, words)
+    return RestAnswer(status, document, numbers, words)
 
 
 def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[int, bool]:

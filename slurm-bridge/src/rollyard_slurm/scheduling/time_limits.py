@@ -23,7 +23,7 @@ signal after 15 s at the earliest.
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class JobEnding:
     """A description of how a job ended."""
 
     code: int | None
@@ -58,24 +58,24 @@ def wants_successor(job: QueuedJob, wanted: JobProfile) -> bool:
     return job.left <= ahead_seconds(job.limit, wanted)
 
 
-def ending(job: JobDetails, wanted: JobProfile) -> Ending:
+def ending(job: JobDetails, wanted: JobProfile) -> JobEnding:
     """Returns a description of how a job ended, with a message for the user."""
     who = f"Slurm job {job.id}"
     if job.state == "TIMEOUT":
-        return Ending(None, f"{who} reached its time limit", True)
+        return JobEnding(None, f"{who} reached its time limit", True)
     if job.state == "PREEMPTED":
-        return Ending(None, f"{who} was preempted", True)
+        return JobEnding(None, f"{who} was preempted", True)
     if job.state in ("NODE_FAIL", "BOOT_FAIL"):
-        return Ending(None, f"the node of {who} failed ({job.state})", False)
+        return JobEnding(None, f"the node of {who} failed ({job.state})", False)
     if job.state in ("CANCELLED", "REVOKED", "DEADLINE"):
-        return Ending(
+        return JobEnding(
             None, f"{who} was cancelled" + (" (DEADLINE)" if job.state == "DEADLINE" else ""), False
         )
     if job.state == "OUT_OF_MEMORY":
         asked = f" (asked for {wanted.memory})" if wanted.memory else ""
-        return Ending(-9, f"{who} ran out of memory{asked}: raise `memory` in the profile", False)
+        return JobEnding(-9, f"{who} ran out of memory{asked}: raise `memory` in the profile", False)
     code = -job.exit_signal if job.exit_signal else job.exit_status
-    return Ending(code, "", code == 0 and _near_limit(job, wanted))
+    return JobEnding(code, "", code == 0 and _near_limit(job, wanted))
 
 
 def _near_limit(job: JobDetails, wanted: JobProfile) -> bool:
@@ -85,5 +85,5 @@ def _near_limit(job: JobDetails, wanted: JobProfile) -> bool:
     return job.used >= job.limit - (wanted.signal_seconds or SIGNAL_SECONDS) - EARLY_SECONDS - 5
 
 
-FORGOTTEN = Ending(None, "Slurm no longer knows how it ended", False)
+FORGOTTEN = JobEnding(None, "Slurm no longer knows how it ended", False)
 """The ending of a job that Slurm does not know any longer."""

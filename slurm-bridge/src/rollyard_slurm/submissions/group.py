@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollyard_slurm.submissions.submission import Submission
 
 
-class Group:
+class SubmissionGroup:
     """The submissions of one workload, oldest first. At most one of them has the workload's name."""
 
     def __init__(self, members: list[Submission]) -> None:

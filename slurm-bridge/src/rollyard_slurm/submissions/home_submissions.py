@@ -9,7 +9,7 @@ from rollyard_drivers.reconcile.plan import Owner
 
 from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.backend_health import BackendHealthChecks
-from rollyard_slurm.submissions.group import Group
+from rollyard_slurm.submissions.group import SubmissionGroup
 from rollyard_slurm.submissions.records import Records
 from rollyard_slurm.submissions.submission import Submission
 
@@ -69,12 +69,12 @@ class HomeSubmissions:
         """The jobs and pools that have at least one submission."""
         return {one.workload.owner for one in self._all}
 
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, SubmissionGroup]:
         """Returns the groups of submissions, keyed by the names of their workloads."""
         groups: dict[str, list[Submission]] = {}
         for one in self._all:
             groups.setdefault(one.workload.name, []).append(one)
-        return {name: Group(members) for name, members in groups.items()}
+        return {name: SubmissionGroup(members) for name, members in groups.items()}
 
     def named(self) -> dict[str, Submission]:
         """Returns the submissions, keyed by the names under which reconcile knows them.

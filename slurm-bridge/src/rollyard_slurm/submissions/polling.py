@@ -128,9 +128,9 @@ class QueuePoller:
                 message = telling_line(self._site.log(one.workload, one.job))
             if end.code == NODE_UNUSABLE and one.seen is not None:
                 self._avoided.add(one.seen.nodes, now)
-            self._end(one, time_limits.Ending(end.code, message, end.expected), now)
+            self._end(one, time_limits.JobEnding(end.code, message, end.expected), now)
 
-    def _end(self, one: Submission, end: time_limits.Ending, now: datetime) -> None:
+    def _end(self, one: Submission, end: time_limits.JobEnding, now: datetime) -> None:
         """Notes how the job of a submission ended, or forgets the submission if nothing depends on it."""
         self._submissions.health_checks.end(one)
         self._submissions.changed = True

@@ -17,7 +17,7 @@ from rollyard_drivers.health.backend import BackendHealth
 from rollyard_drivers.host.home import read_json, write_json
 from rollyard_drivers.reconcile.plan import Workload
 
-from rollyard_slurm.scheduling.time_limits import Ending
+from rollyard_slurm.scheduling.time_limits import JobEnding
 from rollyard_slurm.submissions.submission import Submission, fresh
 
 _OWNER = ("kind", "namespace", "name", "uid")
@@ -131,6 +131,6 @@ def _submission(record: _Record) -> Submission:
         one.url = record.url
         one.health = BackendHealth(url=record.url, ready=True, warmed_up=True, message="")
     if record.ending is not None:
-        one.ending = Ending(record.ending.code, record.ending.message, False)
+        one.ending = JobEnding(record.ending.code, record.ending.message, False)
         one.ended_at = None if record.ending.at is None else record.ending.at.astimezone(UTC)
     return one

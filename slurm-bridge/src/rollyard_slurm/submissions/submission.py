@@ -12,7 +12,7 @@ from rollyard_drivers.reconcile.plan import ObservedWorkload, Workload
 
 from rollyard_slurm.readers import reasons
 from rollyard_slurm.readers.jobs import PENDING_STATES, SUSPENDED_STATES, QueuedJob
-from rollyard_slurm.scheduling.time_limits import Ending
+from rollyard_slurm.scheduling.time_limits import JobEnding
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Submission:
     """The job as squeue listed it last."""
     started_at: datetime | None = None
     """The time since which the job runs."""
-    ending: Ending | None = None
+    ending: JobEnding | None = None
     ended_at: datetime | None = None
     stop_by: datetime | None = None
     """The time at which the job is cancelled at the latest. It is None unless the job is being stopped."""

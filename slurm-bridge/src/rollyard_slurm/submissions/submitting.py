@@ -21,7 +21,7 @@ from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
 from rollyard_slurm.scripts.batch import batch_script
 from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.availability import SlurmAvailability
-from rollyard_slurm.submissions.group import Group
+from rollyard_slurm.submissions.group import SubmissionGroup
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions
 from rollyard_slurm.submissions.submission import Submission, fresh
 
@@ -108,7 +108,7 @@ class Submitter:
                 self._say(f"{name}: the time limit of Slurm job {front.job} is near; its successor queues")
                 await self._submit(Launch(front.workload, front.restarts, front.last_end), now)
 
-    def _wants_successor(self, name: str, group: Group, now: datetime) -> bool:
+    def _wants_successor(self, name: str, group: SubmissionGroup, now: datetime) -> bool:
         """Returns whether a workload needs a successor now."""
         front = group.front
         if not front.running or front.stopping or group.successors or front.seen is None:

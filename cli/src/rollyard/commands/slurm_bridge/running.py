@@ -59,10 +59,10 @@ def run_here(options: BridgeOptions) -> None:
     import asyncio
 
     from rollyard_drivers.loop.rest_store import RestStore
-    from rollyard_slurm.bridge import Bridge, Ready, install_signals
+    from rollyard_slurm.bridge import Bridge, BridgeReady, install_signals
     from rollyard_slurm.options import served
 
-    def ready(what: Ready) -> None:
+    def ready(what: BridgeReady) -> None:
         click.echo(f"{_how(options)} {what.url}")
         click.echo(f"  sandbox  {options.sandbox}")
         click.echo(f"  home     {what.home.root}  (logs in {what.home.logs})")

@@ -3,6 +3,7 @@
 | cause | returns to | counts as an attempt | ends the rollout |
 |---|---|---|---|
 | a failure that a worker reports | the stage, or the one that the worker names | yes, unless it is a hand-over | if it is final, or the stage's attempts are used up |
+| a failure of Run while the pool has no ready backend | the same | no, MAX_OUTAGES times | no, MAX_OUTAGES times |
 | a lost lease: it expired, or its worker died | Init; Eval once more in its own sandbox | no | after too many lost leases |
 | a lost node, with the sandboxes there | Init | no | never |
 | new weights, for which the rollout is too old | Init | no | never |
@@ -39,7 +40,6 @@ to Init."""
 MAX_OUTAGES = 20
 """The number of attempts of a rollout that outages of its pool excuse. Further ones count as failures, so a
 backend that is ready for moments only cannot keep a rollout for ever."""
-STAGE_NAMES: tuple[StageName, ...] = ("init", "run", "eval")
 HELD_COLUMNS = columns(HeldRollout, rollouts)
 """The columns of a rollout that `requeue` reads."""
 

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
+
+from rollyard_crds.fields.attribute_docstrings import attribute_docstrings
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
 
 GROUP = "rollyard.dev"
 VERSION = "v1alpha1"
@@ -72,8 +79,21 @@ class Model(BaseModel):
         populate_by_name=True,
         extra="forbid",
         validate_default=True,
-        use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the JSON schema, in which the docstrings of the fields are their descriptions."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in attribute_docstrings(cls).items():
+            field = cls.model_fields.get(name)
+            shown = properties.get(name) or properties.get(field.alias if field and field.alias else name)
+            if shown is not None:
+                shown.setdefault("description", text)
+        return schema
 
     def to_json(self) -> dict[str, Any]:
         """Return the camelCase JSON form, without unset optional fields."""

@@ -17,6 +17,7 @@ import pytest
 import rollyard_engine
 from rollyard_api.settings import Settings
 from rollyard_api.weights.limits import UpdateLimits
+from rollyard_inference.weights.vllm import VllmWeights
 
 MODEL = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
 IDS = [(7 * i * i + 3) % 300 for i in range(40)]
@@ -231,9 +232,42 @@ async def test_refused_weights_are_taken_back(
         assert engine.logprobs() == pytest.approx(references["first"]["logprobs"], abs=1e-4)
 
 
-async def test_refused_first_weights_need_a_restart(
+async def test_refused_first_weights_are_taken_back_without_a_restart(
     yard: Any, engines: list[Engine], other: Path, references: Any, eventually: Callable[..., Any]
 ) -> None:
+    """The servers are compared with what they gave themselves before, even if the reference is wrong."""
+    pids = [engine.popen.pid for engine in engines]
+    wrong = references["other"] | {"logprobs": [value - 1.0 for value in references["other"]["logprobs"]]}
+    done = await update(yard.admin, "v1", other, reference=wrong)
+    assert done["state"] == "Failed"
+
+    async def back() -> bool:
+        found = await backends_of(yard.admin)
+        assert not any(b["restartRequested"] for b in found), found
+        return all(b["weights"] == "Current" and b["policyVersion"] == "0" for b in found)
+
+    await eventually(back, 20)
+    assert [engine.popen.pid for engine in engines] == pids
+    for engine in engines:
+        assert (engine.label(), engine.paused()) == ("0", False)
+        assert engine.logprobs() == pytest.approx(references["first"]["logprobs"], abs=1e-4)
+    assert (await status_of(yard.admin))["policyVersion"] == ""
+    text = (await yard.admin.get("/v1/backendpools/p/weights")).text
+    assert "before" not in text, "what the servers gave earlier is not shown"
+
+
+async def test_refused_first_weights_need_a_restart_where_they_cannot_be_loaded_again(
+    yard: Any,
+    engines: list[Engine],
+    other: Path,
+    references: Any,
+    eventually: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def nowhere(self: VllmWeights) -> str | None:
+        return None
+
+    monkeypatch.setattr(VllmWeights, "folder", nowhere)
     done = await update(yard.admin, "v1", other, reference=references["first"])
     assert done["state"] == "Failed"
 

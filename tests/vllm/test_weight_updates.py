@@ -116,23 +116,29 @@ class Pool:
     def update(self, asked: dict[str, Any]) -> dict[str, Any]:
         return self.product.update("p", asked, SECONDS)
 
-    def lease(self, **capacity: int) -> list[dict[str, Any]]:
-        body = {"worker": "w", "node": "n", "capacity": capacity, "wait": 0}
+    def lease(self, wait: float = 0, **capacity: int) -> list[dict[str, Any]]:
+        body = {"worker": "w", "node": "n", "capacity": capacity, "wait": wait}
         with self.product.http("worker") as http:
             found: list[dict[str, Any]] = (
                 http.post("/v1/leases", json=body).raise_for_status().json()["leases"]
             )
         return found
 
-    def rollout_before_run(self) -> None:
-        """Return a rollout that waits for a backend."""
-        self.product.job("j", "p", [{"id": "t", "prompt": "p"}], 1, agent="tools", tools=(), sampling={})
-        (one,) = self.lease(init=1)
+    def rollouts_before_run(self, count: int = 1) -> None:
+        """Bring rollouts to where they wait for a backend."""
+        tasks = [{"id": f"t{number}", "prompt": "p"} for number in range(count)]
+        self.product.job("j", "p", tasks, 1, agent="tools", tools=(), sampling={})
+        leases = self.lease(init=count)
+        assert len(leases) == count
         sandbox = {"provider": "process", "id": "s", "node": "n", "address": "unix:/nowhere"}
-        result = {key: one[key] for key in ("rollout", "token", "stage")} | {"sandbox": sandbox}
+        results = [
+            {key: one[key] for key in ("rollout", "token", "stage")}
+            | {"sandbox": sandbox | {"id": f"s{number}"}}
+            for number, one in enumerate(leases)
+        ]
         with self.product.http("worker") as http:
-            answer = http.post("/v1/leases/complete", json={"worker": "w", "results": [result]})
-        assert answer.json()["outcomes"][0]["outcome"] == "accepted", answer.text
+            answer = http.post("/v1/leases/complete", json={"worker": "w", "results": results})
+        assert {one["outcome"] for one in answer.json()["outcomes"]} == {"accepted"}, answer.text
 
 
 def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
@@ -140,7 +146,8 @@ def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
 ) -> None:
     """vLLM answers 200 and has changed a part only. If a later release changes all, there is no trap."""
     pool = Pool(product, [tied_vllm], folders["first"])
-    pool.rollout_before_run()
+    # One of them may be leased as soon as the first refused weights have been taken back.
+    pool.rollouts_before_run(2)
     assert measured(tied_vllm) == pytest.approx(expected("first"), abs=TOLERANCE)
 
     # Old tokens and new ones in an answer of this server could not be distinguished.
@@ -184,7 +191,10 @@ def test_an_update_that_leaves_old_weights_in_tied_embeddings_is_refused(
     tied_vllm.heal()  # A restart would do this.
     pool.until(lambda one: bool(one["weights"] == "Current"))
     assert tied_vllm.version() == "v2"
-    (leased,) = pool.lease(run=1)
+    # The check that the server is ready again may come after its weights are.
+    leases = pool.lease(run=1, wait=20)
+    assert len(leases) == 1, pool.status()
+    (leased,) = leases
     assert leased["backend"]["policy_version"] == "v2"
 
 
@@ -203,7 +213,7 @@ def test_an_adapter_is_loaded_and_replaced(
     product: Product, tied_vllm: VllmServer, folders: dict[str, Path], expected: Callable[[str], list[float]]
 ) -> None:
     pool = Pool(product, [tied_vllm], folders["first"])
-    pool.rollout_before_run()
+    pool.rollouts_before_run()
     lora = {"source": {"lora": {"name": "tuned", "path": str(folders["adapter"])}}}
     asked = request("v1", folders["adapter"], reference=reference(expected("merged"))) | lora
     with product.http() as http:

@@ -56,8 +56,9 @@ class LogprobReference(Model):
     """Token ids, length n."""
     logprobs: Annotated[list[Annotated[float, Field(le=0.001)]], Field(min_length=1, max_length=4095)]
     """Log-probability, in nats, of each token after the first, given those before it: length n - 1."""
-    tolerance: Annotated[float, Field(gt=0, le=10)] = 0.1
-    """Largest difference allowed, in nats; 0.1 covers bfloat16."""
+    tolerance: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Largest difference allowed, in nats. The default depends on the data type in which the servers
+    compute: 0.1 for float32, 0.5 for bfloat16 and float16."""
 
     @model_validator(mode="after")
     def _parallel(self) -> LogprobReference:

@@ -12,6 +12,7 @@ from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow, read
 from rollyard_api.storage.schema import backends, weight_updates
 from rollyard_api.storage.schema import pools as pools_table
 from rollyard_api.weights import update_records
+from rollyard_api.weights.backend_progress import progress_of
 
 PAUSED: Final = "paused"
 """The `weights_message` of a backend in a paused pool, once its server has been paused."""
@@ -44,7 +45,7 @@ class BackendTarget:
         """Whether the update is in progress, as opposed to repeated for a server that lost its weights."""
         if self.update is None or self.update.state != "Running":
             return False
-        part = update_records.progress_of(self.update).get(self.row.url)
+        part = progress_of(self.update).get(self.row.url)
         return part is None or part.step != "Done"
 
     @property

@@ -16,6 +16,7 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import BackendRow, PoolRow, WeightUpdateRow, read_one
 from rollyard_api.storage.schema import backends, pools, weight_updates
 from rollyard_api.weights import update_records
+from rollyard_api.weights.backend_progress import EarlierLogprobs, progress_of
 from rollyard_api.weights.backend_targets import PAUSED, BackendTarget
 from rollyard_api.weights.verification import Comparison
 
@@ -97,8 +98,19 @@ def _own(tx: Transaction, name: str, update: WeightUpdateRow) -> None:
     )
 
 
-def begin(tx: Transaction, name: str, target: BackendTarget, *, fence: bool) -> None:
-    """Record that the backend gets no more rollouts and that this process may have paused its server."""
+def begin(
+    tx: Transaction,
+    name: str,
+    target: BackendTarget,
+    *,
+    fence: bool,
+    before: EarlierLogprobs | None = None,
+) -> None:
+    """Record that the backend gets no more rollouts and that this process may have paused its server.
+
+    Args:
+        before: What the server gave with its weights until now, if this could be measured.
+    """
     update = take_charge(tx, name, target)
     values: dict[str, Any] = {"weights": "Updating", "weights_message": f"to {update.policy_version}"}
     if target.restored:
@@ -106,7 +118,14 @@ def begin(tx: Transaction, name: str, target: BackendTarget, *, fence: bool) -> 
     if target.row.policy_index == update.policy_index or target.row.weights in ("Stale", "Failed"):
         values["policy_index"] = update_records.BEHIND
     update_records.set_backend(tx, target.pool.id, target.row.url, **values)
-    update_records.note(tx, update.id, target.row.url, step="Pausing", message="")
+    update_records.note(
+        tx,
+        update.id,
+        target.row.url,
+        step="Pausing",
+        message="",
+        **({} if before is None else {"before": before}),
+    )
     if fence:
         staleness.fence(tx, target.pool.namespace, target.pool.name, target.row.url)
 
@@ -255,7 +274,7 @@ def give_up_loading(tx: Transaction, target: BackendTarget, message: str) -> Non
     update = target.update
     assert update is not None
     row = update_records.note(tx, update.id, target.row.url, step="Failed", message=message)
-    if row is not None and all(part.step == "Failed" for part in update_records.progress_of(row).values()):
+    if row is not None and all(part.step == "Failed" for part in progress_of(row).values()):
         update_records.refuse(tx, target.pool.id, update.id, f"{target.row.url}: {message}")
         return
     pool = _pool(tx, target)

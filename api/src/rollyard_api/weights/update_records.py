@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import orjson
 import sqlalchemy as sa
-from rollyard_crds.weights import BackendUpdate, WeightSource, WeightUpdateRequest
+from rollyard_crds.weights import WeightSource, WeightUpdateRequest
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools
-from rollyard_api.core.codec import dumps, loads
+from rollyard_api.core.codec import dumps
 from rollyard_api.core.conditions import timestamp
 from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.core.wakeups import QUEUE
@@ -20,6 +20,7 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import PoolRow, WeightUpdateRow, read_all, read_one
 from rollyard_api.storage.schema import backends, weight_updates
 from rollyard_api.storage.schema import pools as pools_table
+from rollyard_api.weights import backend_progress
 
 TOPIC: Final = "weights"
 """The topic that wakes waiters when a pool's wanted weights or pause change, or are reached."""
@@ -35,15 +36,6 @@ def request_of(row: WeightUpdateRow) -> WeightUpdateRequest:
     return WeightUpdateRequest.model_validate_json(row.request)
 
 
-def progress_of(row: WeightUpdateRow) -> dict[str, BackendUpdate]:
-    """Return each backend's part of the update, by URL."""
-    return {item["url"]: BackendUpdate.model_validate(item) for item in loads(row.progress)}
-
-
-def _encoded(progress: dict[str, BackendUpdate]) -> bytes:
-    return dumps([item.to_json() for item in progress.values()])
-
-
 def document(row: WeightUpdateRow) -> dict[str, Any]:
     """Return a row as the REST API presents it."""
     asked = request_of(row)
@@ -57,7 +49,7 @@ def document(row: WeightUpdateRow) -> dict[str, Any]:
         "verified": bool(row.verified),
         "verifiedBy": row.verified_by,
         "message": row.message,
-        "backends": [orjson.Fragment(dumps(item)) for item in loads(row.progress)],
+        "backends": [orjson.Fragment(dumps(item)) for item in backend_progress.public(row)],
         "createdAt": timestamp(row.created_at),
         "finishedAt": None if row.finished_at is None else timestamp(row.finished_at),
     }
@@ -208,7 +200,9 @@ def add(
             verified=False,
             verified_by="",
             message=note,
-            progress=_encoded({url: BackendUpdate(url=url) for url in urls}),
+            progress=backend_progress.encoded(
+                {url: backend_progress.BackendProgress(url=url) for url in urls}
+            ),
             created_at=tx.now,
         )
         .returning(weight_updates)
@@ -228,9 +222,11 @@ def _again(
     ).all()
     if not asked.source.pushed or row.state != "Succeeded" or not lost:
         return row
-    progress = progress_of(row) | {url: BackendUpdate(url=url) for url in lost}
+    progress = backend_progress.progress_of(row) | {
+        url: backend_progress.BackendProgress(url=url) for url in lost
+    }
     tx.wake(TOPIC)
-    return change(tx, row, state="Running", finished_at=None, progress=_encoded(progress))
+    return change(tx, row, state="Running", finished_at=None, progress=backend_progress.encoded(progress))
 
 
 def _want(tx: Transaction, pool_id: int, version: str, index: int, serves: str | None) -> None:
@@ -272,12 +268,12 @@ def note(tx: Transaction, update_id: int, url: str, **values: Any) -> WeightUpda
     row = read_one(WeightUpdateRow, found)
     if row is None:
         return None
-    progress = progress_of(row)
-    before = progress.get(url, BackendUpdate(url=url))
+    progress = backend_progress.progress_of(row)
+    before = progress.get(url, backend_progress.BackendProgress(url=url))
     if "message" in values:
         values["message"] = values["message"][:_MAX_MESSAGE]
     progress[url] = before.model_copy(update=values)
-    return change(tx, row, progress=_encoded(progress)) if progress[url] != before else row
+    return change(tx, row, progress=backend_progress.encoded(progress)) if progress[url] != before else row
 
 
 def settle(tx: Transaction, pool_id: int) -> None:
@@ -297,7 +293,7 @@ def settle(tx: Transaction, pool_id: int) -> None:
     }
     if not all(having.values()):
         return
-    progress = {url: item for url, item in progress_of(row).items() if url in having}
+    progress = {url: item for url, item in backend_progress.progress_of(row).items() if url in having}
     parts = [progress[url] for url in having if url in progress]
     verified = bool(parts) and all(item.verified for item in parts)
     change(
@@ -307,7 +303,7 @@ def settle(tx: Transaction, pool_id: int) -> None:
         verified=verified,
         verified_by=row.verified_by if verified else "",
         message=row.message or next((item.message for item in parts if item.message), ""),
-        progress=_encoded(progress),
+        progress=backend_progress.encoded(progress),
         finished_at=tx.now,
     )
     tx.count("weight_updates", "Succeeded")
@@ -334,11 +330,18 @@ def refuse(tx: Transaction, pool_id: int, update_id: int, message: str, *, refus
     row = desired(tx.conn, pool, lock=True)
     if row is None or row.id != update_id or row.state != "Running":
         return
-    progress = progress_of(row)
+    progress = backend_progress.progress_of(row)
     if refused_by in progress:
         failed = {"step": "Failed", "message": message[:_MAX_MESSAGE]}
         progress[refused_by] = progress[refused_by].model_copy(update=failed)
-    change(tx, row, state="Failed", message=message[:4096], finished_at=tx.now, progress=_encoded(progress))
+    change(
+        tx,
+        row,
+        state="Failed",
+        message=message[:4096],
+        finished_at=tx.now,
+        progress=backend_progress.encoded(progress),
+    )
     tx.count("weight_updates", "Failed")
     for item in progress.values():
         if item.step in _TOUCHED and item.url != refused_by:
@@ -356,18 +359,20 @@ def refuse(tx: Transaction, pool_id: int, update_id: int, message: str, *, refus
     if before is None:
         _want(tx, pool.id, "", 0, None)
     else:
-        chain = [request_of(u).source for u in reversed(succeeded(tx.conn, pool.id, before=row.id))]
-        _want(tx, pool.id, before.policy_version, before.policy_index, _serves(chain))
+        chain = succeeded(tx.conn, pool.id, before=row.id)
+        _want(tx, pool.id, before.policy_version, before.policy_index, serves(chain))
 
 
-def _serves(chain: Sequence[WeightSource]) -> str | None:
-    serves: str | None = None
-    for source in chain:
+def serves(chain: Sequence[WeightUpdateRow]) -> str | None:
+    """Return the model name that these updates, the newest first, lead to, or None for the model's own."""
+    name: str | None = None
+    for update in reversed(chain):
+        source = request_of(update).source
         if source.lora is not None:
-            serves = source.lora.name
+            name = source.lora.name
         elif source.checkpoint is not None:
-            serves = None
-    return serves
+            name = None
+    return name
 
 
 def pause(tx: Transaction, namespace: str, name: str, mode: str) -> PoolRow:

@@ -29,10 +29,15 @@ from rollyard_api.weights import checkpoints, forward
 T = TypeVar("T")
 
 PROMPT_TOKENS: Final = 48
-TOLERANCE: Final = 0.1
-"""The allowed difference in nats, which covers servers that compute in bfloat16."""
 FORWARD_SECONDS: Final = 900.0
 _CACHED: Final = 8
+
+
+_COMPARED: Final = {
+    "reference": "the caller's",
+    "transformers": "those of a transformers forward pass",
+    "earlier": "the server's own before the update",
+}
 
 
 class Unverifiable(ControlPlaneError):
@@ -48,12 +53,12 @@ class Reference:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     tolerance: float
-    source: Literal["reference", "transformers"]
+    source: Literal["reference", "transformers", "earlier"]
 
     @classmethod
-    def of(cls, given: LogprobReference) -> Reference:
-        """Return the reference that the caller gave."""
-        return cls(tuple(given.prompt_ids), tuple(given.logprobs), given.tolerance, "reference")
+    def of(cls, given: LogprobReference, tolerance: float) -> Reference:
+        """Return the reference that the caller gave, with the tolerance to apply."""
+        return cls(tuple(given.prompt_ids), tuple(given.logprobs), tolerance, "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +76,10 @@ class Comparison:
         return self.max_difference <= self.tolerance
 
     def __str__(self) -> str:
-        what = "the caller's" if self.source == "reference" else "those of a transformers forward pass"
         return (
-            f"log-probabilities of a fixed prompt were compared with {what}: they differ by up to "
-            f"{self.max_difference:.4g} nats (token {self.place}), {self.tolerance:g} is allowed"
+            f"log-probabilities of a fixed prompt were compared with {_COMPARED[self.source]}: "
+            f"they differ by up to {self.max_difference:.4g} nats (token {self.place}), "
+            f"{self.tolerance:g} is allowed"
         )
 
 
@@ -112,10 +117,10 @@ class Forward:
         self._python = python
         self._disk = disk
         self._place = asyncio.Semaphore(1)
-        self._known: OrderedDict[tuple[Any, ...], Reference] = OrderedDict()
+        self._known: OrderedDict[tuple[Any, ...], tuple[tuple[int, ...], tuple[float, ...]]] = OrderedDict()
 
-    async def reference(self, folder: Path) -> Reference:
-        """Return what the checkpoint in `folder` gives for the fixed prompt.
+    async def reference(self, folder: Path, tolerance: float) -> Reference:
+        """Return what the checkpoint in `folder` gives for the fixed prompt, with the tolerance to apply.
 
         Raises:
             Unverifiable: transformers is missing, there is no such folder here, or the pass fails.
@@ -124,25 +129,31 @@ class Forward:
             raise Unverifiable(
                 "no reference was given, and no Python with transformers is known (--verify-python)"
             )
-        if not await self._look(partial(checkpoints.is_hugging_face, folder)):
+        if not await self.look(partial(checkpoints.is_hugging_face, folder)):
             raise Unverifiable(f"no reference was given, and {folder} is no Hugging Face folder seen here")
         async with self._place:
-            key = await self._look(partial(_identity, folder))
+            key = await self.look(partial(_identity, folder))
             if key not in self._known:
                 self._known[key] = await self._run(folder)
             self._known.move_to_end(key)
             while len(self._known) > _CACHED:
                 self._known.popitem(last=False)
-            return self._known[key]
+            ids, logprobs = self._known[key]
+        return Reference(ids, logprobs, tolerance, "transformers")
 
-    async def _look(self, function: Callable[[], T]) -> T:
+    async def look(self, function: Callable[[], T]) -> T:
+        """Run a function that reads a folder of weights, apart from the event loop and for a limited time.
+
+        Raises:
+            Unverifiable: The folder did not answer in time, or too many others are being read.
+        """
         try:
             return await self._disk.run(function)
         except (TimedOut, Unavailable) as error:
             raise Unverifiable(error.detail) from error
 
-    async def _run(self, folder: Path) -> Reference:
-        ids = fixed_prompt(*await self._look(partial(_vocabulary, folder)))
+    async def _run(self, folder: Path) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        ids = fixed_prompt(*await self.look(partial(_vocabulary, folder)))
         command = [self._python, str(Path(forward.__file__)), str(folder)]
         try:
             process = await asyncio.create_subprocess_exec(
@@ -171,7 +182,7 @@ class Forward:
         if len(logprobs) != len(ids) - 1:
             last = err.decode(errors="replace").strip().splitlines()[-1:]
             raise Unverifiable(f"the forward pass of {folder} failed: {' '.join(last)[:500]}")
-        return Reference(tuple(ids), tuple(logprobs), TOLERANCE, "transformers")
+        return tuple(ids), tuple(logprobs)
 
 
 def _identity(folder: Path) -> tuple[Any, ...]:

@@ -42,7 +42,7 @@ MODES = click.Choice(["abort", "wait", "keep"])
     "--reference",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE.json",
-    help='{"promptIds": […], "logprobs": […], "tolerance": 0.1} under the new weights.',
+    help='{"promptIds": […], "logprobs": […], "tolerance": 0.5 (optional)} under the new weights.',
 )
 @click.option("--require-verified", is_flag=True, help="Fail if the weights cannot be verified.")
 @click.option("--wait", is_flag=True, help="Wait for the end; exit status 1 unless it succeeded.")

@@ -71,6 +71,9 @@ class WeightControl(Protocol):
     async def folder(self) -> str | None:
         """Return the model folder that the server was started on, or None if the server does not say."""
 
+    async def dtype(self) -> str | None:
+        """Return the data type in which the server computes, such as `bfloat16`, or None if unknown."""
+
     async def reports_versions_of_tokens(self, model: str) -> bool:
         """Return whether an answer says which weights sampled which tokens."""
 

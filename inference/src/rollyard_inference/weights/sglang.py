@@ -118,6 +118,10 @@ class SglangWeights(ControlCalls):
         """Return None, because after an update SGLang reports the folder of that update."""
         return None
 
+    async def dtype(self) -> str | None:
+        """Return None, because SGLang does not report it."""
+        return None
+
     async def reports_versions_of_tokens(self, model: str) -> bool:
         """Return whether an answer says which weights sampled which tokens."""
         params = {"max_new_tokens": 1}

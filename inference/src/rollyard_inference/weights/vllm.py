@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from rollyard_inference.errors import BackendMismatch, NoSuchCall, ServerFailed
+from rollyard_inference.errors import BackendError, BackendMismatch, NoSuchCall, ServerFailed
 from rollyard_inference.sampling.vllm import VllmGenerate
 from rollyard_inference.transports.interface import Transport
 from rollyard_inference.weights.control import (
@@ -94,6 +94,18 @@ class VllmWeights(ControlCalls):
             if card.get("parent") is None and isinstance(root, str) and root:
                 return root
         return None
+
+    async def dtype(self) -> str | None:
+        """Return the data type in which the server computes, or None if it does not say.
+
+        vLLM computes in bfloat16 where a checkpoint is float32 and no `--dtype` is given.
+        """
+        try:
+            found = await self._call("GET", "/server_info?config_format=json")
+            named = found["vllm_config"]["model_config"]["dtype"]
+        except (BackendError, LookupError, TypeError):
+            return None
+        return named.removeprefix("torch.") if isinstance(named, str) else None
 
     async def reports_versions_of_tokens(self, model: str) -> bool:
         """Return whether an answer says which weights sampled which tokens.

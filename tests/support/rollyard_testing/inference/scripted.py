@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 LOGPROB = {"old": -1.0, "new": -2.0}
 REFERENCE = {"promptIds": [1, 2, 3, 4], "logprobs": [LOGPROB["new"]] * 3}
 
-Step = Literal["pause", "load", "label", "flush", "resume", "compare"]
+Step = Literal["measure", "pause", "load", "label", "flush", "resume", "compare"]
 Answer = tuple[int, Any]
 
 
@@ -83,14 +83,17 @@ class Scripted(ABC):
 
     def answer(self, path: str, body: dict[str, Any] | None) -> Answer:
         """Return status and JSON (or text) of one request; `body` is None for GET."""
-        self.seen.append(path)
+        compares = body is not None and ("prompt_logprobs" in body or body.get("logprob_start_len") == 0)
+        # Log-probabilities of a prompt are requested before the weights are loaded, and after it.
+        step = path if not compares else self.paths["measure" if self.weights == "old" else "compare"]
+        self.seen.append(step)
         if body:
             self.bodies.append((path, body))
-        if self.failing[path] > 0:
-            self.failing[path] -= 1
+        if self.failing[step] > 0:
+            self.failing[step] -= 1
             return 500, {"error": {"message": "scripted failure"}}
-        if path in self.gates:
-            self.gates[path].wait(60)
+        if step in self.gates:
+            self.gates[step].wait(60)
         if path == "/health":
             return 200, {}
         if path == "/v1/models":
@@ -115,12 +118,13 @@ class VllmShaped(Scripted):
     """A server that speaks vLLM's calls, with `--enable-scale-out` and VLLM_SERVER_DEV_MODE=1."""
 
     paths: ClassVar[Mapping[Step, str]] = {
+        "measure": "measure",
         "pause": "/pause",
         "load": "/collective_rpc",
         "label": "/update_weight_version",
         "flush": "/reset_prefix_cache",
         "resume": "/resume",
-        "compare": "/v1/completions",
+        "compare": "compare",
     }
 
     def call(self, path: str, body: dict[str, Any] | None) -> Answer:
@@ -172,12 +176,13 @@ class SglangShaped(Scripted):
     """
 
     paths: ClassVar[Mapping[Step, str]] = {
+        "measure": "measure",
         "pause": "/pause_generation",
         "load": "/update_weights_from_disk",
         "label": "/update_weight_version",
         "flush": "/flush_cache",
         "resume": "/continue_generation",
-        "compare": "/generate",
+        "compare": "compare",
     }
 
     def call(self, path: str, body: dict[str, Any] | None) -> Answer:

@@ -1,0 +1,25 @@
+"""A checkpoint's `config.json`, which is read for its data type, is made to cost as much as it can."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rollyard_api.weights import precision
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 200_000,
+        b'{"text_config": ' * 200_000,
+        b'{"dtype": "float32", "x": "' + b"x" * (17 << 20) + b'"}',
+        b'{"dtype": ' + b"9" * 100_000 + b"}",
+        b"\xff\xfe{}",
+    ],
+    ids=["deep list", "deep object", "17 MiB", "long number", "no text"],
+)
+def test_a_config_without_end_or_depth_names_no_data_type(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    assert precision.checkpoint_dtype(tmp_path) == ""
+    assert precision.tolerance("") == precision.REDUCED
